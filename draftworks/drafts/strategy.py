@@ -1,0 +1,66 @@
+"""What every draft strategy offers to training and evaluation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from draftworks.features.contracts import TrainBatch
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """Where training stands, for losses that follow a schedule."""
+
+    global_step: int = 0
+    total_steps: int = 0
+
+
+@dataclass
+class StepOutput:
+    """Sums, never means: whoever adds several of these up divides once, at the end.
+
+    Attributes:
+        loss_sum: scalar, differentiable. The loss of a window (micro-steps x ranks) is sum(loss_sum) / sum(loss_weight).
+        loss_weight: scalar, no gradient: supervised tokens, or 1 in modes that normalise per micro-batch.
+        counts: detached float64 sums by name, shape (T,) per draft position: `acc_corrects`, `acc_denoms` (accuracy),
+            `loss_sums`, `loss_denoms` (loss per position), and whatever else the strategy counts.
+    """
+
+    loss_sum: Tensor
+    loss_weight: Tensor
+    counts: dict[str, Tensor] = field(default_factory=dict)
+
+
+class DraftStrategy(ABC):
+    """A draft model with its collation and its loss.
+
+    Built by the factory that the strategy's `StrategySpec` names:
+    `factory(options, target: TargetParts, vocab: VocabMapping | None, seed: int) -> DraftStrategy`.
+    """
+
+    name: str
+    model: nn.Module
+    """Trainable. Frozen tensors of the target are non-persistent buffers, so that checkpoints do not hold them."""
+    feature_names: tuple[str, ...]
+    """Stored features a sample needs, beside `input_ids` and `loss_mask`."""
+
+    @abstractmethod
+    def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
+        """Pad samples to one batch. Each has `input_ids` (S,) int64, `loss_mask` (S,) bool and the features (S, H)."""
+
+    @abstractmethod
+    def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
+        """Loss and counts of one micro-batch. Goes through `self.model(...)` once, so that FSDP hooks run."""
+
+    @abstractmethod
+    def fsdp_blocks(self) -> Sequence[nn.Module]:
+        """Submodules that FSDP shards on their own, before the whole model."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """JSON-able description that, with the weights, rebuilds this draft."""

@@ -1,0 +1,23 @@
+"""Errors that are meant for a person: each says what, where, expected, found, and what to do."""
+
+from __future__ import annotations
+
+
+class DraftworksError(Exception):
+    """Something the user can put right. Programs print its message alone; anything else prints a traceback."""
+
+
+class ConfigError(DraftworksError):
+    """A registry entry, run file or option is wrong."""
+
+
+class DataError(DraftworksError):
+    """Conversations, tokenizer or chat template cannot give training data."""
+
+
+class StoreError(DraftworksError):
+    """A stored artefact is missing, truncated, altered or of another schema."""
+
+
+class CaptureError(DraftworksError):
+    """The target gave features that cannot be right, or would not fit."""

@@ -1,0 +1,161 @@
+"""What travels between capture, stores and training. Control-plane types carry metadata only; `TrainBatch` carries tensors.
+
+Names and fields follow the DataFlow runtime of SpecForge (pull request 648).
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """Shape and dtype of one stored tensor, known without opening it.
+
+    `target_repr` says what a teacher tensor is: "logits", "pruned_logits" or "hidden_state"; None for other features.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device_hint: str = "cpu"
+    required: bool = True
+    target_repr: str | None = None
+    target_meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        size = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}[self.dtype]
+        for dimension in self.shape:
+            size *= dimension
+        return size
+
+
+@dataclass(frozen=True)
+class SampleRef:
+    """A sample's address: which tensors it has, under which keys, in which store. Never the tensors themselves."""
+
+    sample_id: str
+    run_id: str
+    source_task_id: str
+    feature_store_uri: str
+    feature_keys: Mapping[str, str]
+    feature_specs: Mapping[str, FeatureSpec]
+    strategy: str = ""
+    schema_version: int = SCHEMA_VERSION
+    target_model_version: str = "unknown"
+    draft_weight_version: str | None = None
+    tokenizer_version: str = "unknown"
+    num_tokens: int = 0
+    estimated_bytes: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def select(self, names: tuple[str, ...]) -> SampleRef:
+        """The same sample with only the features `names`; KeyError names what is missing."""
+        missing = [name for name in names if name not in self.feature_keys]
+        if missing:
+            raise KeyError(f"sample {self.sample_id} has no feature {missing}; it has {sorted(self.feature_keys)}")
+        return replace(
+            self,
+            feature_keys={name: self.feature_keys[name] for name in names},
+            feature_specs={name: self.feature_specs[name] for name in names},
+        )
+
+    def to_json(self) -> str:
+        assert_no_tensors(self)
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> SampleRef:
+        fields = json.loads(text)
+        if fields.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(f"SampleRef of schema {fields.get('schema_version')}, expected {SCHEMA_VERSION}")
+        specs = {
+            name: FeatureSpec(**{**spec, "shape": tuple(spec["shape"])})
+            for name, spec in fields.pop("feature_specs").items()
+        }
+        return cls(feature_specs=specs, **fields)
+
+
+@dataclass(frozen=True)
+class FeatureHandle:
+    """A lease on fetched tensors. A handle of an older generation releases nothing."""
+
+    sample_id: str
+    generation: int
+    lease_token: str
+
+
+@dataclass
+class TrainBatch:
+    """Collated tensors of several samples: the only type of the data plane that carries tensors."""
+
+    tensors: dict[str, Tensor]
+    sample_ids: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def to(self, device: Any) -> TrainBatch:
+        return TrainBatch({k: v.to(device, non_blocking=True) for k, v in self.tensors.items()}, self.sample_ids)
+
+
+class FeatureStore(ABC):
+    """Where features live. Implementations differ in medium, not in meaning."""
+
+    @abstractmethod
+    def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
+        """Store `tensors` under `ref.feature_keys`; returns the ref with uri, specs and bytes filled in."""
+
+    @abstractmethod
+    def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
+        """Tensors by feature name, checked against the ref's specs, under a lease.
+
+        Raises:
+            StoreError: a key is absent, or what is stored is truncated, altered or of another shape or dtype.
+        """
+
+    @abstractmethod
+    def release(self, handle: FeatureHandle) -> None:
+        """Give the lease back; a stale handle is a no-op."""
+
+    @abstractmethod
+    def abort(self, sample_id: str) -> None:
+        """Forget what was put for a sample and not yet published."""
+
+    @abstractmethod
+    def gc(self) -> int:
+        """Remove what nobody can reach (crashed staging, expired leases); bytes freed."""
+
+    @abstractmethod
+    def health(self) -> dict[str, Any]:
+        """Counts and sizes worth showing to a person."""
+
+    @abstractmethod
+    def estimate_bytes(self, ref: SampleRef) -> int:
+        """Bytes the sample takes or will take in this store."""
+
+
+def assert_no_tensors(value: Any, path: str = "value") -> None:
+    """TypeError with the path of the first tensor or array found inside dataclasses, mappings and sequences."""
+    root = type(value).__module__.split(".")[0]
+    if root in ("torch", "numpy") or all(hasattr(value, name) for name in ("dtype", "shape", "device")):
+        raise TypeError(f"{path} is a {type(value).__name__}: the control plane carries no tensors")
+    if hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            assert_no_tensors(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            assert_no_tensors(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for index, item in enumerate(value):
+            assert_no_tensors(item, f"{path}[{index}]")

@@ -1,0 +1,108 @@
+"""Run files: what a program under `draftworks.programs` is asked to do, as one YAML file. Torch-free.
+
+A Dagster asset writes one and launches the program on it; a person can write the same file and start the same program
+by hand. Paths are absolute, or relative to the folder of the run file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from draftworks.specs import CaptureSpec, ResponseSpec, Spec, SpecType, TrainingSpec, load_yaml
+
+
+class TargetFiles(Spec):
+    """A resolved target: where its files are and what they are."""
+
+    name: str
+    model: str = Field(description="Directory or hub id.")
+    revision: str | None = None
+    tokenizer: str = Field(description="Directory or hub id.")
+    tokenizer_revision: str | None = None
+    chat_template: str | None = Field(None, description="Path of a Jinja file that replaces the tokenizer's template.")
+    digest: str = Field(description="Content digest of the weights, or of hub id and commit.")
+    tokenizer_digest: str = Field(description="Content digest of tokenizer files and chat template.")
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context: int = Field(description="Longest sequence the model takes.")
+
+
+class RunFile(Spec):
+    """Base of all run files. `out` is where the program writes its results: it must exist and be empty or resumable."""
+
+    out: Path
+
+    @classmethod
+    def load(cls: type[SpecType], path: Path) -> SpecType:
+        """Read and validate; relative paths are taken from the folder of `path`."""
+        run = load_yaml(path, cls)
+        base = path.resolve().parent
+        moved = {k: base / v for k, v in run if isinstance(v, Path) and not v.is_absolute()}
+        return run.model_copy(update=moved)
+
+    def save(self, path: Path) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+        return path
+
+
+class RegenerateRun(RunFile):
+    """Let the target answer the conversations: writes conversations.parquet and tokens.parquet into `out`."""
+
+    target: TargetFiles
+    conversations: Path = Field(description="Folder of a conversations set.")
+    responses: ResponseSpec
+    max_length: int
+    device: str = "auto"
+    compute_dtype: str = "float32"
+
+
+class CaptureRun(RunFile):
+    """Capture hidden states of a tokenized set into the feature store: writes refs.jsonl and manifest.json into `out`."""
+
+    target: TargetFiles
+    tokens: Path = Field(description="Folder of a tokenized set.")
+    taps: list[int] = Field(description="hf_index of every tap, ascending; `last` is always captured too.")
+    capture: CaptureSpec
+    store: Path = Field(description="Root of the feature store.")
+
+
+class FeatureSet(Spec):
+    """A tokenized set together with its captured features."""
+
+    tokens: Path
+    features: Path = Field(description="Folder with refs.jsonl and manifest.json.")
+
+
+class TrainRun(RunFile):
+    """Train one draft: writes model.safetensors, config.json and history.json into `out`."""
+
+    target: TargetFiles
+    strategy: str
+    options: dict[str, Any]
+    training: TrainingSpec
+    train: FeatureSet
+    heldout: FeatureSet
+    store: Path
+    vocab_mapping: Path | None = None
+
+
+class EvaluateRun(RunFile):
+    """Measure a draft, the same draft untrained, and a bigram table on an eval set: writes report.json into `out`."""
+
+    target: TargetFiles
+    strategy: str
+    options: dict[str, Any]
+    draft: Path = Field(description="Folder of a trained draft.")
+    train_tokens: Path = Field(description="Tokenized training set, for the bigram table.")
+    heldout: FeatureSet
+    store: Path
+    vocab_mapping: Path | None = None
+    micro_batch_size: int = 8
+    device: str = "auto"
+    seed: int = 42

@@ -1,0 +1,255 @@
+"""What a user writes in `registry/`: targets, data sets and the deployment, as validated types. Torch-free.
+
+Every model refuses unknown keys. `load_yaml` turns a validation error into one message that names the file, the key,
+what was expected and what was found.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from draftworks.errors import ConfigError
+
+NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Spec(BaseModel):
+    """Base of everything read from YAML: frozen, no unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+SpecType = TypeVar("SpecType", bound=Spec)
+
+
+class DataSpec(Spec):
+    """How conversations become supervised tokens."""
+
+    only_last_turn: bool = Field(False, description="Supervise only the last assistant turn.")
+    held_out_share: float = Field(
+        0.1, gt=0, lt=1, description="Share of conversations kept for the eval set `heldout`."
+    )
+    max_conversations: int | None = Field(None, gt=0, description="Use only so many, chosen by hash; None = all.")
+    max_rejected_share: float = Field(0.05, ge=0, le=1, description="More rejected rows than this stop the run.")
+    min_supervised_share: float = Field(0.02, ge=0, le=1, description="Fewer supervised tokens than this stop the run.")
+    workers: int = Field(2, ge=1, description="Tokenizer processes.")
+
+
+class ResponseSpec(Spec):
+    """Where the assistant's words come from. Drafts learn what the *target* says, so `regenerate` is the default."""
+
+    mode: Literal["regenerate", "passthrough"] = "regenerate"
+    max_new_tokens: int = Field(512, gt=0)
+    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0 = no limit.")
+    repetition_penalty: float = Field(1.0, gt=0, description="Multiplicative, as in transformers; 1 = off.")
+    seed: int = 0
+    batch_size: int = Field(64, ge=1, description="Sequences decoded together; not part of any identity.")
+
+    def identity(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"batch_size"})
+
+
+class CaptureSpec(Spec):
+    """How the target's hidden states are captured."""
+
+    backend: Literal["hf"] = "hf"
+    dtype: Dtype = Field("bfloat16", description="Of the stored features. The target runs in `compute_dtype`.")
+    compute_dtype: Dtype = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    batch_tokens: int = Field(16384, gt=0, description="Tokens, padding included, of one forward pass.")
+    processes: int = Field(1, ge=1, description="Ranks that share the work; each writes its own shards.")
+    shard_mb: int = Field(256, gt=0, description="A shard is published when it has grown to this size.")
+    budget_gb: float = Field(100.0, gt=0, description="A capture that would store more is refused before it starts.")
+
+
+class TrainingSpec(Spec):
+    """Hyper-parameters of a draft's training; the defaults are the reference's where it has one."""
+
+    processes: int = Field(1, ge=1, description="torchrun ranks.")
+    global_batch_size: int = Field(8, ge=1, description="Samples per optimizer step over all ranks.")
+    micro_batch_size: int = Field(1, ge=1, description="Samples per forward pass of one rank.")
+    epochs: float = Field(1.0, gt=0)
+    max_steps: int | None = Field(None, gt=0, description="Stops earlier than `epochs` would.")
+    lr: float = Field(1e-4, gt=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_ratio: float = Field(0.015, ge=0, lt=1)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(0.5, gt=0)
+    compute_dtype: Dtype = Field("bfloat16", description="Of forward and backward; master weights are always fp32.")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 42
+    log_every: int = Field(10, ge=1, description="Optimizer steps between progress reports.")
+    eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0 = only at the end.")
+    tensorboard: bool = False
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> TrainingSpec:
+        share = self.micro_batch_size * self.processes
+        if self.global_batch_size % share:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
+                f" x processes {self.processes} = {share}"
+            )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the weights; how the global batch is cut into pieces does not."""
+        execution = {"processes", "micro_batch_size", "device", "log_every", "tensorboard"}
+        return self.model_dump(exclude=execution)
+
+
+class StrategyEntry(Spec):
+    """One draft of a target: the strategy's own options (checked by the strategy) and training overrides."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    training: TrainingSpec = Field(default_factory=TrainingSpec)
+
+
+class TargetSpec(Spec):
+    """A large language model that is to have drafts: one file `registry/targets/NAME.yaml`, one Dagster partition."""
+
+    name: str
+    description: str = ""
+    model: str = Field(description="A directory, relative to the registry, or a Hugging Face hub id.")
+    revision: str | None = Field(None, description="Commit (40 hex digits) of the hub id; not for a directory.")
+    tokenizer: str | None = Field(None, description="As `model`, if the tokenizer lies elsewhere.")
+    tokenizer_revision: str | None = Field(None, description="Commit of a hub tokenizer.")
+    chat_template: str | None = Field(
+        None, description="A Jinja file, relative to the registry, instead of the tokenizer's."
+    )
+    dataset: str = Field(description="Name of an entry in registry/datasets/.")
+    max_length: int = Field(
+        2048, gt=2, description="Tokens per sample; longer ones are cut or rejected, never silently."
+    )
+    data: DataSpec = Field(default_factory=DataSpec)
+    responses: ResponseSpec = Field(default_factory=ResponseSpec)
+    capture: CaptureSpec = Field(default_factory=CaptureSpec)
+    strategies: dict[str, StrategyEntry] = Field(default_factory=lambda: {"eagle3": StrategyEntry()})
+
+    @field_validator("name", "dataset")
+    @classmethod
+    def _valid_name(cls, value: str) -> str:
+        return checked_name(value)
+
+    @property
+    def is_hub(self) -> bool:
+        return self.revision is not None
+
+    @model_validator(mode="after")
+    def _pinned(self) -> TargetSpec:
+        for what, commit in (("revision", self.revision), ("tokenizer_revision", self.tokenizer_revision)):
+            if commit is not None and not COMMIT.fullmatch(commit):
+                raise ValueError(f"{what} must be a commit of 40 hex digits, found {commit!r}: branches and tags move")
+        return self
+
+
+class DatasetSpec(Spec):
+    """A source of conversations: one file `registry/datasets/NAME.yaml`."""
+
+    name: str
+    description: str = ""
+    files: list[str] = Field(
+        min_length=1, description="JSONL, JSON or Parquet, relative to the registry; globs allowed."
+    )
+    format: Literal["auto", "sharegpt", "openai", "tokens"] = "auto"
+    licence: str = ""
+
+    @field_validator("name")
+    @classmethod
+    def _valid_name(cls, value: str) -> str:
+        return checked_name(value)
+
+
+class LauncherSpec(Spec):
+    """Where torchrun jobs run."""
+
+    kind: Literal["local"] = "local"
+    grace_s: float = Field(10.0, ge=0, description="Seconds between terminate and kill.")
+    threads: int = Field(1, ge=1, description="OMP threads of each rank on CPU.")
+
+
+class DeploymentSpec(Spec):
+    """`registry/deployment.yaml`: what belongs to this installation rather than to a target."""
+
+    var: str = Field("../var", description="Where runs write, relative to the registry.")
+    launcher: LauncherSpec = Field(default_factory=LauncherSpec)
+
+
+def checked_name(value: str) -> str:
+    """The value if it can safely be a partition key and a path component; ValueError otherwise."""
+    if not NAME.fullmatch(value):
+        raise ValueError(f"{value!r} is not a name: lower-case letters, digits, '.', '_' and '-', at most 63")
+    return value
+
+
+def load_yaml(path: Path, model: type[SpecType], **extra: Any) -> SpecType:
+    """Read one registry file into `model`; `extra` adds fields the file must not give itself (its name).
+
+    Raises:
+        ConfigError: unreadable file, bad YAML, unknown key (closest names suggested) or bad value.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys to values, found a {type(raw).__name__}")
+    return validated(model, {**raw, **extra}, where=str(path))
+
+
+def validated(model: type[SpecType], values: dict[str, Any], where: str) -> SpecType:
+    """`model(**values)`, its errors as one ConfigError that begins with `where`."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(describe(error, model, where)) from error
+
+
+def describe(error: ValidationError, model: type[BaseModel], where: str) -> str:
+    """One line per problem: where, what is wrong, what was found, and the closest key for an unknown one."""
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"]) or "(whole file)"
+        if problem["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(str(problem["loc"][-1]), _keys_at(model, problem["loc"][:-1]), n=2)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            lines.append(f"{where}: unknown key {key}{hint}")
+        elif problem["type"] == "missing":
+            lines.append(f"{where}: key {key} is missing")
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{where}: {key}: {message} (found {_short(problem['input'])})")
+    return "\n".join(lines)
+
+
+def _keys_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    """Field names of the nested model at a location of `model`; empty where it is not a model."""
+    current: Any = model
+    for part in location:
+        field = getattr(current, "model_fields", {}).get(part)
+        candidates = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
+        found = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if found:
+            current = found[0]
+        elif field is None and current is not model:
+            continue  # a key of a dict of models, as in `strategies.eagle3`
+    return list(getattr(current, "model_fields", {}))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

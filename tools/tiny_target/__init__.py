@@ -1,0 +1,1 @@
+"""Builds the embedded target model `tiny`: its corpus, its tokenizer and its weights."""
