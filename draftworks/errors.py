@@ -21,3 +21,7 @@ class StoreError(DraftworksError):
 
 class CaptureError(DraftworksError):
     """The target gave features that cannot be right, or would not fit."""
+
+
+class TrainingError(DraftworksError):
+    """Training cannot go on: nothing to train on, or numbers that are not finite."""

@@ -14,6 +14,11 @@ from pydantic import Field
 
 from draftworks.specs import CaptureSpec, ResponseSpec, Spec, SpecType, TrainingSpec, load_yaml
 
+TOKENS_FOLDER = "tokens"
+"""The tokenized set in the folder of a `responses` result."""
+VOCAB_FILE = "vocab.safetensors"
+"""The mapping in the folder of a `vocab_mapping` result."""
+
 
 class TargetFiles(Spec):
     """A resolved target: where its files are and what they are."""
@@ -52,11 +57,12 @@ class RunFile(Spec):
 
 
 class RegenerateRun(RunFile):
-    """Let the target answer the conversations: writes conversations.parquet and tokens.parquet into `out`."""
+    """Let the target answer the conversations: writes the sets `out/conversations` and `out/tokens`."""
 
     target: TargetFiles
     conversations: Path = Field(description="Folder of a conversations set.")
     responses: ResponseSpec
+    only_last_turn: bool = False
     max_length: int
     device: str = "auto"
     compute_dtype: str = "float32"
@@ -89,7 +95,7 @@ class TrainRun(RunFile):
     train: FeatureSet
     heldout: FeatureSet
     store: Path
-    vocab_mapping: Path | None = None
+    vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
 
 
 class EvaluateRun(RunFile):
@@ -102,7 +108,7 @@ class EvaluateRun(RunFile):
     train_tokens: Path = Field(description="Tokenized training set, for the bigram table.")
     heldout: FeatureSet
     store: Path
-    vocab_mapping: Path | None = None
+    vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
     micro_batch_size: int = 8
     device: str = "auto"
     seed: int = 42

@@ -97,20 +97,28 @@ class FeatureHandle:
 
 @dataclass
 class TrainBatch:
-    """Collated tensors of several samples: the only type of the data plane that carries tensors."""
+    """Collated tensors of several samples: the only type of the data plane that carries tensors.
+
+    `num_tokens` counts the samples' own tokens, without padding, for rates; 0 where nobody counted.
+    """
 
     tensors: dict[str, Tensor]
     sample_ids: tuple[str, ...]
+    num_tokens: int = 0
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
     def to(self, device: Any) -> TrainBatch:
-        return TrainBatch({k: v.to(device, non_blocking=True) for k, v in self.tensors.items()}, self.sample_ids)
+        tensors = {k: v.to(device, non_blocking=True) for k, v in self.tensors.items()}
+        return TrainBatch(tensors, self.sample_ids, self.num_tokens)
 
 
 class FeatureStore(ABC):
     """Where features live. Implementations differ in medium, not in meaning."""
+
+    lease_bound: bool = True
+    """Whether the tensors of `get` die with their lease, so that a reader has to copy them before `release`."""
 
     @abstractmethod
     def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:

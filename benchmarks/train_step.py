@@ -1,0 +1,194 @@
+"""How fast and how lean one EAGLE-3 training step is: forward, backward, clipping and AdamW on random features.
+
+    python benchmarks/train_step.py                 # 1024x1 and 512x4 under the conditions of docs' comparison
+    python benchmarks/train_step.py 2048x1 --ttt 3
+
+Every size runs in a process of its own, so that its peak memory is its own. Random features, so the loss means nothing; the
+target's head is scaled outside the draft vocabulary, so that every teacher token is inside and no row is spared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from draftworks.drafts.eagle3 import Eagle3Strategy
+    from draftworks.features.contracts import TrainBatch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured configuration. `loss_share` of each sample, its end, is supervised."""
+
+    length: int
+    batch: int
+    ttt: int = 7
+    hidden: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 384
+    vocab: int = 4096
+    draft_vocab: int = 1000
+    loss_share: float = 7 / 8
+    loss: str = "token_mean"
+    threads: int = 1
+    warm_up: int = 3
+    steps: int = 15
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians over `case.steps` steps; memory is the peak of the whole process, libraries included.
+
+    On a busy machine compare `cpu_ms`, the processor time of all threads: it leaves out the wait for a core.
+    """
+
+    case: Case
+    step_ms: float
+    cpu_ms: float
+    tokens_per_s: float
+    peak_rss_mb: float
+    load: float
+
+
+def main(
+    sizes: Annotated[list[str], typer.Argument(help="LENGTHxBATCH each.")] = ["1024x1", "512x4"],  # noqa: B006
+    ttt: int = 7,
+    loss: str = "token_mean",
+    steps: int = 15,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here too.")] = None,
+    one_case: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure one EAGLE-3 training step at every size; prints a table, and one JSON line per size."""
+    if one_case is not None:
+        print(json.dumps(asdict(measure(Case(**json.loads(one_case))))))
+        return
+    results = []
+    for size in sizes:
+        length, batch = (int(part) for part in size.split("x"))
+        results.append(_in_own_process(replace(Case(length, batch), ttt=ttt, loss=loss, steps=steps)))
+    print(table(results))
+    lines = [json.dumps(result) for result in results]
+    print("\n".join(lines))
+    if json_file is not None:
+        json_file.write_text("\n".join(lines) + "\n")
+
+
+def measure(case: Case) -> Result:
+    """Run the steps in this process."""
+    import torch
+
+    torch.set_num_threads(case.threads)
+    strategy, batch = prepare(case)
+    optimizer = torch.optim.AdamW(strategy.model.parameters(), lr=1e-4, weight_decay=0.0)
+    wall, cpu = [], []
+    for _ in range(case.warm_up + case.steps):
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        train_step(strategy, batch, optimizer)
+        wall.append(time.perf_counter() - begin)
+        cpu.append(time.process_time() - begin_cpu)
+    median = statistics.median(wall[case.warm_up :])
+    return Result(
+        case=case,
+        step_ms=round(median * 1e3, 1),
+        cpu_ms=round(statistics.median(cpu[case.warm_up :]) * 1e3, 1),
+        tokens_per_s=round(case.length * case.batch / median),
+        peak_rss_mb=round(peak_rss_mb()),
+        load=round(os.getloadavg()[0], 2),
+    )
+
+
+def prepare(case: Case) -> tuple[Eagle3Strategy, TrainBatch]:
+    """A draft of a made-up target, and one batch of random features."""
+    import numpy as np
+    import torch
+
+    from draftworks.data.vocab import VocabMapping
+    from draftworks.drafts.eagle3 import Eagle3Strategy
+    from draftworks.drafts.target_parts import TargetParts
+    from draftworks.strategies import Eagle3Options
+
+    generator = torch.Generator().manual_seed(0)
+    head = torch.randn(case.vocab, case.hidden, generator=generator)
+    head[case.draft_vocab :] *= 0.01
+    target = TargetParts(
+        hidden_size=case.hidden,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.hidden // case.heads,
+        intermediate_size=case.intermediate,
+        rms_norm_eps=1e-6,
+        vocab_size=case.vocab,
+        num_layers=8,
+        max_positions=case.length,
+        embedding=torch.randn(case.vocab, case.hidden, generator=generator),
+        head=head,
+    )
+    mapping = VocabMapping(np.zeros(case.draft_vocab, np.int64), np.arange(case.vocab) < case.draft_vocab)
+    options = Eagle3Options(ttt_length=case.ttt, draft_vocab_size=case.draft_vocab, loss=case.loss)
+    strategy = Eagle3Strategy(options, target, mapping, seed=0)
+    samples = []
+    for _ in range(case.batch):
+        sample = {n: torch.randn(case.length, case.hidden, generator=generator) for n in strategy.feature_names}
+        sample["input_ids"] = torch.randint(case.vocab, (case.length,), generator=generator)
+        sample["loss_mask"] = torch.arange(case.length) >= round(case.length * (1 - case.loss_share))
+        samples.append(sample)
+    return strategy, strategy.collate(samples, [str(i) for i in range(case.batch)])
+
+
+def train_step(strategy: Eagle3Strategy, batch: TrainBatch, optimizer) -> None:
+    """What a trainer does with one micro-batch that is a whole window."""
+    import torch
+
+    from draftworks.drafts.strategy import StepContext
+
+    output = strategy.forward_loss(batch, StepContext())
+    (output.loss_sum / output.loss_weight).backward()
+    torch.nn.utils.clip_grad_norm_(strategy.model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def peak_rss_mb() -> float:
+    """Peak of this program image; `ru_maxrss` would count the parent's memory before exec."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(fields["VmHWM"].split()[0]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+
+
+def table(results: list[dict]) -> str:
+    lines = [
+        f"{'size':>8} {'ttt':>4} {'loss':>11} {'ms/step':>8} {'cpu ms':>7} {'tokens/s':>9} {'peak MB':>8} {'load':>5}"
+    ]
+    for result in results:
+        case = result["case"]
+        size = f"{case['length']}x{case['batch']}"
+        lines.append(
+            f"{size:>8} {case['ttt']:>4} {case['loss']:>11} {result['step_ms']:>8} {result['cpu_ms']:>7} "
+            f"{result['tokens_per_s']:>9} {result['peak_rss_mb']:>8} {result['load']:>5}"
+        )
+    return "\n".join(lines)
+
+
+def _in_own_process(case: Case) -> dict:
+    command = [sys.executable, __file__, "--one-case", json.dumps(asdict(case))]
+    environment = os.environ | {"OMP_NUM_THREADS": str(case.threads)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+if __name__ == "__main__":
+    typer.run(main)

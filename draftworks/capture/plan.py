@@ -1,0 +1,196 @@
+"""What a capture has to do, worked out before a target is loaded: keys, what is missing, bytes, batches."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from draftworks.capture.engine import engine_identity, find_backend
+from draftworks.errors import CaptureError
+from draftworks.features.contracts import FeatureSpec
+from draftworks.features.local_store import LocalFeatureStore
+from draftworks.identity import FeatureIdentity, LayerTap, Stream, token_digest
+from draftworks.runs import CaptureRun
+
+GB = 1e9
+
+
+class TokenRowLike(Protocol):
+    """A tokenized sample: `input_ids` (S,) integers."""
+
+    sample_id: str
+    input_ids: np.ndarray
+
+
+class TokenizedSetLike(Protocol):
+    """A tokenized set, read by position."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> TokenRowLike: ...
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Streams of a run and how their keys and specs are made."""
+
+    streams: tuple[Stream, ...]
+    identity: FeatureIdentity
+    hidden_size: int
+
+    @classmethod
+    def of(cls, run: CaptureRun) -> StreamPlan:
+        """Raises CaptureError for taps that are not inside the target."""
+        outside = [k for k in run.taps if not 0 <= k < run.target.num_layers]
+        if outside:
+            raise CaptureError(
+                f"target {run.target.name}: layer taps {outside} are outside it, "
+                f"expected 0..{run.target.num_layers - 1} (`last` is always captured)"
+            )
+        last = find_backend(run.capture.backend).last_hidden
+        taps = tuple(LayerTap(k) for k in sorted(set(run.taps)))
+        identity = FeatureIdentity(run.target.digest, engine_identity(run.capture), run.capture.dtype)
+        return cls((*taps, last), identity, run.target.hidden_size)
+
+    @property
+    def taps(self) -> tuple[LayerTap, ...]:
+        return tuple(stream for stream in self.streams if isinstance(stream, LayerTap))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(stream.name for stream in self.streams)
+
+    def keys(self, input_ids: np.ndarray) -> dict[str, str]:
+        """Feature key by stream name: a function of the sample's tokens, never of its batch or its id."""
+        tokens = token_digest(input_ids.tolist())
+        return {stream.name: self.identity.key(tokens, stream) for stream in self.streams}
+
+    def specs(self, num_tokens: int) -> dict[str, FeatureSpec]:
+        shape = (num_tokens, self.hidden_size)
+        return {
+            stream.name: FeatureSpec(
+                stream.name,
+                shape,
+                self.identity.dtype,
+                target_repr=None if isinstance(stream, LayerTap) else "hidden_state",
+                target_meta={} if isinstance(stream, LayerTap) else {"normed": stream.normed},
+            )
+            for stream in self.streams
+        }
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """A sample of which something is missing. `keys` are all its keys, `missing` the streams to be stored."""
+
+    row: int
+    sample_id: str
+    num_tokens: int
+    keys: dict[str, str]
+    missing: tuple[str, ...]
+
+    def owner(self, world: int) -> int:
+        """The rank that captures it: decided by content, so that ranks agree whatever each sees in the store."""
+        return int(next(iter(self.keys.values())), 16) % world
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """Everything that is missing, over all ranks; `nbytes` is what storing it takes."""
+
+    streams: StreamPlan
+    samples: int
+    jobs: tuple[SampleJob, ...]
+    nbytes: int
+
+    def share(self, rank: int, world: int) -> list[SampleJob]:
+        return [job for job in self.jobs if job.owner(world) == rank]
+
+    def describe(self) -> str:
+        tokens = sum(job.num_tokens for job in self.jobs)
+        return (
+            f"capture: {len(self.jobs)} of {self.samples} samples lack features ({tokens:,} tokens); "
+            f"storing them takes {self.nbytes / GB:.3f} GB"
+        )
+
+
+def plan_capture(run: CaptureRun, tokens: TokenizedSetLike, store: LocalFeatureStore) -> CapturePlan:
+    """Find out what is missing. Samples with the same tokens are captured once.
+
+    Raises:
+        CaptureError: a sample is empty, longer than the target's context or has ids outside its vocabulary; a tap is
+            outside the target.
+        StoreError: shards of the store are damaged.
+    """
+    streams = StreamPlan.of(run)
+    store.refresh()
+    store.require_sound()
+    jobs, planned, nbytes = [], set(), 0
+    for index in range(len(tokens)):
+        row = tokens.row(index)
+        _check_row(row, run)
+        keys = streams.keys(row.input_ids)
+        missing = tuple(name for name, key in keys.items() if key not in planned and not store.contains(key))
+        if missing:
+            planned.update(keys[name] for name in missing)
+            specs = streams.specs(len(row.input_ids))
+            nbytes += sum(specs[name].nbytes for name in missing)
+            jobs.append(SampleJob(index, row.sample_id, len(row.input_ids), keys, missing))
+    return CapturePlan(streams, len(tokens), tuple(jobs), nbytes)
+
+
+def require_budget(plan: CapturePlan, run: CaptureRun) -> None:
+    """CaptureError if what is missing takes more than the configured budget, or than the disk has left."""
+    budget = run.capture.budget_gb * GB
+    if plan.nbytes > budget:
+        raise CaptureError(
+            f"target {run.target.name}: capturing {run.tokens} would store {plan.nbytes / GB:.3f} GB, more than "
+            f"capture.budget_gb = {run.capture.budget_gb:g}. Raise the budget, or use fewer samples "
+            "(data.max_conversations), shorter ones (max_length) or fewer taps. Nothing was stored."
+        )
+    free = shutil.disk_usage(_existing(run.store)).free
+    if plan.nbytes > free:
+        raise CaptureError(
+            f"target {run.target.name}: capturing {run.tokens} would store {plan.nbytes / GB:.3f} GB, but the disk of "
+            f"{run.store} has {free / GB:.3f} GB left. Nothing was stored."
+        )
+
+
+def batches(jobs: Sequence[SampleJob], batch_tokens: int) -> Iterator[list[SampleJob]]:
+    """Jobs of similar length together, the longest first, at most `batch_tokens` with padding (or a single sample)."""
+    batch: list[SampleJob] = []
+    for job in sorted(jobs, key=lambda each: (-each.num_tokens, each.row)):
+        if batch and batch[0].num_tokens * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(job)
+    if batch:
+        yield batch
+
+
+def _check_row(row: TokenRowLike, run: CaptureRun) -> None:
+    count = len(row.input_ids)
+    where = f"target {run.target.name}, sample {row.sample_id}"
+    if not 0 < count <= run.target.context:
+        raise CaptureError(
+            f"{where}: {count} tokens, expected 1 to {run.target.context} (the model's context). "
+            "Lower max_length of the target, so that longer samples are cut or rejected when they are tokenized."
+        )
+    low, high = int(row.input_ids.min()), int(row.input_ids.max())
+    if low < 0 or high >= run.target.vocab_size:
+        raise CaptureError(
+            f"{where}: token ids {low}..{high}, expected 0..{run.target.vocab_size - 1}. "
+            "The set was tokenized for another model: tokenize it with this target's tokenizer."
+        )
+
+
+def _existing(path: Path) -> Path:
+    path = path.resolve()
+    while not path.exists():
+        path = path.parent
+    return path

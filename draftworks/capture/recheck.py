@@ -1,0 +1,100 @@
+"""Re-capture of a few stored samples: are the features in the store what this engine computes today?
+
+Keys name our numerics revision of an engine, not package versions. So a new version of torch or transformers changes no
+key, and this check says whether it changed the numbers, and the revision has to be raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftworks.capture.engine import TargetEngine
+from draftworks.capture.plan import TokenizedSetLike
+from draftworks.capture.verify import HEAD_TOLERANCE
+from draftworks.features.contracts import FeatureStore, SampleRef
+from draftworks.identity import LayerTap
+
+STORED_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
+"""Largest difference between a stored and a re-captured stream, as a share of the stream's largest value."""
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """What the re-captured samples showed; differences are shares of the largest absolute value."""
+
+    samples: int
+    tokens: int
+    rows_equal_tokens: bool
+    finite: bool
+    feature_difference: float
+    head_difference: float
+    features_as_captured: bool
+    head_equals_logits: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def recheck(
+    engine: TargetEngine, store: FeatureStore, refs: Sequence[SampleRef], tokens: TokenizedSetLike, count: int = 4
+) -> Recheck:
+    """Compare `count` samples, spread over the set, with a fresh capture and with the target's own logits.
+
+    Raises:
+        StoreError: a sample is not in the store as its reference says.
+    """
+    chosen = refs[:: max(1, len(refs) // count)][:count]
+    rows = [tokens.row(ref.metadata["row"]).input_ids.tolist() for ref in chosen]
+    pairs = [_Pair.of(engine, store, ref, row) for ref, row in zip(chosen, rows, strict=True)]
+    dtype = chosen[0].feature_specs["last"].dtype
+    head_tolerance = max(STORED_TOLERANCE[dtype], HEAD_TOLERANCE[getattr(torch, dtype)])
+    feature_difference = max(pair.feature_difference for pair in pairs)
+    head_difference = max(pair.head_difference for pair in pairs)
+    return Recheck(
+        samples=len(pairs),
+        tokens=sum(map(len, rows)),
+        rows_equal_tokens=all(pair.rows_equal_tokens for pair in pairs),
+        finite=all(pair.finite for pair in pairs),
+        feature_difference=feature_difference,
+        head_difference=head_difference,
+        features_as_captured=feature_difference <= STORED_TOLERANCE[dtype],
+        head_equals_logits=head_difference <= head_tolerance,
+    )
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """One sample: stored against fresh."""
+
+    rows_equal_tokens: bool
+    finite: bool
+    feature_difference: float
+    head_difference: float
+
+    @classmethod
+    def of(cls, engine: TargetEngine, store: FeatureStore, ref: SampleRef, row: list[int]) -> _Pair:
+        stored, handle = store.get(ref)
+        names = [name for name in ref.feature_keys if name != "last"]
+        taps = [LayerTap(int(name.removeprefix("hf"))) for name in names]
+        fresh = engine.capture([row], taps)[0]
+        rows_equal = all(len(stream) == len(row) for stream in stored.values())
+        pair = cls(
+            rows_equal_tokens=rows_equal,
+            finite=all(bool(torch.isfinite(stream).all()) for stream in stored.values()),
+            feature_difference=max(_difference(fresh[name], stored[name]) for name in stored) if rows_equal else 1.0,
+            head_difference=_difference(engine.logits([row])[0], engine.head_logits(stored["last"]))
+            if rows_equal
+            else 1.0,
+        )
+        store.release(handle)
+        return pair
+
+
+def _difference(expected: Tensor, found: Tensor) -> float:
+    scale = max(float(expected.double().abs().max()), 1e-12)
+    return float((expected.double() - found.double()).abs().max()) / scale

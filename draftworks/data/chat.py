@@ -1,0 +1,227 @@
+"""A target's tokenizer and chat template: conversations to token ids with a loss mask, and prompts to generate from.
+
+Every conversation is rendered to text and tokenized in one call. Which tokens are the assistant's follows from the
+character offsets of the tokens, never from tokenizing parts of the text again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from draftworks.data.conversations import Conversation, Turn
+from draftworks.data.spans import EndOfTurn, Rendered, Span, locate, mask_from_spans, sentinel
+from draftworks.errors import DataError
+from draftworks.identity import digest
+from draftworks.runs import TargetFiles
+
+_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
+"""Templates that print today's date would give other tokens every day; this is the date Llama 3 falls back to."""
+
+
+class Encoded(NamedTuple):
+    """Token ids int32 (S,) and loss mask bool (S,)."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+class ChatTokenizer:
+    """A fast tokenizer with a chat template. Made by `load`."""
+
+    def __init__(self, tokenizer: Any, template: str, vocab_size: int, eos_ids: tuple[int, ...], name: str) -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+        self.eos_ids = eos_ids
+        self.has_markers = _MARKER.search(template) is not None
+        self._tokenizer = tokenizer
+        self._template = _FIXED_DATE + template if "strftime_now" in template else template
+        self._end_of_turn = EndOfTurn(tokenizer.all_special_tokens + _special_added(tokenizer))
+        self._digest = digest([tokenizer.backend_tokenizer.to_str(), self._template, tokenizer.special_tokens_map])
+
+    @classmethod
+    def load(cls, target: TargetFiles) -> ChatTokenizer:
+        """The tokenizer and template of a target.
+
+        Raises:
+            DataError: files missing or unreadable, no fast tokenizer, or no chat template.
+        """
+        tokenizer = _load_tokenizer(target)
+        template = _load_template(target, tokenizer)
+        return cls(tokenizer, template, target.vocab_size, _eos_ids(target, tokenizer), target.tokenizer)
+
+    @property
+    def digest(self) -> str:
+        """Content digest of everything that decides which ids a conversation gets."""
+        return self._digest
+
+    @property
+    def mask_token_id(self) -> int | None:
+        """Id of the mask token for block strategies, if the tokenizer reserves one."""
+        return self._tokenizer.mask_token_id
+
+    def encode(self, conversation: Conversation, only_last_turn: bool = False) -> Encoded:
+        """Ids of a conversation; the mask covers the assistant's words and the token that ends each of its turns.
+
+        Raises:
+            DataError: the template refuses the conversation, its assistant turns cannot be located, or an id is
+                outside the target's vocabulary.
+        """
+        rendered = self.render(conversation.turns)
+        spans = self._last_turn(conversation.turns, rendered.spans) if only_last_turn else rendered.spans
+        encoding = self._tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        input_ids = self._checked(encoding["input_ids"])
+        offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        return Encoded(input_ids, mask_from_spans(offsets, spans))
+
+    def render(self, turns: Sequence[Turn]) -> Rendered:
+        """The conversation as text, with the spans of the assistant and what ends its turns; errors as `encode`."""
+        if self.has_markers:
+            text, spans = self._render(turns, tracked=True)
+            return Rendered(text, tuple(self._end_of_turn.complete(text, span) for span in spans))
+        text = self._render(turns).text
+        spoken = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
+        template_text = self._render(_with_sentinels(turns, spoken)).text
+        spans = locate(text, template_text, spoken, [turns[number].content for number in spoken])
+        return Rendered(text, tuple(self._end_of_turn.append(text, span) for span in spans))
+
+    def prompt_ids(self, turns: Sequence[Turn]) -> list[int]:
+        """Ids of the conversation so far and of the header after which the assistant speaks."""
+        return self._plain_ids(self._render(turns, add_generation_prompt=True).text)
+
+    def continuation_ids(self, turns: Sequence[Turn], next_turns: Sequence[Turn], ended: bool = True) -> list[int]:
+        """Ids that follow a *generated* assistant turn, up to and with the header of the next one.
+
+        The generated ids are kept as they are; what the template prints behind them is tokenized on its own.
+
+        Args:
+            turns: the conversation so far; the last turn is the generated one (its words do not matter).
+            next_turns: what comes before the assistant speaks again.
+            ended: whether the generated ids end with the token that closes the turn, so that it is left out here.
+
+        Raises:
+            DataError: the template does not print the generated turn exactly once.
+        """
+        last = len(turns) - 1
+        if last < 0 or turns[last].role != "assistant" or not next_turns:
+            raise DataError("a continuation needs a generated assistant turn and at least one turn after it")
+        text = self._render([*_with_sentinels(turns, [last]), *next_turns], add_generation_prompt=True).text
+        before, found, after = text.partition(sentinel(last))
+        if not found or sentinel(last) in after:
+            raise DataError(f"{self.name}: the chat template does not print the last assistant turn exactly once")
+        return self._plain_ids(after[self._end_of_turn.after(after, 0) :] if ended else after)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _last_turn(self, turns: Sequence[Turn], spans: Sequence[Span]) -> Sequence[Span]:
+        spoken = sum(turn.role == "assistant" for turn in turns)
+        if len(spans) != spoken:
+            raise DataError(
+                f"the chat template marks {len(spans)} generations in {spoken} assistant turns,"
+                " so the last turn is not known: set only_last_turn to false"
+            )
+        return spans[-1:]
+
+    def _render(self, turns: Sequence[Turn], tracked: bool = False, add_generation_prompt: bool = False) -> Rendered:
+        from jinja2.exceptions import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        try:
+            texts, spans = render_jinja_template(
+                [messages],
+                chat_template=self._template,
+                return_assistant_tokens_mask=tracked,
+                add_generation_prompt=add_generation_prompt,
+                **self._tokenizer.special_tokens_map,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise DataError(f"{self.name}: the chat template refuses the conversation: {error}") from error
+        return Rendered(texts[0], tuple(Span(*span) for span in spans[0]) if tracked else ())
+
+    def _plain_ids(self, text: str) -> list[int]:
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        self._checked(ids)
+        return ids
+
+    def _checked(self, ids: list[int]) -> np.ndarray:
+        array = np.array(ids, dtype=np.int32)
+        if array.size and int(array.max()) >= self.vocab_size:
+            raise DataError(
+                f"{self.name}: the tokenizer gives id {array.max()}, the target's vocabulary has {self.vocab_size} ids:"
+                " the tokenizer belongs to another model"
+            )
+        return array
+
+
+def _with_sentinels(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
+    return [Turn(turn.role, sentinel(n)) if n in numbers else turn for n, turn in enumerate(turns)]
+
+
+def _special_added(tokenizer: Any) -> list[str]:
+    """Special tokens without a name of their own, such as `<|eot_id|>`."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def _load_tokenizer(target: TargetFiles) -> Any:
+    from transformers import AutoTokenizer
+
+    revision = target.tokenizer_revision
+    if revision is None and target.tokenizer == target.model:
+        revision = target.revision
+    if revision is None and not Path(target.tokenizer).is_dir():
+        raise DataError(f"target {target.name}: the tokenizer's folder {target.tokenizer} does not exist")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target.tokenizer, revision=revision, use_fast=True)
+    except Exception as error:  # whatever a broken or foreign tokenizer file raises, the remedy is the same
+        raise DataError(
+            f"target {target.name}: no tokenizer can be loaded from {target.tokenizer}: {_first_line(error)}."
+            " Expected tokenizer.json and tokenizer_config.json"
+        ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(
+            f"target {target.name}: {target.tokenizer} has only a slow tokenizer ({type(tokenizer).__name__});"
+            " loss masks need the character offsets of a fast one: convert it to tokenizer.json"
+        )
+    return tokenizer
+
+
+def _load_template(target: TargetFiles, tokenizer: Any) -> str:
+    if target.chat_template is not None:
+        try:
+            return Path(target.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"target {target.name}: chat template {target.chat_template}: {error}") from error
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError as error:
+        raise DataError(
+            f"target {target.name}: the tokenizer in {target.tokenizer} has no chat template:"
+            " set `chat_template` of the target to a Jinja file"
+        ) from error
+
+
+def _eos_ids(target: TargetFiles, tokenizer: Any) -> tuple[int, ...]:
+    """Ids at which generation stops: the model's generation config's, and the tokenizer's own, ascending."""
+    found = {tokenizer.eos_token_id} - {None}
+    path = Path(target.model) / "generation_config.json"
+    if path.is_file():
+        try:
+            configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"{path}: not a JSON object: {error}") from error
+        found |= set(configured if isinstance(configured, list) else [configured]) - {None}
+    return tuple(sorted(found))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,188 @@
+"""Conversations as the platform keeps them: identified by what was said, stored as Parquet."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from draftworks.data.publishing import publish_json, published
+from draftworks.data.split import hash_fraction
+from draftworks.errors import DataError, StoreError
+from draftworks.identity import canonical_json, digest, file_digest
+
+ROLES = ("system", "user", "assistant", "tool")
+CONVERSATIONS_FILE = "conversations.parquet"
+QUARANTINE_FILE = "quarantine.jsonl"
+SUMMARY_FILE = "summary.json"
+SCHEMA_VERSION = 1
+ROWS_PER_GROUP = 1000
+
+Scalar = str | int | float | bool
+
+
+class Identified(Protocol):
+    """Whatever has a content id: conversations and token rows."""
+
+    @property
+    def id(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=Identified)
+
+_TURN = pa.struct([("role", pa.string()), ("content", pa.string())])
+_SCHEMA = pa.schema([("id", pa.string()), ("turns", pa.list_(_TURN)), ("columns", pa.string())])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message. `role` is one of ROLES."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns in order. `columns` are other scalar fields of the source row, for evaluation slices; never part of `id`."""
+
+    id: str
+    turns: tuple[Turn, ...]
+    columns: Mapping[str, Scalar] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def of(cls, turns: Iterable[Turn], columns: Mapping[str, Scalar] | None = None) -> Conversation:
+        """A conversation whose id is the digest of its turns, so that equal ones collapse."""
+        turns = tuple(turns)
+        return cls(turns_digest(turns), turns, dict(columns or {}))
+
+
+def turns_digest(turns: Iterable[Turn]) -> str:
+    """Content digest of turns: role and content of each, in order."""
+    return digest([[turn.role, turn.content] for turn in turns])
+
+
+def select(items: Iterable[Item], max_conversations: int | None) -> list[Item]:
+    """The first `max_conversations` by hash of their id (None = all), in that order whatever order they came in.
+
+    Stable: one that is added takes the place of at most one other.
+    """
+    ordered = sorted(items, key=lambda each: (hash_fraction(each.id, "select"), each.id))
+    return ordered[:max_conversations]
+
+
+def write_conversations(
+    folder: Path, conversations: Iterable[Conversation], counts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Publish conversations.parquet, then summary.json, which makes the set complete; returns the summary.
+
+    Args:
+        counts: further entries of the summary, as `LoadReport.counts()`.
+
+    Raises:
+        DataError: no conversation, or two with one id.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
+    contents: dict[str, str] = {}
+    totals = {"turns": 0, "assistant_turns": 0, "characters": 0}
+    with published(folder / CONVERSATIONS_FILE) as staging, pq.ParquetWriter(staging, _SCHEMA) as writer:
+        for group in _groups(conversations):
+            for each in group:
+                _count(each, contents, totals)
+            writer.write_table(pa.Table.from_pylist([_as_row(each) for each in group], schema=_SCHEMA))
+        if not contents:
+            raise DataError(f"{folder}: there is no conversation to write")
+    summary = {
+        "schema": SCHEMA_VERSION,
+        "conversations": len(contents),
+        **totals,
+        **(counts or {}),
+        "digest": digest(sorted(contents.items())),
+        "file_digest": file_digest(folder / CONVERSATIONS_FILE),
+    }
+    publish_json(folder / SUMMARY_FILE, summary)
+    return summary
+
+
+def read_conversations(folder: Path) -> Iterator[Conversation]:
+    """Stream the conversations of a published folder in the order they were written.
+
+    Raises:
+        StoreError: before the first conversation, if the set is missing, incomplete or altered.
+    """
+    summary = read_summary(folder, "a conversations set")
+    path = folder / CONVERSATIONS_FILE
+    check_file(path, summary["file_digest"], "conversations set")
+    return _stream(path)
+
+
+def read_summary(folder: Path, what: str) -> dict[str, Any]:
+    """The summary that completes a published set.
+
+    Raises:
+        StoreError: missing, unreadable, or of another schema.
+    """
+    path = folder / SUMMARY_FILE
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StoreError(
+            f"{path}: not found, so {folder} is not {what} or was never completed: make it again"
+        ) from error
+    except ValueError as error:
+        raise StoreError(f"{path}: not valid JSON ({error}): make the set again") from error
+    found = summary.get("schema") if isinstance(summary, dict) else type(summary).__name__
+    if found != SCHEMA_VERSION or "file_digest" not in summary:
+        raise StoreError(f"{path}: expected schema {SCHEMA_VERSION} with a file_digest, found schema {found!r}")
+    return summary
+
+
+def check_file(path: Path, expected: str, what: str) -> None:
+    """StoreError unless the file exists and its bytes have the digest its summary recorded."""
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        raise StoreError(f"{path}: the file of this {what} cannot be read ({error}): make the set again") from error
+    if found != expected:
+        raise StoreError(
+            f"{path}: truncated or altered: expected digest {expected}, found {found}"
+            f" ({path.stat().st_size:,} bytes): make the set again"
+        )
+
+
+def _stream(path: Path) -> Iterator[Conversation]:
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=ROWS_PER_GROUP):
+            for row in batch.to_pylist():
+                turns = tuple(Turn(turn["role"], turn["content"]) for turn in row["turns"])
+                yield Conversation(row["id"], turns, json.loads(row["columns"]))
+
+
+def _groups(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
+    iterator = iter(conversations)
+    while group := list(islice(iterator, ROWS_PER_GROUP)):
+        yield group
+
+
+def _as_row(conversation: Conversation) -> dict[str, Any]:
+    turns = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
+    return {"id": conversation.id, "turns": turns, "columns": canonical_json(dict(conversation.columns))}
+
+
+def _count(conversation: Conversation, contents: dict[str, str], totals: dict[str, int]) -> None:
+    """Add to the totals, and to the content digests by id: turns may be regenerated under the id of the original."""
+    if conversation.id in contents:
+        raise DataError(f"two conversations have the id {conversation.id}: remove duplicates before writing")
+    content = [turns_digest(conversation.turns), canonical_json(dict(conversation.columns))]
+    contents[conversation.id] = hashlib.sha256(canonical_json(content).encode()).hexdigest()
+    totals["turns"] += len(conversation.turns)
+    totals["assistant_turns"] += sum(turn.role == "assistant" for turn in conversation.turns)
+    totals["characters"] += sum(len(turn.content) for turn in conversation.turns)

@@ -1,0 +1,163 @@
+"""From a data set's registry entry to its rows: read, validated, without duplicates, the bad ones in quarantine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Item
+from draftworks.data.formats import RowError, format_of, parse_conversation, parse_tokens
+from draftworks.data.publishing import published
+from draftworks.data.rows import RawRow, Rejection, matching_files, read_rows, reject
+from draftworks.data.token_rows import TokenRow
+from draftworks.errors import DataError
+from draftworks.specs import DatasetSpec
+
+SHOWN_REJECTIONS = 3
+Kind = Literal["conversations", "tokens"]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of the rows of a data set. `quarantine` holds the rejected ones, one JSON object per line."""
+
+    files: int
+    rows: int
+    rejected: int
+    duplicates: int
+    quarantine: Path
+
+    def counts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("files", "rows", "rejected", "duplicates")}
+
+
+@dataclass(frozen=True)
+class LoadedConversations:
+    """The distinct conversations of a data set, in the order of its files."""
+
+    conversations: tuple[Conversation, ...]
+    report: LoadReport
+
+
+@dataclass(frozen=True)
+class LoadedTokens:
+    """The distinct pre-tokenized rows of a data set, in the order of its files."""
+
+    rows: tuple[TokenRow, ...]
+    report: LoadReport
+
+
+def kind_of(dataset: DatasetSpec, root: Path) -> Kind:
+    """Whether a data set holds conversations or pre-tokenized rows; with format `auto` the first usable row decides.
+
+    Raises:
+        DataError: no file, an unreadable file, or no row that shows a format.
+    """
+    if dataset.format != "auto":
+        return "tokens" if dataset.format == "tokens" else "conversations"
+    for path in matching_files(dataset.files, root):
+        for row in read_rows(path):
+            try:
+                if isinstance(row, RawRow):
+                    return "tokens" if format_of(row.value) == "tokens" else "conversations"
+            except RowError:
+                continue
+    raise DataError(
+        f"data set {dataset.name}: no row of {dataset.files} below {root} has a key conversations, messages or input_ids"
+    )
+
+
+def load_conversations(dataset: DatasetSpec, root: Path, out: Path, max_rejected_share: float) -> LoadedConversations:
+    """Read a data set of conversations.
+
+    Args:
+        root: the folder its globs are relative to.
+        out: folder for quarantine.jsonl, which is written before any error about rejected rows.
+        max_rejected_share: of all rows; more is an error.
+
+    Raises:
+        DataError: no data, an unreadable file, or too many rejected rows.
+    """
+    expected = None if dataset.format == "auto" else dataset.format
+    found: dict[str, Conversation] = {}
+    report = _load(dataset, root, out, max_rejected_share, lambda row: parse_conversation(row, expected), found)
+    return LoadedConversations(tuple(found.values()), report)
+
+
+def load_tokens(
+    dataset: DatasetSpec, root: Path, out: Path, max_rejected_share: float, vocab_size: int
+) -> LoadedTokens:
+    """Read a pre-tokenized data set; arguments and errors as `load_conversations`."""
+    found: dict[str, TokenRow] = {}
+    report = _load(dataset, root, out, max_rejected_share, lambda row: parse_tokens(row, vocab_size), found)
+    return LoadedTokens(tuple(found.values()), report)
+
+
+@dataclass
+class _Tally:
+    rows: int = 0
+    duplicates: int = 0
+    rejected: int = 0
+    first: list[Rejection] = field(default_factory=list)
+
+    def reject(self, rejection: Rejection) -> None:
+        self.rejected += 1
+        if len(self.first) < SHOWN_REJECTIONS:
+            self.first.append(rejection)
+
+
+def _load(
+    dataset: DatasetSpec,
+    root: Path,
+    out: Path,
+    max_rejected_share: float,
+    parse: Callable[[Any], Item],
+    found: dict[str, Item],
+) -> LoadReport:
+    """Fill `found` by id; the first of several equal rows is kept."""
+    paths = matching_files(dataset.files, root)
+    quarantine = out / QUARANTINE_FILE
+    tally = _Tally()
+    with published(quarantine) as staging, staging.open("w", encoding="utf-8") as stream:
+        for item in _parsed(paths, parse):
+            tally.rows += 1
+            if isinstance(item, Rejection):
+                tally.reject(item)
+                stream.write(item.to_json() + "\n")
+            elif item.id in found:
+                tally.duplicates += 1
+            else:
+                found[item.id] = item
+    _check(dataset, paths, tally, max_rejected_share, quarantine)
+    return LoadReport(len(paths), tally.rows, tally.rejected, tally.duplicates, quarantine)
+
+
+def _parsed(paths: list[Path], parse: Callable[[Any], Item]) -> Iterator[Item | Rejection]:
+    for path in paths:
+        for row in read_rows(path):
+            if isinstance(row, Rejection):
+                yield row
+                continue
+            try:
+                yield parse(row.value)
+            except RowError as error:
+                yield reject(row, str(error))
+            except RecursionError:
+                yield reject(row, "nested too deeply")
+
+
+def _check(dataset: DatasetSpec, paths: list[Path], tally: _Tally, limit: float, quarantine: Path) -> None:
+    where = f"data set {dataset.name}"
+    if not tally.rows:
+        raise DataError(f"{where}: its {len(paths)} file(s) hold no row, beginning with {paths[0]}")
+    shown = "\n".join(f"  {rejection}" for rejection in tally.first)
+    if tally.rejected > limit * tally.rows:
+        raise DataError(
+            f"{where}: {tally.rejected:,} of {tally.rows:,} rows rejected ({tally.rejected / tally.rows:.1%}),"
+            f" max_rejected_share allows {limit:.1%}. The first:\n{shown}\n"
+            f"All of them are in {quarantine}: repair them, or raise max_rejected_share"
+        )
+    if tally.rejected == tally.rows:
+        raise DataError(f"{where}: every one of its {tally.rows:,} rows was rejected. The first:\n{shown}")

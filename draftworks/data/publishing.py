@@ -1,0 +1,38 @@
+"""Files that are complete or absent: written aside, fsynced, renamed. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def published(path: Path) -> Iterator[Path]:
+    """A staging path beside `path` that becomes `path` when the block ends; on an error it is removed instead."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield staging
+        _fsync(staging)
+        os.replace(staging, path)
+        _fsync(path.parent)
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+def publish_json(path: Path, value: Any) -> None:
+    """Write a JSON document a person can read, atomically."""
+    with published(path) as staging:
+        staging.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,210 @@
+"""Raw rows of JSONL, JSON and Parquet files, one at a time, each with the place it came from.
+
+What cannot be read as a row is yielded as a `Rejection`; what makes the rest of a file unreadable is a DataError.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from draftworks.errors import DataError
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+"""A longer line is rejected without being held in memory."""
+EXCERPT_LENGTH = 200
+SUFFIXES = (".jsonl", ".json", ".parquet")
+_WHITESPACE = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A decoded row. `line` counts from 1; in Parquet it is the row."""
+
+    file: str
+    line: int
+    value: Any
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A row that cannot be used, where it is and why. `excerpt` is its beginning."""
+
+    file: str
+    line: int
+    reason: str
+    excerpt: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}: {self.excerpt}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=True)
+
+
+def reject(row: RawRow, reason: str) -> Rejection:
+    """The rejection of a decoded row."""
+    try:
+        text = json.dumps(row.value, ensure_ascii=False, default=repr)
+    except (ValueError, RecursionError):
+        text = repr(type(row.value))
+    return Rejection(row.file, row.line, excerpt(reason), excerpt(text))
+
+
+def excerpt(text: str) -> str:
+    """The beginning of a text, printable in any encoding."""
+    cut = text if len(text) <= EXCERPT_LENGTH else text[:EXCERPT_LENGTH] + "..."
+    return cut.encode("utf-8", "backslashreplace").decode()
+
+
+def matching_files(patterns: Sequence[str], root: Path) -> list[Path]:
+    """Files of all globs relative to `root`, each once, sorted within a glob.
+
+    Raises:
+        DataError: a pattern matches no file, or a file of an unknown kind.
+    """
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        matches = sorted(Path(name) for name in glob.glob(os.path.join(root, pattern), recursive=True))
+        files = [path for path in matches if path.is_file()]
+        if not files:
+            raise DataError(f"no file matches {pattern!r} below {root}: correct `files` of the data set")
+        for path in files:
+            if path.suffix.lower() not in SUFFIXES:
+                raise DataError(f"{path}: expected one of {', '.join(SUFFIXES)}, found {path.suffix or 'no suffix'!r}")
+            found[path] = None
+    return list(found)
+
+
+def read_rows(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[RawRow | Rejection]:
+    """Stream the rows of one file. A `.json` file may hold one list, or one object per line.
+
+    Raises:
+        DataError: the file cannot be read, or breaks off where the number of lost rows is unknown.
+    """
+    try:
+        if path.suffix.lower() == ".parquet":
+            yield from _parquet_rows(path)
+        elif path.suffix.lower() == ".json" and _is_list(path):
+            yield from _list_rows(path)
+        else:
+            yield from _line_rows(path, max_line_bytes)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
+def _line_rows(path: Path, max_line_bytes: int) -> Iterator[RawRow | Rejection]:
+    with path.open("rb") as stream:
+        number = 0
+        while raw := stream.readline(max_line_bytes + 1):
+            number += 1
+            if len(raw) > max_line_bytes and not raw.endswith(b"\n"):
+                _skip_line(stream, max_line_bytes)
+                start = raw[: 4 * EXCERPT_LENGTH].decode("utf-8", "replace")
+                yield Rejection(str(path), number, f"line longer than {max_line_bytes:,} bytes", excerpt(start))
+                continue
+            if number == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
+            if raw.strip():
+                yield _decoded(raw, str(path), number)
+
+
+def _skip_line(stream: Any, chunk: int) -> None:
+    while (rest := stream.readline(chunk)) and not rest.endswith(b"\n"):
+        pass
+
+
+def _decoded(raw: bytes, file: str, line: int) -> RawRow | Rejection:
+    try:
+        return RawRow(file, line, json.loads(raw.decode("utf-8")))
+    except UnicodeDecodeError as error:
+        reason = f"not UTF-8 ({error.reason} at byte {error.start})"
+    except ValueError as error:
+        reason = f"invalid JSON ({error})"
+    except RecursionError:
+        reason = "invalid JSON (nested too deeply)"
+    return Rejection(file, line, reason, excerpt(raw[: 4 * EXCERPT_LENGTH].decode("utf-8", "replace").rstrip()))
+
+
+def _is_list(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _list_rows(path: Path) -> Iterator[RawRow]:
+    """Elements of one JSON list, decoded one by one from the text, so that only one is held as objects."""
+    decoder, line = json.JSONDecoder(), 1
+    position = counted = 0
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        position = _next_token(text, 0) + 1
+        while (start := _next_token(text, position)) < len(text) and text[start] != "]":
+            line += text.count("\n", counted, start)
+            counted = start
+            value, position = decoder.raw_decode(text, start)
+            yield RawRow(str(path), line, value)
+            position = _after_element(text, position)
+        if start >= len(text):
+            raise json.JSONDecodeError("the list is not closed", text, len(text))
+        if (rest := _next_token(text, start + 1)) < len(text):
+            raise json.JSONDecodeError("text after the list", text, rest)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: not a complete JSON list, broken after line {line}: {error}."
+            " How many rows are lost cannot be known: repair the file, or convert it to JSONL"
+        ) from error
+
+
+def _after_element(text: str, position: int) -> int:
+    """Position behind the comma that follows an element, or of the closing bracket."""
+    position = _next_token(text, position)
+    if position < len(text) and text[position] == ",":
+        following = _next_token(text, position + 1)
+        if following < len(text) and text[following] == "]":
+            raise json.JSONDecodeError("a comma before the closing bracket", text, position)
+        return position + 1
+    if position < len(text) and text[position] != "]":
+        raise json.JSONDecodeError("expected a comma or the end of the list", text, position)
+    return position
+
+
+def _next_token(text: str, position: int) -> int:
+    while position < len(text) and text[position] in _WHITESPACE:
+        position += 1
+    return position
+
+
+def _parquet_rows(path: Path) -> Iterator[RawRow | Rejection]:
+    line = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for value in _batch_values(batch):
+                    line += 1
+                    if isinstance(value, ValueError):
+                        yield Rejection(str(path), line, f"unreadable value ({value})", "")
+                    else:
+                        yield RawRow(str(path), line, value)
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: not a readable Parquet file, broken after row {line}: {error}") from error
+
+
+def _batch_values(batch: pa.RecordBatch) -> Iterator[Any]:
+    """Rows as dictionaries; a row with a value Python cannot represent (text that is not UTF-8) as its ValueError."""
+    try:
+        yield from batch.to_pylist()
+    except (ValueError, OverflowError):
+        for index in range(batch.num_rows):
+            try:
+                yield batch.slice(index, 1).to_pylist()[0]
+            except (ValueError, OverflowError) as error:
+                yield ValueError(str(error))

@@ -1,0 +1,117 @@
+"""Which characters of a rendered conversation the assistant wrote, and which tokens lie in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from draftworks.errors import DataError
+
+
+class Span(NamedTuple):
+    """Characters start..end-1 of a text."""
+
+    start: int
+    end: int
+
+
+class Rendered(NamedTuple):
+    """A rendered conversation and its assistant spans, in order."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+TRANSFORMS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.rstrip)
+"""What templates do to the content of a turn before they print it."""
+
+
+def sentinel(turn: int) -> str:
+    """Text that stands for the content of an assistant turn; private-use characters, so no data or template has it."""
+    return f"\ue0f0draftworks{turn}\ue0f1"
+
+
+def locate(text: str, template_text: str, turns: Sequence[int], contents: Sequence[str]) -> tuple[Span, ...]:
+    """Where the contents of assistant turns are in a rendered text.
+
+    Args:
+        text: the rendered conversation.
+        template_text: the same, rendered with `sentinel(turn)` as content of each assistant turn.
+        turns: numbers of the assistant turns.
+        contents: what the assistant said in each of them.
+
+    Raises:
+        DataError: the text is not what the template prints around the contents, printed as they are or stripped.
+    """
+    literals = _around_sentinels(template_text, turns)
+    for transform in TRANSFORMS:
+        parts = [transform(content) for content in contents]
+        pieces = [literals[0], *(piece for pair in zip(parts, literals[1:]) for piece in pair)]
+        if "".join(pieces) == text:
+            ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+            return tuple(Span(ends[i - 1], ends[i]) for i in range(1, len(pieces), 2))
+    raise DataError(
+        "the chat template changes the assistant's words (beyond stripping spaces), so they cannot be located:"
+        " use a template with {% generation %} markers"
+    )
+
+
+def _around_sentinels(template_text: str, turns: Sequence[int]) -> list[str]:
+    literals, rest = [], template_text
+    for turn in turns:
+        before, found, rest = rest.partition(sentinel(turn))
+        if not found or sentinel(turn) in rest:
+            raise DataError(
+                f"the chat template does not print assistant turn {turn + 1} exactly once and in order:"
+                " use a template with {% generation %} markers"
+            )
+        literals.append(before)
+    return [*literals, rest]
+
+
+class EndOfTurn:
+    """Finds the special token that closes a turn, such as `<|im_end|>`: the model must learn to stop.
+
+    Args:
+        special_tokens: the texts of the tokenizer's special tokens.
+    """
+
+    def __init__(self, special_tokens: Iterable[str]) -> None:
+        tokens = sorted((token for token in special_tokens if token), key=len, reverse=True)
+        alternatives = "|".join(map(re.escape, tokens)) or "(?!)"
+        self._follows = re.compile(rf"\s*(?:{alternatives})")
+        self._closes = re.compile(rf"(?:{alternatives})\s*\Z")
+
+    def after(self, text: str, position: int) -> int:
+        """End of the special token at `position`, with white space between; `position` if none stands there."""
+        match = self._follows.match(text, position)
+        return match.end() if match else position
+
+    def append(self, text: str, span: Span) -> Span:
+        """The span and the token that closes it."""
+        return Span(span.start, self.after(text, span.end))
+
+    def complete(self, text: str, span: Span) -> Span:
+        """The span, with the token that closes it unless it holds that already: markers may or may not include it."""
+        return span if self._closes.search(text[span.start : span.end]) else self.append(text, span)
+
+
+def mask_from_spans(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+    """Loss mask bool (S,): tokens that lie inside one span as a whole.
+
+    Args:
+        offsets: int (S, 2), first character of each token and the one behind its last. Some tokenizers leave the
+            white space before a word out of its offsets although the token contains it, so each token is taken to
+            begin where the one before it ended: a token that reaches across a border of a span is not supervised.
+    """
+    mask = np.zeros(len(offsets), dtype=np.bool_)
+    if not len(offsets) or not spans:
+        return mask & (ends > starts)
+    ends = np.maximum.accumulate(offsets[:, 1])
+    starts = np.minimum(offsets[:, 0], np.concatenate(([0], ends[:-1])))
+    for span in spans:
+        mask |= (starts >= span.start) & (ends <= span.end)
+    return mask & (ends > starts)

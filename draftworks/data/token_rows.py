@@ -1,0 +1,57 @@
+"""One tokenized sample, and how it is cut to a length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from draftworks.data.conversations import Scalar
+from draftworks.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRow:
+    """Token ids int32 (S,) and loss mask bool (S,): True where the model is to learn the token."""
+
+    sample_id: str
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    columns: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return self.sample_id
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def supervised(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+
+class Fitted(NamedTuple):
+    """A row that fits, and how many supervised tokens were cut off to make it fit. `was_cut` also counts others."""
+
+    row: TokenRow
+    was_cut: bool
+    cut_supervised: int
+
+
+def fit(row: TokenRow, max_length: int) -> Fitted:
+    """Cut a row to its first `max_length` tokens, if it still has supervised ones then.
+
+    Raises:
+        DataError: no supervised token is left.
+    """
+    if not row.supervised:
+        raise DataError("no supervised token")
+    if len(row) <= max_length:
+        return Fitted(row, False, 0)
+    cut = TokenRow(row.sample_id, row.input_ids[:max_length], row.loss_mask[:max_length], row.columns)
+    if not cut.supervised:
+        raise DataError(f"no supervised token in the first {max_length} of {len(row)}")
+    return Fitted(cut, True, row.supervised - cut.supervised)

@@ -1,0 +1,197 @@
+"""Conversations to tokenized samples, in parallel; the result does not depend on the number of processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+from draftworks.data.chat import ChatTokenizer
+from draftworks.data.conversations import Conversation
+from draftworks.data.token_rows import Fitted, TokenRow, fit
+from draftworks.errors import ConfigError, DataError
+from draftworks.runs import TargetFiles
+from draftworks.specs import DataSpec
+
+CHUNK = 256
+"""Conversations sent to a process at a time."""
+PER_PROCESS = 2000
+"""A further process is started for so many conversations: it takes seconds to import the tokenizer."""
+SHOWN_REJECTIONS = 3
+KEPT_REASONS = 20
+
+Progress = Callable[[str], None]
+"""Called with one line after each chunk."""
+
+
+class RejectedSample(NamedTuple):
+    """A conversation that gave no sample, and why."""
+
+    sample_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TokenizeResult:
+    """Samples in the order of their conversations, and what was lost on the way."""
+
+    rows: tuple[TokenRow, ...]
+    cut_samples: int
+    cut_supervised_tokens: int
+    rejected: tuple[RejectedSample, ...]
+
+    def counts(self) -> dict[str, Any]:
+        """What was cut and rejected, for the summary of `write_tokens`."""
+        reasons = Counter(each.reason for each in self.rejected)
+        return {
+            "cut_samples": self.cut_samples,
+            "cut_supervised_tokens": self.cut_supervised_tokens,
+            "rejected": len(self.rejected),
+            "rejected_reasons": dict(reasons.most_common(KEPT_REASONS)),
+            "rejected_samples": {each.sample_id: each.reason for each in self.rejected[:KEPT_REASONS]},
+        }
+
+    @property
+    def supervised_share(self) -> float:
+        """Supervised tokens per token, to be compared with `min_supervised_share`."""
+        return sum(row.supervised for row in self.rows) / max(sum(len(row) for row in self.rows), 1)
+
+
+class _Work(NamedTuple):
+    """What a process must know."""
+
+    target: TargetFiles
+    only_last_turn: bool
+    max_length: int
+
+
+def tokenize(
+    conversations: Iterable[Conversation],
+    target: TargetFiles,
+    data: DataSpec,
+    max_length: int,
+    progress: Progress | None = None,
+    per_process: int = PER_PROCESS,
+) -> TokenizeResult:
+    """Tokenize with the target's chat template, in up to `data.workers` processes.
+
+    Raises:
+        ConfigError: `max_length` is longer than the target's context.
+        DataError: the tokenizer cannot be used, or more than `data.max_rejected_share` of the conversations give no
+            sample (the template refuses them, or nothing supervised is within `max_length`).
+    """
+    check_length(target, max_length)
+    items = list(conversations)
+    work = _Work(target, data.only_last_turn, max_length)
+    chunks = [items[start : start + CHUNK] for start in range(0, len(items), CHUNK)]
+    processes = min(data.workers, max(len(items) // per_process, 1), max(len(chunks), 1))
+    done = _in_processes(work, chunks, processes) if processes > 1 else map(partial(_encode_chunk, work), chunks)
+    return _collect(done, len(items), data.max_rejected_share, progress)
+
+
+def fit_rows(rows: Iterable[TokenRow], target: TargetFiles, data: DataSpec, max_length: int) -> TokenizeResult:
+    """Pre-tokenized rows under the same length limit; errors as `tokenize`."""
+    check_length(target, max_length)
+    items = list(rows)
+    return _collect(
+        [[_fitted(row.sample_id, lambda row=row: row, max_length) for row in items]],
+        len(items),
+        data.max_rejected_share,
+    )
+
+
+def check_length(target: TargetFiles, max_length: int) -> None:
+    """ConfigError if samples of `max_length` tokens do not fit the target's context."""
+    if max_length > target.context:
+        raise ConfigError(
+            f"target {target.name}: max_length {max_length} is longer than the model's context of {target.context}"
+            f" tokens: set max_length to {target.context} or less"
+        )
+
+
+def _collect(
+    chunks: Iterable[Sequence[Fitted | RejectedSample]], total: int, limit: float, progress: Progress | None = None
+) -> TokenizeResult:
+    fitted: list[Fitted] = []
+    rejected: list[RejectedSample] = []
+    for chunk in chunks:
+        for each in chunk:
+            (rejected if isinstance(each, RejectedSample) else fitted).append(each)
+        if progress is not None:
+            progress(f"tokenized {len(fitted) + len(rejected):,} of {total:,} conversations")
+    _check_rejected(rejected, total, limit)
+    return TokenizeResult(
+        rows=tuple(each.row for each in fitted),
+        cut_samples=sum(each.was_cut for each in fitted),
+        cut_supervised_tokens=sum(each.cut_supervised for each in fitted),
+        rejected=tuple(rejected),
+    )
+
+
+def _check_rejected(rejected: Sequence[RejectedSample], total: int, limit: float) -> None:
+    if not total:
+        raise DataError("there is no conversation to tokenize")
+    if len(rejected) > limit * total or len(rejected) == total:
+        shown = "\n".join(f"  sample {each.sample_id}: {each.reason}" for each in rejected[:SHOWN_REJECTIONS])
+        raise DataError(
+            f"{len(rejected):,} of {total:,} conversations give no sample ({len(rejected) / total:.1%}),"
+            f" max_rejected_share allows {limit:.1%}. The first:\n{shown}"
+        )
+
+
+def _in_processes(work: _Work, chunks: list[list[Conversation]], processes: int) -> Iterator[list]:
+    """Encoded chunks in order. Processes are spawned: a fork of a process with threads (a Dagster step) may hang."""
+    context = multiprocessing.get_context("spawn")
+    try:
+        with ProcessPoolExecutor(processes, mp_context=context, initializer=enter_worker) as pool:
+            yield from pool.map(partial(_encode_chunk, work), chunks)
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"a tokenizer process died (out of memory?); {processes} were running: lower data.workers"
+        ) from error
+
+
+def enter_worker() -> None:
+    """Prepare a tokenizer process: one thread, and it ends with its parent even if that is killed.
+
+    The pool alone does not see to that: its processes hold both ends of their queue and would wait for ever.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(target: TargetFiles) -> ChatTokenizer:
+    return ChatTokenizer.load(target)
+
+
+def _encode_chunk(work: _Work, conversations: Sequence[Conversation]) -> list[Fitted | RejectedSample]:
+    chat = _tokenizer(work.target)
+    encode = partial(_encode, chat, work.only_last_turn)
+    return [_fitted(each.id, partial(encode, each), work.max_length) for each in conversations]
+
+
+def _encode(chat: ChatTokenizer, only_last_turn: bool, conversation: Conversation) -> TokenRow:
+    encoded = chat.encode(conversation, only_last_turn)
+    return TokenRow(conversation.id, encoded.input_ids, encoded.loss_mask, conversation.columns)
+
+
+def _fitted(sample_id: str, make: Callable[[], TokenRow], max_length: int) -> Fitted | RejectedSample:
+    try:
+        return fit(make(), max_length)
+    except DataError as error:
+        return RejectedSample(sample_id, str(error))

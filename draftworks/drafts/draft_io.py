@@ -1,0 +1,137 @@
+"""A draft on disk: model.safetensors with its weights in fp32, config.json with what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from draftworks.data.publishing import publish_json, published
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.errors import StoreError
+from draftworks.identity import file_digest
+
+SCHEMA_VERSION = 1
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What config.json holds.
+
+    Attributes:
+        draft: the strategy's own description, with its options.
+        target_digest: of the target the draft was trained for.
+        weights_digest: of model.safetensors, so that the two files cannot be mixed up.
+        provenance: whatever else is worth knowing: data, training, versions. Never checked.
+    """
+
+    strategy: str
+    draft: dict[str, Any]
+    target_digest: str
+    weights_digest: str
+    provenance: dict[str, Any] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+
+def save_draft(
+    folder: Path,
+    strategy: DraftStrategy,
+    target_digest: str,
+    weights: Mapping[str, Tensor] | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> DraftConfig:
+    """Write the draft into `folder`, each file atomically, config.json last.
+
+    Args:
+        weights: the whole state of `strategy.model`; needed where the model itself holds only a share of it.
+    """
+    state = strategy.model.state_dict() if weights is None else weights
+    folder.mkdir(parents=True, exist_ok=True)
+    with published(folder / WEIGHTS) as staging:
+        staging.write_bytes(save({name: _storable(tensor) for name, tensor in state.items()}))
+    config = DraftConfig(
+        strategy=strategy.name,
+        draft=_as_json(strategy.config()),
+        target_digest=target_digest,
+        weights_digest=file_digest(folder / WEIGHTS),
+        provenance=_as_json(dict(provenance or {})),
+    )
+    publish_json(folder / CONFIG, asdict(config))
+    return config
+
+
+def read_config(folder: Path) -> DraftConfig:
+    """The draft's config.json.
+
+    Raises:
+        StoreError: missing, damaged, or of another schema.
+    """
+    path = folder / CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        config = DraftConfig(**values)
+    except FileNotFoundError:
+        raise StoreError(f"{folder}: not a draft: {CONFIG} is missing") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{path}: not the config of a draft ({error}). Train the draft again") from error
+    if config.schema_version != SCHEMA_VERSION:
+        raise StoreError(f"{path}: schema {config.schema_version}, expected {SCHEMA_VERSION}")
+    return config
+
+
+def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str) -> DraftConfig:
+    """Load the weights into `strategy.model`, which must not be wrapped yet.
+
+    Raises:
+        StoreError: the draft is of another strategy, target or configuration, or a file is missing or altered, or
+            tensors are missing, unexpected or of another shape. The model is as it was.
+    """
+    config = read_config(folder)
+    _require(folder / CONFIG, "strategy", strategy.name, config.strategy)
+    _require(folder / CONFIG, "target digest", target_digest, config.target_digest)
+    expected = _as_json(strategy.config())
+    for key in sorted(expected.keys() | config.draft.keys()):
+        _require(folder / CONFIG, f"draft.{key}", expected.get(key), config.draft.get(key))
+    weights = _read_weights(folder / WEIGHTS, config.weights_digest)
+    _require_same_tensors(folder / WEIGHTS, strategy.model.state_dict(), weights)
+    strategy.model.load_state_dict(weights)
+    return config
+
+
+def _read_weights(path: Path, digest: str) -> dict[str, Tensor]:
+    try:
+        _require(path, "digest", digest, file_digest(path))
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{path}: weights cannot be read ({error}). Train the draft again") from error
+
+
+def _require_same_tensors(path: Path, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    missing, unexpected = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or unexpected:
+        raise StoreError(f"{path}: missing tensors: {missing or 'none'}; unexpected tensors: {unexpected or 'none'}")
+    for name, tensor in expected.items():
+        _require(path, f"shape of {name}", tuple(tensor.shape), tuple(found[name].shape))
+
+
+def _require(path: Path, what: str, expected: Any, found: Any) -> None:
+    if expected != found:
+        raise StoreError(f"{path}: {what}: expected {expected}, found {found}")
+
+
+def _storable(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype).contiguous()
+
+
+def _as_json(value: dict[str, Any]) -> dict[str, Any]:
+    """The value as it will be read back, so that tuples and lists compare equal."""
+    return json.loads(json.dumps(value, allow_nan=False))

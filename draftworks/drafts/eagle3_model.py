@@ -1,0 +1,163 @@
+"""The EAGLE-3 draft model: one decoder layer over three fused taps of the target, unrolled on its own outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded_linear
+from draftworks.drafts.losses import Distilled, Teacher, distill
+from draftworks.drafts.supervision import teacher_plan
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.drafts.ttt_attention import per_query_head, ttt_attention
+
+
+class Eagle3Sizes(NamedTuple):
+    """Sizes of the draft layer; the rest is the target's."""
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    taps: int = 3
+
+
+class Heads(NamedTuple):
+    """Query, key and value, each (B, its heads, S, D)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class ProjectionHalves(NamedTuple):
+    """The joint q, k, v projection for tokens and for states, each (all heads · D, H)."""
+
+    tokens: Tensor
+    states: Tensor
+
+
+class Eagle3Attention(nn.Module):
+    """Attention whose projections read tokens and states side by side: (…, 2H) = [embedding, hidden state]."""
+
+    def __init__(self, target: TargetParts, sizes: Eagle3Sizes, generator: torch.Generator) -> None:
+        super().__init__()
+        width, self.head_dim = target.hidden_size, target.head_dim
+        self.num_heads, self.num_kv_heads = sizes.num_heads, sizes.num_kv_heads
+        self.q_proj = seeded_linear(2 * width, sizes.num_heads * self.head_dim, generator)
+        self.k_proj = seeded_linear(2 * width, sizes.num_kv_heads * self.head_dim, generator)
+        self.v_proj = seeded_linear(2 * width, sizes.num_kv_heads * self.head_dim, generator)
+        self.o_proj = seeded_linear(sizes.num_heads * self.head_dim, width, generator)
+
+    def halves(self) -> ProjectionHalves:
+        """q, k and v as one matrix, cut into the columns that read tokens and those that read states."""
+        joint = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        return ProjectionHalves(*joint.chunk(2, dim=1))
+
+    def heads(self, joint: Tensor, rotation: Rotation) -> Heads:
+        """Split (B, S, all heads · D) into heads; rotate queries and keys."""
+        heads = joint.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        return Heads(rotation.apply(query), rotation.apply(key), value)
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer. Its residual stream is the un-normed hidden state, which also feeds the next step."""
+
+    def __init__(self, target: TargetParts, sizes: Eagle3Sizes, generator: torch.Generator) -> None:
+        super().__init__()
+        width, eps = target.hidden_size, target.rms_norm_eps
+        self.self_attn = Eagle3Attention(target, sizes, generator)
+        self.mlp = GatedMlp(width, sizes.intermediate_size, generator)
+        self.hidden_norm = RmsNorm(width, eps)
+        self.input_layernorm = RmsNorm(width, eps)
+        self.post_attention_layernorm = RmsNorm(width, eps)
+
+    def unroll(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, steps: int) -> Iterator[Tensor]:
+        """Hidden states (B, S, H) of the steps, one after the other.
+
+        Step i reads the tokens from i on, so what the projections make of a token serves all steps.
+
+        Args:
+            embedded: (B, ≥ S + steps - 1, H), tokens from step 0's first on.
+            hidden: (B, S, H), input of step 0.
+            rotation: ≥ S + steps - 1 positions.
+        """
+        halves, length = self.self_attn.halves(), hidden.shape[1]
+        tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(steps):
+            joint = F.linear(self.hidden_norm(hidden), halves.states) + tokens[:, step : step + length]
+            heads = self.self_attn.heads(joint, rotation.window(step, length))
+            keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
+            values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
+            attended = ttt_attention(heads.query, keys, values).transpose(1, 2).flatten(2)
+            hidden = hidden + self.self_attn.o_proj(attended)
+            hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+            yield hidden
+
+
+class Eagle3Draft(nn.Module):
+    """The trainable draft. Embedding and head of the target are buffers outside the checkpoint.
+
+    Args:
+        draft_ids: (V_d,) int64 ascending, target ids that the draft's head predicts.
+        generator: the only source of randomness of the initial weights; `lm_head` begins as the target's rows.
+    """
+
+    def __init__(self, target: TargetParts, sizes: Eagle3Sizes, draft_ids: Tensor, generator: torch.Generator) -> None:
+        super().__init__()
+        width = target.hidden_size
+        self.fc = seeded_linear(sizes.taps * width, width, generator)
+        self.midlayer = Eagle3Layer(target, sizes, generator)
+        self.norm = RmsNorm(width, target.rms_norm_eps)
+        self.lm_head = nn.utils.skip_init(nn.Linear, width, draft_ids.numel(), bias=False)
+        with torch.no_grad():
+            self.lm_head.weight.copy_(target.head[draft_ids])
+        self.rotary = Rotary(target)
+        in_draft = torch.zeros(target.vocab_size, dtype=torch.bool)
+        in_draft[draft_ids] = True
+        self.register_buffer("d2t", draft_ids - torch.arange(draft_ids.numel()))
+        self.register_buffer("t2d", in_draft)
+        self.register_buffer("embed_tokens", target.embedding, persistent=False)
+        self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
+
+    @property
+    def target_head(self) -> Tensor:
+        return self.embed_tokens if self.own_target_head is None else self.own_target_head
+
+    def unroll(self, input_ids: Tensor, features: Tensor, steps: int) -> list[Tensor]:
+        """Normed hidden states of every step, (B, S, H) each: what `lm_head` is applied to.
+
+        Args:
+            input_ids: (B, S). Step i at row t sees token t+1+i; beyond the end of the batch, token 0.
+            features: (B, S, 3H), the taps in ascending order.
+        """
+        dtype, length = self.fc.weight.dtype, input_ids.shape[1]
+        ahead = F.pad(input_ids[:, 1:], (0, steps))
+        embedded = F.embedding(ahead, self.embed_tokens).to(dtype)
+        rotation = self.rotary(length + steps, dtype)
+        return [
+            self.norm(hidden) for hidden in self.midlayer.unroll(embedded, self.fc(features.to(dtype)), rotation, steps)
+        ]
+
+    def forward(
+        self, input_ids: Tensor, features: Tensor, last: Tensor, gates: Tensor, step_weights: Sequence[float]
+    ) -> Distilled:
+        """Unroll and distil; one call per micro-batch.
+
+        Args:
+            last: (B, S, H), the target's last hidden state after its final norm.
+            gates: (T, B, S) bool, supervised rows of every step.
+            step_weights: T factors on the steps' summed losses.
+        """
+        states = self.unroll(input_ids, features, gates.shape[0])
+        draft_ids = self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
+        draft_index = torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
+        teacher = Teacher(last.flatten(0, 1), self.target_head, draft_ids, draft_index)
+        rows = [state.flatten(0, 1) for state in states]
+        return distill(rows, self.lm_head.weight, teacher, teacher_plan(gates), step_weights)

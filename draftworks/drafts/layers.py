@@ -1,0 +1,166 @@
+"""Building blocks of Llama-like draft layers: seeded linear layers, RMS norm, gated MLP, rotary positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import ConfigError
+
+_STATIC_ROPE = ("linear", "llama3", "yarn")
+"""Rope types whose frequencies do not depend on the length of the sequence; `default` is computed here."""
+
+
+def seeded_linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
+    """A linear layer without bias, uniform in ±1/sqrt(inputs), drawn from `generator` alone."""
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
+    bound = 1 / math.sqrt(inputs)
+    nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
+    return layer
+
+
+class RmsNorm(nn.Module):
+    """`x / rms(x) * weight` over the last dimension, the mean square taken in at least float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RmsNormFunction.apply(x, self.weight, self.eps)
+
+
+class _RmsNormFunction(torch.autograd.Function):
+    """Half the memory passes of the composed operators on CPU, and nothing saved but input and one number per row."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (wide * inverse).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        x, weight, inverse = ctx.saved_tensors
+        grad, gain = grad.to(inverse.dtype), weight.to(inverse.dtype)
+        unit = x.to(inverse.dtype) * inverse
+        product = grad * unit
+        d_weight = product.flatten(0, -2).sum(0)
+        along = (product @ gain).div_(-x.shape[-1]).unsqueeze(-1)
+        d_x = (grad * gain).addcmul_(unit, along).mul_(inverse)
+        return d_x.to(x.dtype), d_weight.to(weight.dtype), None
+
+
+class GatedMlp(nn.Module):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, size: int, intermediate: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.gate_proj = seeded_linear(size, intermediate, generator)
+        self.up_proj = seeded_linear(size, intermediate, generator)
+        self.down_proj = seeded_linear(intermediate, size, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of consecutive positions, (S, head_dim) each."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def window(self, start: int, length: int) -> Rotation:
+        return Rotation(self.cos[start : start + length], self.sin[start : start + length])
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Rotate heads (B, heads, S, head_dim); halves are paired, as in transformers' Llama."""
+        return _RotateFunction.apply(x, self.cos, self.sin)
+
+
+class _RotateFunction(torch.autograd.Function):
+    """`x·cos + rotate_half(x)·sin`; the gradient is the rotation back, so nothing of x is saved."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = x * cos
+    turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    turned[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return turned
+
+
+class Rotary(nn.Module):
+    """Rotary position embedding with the target's parameters."""
+
+    def __init__(self, target: TargetParts) -> None:
+        super().__init__()
+        frequencies = rope_frequencies(target)
+        self.register_buffer("inv_freq", frequencies.inverse, persistent=False)
+        self.scaling = frequencies.scaling
+
+    def forward(self, length: int, dtype: torch.dtype) -> Rotation:
+        """Positions 0 … length-1, angles in the buffer's precision, result in `dtype`."""
+        positions = torch.arange(length, device=self.inv_freq.device).to(self.inv_freq.dtype)
+        half = torch.outer(positions, self.inv_freq)
+        angles = torch.cat((half, half), dim=-1)
+        return Rotation((angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype))
+
+
+class RopeFrequencies(NamedTuple):
+    """Inverse frequencies (head_dim/2,) float32, and the factor on cosines and sines (1 except for yarn)."""
+
+    inverse: Tensor
+    scaling: float
+
+
+def rope_frequencies(target: TargetParts) -> RopeFrequencies:
+    """Frequencies of the target's rope parameters.
+
+    Raises:
+        ConfigError: a rope type that depends on the sequence length, or one that rotates only part of a head.
+    """
+    rope: Mapping[str, Any] = target.rope
+    kind = rope.get("rope_type", "default")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", *_STATIC_ROPE):
+        raise ConfigError(
+            f"rope parameters {dict(rope)} of the target are not supported: expected rope_type default, "
+            f"{', '.join(_STATIC_ROPE)} over the whole head"
+        )
+    if kind == "default":
+        exponents = torch.arange(0, target.head_dim, 2, dtype=torch.float32) / target.head_dim
+        return RopeFrequencies(1.0 / float(rope["rope_theta"]) ** exponents, 1.0)
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(
+        hidden_size=target.hidden_size,
+        num_attention_heads=target.num_heads,
+        head_dim=target.head_dim,
+        max_position_embeddings=target.max_positions,
+        rope_parameters=dict(rope),
+    )
+    inverse, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return RopeFrequencies(inverse.float(), float(scaling))

@@ -1,0 +1,70 @@
+"""Which rows of a test-time-training unroll are supervised, in the two loss modes of EAGLE-3.
+
+Row t at step i has seen the target's hidden states up to t and the tokens up to t+1+i, and predicts token t+2+i; its
+teacher is the target's distribution at position t+1+i. A *gate* tensor (T, B, S) says where that counts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def token_mean_gates(loss_mask: Tensor, steps: int) -> Tensor:
+    """Gates by the chains a server would take: row t at step i counts iff mask[t+1 … t+2+i] are all on.
+
+    The first proposal of an answer is made at the last prompt position t, once the target itself has said token t+1; a
+    proposal is worth something only while all tokens before it are the answer's. So rows before that, and labels
+    beyond the end of a span, are out, and a row that counts at step i counted at every earlier one.
+
+    Args:
+        loss_mask: (B, S) bool, True where a token is the assistant's; False in padding.
+
+    Returns:
+        (steps, B, S) bool.
+    """
+    length = loss_mask.shape[1]
+    ahead = F.pad(loss_mask, (0, steps + 1), value=False)
+    chain = ahead[:, 1 : 1 + length]
+    gates = []
+    for step in range(steps):
+        chain = chain & ahead[:, 2 + step : 2 + step + length]
+        gates.append(chain)
+    return torch.stack(gates)
+
+
+def specforge_gates(loss_mask: Tensor, steps: int) -> Tensor:
+    """Gates of SpecForge: row t at step i counts iff mask[t+i] is on, the last position of each sample being off already.
+
+    The mask is not shifted with the labels there: the first two tokens of an answer are never labels, two
+    after its end are.
+    """
+    length = loss_mask.shape[1]
+    ahead = F.pad(loss_mask, (0, steps), value=False)
+    return torch.stack([ahead[:, step : step + length] for step in range(steps)])
+
+
+class TeacherPlan(NamedTuple):
+    """Which rows every teacher position teaches, over the flattened batch (N = B·S).
+
+    Attributes:
+        positions: (P,) flat positions whose teacher distribution is needed by any step, ascending.
+        rows: (T, P) flat row that step i trains on that distribution, or -1 where its gate is off.
+    """
+
+    positions: Tensor
+    rows: Tensor
+
+
+def teacher_plan(gates: Tensor) -> TeacherPlan:
+    """Turn gates around: from rows to teacher positions, so that each distribution is computed once for all steps."""
+    steps, batch, length = gates.shape
+    shifted = [F.pad(gate, (1 + step, 0), value=False)[:, :length] for step, gate in enumerate(gates)]
+    taught = torch.stack(shifted).view(steps, batch * length)
+    positions = taught.any(0).nonzero().squeeze(1)
+    offsets = torch.arange(1, steps + 1, device=gates.device)[:, None]
+    rows = torch.where(taught[:, positions], positions[None] - offsets, -1)
+    return TeacherPlan(positions, rows)

@@ -1,0 +1,178 @@
+"""The few tensors and facts of a target that its drafts need, read without loading the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftworks.errors import ConfigError, StoreError
+from draftworks.runs import TargetFiles
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_OWN_HEAD_PATH = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Config keys of models whose logits are not simply head times last hidden state."""
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """What a draft takes from its target: sizes, rope, embedding and head.
+
+    Attributes:
+        embedding: (V, H), in the dtype of the target's files.
+        head: (V, H), same dtype; the same tensor object as `embedding` where the target ties them.
+        rope: rope parameters in the form of transformers 5 (`rope_type`, `rope_theta`, ...).
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    vocab_size: int
+    num_layers: int
+    max_positions: int
+    embedding: Tensor = field(repr=False)
+    head: Tensor = field(repr=False)
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+
+    @property
+    def tied(self) -> bool:
+        return self.head is self.embedding
+
+    @classmethod
+    def load(cls, target: TargetFiles) -> TargetParts:
+        """Read config, embedding and head of a directory or a pinned hub id; of a sharded target only their shards.
+
+        Raises:
+            ConfigError: no such target, an unreadable config, or an architecture whose head this cannot reproduce.
+            StoreError: a weight file is missing or damaged, or a tensor is absent or of another shape.
+        """
+        files = _Files(target)
+        config = _text_config(files)
+        weights = _Weights(files)
+        shape = (config.vocab_size, config.hidden_size)
+        embedding = weights.read(".embed_tokens.weight", shape)
+        head = embedding
+        if not config.tie_word_embeddings:
+            head = weights.read("lm_head.weight", shape)
+        heads = config.num_attention_heads
+        return cls(
+            hidden_size=config.hidden_size,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            intermediate_size=config.intermediate_size,
+            rms_norm_eps=config.rms_norm_eps,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+            max_positions=config.max_position_embeddings,
+            embedding=embedding,
+            head=head,
+            rope=dict(config.rope_parameters),
+        )
+
+
+class _Files:
+    """The target's files by name, from a directory or from the hub's cache."""
+
+    def __init__(self, target: TargetFiles) -> None:
+        self.name = f"target {target.name!r} ({target.model})"
+        self._target = target
+        if target.revision is None and not Path(target.model).is_dir():
+            raise ConfigError(
+                f"{self.name}: no such directory. Correct `model`, or give the `revision` (commit) of a hub id."
+            )
+
+    def path(self, filename: str) -> Path | None:
+        """Where the file is, downloaded if need be; None if the target has no such file."""
+        if self._target.revision is None:
+            path = Path(self._target.model) / filename
+            return path if path.is_file() else None
+        try:
+            return Path(hf_hub_download(self._target.model, filename, revision=self._target.revision))
+        except LocalEntryNotFoundError as error:
+            raise ConfigError(f"{self.name}: {filename} is not in the cache and the hub cannot be reached") from error
+        except EntryNotFoundError:
+            return None
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise ConfigError(f"{self.name} at {self._target.revision}: {filename}: {error}") from error
+
+
+class _Weights:
+    """Single tensors out of the target's safetensors, sharded or not."""
+
+    def __init__(self, files: _Files) -> None:
+        self._files = files
+        self._shard_of = self._tensor_files()
+
+    def read(self, suffix: str, shape: tuple[int, int]) -> Tensor:
+        """The one tensor whose name ends with `suffix`, copied out of its file."""
+        names = [name for name in self._shard_of if name.endswith(suffix)]
+        if len(names) != 1:
+            found = f"several: {sorted(names)}" if names else f"none among {len(self._shard_of)} tensors"
+            raise StoreError(f"{self._files.name}: expected one tensor '*{suffix}', found {found}")
+        shard = self._existing(self._shard_of[names[0]])
+        with _opened(shard) as stream:
+            if names[0] not in stream.keys():  # noqa: SIM118 - not a mapping
+                raise StoreError(f"{shard}: the index says that {names[0]} is here, and it is not")
+            tensor = stream.get_tensor(names[0]).clone()
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise StoreError(
+                f"{shard}: {names[0]}: expected floating point {shape} as config.json says, "
+                f"found {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        return tensor
+
+    def _tensor_files(self) -> dict[str, str]:
+        index = self._files.path(_INDEX)
+        if index is not None:
+            try:
+                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise StoreError(f"{index}: not a safetensors index: {error!r}") from error
+        with _opened(self._existing(_WEIGHTS)) as stream:
+            return dict.fromkeys(stream.keys(), _WEIGHTS)
+
+    def _existing(self, filename: str) -> Path:
+        path = self._files.path(filename)
+        if path is None:
+            raise StoreError(f"{self._files.name}: {filename} is missing; weights must be safetensors")
+        return path
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise StoreError(f"{path}: not a readable safetensors file ({error}); copy or download it again") from error
+
+
+def _text_config(files: _Files) -> Any:
+    """The language model's configuration, checked for heads that need more than one matrix product."""
+    from transformers import AutoConfig
+
+    path = files.path("config.json")
+    if path is None:
+        raise ConfigError(f"{files.name}: config.json is missing: not a Hugging Face model directory")
+    try:
+        config = AutoConfig.from_pretrained(path.parent, local_files_only=True).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    own = [key for key in _OWN_HEAD_PATH if getattr(config, key, None) not in (None, 1, 1.0)]
+    if own:
+        raise ConfigError(f"{path}: {', '.join(own)}: targets that rescale their logits are not supported yet")
+    needed = ("intermediate_size", "rms_norm_eps", "rope_parameters", "max_position_embeddings")
+    missing = [key for key in needed if getattr(config, key, None) is None]
+    if missing:
+        raise ConfigError(f"{path}: {', '.join(missing)} missing: drafts need a target of the Llama family")
+    return config

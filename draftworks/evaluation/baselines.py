@@ -1,0 +1,91 @@
+"""What a draft has to beat: a table of the most frequent next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftworks.data.tokenized import TokenizedSet
+from draftworks.data.vocab import supervised_counts
+from draftworks.drafts.strategy import StepContext, StepOutput
+from draftworks.drafts.supervision import teacher_plan
+from draftworks.features.contracts import TrainBatch
+
+CHUNK_ELEMENTS = 2**22
+"""Target logits held at a time."""
+
+Gates = Callable[[Tensor, int], Tensor]
+"""Loss mask (B, S) and number of steps T to gates (T, B, S), as in draftworks.drafts.supervision."""
+
+
+@dataclass(frozen=True, eq=False)
+class BigramTable:
+    """The most frequent supervised successor of every token, int64 (V,); of equally frequent ones the lowest id.
+
+    A token that was never followed by a supervised one has the most frequent supervised token of all.
+    """
+
+    successor: np.ndarray
+
+    @classmethod
+    def count(cls, tokens: TokenizedSet, vocab_size: int) -> BigramTable:
+        """Count pairs within samples whose second token is supervised.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        unigram = int(supervised_counts(tokens, vocab_size).argmax())
+        ids, is_second = tokens.flat_ids.astype(np.int64), tokens.flat_mask.copy()
+        is_second[np.cumsum(tokens.lengths) - tokens.lengths] = False
+        second = np.flatnonzero(is_second)
+        pairs, counts = np.unique(ids[second - 1] * vocab_size + ids[second], return_counts=True)
+        first, following = np.divmod(pairs, vocab_size)
+        best_first = np.lexsort((following, -counts, first))
+        seen, where = np.unique(first[best_first], return_index=True)
+        successor = np.full(vocab_size, unigram, dtype=np.int64)
+        successor[seen] = following[best_first][where]
+        return cls(successor)
+
+
+class BigramDraft:
+    """A draft without weights, counted like a chain draft: same batches, same labels, same gates, teacher-forced.
+
+    Row t at step i has seen the tokens up to t+1+i and proposes `table[token t+1+i]` for token t+2+i. It is correct
+    if that is the target's own argmax there. It has no loss: its `loss_weight` is 0.
+
+    Args:
+        head: (V, H), the target's head, applied to the batch's `last`.
+        steps: tokens proposed per row.
+        gates: which rows count at which step; those of the draft it is compared with.
+    """
+
+    def __init__(self, table: BigramTable, head: Tensor, steps: int, gates: Gates) -> None:
+        self._successor = torch.from_numpy(table.successor)
+        self._head = head
+        self._steps = steps
+        self._gates = gates
+
+    def __call__(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
+        """Counts of one batch with `input_ids` (B, S), `loss_mask` (B, S) and `last` (B, S, H)."""
+        gates = self._gates(batch["loss_mask"], self._steps)
+        plan = teacher_plan(gates)
+        ids, last = batch["input_ids"].flatten()[plan.positions], batch["last"].flatten(0, 1)[plan.positions]
+        # Every step that predicts from one position proposes the same token there: the table looks one token back.
+        correct = self._successor.to(ids.device)[ids] == self._argmax(last)
+        counts = {
+            "acc_corrects": ((plan.rows >= 0) & correct).sum(1, dtype=torch.float64),
+            "acc_denoms": gates.sum(dim=(1, 2), dtype=torch.float64),
+        }
+        nothing = torch.zeros((), device=ids.device)
+        return StepOutput(nothing, nothing, counts)
+
+    def _argmax(self, last: Tensor) -> Tensor:
+        """The target's own next tokens, (N, H) -> (N,). The head runs in its own dtype, as in the target itself."""
+        head = self._head.to(last.device)
+        rows = max(1, CHUNK_ELEMENTS // head.shape[0])
+        return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in last.split(rows)])

@@ -1,0 +1,167 @@
+"""Sums over batches and ranks, and the ratios made of them. Counts are added in float64 before any division."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftworks.drafts.strategy import StepOutput
+from draftworks.evaluation.collectives import gather_from_ranks, sum_over_ranks
+
+CORRECT, SUPERVISED = "acc_corrects", "acc_denoms"
+SCALARS = ("loss_sum", "loss_weight", "tokens")
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What a draft did on an eval set, or on some steps of its training.
+
+    The acceptance numbers are rungs 0 and 1 of the ladder: teacher-forced accuracy per position, and the product of
+    these marginals. Neither is an acceptance length measured by decoding.
+
+    Attributes:
+        loss_sum, loss_weight: the loss is their ratio; a draft without a loss has weight 0.
+        tokens: all tokens the draft saw, supervised or not, without padding.
+        counts: the strategy's sums by name, one value per draft position.
+    """
+
+    loss_sum: float
+    loss_weight: float
+    tokens: int
+    counts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def nothing(cls) -> EvalResult:
+        """The neutral element of +."""
+        return cls(0.0, 0.0, 0)
+
+    @property
+    def correct(self) -> tuple[float, ...]:
+        return self.counts.get(CORRECT, ())
+
+    @property
+    def supervised(self) -> tuple[float, ...]:
+        """Supervised tokens per position: the denominators of the accuracies."""
+        return self.counts.get(SUPERVISED, ())
+
+    @property
+    def supervised_tokens(self) -> int:
+        return int(self.supervised[0]) if self.supervised else 0
+
+    @property
+    def avg_loss(self) -> float | None:
+        return self.loss_sum / self.loss_weight if self.loss_weight else None
+
+    @property
+    def per_position_acc(self) -> tuple[float, ...]:
+        """Rung 0: share of supervised tokens whose proposal at position i is the target's own argmax."""
+        return _ratios(self.correct, self.supervised)
+
+    @property
+    def avg_acc(self) -> float:
+        """Accuracy at the first position, as in SpecForge."""
+        return self.per_position_acc[0] if self.correct else 0.0
+
+    @property
+    def simulated_acc_len(self) -> float:
+        """Rung 1: a0 + a0 a1 + a0 a1 a2 + ... (SpecForge's Evaluator): accepted draft tokens, had positions been independent."""
+        length, product = 0.0, 1.0
+        for accuracy in self.per_position_acc:
+            product *= accuracy
+            length += product
+        return length
+
+    def metrics(self) -> dict[str, Any]:
+        """Under the names of SpecForge's Evaluator; those that the strategy does not count are absent."""
+        named: dict[str, Any] = {
+            "eval/avg_acc": self.avg_acc,
+            "eval/per_position_acc": list(self.per_position_acc),
+            "eval/simulated_acc_len": self.simulated_acc_len,
+            "eval/supervised_tokens": self.supervised_tokens,
+        }
+        if self.avg_loss is not None:
+            named["eval/avg_loss"] = self.avg_loss
+        losses = _ratios(self.counts.get("loss_sums", ()), self.counts.get("loss_denoms", ()))
+        rates = _ratios(self.counts.get("acceptance_sums", ()), self.counts.get("acceptance_denoms", ()))
+        named |= {f"eval/ploss_{i}": loss for i, loss in enumerate(losses)}
+        named |= {f"eval/acceptance_rate_{i}": rate for i, rate in enumerate(rates)}
+        return named
+
+    def __add__(self, other: EvalResult) -> EvalResult:
+        names = self.counts.keys() | other.counts.keys()
+        return EvalResult(
+            self.loss_sum + other.loss_sum,
+            self.loss_weight + other.loss_weight,
+            self.tokens + other.tokens,
+            {name: _added(self.counts.get(name, ()), other.counts.get(name, ())) for name in names},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> EvalResult:
+        counts = {name: tuple(sums) for name, sums in values["counts"].items()}
+        return cls(values["loss_sum"], values["loss_weight"], values["tokens"], counts)
+
+
+class Tally:
+    """Adds up `StepOutput`s on their device, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, output: StepOutput, tokens: int) -> None:
+        """Add the sums of one micro-batch of so many tokens."""
+        scalars = {
+            "loss_sum": output.loss_sum,
+            "loss_weight": output.loss_weight,
+            "tokens": torch.tensor(tokens),
+        }
+        for name, value in {**scalars, **output.counts}.items():
+            value = value.detach().reshape(-1).to(output.loss_sum.device, torch.float64)
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def layout(self) -> dict[str, int]:
+        """Names and lengths of the sums, which two ranks must agree on before they add them."""
+        return {name: len(value) for name, value in self._sums.items()}
+
+    def over_ranks(self, layout: Mapping[str, int] | None = None) -> EvalResult:
+        """The sums of all ranks, by one collective.
+
+        Args:
+            layout: what is added, in order, the same on every rank; by default this rank's own.
+        """
+        lengths = self.layout() if layout is None else layout
+        packed = [self._padded(name, length) for name, length in lengths.items()]
+        total = sum_over_ranks(torch.cat(packed)).split(list(lengths.values())) if packed else ()
+        sums = {name: tuple(values.tolist()) for name, values in zip(lengths, total)}
+        loss_sum, loss_weight, tokens = (sum(sums.pop(name, ())) for name in SCALARS)
+        return EvalResult(loss_sum, loss_weight, int(tokens), sums)
+
+    def _padded(self, name: str, length: int) -> Tensor:
+        value = self._sums.get(name, torch.zeros(0, dtype=torch.float64))
+        return torch.nn.functional.pad(value, (0, length - len(value)))
+
+
+def agreed_layout(tally: Tally) -> dict[str, int]:
+    """The union of all ranks' layouts, so that a rank without a batch can join the sums. A collective."""
+    layout: dict[str, int] = {}
+    for theirs in gather_from_ranks(tally.layout()):
+        for name, length in theirs.items():
+            layout[name] = max(length, layout.get(name, 0))
+    return layout
+
+
+def _ratios(numerators: tuple[float, ...], denominators: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(top / max(bottom, 1.0) for top, bottom in zip(numerators, denominators))
+
+
+def _added(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:
+    if not left or not right:
+        return left or right
+    return tuple(a + b for a, b in zip(left, right, strict=True))

@@ -1,0 +1,80 @@
+"""Features joined with the tokens they were computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftworks.errors import StoreError
+from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef
+
+
+class TokenRowLike(Protocol):
+    """A tokenized sample: `input_ids` (S,) integers, `loss_mask` (S,) booleans."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+class TokensById(Protocol):
+    """A tokenized set that finds a row by its id; KeyError for an unknown one."""
+
+    def by_id(self, sample_id: str) -> TokenRowLike: ...
+
+
+class JoinedStore(FeatureStore):
+    """Adds `input_ids` (S,) int64 and `loss_mask` (S,) bool to what `store` returns for a sample.
+
+    Loss masks are not features: the same features serve under another mask, so they stay with the tokens.
+    """
+
+    def __init__(self, store: FeatureStore, tokens: TokensById) -> None:
+        self._store = store
+        self._tokens = tokens
+        self.lease_bound = store.lease_bound
+
+    def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
+        """StoreError also if the sample has no tokens, or a feature has not one row per token."""
+        try:
+            row = self._tokens.by_id(ref.sample_id)
+        except KeyError as error:
+            raise StoreError(
+                f"sample {ref.sample_id} has features but is not in the tokenized set: "
+                "tokens and features are of different data. Capture the features of this tokenized set."
+            ) from error
+        tensors, handle = self._store.get(ref)
+        count = len(row.input_ids)
+        for name, tensor in tensors.items():
+            if tensor.shape[0] != count:
+                self._store.release(handle)
+                raise StoreError(
+                    f"sample {ref.sample_id}, feature {name}: expected {count} rows, one per token, "
+                    f"found {tensor.shape[0]}"
+                )
+        tokens = {
+            "input_ids": torch.from_numpy(np.asarray(row.input_ids, dtype=np.int64)),
+            "loss_mask": torch.from_numpy(np.asarray(row.loss_mask, dtype=np.bool_).copy()),
+        }
+        return {**tokens, **tensors}, handle
+
+    def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
+        return self._store.put(ref, tensors)
+
+    def release(self, handle: FeatureHandle) -> None:
+        self._store.release(handle)
+
+    def abort(self, sample_id: str) -> None:
+        self._store.abort(sample_id)
+
+    def gc(self) -> int:
+        return self._store.gc()
+
+    def health(self) -> dict[str, Any]:
+        return self._store.health()
+
+    def estimate_bytes(self, ref: SampleRef) -> int:
+        return self._store.estimate_bytes(ref)

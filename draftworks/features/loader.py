@@ -1,0 +1,164 @@
+"""From sample references to training batches: fetch, copy if the store asks for it, release, transform, collate."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from draftworks.errors import DraftworksError
+from draftworks.features.contracts import FeatureStore, SampleRef, TrainBatch
+from draftworks.features.schedule import BatchSchedule, EvaluationSchedule, MicroBatch, TrainSchedule
+
+Sample = dict[str, Tensor]
+Collate = Callable[[Sequence[Mapping[str, Tensor]], Sequence[str]], TrainBatch]
+Transform = Callable[[Sample], Sample]
+
+
+class FeatureDataLoader:
+    """Iterates over one rank's micro-batches of one epoch.
+
+    A padding batch (evaluation on ranks that have run out) is a real batch of one sample with its loss mask cleared and
+    no `sample_ids`: it goes through the model like any other, so that collectives match, and adds nothing.
+
+    Args:
+        refs: all samples, the same on every rank.
+        store: returns a sample's tensors; with `JoinedStore`, also `input_ids` and `loss_mask`.
+        schedule: what each micro-batch holds; see `for_training` and `for_evaluation`.
+        collate: samples and their ids to a batch, as `DraftStrategy.collate`.
+        transform: applied to each sample before collation.
+        prefetch: batches prepared ahead, by `threads` threads; 0 prepares them in the caller's thread.
+    """
+
+    def __init__(
+        self,
+        refs: Sequence[SampleRef],
+        store: FeatureStore,
+        schedule: BatchSchedule,
+        collate: Collate,
+        transform: Transform | None = None,
+        prefetch: int = 2,
+        threads: int = 1,
+    ) -> None:
+        self.schedule = schedule
+        self._refs = refs
+        self._store = store
+        self._collate = collate
+        self._transform = transform
+        self._prefetch = prefetch
+        self._threads = threads
+        self._epoch = 0
+        self._skip = 0
+
+    @classmethod
+    def for_training(
+        cls,
+        refs: Sequence[SampleRef],
+        store: FeatureStore,
+        batch_size: int,
+        collate: Collate,
+        transform: Transform | None = None,
+        *,
+        global_batch_size: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        prefetch: int = 2,
+    ) -> FeatureDataLoader:
+        """Shuffled epochs; `global_batch_size` defaults to one micro-batch of `batch_size` on each rank."""
+        schedule = TrainSchedule(len(refs), batch_size, global_batch_size or batch_size * world, rank, world, seed)
+        return cls(refs, store, schedule, collate, transform, prefetch)
+
+    @classmethod
+    def for_evaluation(
+        cls,
+        refs: Sequence[SampleRef],
+        store: FeatureStore,
+        batch_size: int,
+        collate: Collate,
+        transform: Transform | None = None,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        prefetch: int = 2,
+    ) -> FeatureDataLoader:
+        """Every sample exactly once, in order."""
+        return cls(refs, store, EvaluationSchedule(len(refs), batch_size, rank, world), collate, transform, prefetch)
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch, the same on every rank, whatever `seek` said."""
+        return len(self.schedule)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch's order the next iteration follows."""
+        self._epoch = epoch
+
+    def seek(self, num_batches: int) -> None:
+        """Start the next iteration (that one only) after `num_batches` micro-batches; no feature is read for it.
+
+        Raises:
+            ValueError: negative, or beyond the end of the epoch.
+        """
+        if not 0 <= num_batches <= len(self):
+            raise ValueError(f"cannot seek to batch {num_batches}: an epoch has {len(self)} batches")
+        self._skip = num_batches
+
+    def __iter__(self) -> Iterator[TrainBatch]:
+        plan = self.schedule.batches(self._epoch)[self._skip :]
+        self._skip = 0
+        return map(self.load, plan) if self._prefetch == 0 else self._prefetched(plan)
+
+    def load(self, batch: MicroBatch) -> TrainBatch:
+        """Read and collate one micro-batch.
+
+        Raises:
+            DraftworksError: a store's error, with the sample named.
+            RuntimeError: anything else that went wrong with a sample or in collation, with the samples named.
+        """
+        refs = [self._refs[index] for index in batch.indices]
+        samples = [self._sample(ref, batch.padding) for ref in refs]
+        ids = tuple(ref.sample_id for ref in refs)
+        try:
+            collated = self._collate(samples, ids)
+        except Exception as error:
+            raise _named(error, f"batch of samples {', '.join(ids)}") from error
+        if batch.padding:
+            return TrainBatch(collated.tensors, ())
+        return TrainBatch(collated.tensors, ids, sum(ref.num_tokens for ref in refs))
+
+    def _sample(self, ref: SampleRef, padding: bool) -> Sample:
+        try:
+            tensors, handle = self._store.get(ref)
+            try:
+                if self._store.lease_bound:
+                    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            finally:
+                self._store.release(handle)
+            if padding and "loss_mask" in tensors:
+                tensors = {**tensors, "loss_mask": torch.zeros_like(tensors["loss_mask"])}
+            return tensors if self._transform is None else self._transform(tensors)
+        except Exception as error:
+            raise _named(error, f"sample {ref.sample_id}") from error
+
+    def _prefetched(self, plan: Sequence[MicroBatch]) -> Iterator[TrainBatch]:
+        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="feature-loader")
+        waiting: deque[Future[TrainBatch]] = deque()
+        try:
+            for batch in plan:
+                waiting.append(pool.submit(self.load, batch))
+                if len(waiting) > self._prefetch:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _named(error: Exception, what: str) -> Exception:
+    """The error as one that says which sample it was about: a user's error keeps its type."""
+    if isinstance(error, DraftworksError):
+        return error if what in str(error) else type(error)(f"{what}: {error}")
+    return RuntimeError(f"{what}: {type(error).__name__}: {error}")

@@ -1,0 +1,116 @@
+"""A feature set: which samples have which features. A folder with refs.jsonl and manifest.json, no tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from draftworks.errors import StoreError
+from draftworks.features.contracts import SampleRef
+from draftworks.features.shards import fsync
+from draftworks.identity import DIGEST_LENGTH, digest
+
+MANIFEST_SCHEMA = "draftworks.features.1"
+REFS = "refs.jsonl"
+MANIFEST = "manifest.json"
+ADVICE = "Capture the features again: nothing that is stored will be captured twice."
+
+
+@dataclass(frozen=True)
+class FeatureSetManifest:
+    """What a feature set is, with its samples.
+
+    Attributes:
+        identity: what the features have in common (target digest, engine, numerics, dtype, norm convention).
+        streams: names of the stored features of every sample.
+        nbytes: of all distinct features.
+        data_version: digest of the sorted keys: the same features, the same version, wherever they lie.
+    """
+
+    identity: dict[str, Any]
+    streams: tuple[str, ...]
+    samples: int
+    tokens: int
+    nbytes: int
+    store: str
+    data_version: str
+    refs_digest: str
+    schema: str = MANIFEST_SCHEMA
+    refs: tuple[SampleRef, ...] = field(default=(), repr=False)
+
+
+def write_feature_set(
+    folder: Path, refs: Sequence[SampleRef], identity: dict[str, Any], streams: Sequence[str], store: str
+) -> FeatureSetManifest:
+    """Write refs.jsonl, then manifest.json, each atomically. The manifest is what makes the set complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(ref.to_json() + "\n" for ref in refs).encode()
+    sizes = {key: ref.feature_specs[name].nbytes for ref in refs for name, key in ref.feature_keys.items()}
+    manifest = FeatureSetManifest(
+        identity=dict(identity),
+        streams=tuple(streams),
+        samples=len(refs),
+        tokens=sum(ref.num_tokens for ref in refs),
+        nbytes=sum(sizes.values()),
+        store=store,
+        data_version=digest(sorted(sizes)),
+        refs_digest=_digest(lines),
+        refs=tuple(refs),
+    )
+    fields = {name: value for name, value in asdict(manifest).items() if name != "refs"}
+    _publish(folder / REFS, lines)
+    _publish(folder / MANIFEST, (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode())
+    return manifest
+
+
+def read_feature_set(folder: Path) -> FeatureSetManifest:
+    """Read and check a feature set.
+
+    Raises:
+        StoreError: a file is missing or unreadable, refs.jsonl is truncated or altered, or the schema is another.
+    """
+    manifest = _read_manifest(folder / MANIFEST)
+    path = folder / REFS
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read ({error}). {ADVICE}") from error
+    lines = content.decode(errors="replace").splitlines()
+    if len(lines) != manifest["samples"]:
+        raise StoreError(f"{path} is truncated: expected {manifest['samples']} lines, found {len(lines)}. {ADVICE}")
+    if _digest(content) != manifest["refs_digest"]:
+        raise StoreError(
+            f"{path} is altered: expected digest {manifest['refs_digest']}, found {_digest(content)}. {ADVICE}"
+        )
+    refs = tuple(SampleRef.from_json(line) for line in lines)
+    return FeatureSetManifest(**{**manifest, "streams": tuple(manifest["streams"]), "refs": refs})
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_bytes())
+        FeatureSetManifest(**manifest)
+    except FileNotFoundError as error:
+        raise StoreError(f"no feature set in {path.parent}: {path.name} is missing. {ADVICE}") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{path} cannot be read ({error}): it is truncated or altered. {ADVICE}") from error
+    if manifest.get("schema") != MANIFEST_SCHEMA:
+        raise StoreError(f"{path} has schema {manifest.get('schema')!r}, expected {MANIFEST_SCHEMA!r}")
+    return manifest
+
+
+def _digest(content: bytes) -> str:
+    return sha256(content).hexdigest()[:DIGEST_LENGTH]
+
+
+def _publish(path: Path, content: bytes) -> None:
+    staging = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    staging.write_bytes(content)
+    fsync(staging)
+    os.replace(staging, path)
+    fsync(path.parent)

@@ -1,0 +1,263 @@
+"""Shards: one self-describing safetensors file that holds the tensors of many samples, named by feature key.
+
+The header's `__metadata__` carries the schema, a checksum per tensor, and the digest of the data section: the digest of
+(key, dtype, shape, checksum) of every tensor in key order, which is also the file's name. A shard is therefore
+immutable, the same content always has the same name, and both a cut file and a single altered sample are found out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftworks.errors import StoreError
+from draftworks.identity import digest
+
+SHARD_SCHEMA = "draftworks.shard.1"
+CHECKSUM_LENGTH = 16
+ADVICE = "Delete this shard and capture again: only its samples will be captured."
+
+_DTYPE_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "BOOL": "bool",
+}
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """What the header says of one tensor. `dtype` is torch's name, `checksum` the start of a SHA-256 in hex."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """A shard's header: `expected_bytes` is how long the file must be, `nbytes` what its tensors take."""
+
+    path: Path
+    digest: str
+    entries: Mapping[str, ShardEntry]
+    expected_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def require_complete(self, key: str | None = None) -> None:
+        """StoreError if the file is shorter or longer than its header says."""
+        found = self.path.stat().st_size
+        if found != self.expected_bytes:
+            sample = "" if key is None else f", needed for sample key {key}"
+            raise StoreError(
+                f"shard {self.path}{sample}, is truncated or has grown: expected {self.expected_bytes} bytes, "
+                f"found {found}. {ADVICE}"
+            )
+
+
+def tensor_checksum(tensor: Tensor) -> str:
+    """Start of the SHA-256 of a tensor's bytes in row-major order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return sha256(memoryview(flat.numpy())).hexdigest()[:CHECKSUM_LENGTH]
+
+
+def content_digest(entries: Mapping[str, ShardEntry]) -> str:
+    """Digest of a shard's data section from its entries, whatever order the file keeps them in."""
+    return digest([[k, e.dtype, list(e.shape), e.checksum] for k, e in sorted(entries.items())])
+
+
+def read_header(path: Path) -> ShardHeader:
+    """Read a shard's header alone, a few kilobytes.
+
+    Raises:
+        StoreError: the header cannot be read, is of another schema, or does not agree with the file's name.
+    """
+    try:
+        with path.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > path.stat().st_size:
+                raise ValueError(f"its header should be {length} bytes, the whole file has {path.stat().st_size}")
+            fields = json.loads(stream.read(length))
+        metadata = fields.pop("__metadata__")
+        schema, recorded = metadata["schema"], metadata["digest"]
+        checksums = json.loads(metadata["checksums"])
+        entries = {key: _entry(value, checksums[key]) for key, value in fields.items()}
+        end = max((value["data_offsets"][1] for value in fields.values()), default=0)
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise StoreError(
+            f"shard {path} has no readable header ({error}); it is truncated or altered. {ADVICE}"
+        ) from error
+    if schema != SHARD_SCHEMA:
+        raise StoreError(f"shard {path} has schema {schema!r}, expected {SHARD_SCHEMA!r}")
+    if recorded != path.stem or content_digest(entries) != recorded:
+        raise StoreError(
+            f"shard {path} is altered: name, recorded digest {recorded} and header {content_digest(entries)} differ. "
+            f"{ADVICE}"
+        )
+    return ShardHeader(path, recorded, entries, 8 + length + end)
+
+
+def _entry(value: dict[str, Any], checksum: str) -> ShardEntry:
+    start, end = value["data_offsets"]
+    return ShardEntry(_DTYPE_NAMES[value["dtype"]], tuple(value["shape"]), end - start, checksum)
+
+
+class ShardWriter:
+    """Collects tensors in memory and publishes them as one shard.
+
+    Args:
+        folder: where complete shards lie.
+        staging: folder on the same file system for files being written.
+        shard_bytes: `full` is true from this size on.
+    """
+
+    def __init__(self, folder: Path, staging: Path, shard_bytes: int) -> None:
+        self._folder = folder
+        self._staging = staging
+        self._shard_bytes = shard_bytes
+        self._tensors: dict[str, Tensor] = {}
+        self.nbytes = 0
+
+    @property
+    def full(self) -> bool:
+        return self.nbytes >= self._shard_bytes
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What has been added and not yet published, by key."""
+        return self._tensors
+
+    def add(self, key: str, tensor: Tensor) -> None:
+        """Take a tensor under a key; the same key again is ignored, since a key is its content."""
+        if key not in self._tensors:
+            self._tensors[key] = tensor.detach().cpu().contiguous().clone()
+            self.nbytes += tensor.nbytes
+
+    def discard(self, key: str) -> None:
+        tensor = self._tensors.pop(key, None)
+        self.nbytes -= 0 if tensor is None else tensor.nbytes
+
+    def publish(self) -> ShardHeader | None:
+        """Write aside, fsync, rename; None if there is nothing to write. After it the writer is empty."""
+        if not self._tensors:
+            return None
+        entries = {
+            key: ShardEntry(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.nbytes, tensor_checksum(t))
+            for key, t in self._tensors.items()
+        }
+        name = content_digest(entries)
+        metadata = {
+            "schema": SHARD_SCHEMA,
+            "digest": name,
+            "checksums": json.dumps({key: entry.checksum for key, entry in entries.items()}),
+        }
+        staged = self._staging / staging_name()
+        save_file(self._tensors, staged, metadata=metadata)
+        fsync(staged)
+        final = self._folder / f"{name}.safetensors"
+        os.replace(staged, final)
+        fsync(self._folder)
+        self._tensors, self.nbytes = {}, 0
+        return read_header(final)
+
+
+class ShardReader:
+    """Memory-mapped access to tensors of shards, the least recently used of which are closed.
+
+    Args:
+        max_open: shards kept mapped. Tensors handed out stay valid after their shard is closed.
+    """
+
+    def __init__(self, max_open: int = 64) -> None:
+        self._max_open = max_open
+        self._open: OrderedDict[Path, Any] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, header: ShardHeader, key: str, verify: bool = True) -> Tensor:
+        """The tensor of a key.
+
+        Raises:
+            StoreError: the shard is gone or truncated, or (with `verify`) the tensor's bytes are not what was stored.
+        """
+        with self._lock:
+            handle = self._handle(header, key)
+            tensor = handle.get_tensor(key)
+        if verify and tensor_checksum(tensor) != header.entries[key].checksum:
+            raise StoreError(
+                f"shard {header.path} is altered: sample key {key} has checksum {tensor_checksum(tensor)}, "
+                f"expected {header.entries[key].checksum}. {ADVICE}"
+            )
+        return tensor
+
+    def close(self) -> None:
+        with self._lock:
+            self._open.clear()
+
+    @property
+    def open_shards(self) -> int:
+        return len(self._open)
+
+    def _handle(self, header: ShardHeader, key: str) -> Any:
+        if header.path in self._open:
+            self._open.move_to_end(header.path)
+            return self._open[header.path]
+        try:
+            header.require_complete(key)
+            handle = safe_open(header.path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"shard {header.path}, needed for sample key {key}, cannot be opened: {error}") from error
+        self._open[header.path] = handle
+        while len(self._open) > self._max_open:
+            self._open.popitem(last=False)
+        return handle
+
+
+def staging_name() -> str:
+    """A name that tells `gc` who is writing: host, process, and something unique."""
+    return f"{socket.gethostname()}~{os.getpid()}~{uuid.uuid4().hex[:12]}.tmp"
+
+
+def staging_owner_is_dead(name: str) -> bool | None:
+    """Whether the process that made a staging file is gone; None if it ran on another host."""
+    host, _, rest = name.partition("~")
+    pid = rest.partition("~")[0]
+    if host != socket.gethostname() or not pid.isdigit():
+        return None
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def fsync(path: Path) -> None:
+    """Force a file or a directory entry to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,96 @@
+"""From the paths of a run file to the objects that training and evaluation work on."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftworks.data.tokenized import TokenizedSet
+from draftworks.data.vocab import VocabMapping
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import ConfigError, StoreError
+from draftworks.features.contracts import SampleRef
+from draftworks.features.joined import JoinedStore
+from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.manifest import FeatureSetManifest, read_feature_set
+from draftworks.runs import FeatureSet, TargetFiles
+from draftworks.strategies import resolve_strategy
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A freshly initialised draft, with the parts of the target it was built from."""
+
+    strategy: DraftStrategy
+    parts: TargetParts
+    options: Any
+    vocab: VocabMapping | None
+
+
+def build_draft(
+    target: TargetFiles, strategy: str, options: dict[str, Any], vocab_mapping: Path | None, seed: int
+) -> Draft:
+    """Resolve the strategy, check its options, read the target's parts, initialise from `seed`.
+
+    Raises:
+        ConfigError: unknown strategy or option, or a vocabulary mapping is needed and not given.
+        StoreError: a file of the target or the mapping is missing or damaged.
+    """
+    spec = resolve_strategy(strategy)
+    typed = spec.parse_options(options, where=f"options of {strategy}")
+    if spec.uses_vocab_mapping and vocab_mapping is None:
+        raise ConfigError(f"strategy {strategy} needs a vocabulary mapping: set vocab_mapping in the run file")
+    parts = TargetParts.load(target)
+    vocab = VocabMapping.load(vocab_mapping) if spec.uses_vocab_mapping and vocab_mapping else None
+    return Draft(spec.load_factory()(typed, parts, vocab, seed), parts, typed, vocab)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples with the features a strategy reads, and the store that gives them together with their tokens."""
+
+    refs: list[SampleRef]
+    store: JoinedStore
+    tokens: TokenizedSet
+    manifest: FeatureSetManifest
+
+
+def open_samples(features: FeatureSet, root: Path, strategy: DraftStrategy, target: TargetFiles) -> Samples:
+    """Open a feature set and its tokens; everything that can be wrong is found here, before any sample is read.
+
+    Raises:
+        StoreError: a set is missing or damaged, of another target, lacks a feature, or does not belong to the tokens.
+    """
+    manifest = read_feature_set(features.features)
+    origins = {ref.target_model_version for ref in manifest.refs}
+    if origins != {target.digest}:
+        raise StoreError(
+            f"{features.features}: features of target {', '.join(sorted(origins))}, expected {target.digest} "
+            f"({target.name}). Capture the features of this target"
+        )
+    missing = [name for name in strategy.feature_names if name not in manifest.streams]
+    if missing:
+        raise StoreError(
+            f"{features.features}: strategy {strategy.name} needs the features {missing}, found "
+            f"{list(manifest.streams)}. Capture them: what is stored already will not be captured again"
+        )
+    tokens = TokenizedSet.open(features.tokens)
+    known = set(tokens.sample_ids)
+    strangers = [ref.sample_id for ref in manifest.refs if ref.sample_id not in known]
+    if strangers:
+        raise StoreError(
+            f"{features.features}: {len(strangers)} of {len(manifest.refs)} samples are not in the tokenized set "
+            f"{features.tokens}, the first is {strangers[0]}. Capture the features of this tokenized set"
+        )
+    refs = [ref.select(strategy.feature_names) for ref in manifest.refs]
+    return Samples(refs, JoinedStore(LocalFeatureStore(root), tokens), tokens, manifest)
+
+
+def peak_rss_bytes() -> int:
+    """The most memory this process has held at once."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,74 @@
+"""`python -m draftworks.programs.capture FILE`: capture the features that the store lacks, and say what is there."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from draftworks.capture.engine import TargetEngine, load_engine
+from draftworks.capture.recheck import recheck
+from draftworks.capture.session import CaptureProgress, CaptureSummary, capture_missing, write_manifest
+from draftworks.data.tokenized import TokenizedSet
+from draftworks.features.local_store import LocalFeatureStore
+from draftworks.programs.process_group import distributed
+from draftworks.programs.program import ProgramContext, run_program
+from draftworks.runs import CaptureRun
+
+
+def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
+    """Capture hidden states of a tokenized set. Ranks share the samples; each writes its own shards."""
+    tokens = TokenizedSet.open(run.tokens)
+    started = time.monotonic()
+    engines: list[TargetEngine] = []
+
+    def engine() -> TargetEngine:
+        """Loaded once, and only if there is something to do."""
+        if not engines:
+            engines.append(load_engine(run.target, run.capture))
+        return engines[0]
+
+    with distributed(run.capture.device):
+        summary = capture_missing(
+            run, engine, tokens, ctx.rank, ctx.world_size, progress=lambda now: ctx.progress(_line(now))
+        )
+        summaries = _gathered(summary, ctx)
+        if not ctx.is_main:
+            return {}
+        manifest = write_manifest(run, tokens)
+        store = LocalFeatureStore(run.store)
+        check = recheck(engine(), store, manifest.refs, tokens)
+        store.close()
+    captured_tokens = sum(each.tokens for each in summaries)
+    return {
+        "data_version": manifest.data_version,
+        "samples": len(manifest.refs),
+        "tokens": manifest.tokens,
+        "streams": list(manifest.streams),
+        "bytes": manifest.nbytes,
+        "bytes_per_token": round(manifest.nbytes / manifest.tokens, 1),
+        "captured_samples": sum(each.captured for each in summaries),
+        "captured_bytes": sum(each.nbytes for each in summaries),
+        "tokens_per_second": round(captured_tokens / max(each.seconds for each in summaries)) if captured_tokens else 0,
+        "seconds": round(time.monotonic() - started, 2),
+        "verification": check.to_json(),
+    }
+
+
+def _gathered(summary: CaptureSummary, ctx: ProgramContext) -> list[CaptureSummary]:
+    """Every rank's summary; also the barrier before the manifest is written."""
+    if ctx.world_size == 1:
+        return [summary]
+    found: list[Any] = [None] * ctx.world_size
+    dist.all_gather_object(found, summary)
+    return found
+
+
+def _line(now: CaptureProgress) -> dict[str, float | int | str]:
+    eta = "?" if now.eta_s is None else f"{now.eta_s:.0f}s"
+    return {"samples": f"{now.samples_done}/{now.samples}", "tokens/s": round(now.tokens_per_s), "eta": eta}
+
+
+if __name__ == "__main__":
+    run_program(CaptureRun, capture)

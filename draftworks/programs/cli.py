@@ -1,0 +1,102 @@
+"""`draftworks`: what a person asks on the command line. Dagster runs the work; this reads the registry and the results."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from draftworks.artifacts import Artifact, ArtifactStore
+from draftworks.errors import DraftworksError
+from draftworks.registry import Registry
+
+app = typer.Typer(help="Draft models for a fleet of LLMs.", add_completion=False, no_args_is_help=True)
+RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
+CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
+
+
+@app.command()
+def check(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
+    """Validate every registry entry; exit code 1 if any is wrong."""
+    problems = Registry(registry).problems()
+    for problem in problems:
+        typer.echo(problem, err=True)
+    if problems:
+        raise typer.Exit(1)
+    typer.echo(f"{len(Registry(registry).target_names())} targets in {registry}: no problems")
+
+
+@app.command()
+def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
+    """What exists for a target: every result, and the acceptance of its drafts."""
+    console = Console(width=None if Console().is_terminal else 120)
+    try:
+        found = Registry(registry)
+        spec = found.target(target)
+        artifacts = ArtifactStore(found.var())
+        console.print(results_table(target, artifacts))
+        for strategy in spec.strategies:
+            report = artifacts.find(f"{strategy}_report", target)
+            if report is not None:
+                console.print(acceptance_table(strategy, report))
+    except DraftworksError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def results_table(target: str, artifacts: ArtifactStore) -> Table:
+    """One row per asset that has a result, oldest first."""
+    table = Table(title=f"target {target}", title_justify="left")
+    for column in ("asset", "data version", "made", "seconds", "what"):
+        table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
+    existing = [artifacts.find(folder.name, target) for folder in sorted(artifacts.root.iterdir()) if folder.is_dir()]
+    for artifact in sorted((a for a in existing if a is not None), key=lambda a: a.created):
+        made = datetime.fromtimestamp(artifact.created).strftime("%Y-%m-%d %H:%M:%S")
+        table.add_row(artifact.asset, artifact.data_version[:16], made, f"{artifact.seconds:.1f}", figures(artifact))
+    return table
+
+
+def figures(artifact: Artifact) -> str:
+    """The few figures of a result worth a line."""
+    wanted = (
+        "conversations",
+        "samples",
+        "tokens",
+        "supervised_share",
+        "bytes_per_token",
+        "coverage",
+        "steps",
+        "tokens_per_second",
+        "tokens_per_s",
+    )
+    return ", ".join(f"{key} {_short(artifact.summary[key])}" for key in wanted if key in artifact.summary)
+
+
+def acceptance_table(strategy: str, report: Artifact) -> Table:
+    """A row for the trained draft, the same draft untrained, and a bigram table."""
+    drafts: dict[str, dict[str, Any]] = report.summary["drafts"]
+    positions = max(len(metrics["eval/per_position_acc"]) for metrics in drafts.values())
+    table = Table(title=f"{strategy}: held-out acceptance", title_justify="left", caption_justify="left")
+    table.caption = (
+        "simulated_acc_len is rung 1 of the acceptance ladder, acc_i the accuracy at draft position i (rung 0)"
+    )
+    table.add_column("draft")
+    table.add_column("simulated_acc_len", justify="right")
+    for position in range(positions):
+        table.add_column(f"acc_{position + 1}", justify="right")
+    for name, metrics in sorted(drafts.items(), key=lambda item: -item[1]["eval/simulated_acc_len"]):
+        accuracies = (f"{accuracy:.3f}" for accuracy in metrics["eval/per_position_acc"])
+        table.add_row(name, f"{metrics['eval/simulated_acc_len']:.3f}", *accuracies)
+    return table
+
+
+def _short(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+if __name__ == "__main__":
+    app()

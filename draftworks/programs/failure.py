@@ -1,0 +1,69 @@
+"""What a rank leaves behind when it fails: torchelastic's error file, with what a launcher needs to name the cause.
+
+The file is torchelastic's own format, so torchrun reads it too. Three fields are added: the time in nanoseconds
+(torchelastic's whole seconds cannot tell the rank that failed first from those it dragged along), the rank, and
+whether the error is the user's to put right. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftworks.errors import DraftworksError
+
+_NS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank's error. `user_error`: a `DraftworksError`, whose message says it all and which no retry can mend."""
+
+    message: str
+    traceback: str
+    time_ns: int
+    rank: int | None = None
+    user_error: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> RankFailure:
+        user_error = isinstance(error, DraftworksError)
+        return cls(
+            message=str(error) if user_error else f"{type(error).__name__}: {error}",
+            traceback="".join(traceback.format_exception(error)),
+            time_ns=time.time_ns(),
+            rank=rank,
+            user_error=user_error,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        extra = {
+            "py_callstack": self.traceback,
+            "timestamp": str(self.time_ns // _NS),
+            "time_ns": self.time_ns,
+            "rank": self.rank,
+            "user_error": self.user_error,
+        }
+        return {"message": {"message": self.message, "extraInfo": extra}}
+
+    @classmethod
+    def read(cls, path: Path) -> RankFailure | None:
+        """The failure in an error file; None if there is none, or it was cut short by the death of its writer."""
+        try:
+            message = json.loads(path.read_text())["message"]
+            if isinstance(message, str):
+                return cls(message=message, traceback="", time_ns=path.stat().st_mtime_ns)
+            extra = message["extraInfo"]
+            return cls(
+                message=message["message"],
+                traceback=extra["py_callstack"],
+                time_ns=int(extra.get("time_ns", int(extra["timestamp"]) * _NS)),
+                rank=extra.get("rank"),
+                user_error=extra.get("user_error", False),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None

@@ -1,0 +1,179 @@
+"""The frame of every launched program: reads the run file, reports to Dagster if asked, fails in an orderly way.
+
+    def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]: ...
+
+    if __name__ == "__main__":
+        run_program(TrainRun, train)
+
+The same program runs in three ways: launched by Dagster, by `torchrun -m draftworks.programs.train FILE`, and by
+`python -m draftworks.programs.train FILE` alone. The run file is a positional argument because torchrun takes an option
+`--run` for an abbreviation of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+from dagster_pipes import PipesContext, PipesEnvVarParamsLoader, open_dagster_pipes
+from torch.distributed import is_torchelastic_launched
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+from draftworks.errors import DraftworksError
+from draftworks.programs.failure import RankFailure
+from draftworks.programs.parent_death import die_with_parent
+from draftworks.runs import RunFile
+
+EXIT_USER_ERROR = 2
+_SIGNAL_EXIT_BASE = 128
+_PROGRESS_INTERVAL_S = 2.0
+
+RunType = TypeVar("RunType", bound=RunFile)
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGINT arrived. Save what is worth saving within the launcher's grace and let it pass on.
+
+    A second signal ends the process at once. The exit code is 128 plus the signal's number.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+
+
+@dataclass
+class ProgramContext:
+    """Who this process is among the ranks, and how it speaks to the person who waits."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    pipes: PipesContext | None = None
+    _last_progress_s: float = field(default=float("-inf"), repr=False)
+
+    @classmethod
+    def from_torchrun(cls, pipes: PipesContext | None = None) -> ProgramContext:
+        """Ranks as torchrun gives them in the environment; a single process without it."""
+        names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
+        ranks = {key: int(os.environ[name]) for key, name in names.items() if name in os.environ}
+        return cls(**ranks, pipes=pipes)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that reports and writes what exists once."""
+        return self.rank == 0
+
+    def log(self, message: str) -> None:
+        """One line to stdout, with the rank if there are several; rank 0's also go to the run page."""
+        prefix = f"[rank {self.rank}] " if self.world_size > 1 else ""
+        print(f"{prefix}{message}", flush=True)
+        if self.pipes is not None:
+            self.pipes.log.info(message)
+
+    def progress(self, values: Mapping[str, float | int | str]) -> None:
+        """How far we are, as one line `step=10 loss=2.31`. Rank 0 only, and at most one line every two seconds."""
+        now = time.monotonic()
+        if not self.is_main or now - self._last_progress_s < _PROGRESS_INTERVAL_S:
+            return
+        self._last_progress_s = now
+        self.log(" ".join(f"{key}={_short(value)}" for key, value in values.items()))
+
+    def send_report(self, report: Mapping[str, Any]) -> None:
+        """Hand the result over: to Dagster if it launched us, else to stdout. The frame does it once, on rank 0."""
+        if self.pipes is not None:
+            self.pipes.report_custom_message({"report": dict(report)})
+        else:
+            print(json.dumps(report, indent=2), flush=True)
+
+
+def run_program(
+    run_type: type[RunType],
+    main: Callable[[RunType, ProgramContext], dict[str, Any]],
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Run `main` on the run file named on the command line; what it returns on rank 0 (JSON types) is the report.
+
+    A `DraftworksError` prints its message alone and exits with code 2; any other exception prints its traceback and
+    exits with 1. Both go to torchelastic's error file if there is one. SIGTERM and SIGINT raise `Interrupted` in `main`.
+    Under torchrun the process is killed when torchrun ends; started by hand it outlives its shell.
+    """
+    path = _parse_arguments(main, arguments)
+    if is_torchelastic_launched():
+        die_with_parent()
+    _raise_on_signals()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stdout)
+    try:
+        record(_run, error_handler=_RankErrorHandler())(run_type, main, path)
+    except DraftworksError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(EXIT_USER_ERROR)
+    except Interrupted as interrupt:
+        print(interrupt, file=sys.stderr, flush=True)
+        sys.exit(_SIGNAL_EXIT_BASE + interrupt.signum)
+
+
+def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict[str, Any]], path: Path) -> None:
+    run = run_type.load(path)
+    with _pipes() as pipes:
+        context = ProgramContext.from_torchrun(pipes)
+        report = main(run, context)
+        if context.is_main:
+            context.send_report(report)
+
+
+def _parse_arguments(main: Callable[..., Any], arguments: Sequence[str] | None) -> Path:
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("run_file", type=Path, metavar="FILE", help="the run file (YAML)")
+    return parser.parse_args(arguments).run_file
+
+
+@contextmanager
+def _pipes() -> Iterator[PipesContext | None]:
+    """Rank 0's line to Dagster, if Dagster launched us: two open ones would close each other's session.
+
+    It is closed without the exception, which reaches Dagster by the error file; twice would show twice.
+    """
+    if os.environ.get("RANK", "0") != "0" or not PipesEnvVarParamsLoader().is_dagster_pipes_process():
+        yield None
+        return
+    pipes = open_dagster_pipes()
+    try:
+        yield pipes
+    finally:
+        pipes.close()
+
+
+class _RankErrorHandler(ErrorHandler):
+    """Writes torchelastic's error file in our richer form."""
+
+    def record_exception(self, e: BaseException) -> None:
+        path = self._get_error_file_path()
+        if path:
+            failure = RankFailure.of(e, rank=int(os.environ.get("RANK", "0")))
+            self._write_error_file(path, json.dumps(failure.to_json()))
+
+
+def _raise_on_signals() -> None:
+    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise Interrupted(signum)
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def _short(value: float | int | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,82 @@
+"""The registry: the folder of YAML files that a user edits, as validated specs. Torch-free, reads only what it is asked for."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftworks.errors import ConfigError
+from draftworks.specs import DatasetSpec, DeploymentSpec, TargetSpec, checked_name, load_yaml
+from draftworks.strategies import resolve_strategy
+
+
+@dataclass(frozen=True)
+class Registry:
+    """`root/targets/*.yaml`, `root/datasets/*.yaml` and `root/deployment.yaml`."""
+
+    root: Path
+
+    def target_names(self) -> list[str]:
+        """Names of all targets, sorted; the files are not opened."""
+        return self._names("targets")
+
+    def target(self, name: str) -> TargetSpec:
+        """One target, its strategies' options checked.
+
+        Raises:
+            ConfigError: unknown target (closest names suggested), unknown key, bad value, unknown strategy or option.
+        """
+        path = self._path("targets", name)
+        spec = load_yaml(path, TargetSpec, name=name)
+        for strategy, entry in spec.strategies.items():
+            try:
+                resolve_strategy(strategy).parse_options(entry.options, where=f"{path}: strategies.{strategy}.options")
+            except ConfigError as error:
+                raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+        return spec
+
+    def dataset(self, name: str) -> DatasetSpec:
+        return load_yaml(self._path("datasets", name), DatasetSpec, name=name)
+
+    def deployment(self) -> DeploymentSpec:
+        """The deployment; defaults where there is no file."""
+        path = self.root / "deployment.yaml"
+        return load_yaml(path, DeploymentSpec) if path.exists() else DeploymentSpec()
+
+    def var(self) -> Path:
+        """Where runs write."""
+        return self.located(self.deployment().var)
+
+    def located(self, path: str) -> Path:
+        """A path of the registry: relative ones start at its root."""
+        return (self.root / path).resolve()
+
+    def problems(self) -> list[str]:
+        """Everything wrong with any entry, a message each."""
+        found = []
+        for kind, load in (("targets", self.target), ("datasets", self.dataset)):
+            for name in self._names(kind):
+                try:
+                    load(name)
+                except ConfigError as error:
+                    found.append(str(error))
+        return found
+
+    def _names(self, kind: str) -> list[str]:
+        folder = self.root / kind
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: expected a folder of YAML files, found none. Is {self.root} a registry?")
+        return sorted(path.stem for path in folder.glob("*.yaml"))
+
+    def _path(self, kind: str, name: str) -> Path:
+        try:
+            path = self.root / kind / f"{checked_name(name)}.yaml"
+        except ValueError as error:
+            raise ConfigError(f"{self.root / kind}: {error}") from error
+        if not path.exists():
+            names = self._names(kind)
+            close = difflib.get_close_matches(name, names, n=2)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(names[:20]) or 'none'}"
+            raise ConfigError(f"{path}: no such file; {hint}")
+        return path

@@ -1,0 +1,109 @@
+"""From a target's registry entry to files with known content. Torch-free; only a hub target reaches for the network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from draftworks.errors import ConfigError
+from draftworks.identity import FileDigests, digest
+from draftworks.registry import Registry
+from draftworks.runs import TargetFiles
+from draftworks.specs import TargetSpec
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -> TargetFiles:
+    """Locate model and tokenizer, digest them, and read the shape of the model from its config.json.
+
+    A directory is identified by the content of config.json and its safetensors files, a hub model by id and commit.
+
+    Raises:
+        ConfigError: a path that is absent or not a model directory, or a config without the usual fields.
+    """
+    model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
+    tokenizer = spec.tokenizer or spec.model
+    tokenizer_revision = spec.tokenizer_revision if spec.tokenizer else spec.revision
+    tokenizer = _locate(tokenizer, tokenizer_revision, registry, f"target {spec.name}: tokenizer")
+    template = _template(spec, registry)
+    config = _model_config(model, spec.revision)
+    return TargetFiles(
+        name=spec.name,
+        model=model,
+        revision=spec.revision,
+        tokenizer=tokenizer,
+        tokenizer_revision=tokenizer_revision,
+        chat_template=None if template is None else str(template),
+        digest=_weights_digest(model, spec.revision, digests),
+        tokenizer_digest=_tokenizer_digest(tokenizer, tokenizer_revision, template, digests),
+        num_layers=_field(config, model, "num_hidden_layers"),
+        hidden_size=_field(config, model, "hidden_size"),
+        vocab_size=_field(config, model, "vocab_size"),
+        context=_field(config, model, "max_position_embeddings"),
+    )
+
+
+def _locate(model: str, revision: str | None, registry: Registry, where: str) -> str:
+    if revision is not None:
+        return model
+    folder = registry.located(model)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{where}: {folder} is not a directory. Give a directory (relative to {registry.root}), "
+            f"or a Hugging Face id together with `revision`, the commit of 40 hex digits"
+        )
+    return str(folder)
+
+
+def _template(spec: TargetSpec, registry: Registry) -> Path | None:
+    if spec.chat_template is None:
+        return None
+    path = registry.located(spec.chat_template)
+    if not path.is_file():
+        raise ConfigError(f"target {spec.name}: chat_template: {path} is not a file")
+    return path
+
+
+def _model_config(model: str, revision: str | None) -> dict[str, Any]:
+    if revision is None:
+        path = Path(model) / "config.json"
+    else:
+        from huggingface_hub import hf_hub_download
+
+        path = Path(hf_hub_download(model, "config.json", revision=revision))
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: expected the config.json of a Hugging Face model: {error}") from error
+    return config.get("text_config", config)
+
+
+def _field(config: dict[str, Any], model: str, name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int):
+        raise ConfigError(f"{model}/config.json: expected an integer {name}, found {value!r}")
+    return value
+
+
+def _weights_digest(model: str, revision: str | None, digests: FileDigests) -> str:
+    if revision is not None:
+        return digest(["hub", model, revision])
+    weights = sorted(Path(model).glob("*.safetensors"))
+    if not weights:
+        raise ConfigError(f"{model}: expected *.safetensors weights, found none (pickled weights are not read)")
+    return digest([[p.name, digests.of_file(p)] for p in [Path(model) / "config.json", *weights]])
+
+
+def _tokenizer_digest(tokenizer: str, revision: str | None, template: Path | None, digests: FileDigests) -> str:
+    override = None if template is None else digests.of_file(template)
+    if revision is not None:
+        return digest(["hub", tokenizer, revision, override])
+    files = [Path(tokenizer) / name for name in TOKENIZER_FILES]
+    present = [p for p in files if p.is_file()]
+    if files[0] not in present:
+        raise ConfigError(
+            f"{tokenizer}: expected tokenizer.json (a fast tokenizer), found {sorted(p.name for p in present)}"
+        )
+    return digest([[[p.name, digests.of_file(p)] for p in present], override])

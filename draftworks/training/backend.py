@@ -1,0 +1,114 @@
+"""How a draft is spread over processes. `FSDPTrainingBackend` shards it with FSDP2, on gloo and on NCCL alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from draftworks.drafts.strategy import DraftStrategy
+
+
+class TrainingBackend(ABC):
+    """Wraps a strategy's model for training. Gradients are *sums* over micro-steps and ranks, never means."""
+
+    device: torch.device
+    """Where this rank computes."""
+
+    @abstractmethod
+    def prepare_model(self, strategy: DraftStrategy) -> None:
+        """Move and wrap `strategy.model` in place. Weights must be loaded before."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, *, is_boundary: bool = True) -> None:
+        """Add the gradient of `loss`; only at a boundary are the ranks' gradients summed."""
+
+    @abstractmethod
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Trainable parameters, as the optimizer is to see them: fp32, this rank's share."""
+
+    @abstractmethod
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Whole weights on the CPU of rank 0; empty on the others. A collective."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what has been summed, before it is clipped."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+
+class FSDPTrainingBackend(TrainingBackend):
+    """FSDP2 (`fully_shard`): the strategy's blocks, then the whole model, over all ranks of the process group.
+
+    The sharded fp32 parameters are the masters; forward and backward see them in `compute_dtype`, gradients are
+    reduced in fp32. Weights stay whole between forward and backward of a window (ZeRO-2): drafts are small.
+
+    Args:
+        device: where this rank computes. Needs an initialised process group; one of a single rank will do.
+    """
+
+    def __init__(self, device: torch.device, compute_dtype: torch.dtype = torch.float32) -> None:
+        self.device = device
+        # Inputs stay as they are: a teacher's hidden states in bf16 would have other argmaxes. Models cast what they need.
+        self._policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        self._model: FSDPModule | None = None
+        self._parameters: list[nn.Parameter] = []
+
+    def prepare_model(self, strategy: DraftStrategy) -> None:
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        model = strategy.model.to(self.device)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+        for module in [*strategy.fsdp_blocks(), model]:
+            fully_shard(module, mesh=mesh, mp_policy=self._policy, reshard_after_forward=False)
+        for module in _sharded(model):
+            # Order matters: gloo knows no pre-multiplied sum, which a divide factor would otherwise select.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+        self._model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+
+    @property
+    def model(self) -> FSDPModule:
+        if self._model is None:
+            raise RuntimeError("prepare_model has not been called")
+        return self._model
+
+    def backward(self, loss: Tensor, *, is_boundary: bool = True) -> None:
+        self.model.set_requires_gradient_sync(is_boundary)
+        self.model.set_reshard_after_backward(is_boundary)
+        loss.backward()
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self._parameters
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def _sharded(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def process_group_of_one(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone, if there is none: so FSDP, its masters and its precision are the same
+    for one process as for many. The group lives in memory and ends with the context.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

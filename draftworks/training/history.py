@@ -1,0 +1,131 @@
+"""The course of a training as plain numbers: what is plotted, reported and written to history.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftworks.data.publishing import publish_json
+from draftworks.errors import StoreError
+from draftworks.evaluation.result import EvalResult
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TrainPoint:
+    """Some consecutive optimizer steps, the last of them number `step`, counted from 1.
+
+    Attributes:
+        epoch: share of the data seen so far, in epochs.
+        loss: over the supervised tokens of these steps; None if there were none.
+        accuracy, simulated_acc_len: rungs 0 (first position) and 1 of the acceptance ladder, on training data.
+        lr, grad_norm: of the last step; the norm is before clipping.
+        tokens: all tokens of these steps over all ranks, without padding.
+        tokens_per_s: of training alone; evaluations do not count.
+        seconds: of training alone, since its start.
+    """
+
+    step: int
+    epoch: float
+    loss: float | None
+    accuracy: float
+    simulated_acc_len: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    tokens_per_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EvalPoint:
+    """The held-out result after optimizer step `step`."""
+
+    step: int
+    seconds: float
+    result: EvalResult
+
+
+@dataclass
+class History:
+    """What `Trainer.fit` returns. `total_steps` is what was planned; `steps` what was done."""
+
+    total_steps: int
+    train: list[TrainPoint] = field(default_factory=list)
+    evals: list[EvalPoint] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        return self.train[-1].step if self.train else 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(point.tokens for point in self.train)
+
+    @property
+    def seconds(self) -> float:
+        return self.train[-1].seconds if self.train else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def first_loss(self, share: float = 0.1) -> float | None:
+        """Mean loss of the first `share` of the recorded points."""
+        return _mean(self._losses()[: self._count(share)])
+
+    def last_loss(self, share: float = 0.1) -> float | None:
+        """Mean loss of the last `share` of the recorded points."""
+        return _mean(self._losses()[-self._count(share) :])
+
+    def _losses(self) -> list[float]:
+        return [point.loss for point in self.train if point.loss is not None]
+
+    def _count(self, share: float) -> int:
+        return max(1, round(share * len(self._losses())))
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything; each evaluation also with its metrics, for readers that know no ratios."""
+        evals = [
+            {"step": e.step, "seconds": e.seconds, "result": e.result.to_json(), "metrics": e.result.metrics()}
+            for e in self.evals
+        ]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "total_steps": self.total_steps,
+            "train": [asdict(point) for point in self.train],
+            "evals": evals,
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> History:
+        return cls(
+            total_steps=values["total_steps"],
+            train=[TrainPoint(**point) for point in values["train"]],
+            evals=[EvalPoint(e["step"], e["seconds"], EvalResult.from_json(e["result"])) for e in values["evals"]],
+        )
+
+    def save(self, path: Path) -> None:
+        publish_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: Path) -> History:
+        """Read what `save` wrote.
+
+        Raises:
+            StoreError: missing, damaged, or of another schema.
+        """
+        try:
+            values = json.loads(path.read_text())
+            if values["schema_version"] != SCHEMA_VERSION:
+                raise StoreError(f"{path}: schema {values['schema_version']}, expected {SCHEMA_VERSION}")
+            return cls.from_json(values)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{path}: not a training history ({error!r}). Train the draft again") from error
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,85 @@
+"""Who is told of a training's course: people by a progress line, TensorBoard by event files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from draftworks.errors import ConfigError
+from draftworks.training.history import EvalPoint, TrainPoint
+
+
+class TrainingObserver(Protocol):
+    """Told on every rank after each recorded point. The numbers are those of all ranks; only the clocks differ."""
+
+    def on_train(self, point: TrainPoint, total_steps: int) -> None: ...
+
+    def on_eval(self, point: EvalPoint) -> None: ...
+
+
+class ProgressReport:
+    """Hands each point as short named values to `tell`, e.g. a program's progress line."""
+
+    def __init__(self, tell: Callable[[Mapping[str, Any]], None]) -> None:
+        self._tell = tell
+
+    def on_train(self, point: TrainPoint, total_steps: int) -> None:
+        self._tell(
+            {
+                "step": f"{point.step}/{total_steps}",
+                "epoch": round(point.epoch, 2),
+                "loss": "none" if point.loss is None else point.loss,
+                "acc_len_rung1": point.simulated_acc_len,
+                "lr": point.lr,
+                "grad_norm": point.grad_norm,
+                "tokens/s": round(point.tokens_per_s),
+                "eta_s": round(eta_seconds(point, total_steps)),
+            }
+        )
+
+    def on_eval(self, point: EvalPoint) -> None:
+        result = point.result
+        values: dict[str, Any] = {"step": point.step, "heldout_acc_len_rung1": result.simulated_acc_len}
+        if result.avg_loss is not None:
+            values["heldout_loss"] = result.avg_loss
+        self._tell({**values, "heldout_acc": result.avg_acc})
+
+
+class TensorBoardLog:
+    """Scalars for TensorBoard, written into `folder`.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                "training.tensorboard is on, but TensorBoard is not installed: "
+                "pip install 'draftworks[tensorboard]', or turn it off"
+            ) from error
+        self._writer = SummaryWriter(str(folder))
+
+    def on_train(self, point: TrainPoint, total_steps: int) -> None:
+        for name in ("loss", "accuracy", "simulated_acc_len", "lr", "grad_norm", "tokens_per_s"):
+            value = getattr(point, name)
+            if value is not None:
+                self._writer.add_scalar(f"train/{name}", value, point.step)
+        self._writer.flush()
+
+    def on_eval(self, point: EvalPoint) -> None:
+        for name, value in point.result.metrics().items():
+            if isinstance(value, list):
+                for position, item in enumerate(value):
+                    self._writer.add_scalar(f"{name}/{position}", item, point.step)
+            else:
+                self._writer.add_scalar(name, value, point.step)
+        self._writer.flush()
+
+
+def eta_seconds(point: TrainPoint, total_steps: int) -> float:
+    """Time left at the mean speed so far, evaluations left out."""
+    return point.seconds / point.step * (total_steps - point.step)

@@ -1,0 +1,43 @@
+"""The training curves as a picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from draftworks.evaluation.plots import COLOURS, as_png, label, new_figure
+from draftworks.training.history import History
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def training_plot(history: History, title: str) -> bytes:
+    """Loss and simulated acceptance length over optimizer steps, on training and held-out data, as PNG."""
+    figure = new_figure(9.0, 3.6)
+    left, right = figure.subplots(1, 2)
+    _curves(
+        left,
+        [(point.step, point.loss) for point in history.train],
+        [(point.step, point.result.avg_loss) for point in history.evals],
+    )
+    label(left, title, "optimizer step", "loss (nats per supervised token)")
+    _curves(
+        right,
+        [(point.step, point.simulated_acc_len) for point in history.train],
+        [(point.step, point.result.simulated_acc_len) for point in history.evals],
+    )
+    right.set_ylim(bottom=0)
+    label(right, "", "optimizer step", "simulated_acc_len (rung 1)")
+    return as_png(figure)
+
+
+def _curves(axes: Axes, train: list[tuple[int, float | None]], held_out: list[tuple[int, float | None]]) -> None:
+    """Points without a value are left out."""
+    looks = {"training": (train, COLOURS[0], ""), "held out": (held_out, COLOURS[1], "o")}
+    for name, (points, colour, marker) in looks.items():
+        known = [point for point in points if point[1] is not None]
+        if known:
+            steps, values = zip(*known)
+            axes.plot(steps, values, color=colour, marker=marker, label=name)
+    if axes.lines:
+        axes.legend(frameon=False)

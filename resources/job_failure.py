@@ -1,0 +1,73 @@
+"""Why a job failed, in the words of the rank that failed first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import dagster as dg
+
+from draftworks.programs.failure import RankFailure
+from resources.log_tail import TAIL_LINES, last_lines
+from resources.torch_job import JobStatus, RunDir, TorchJob
+
+
+def failure_of_job(job: TorchJob, files: RunDir, status: JobStatus, metadata: Mapping[str, Any]) -> dg.Failure:
+    """The failure of a job that ended badly.
+
+    Its description is the first failed rank's message with the traceback; for a user's error the message alone, and no
+    retries; if no rank left an error file (killed, or died before it could), the last lines of the log.
+    """
+    metadata = {**metadata, "state": status.state.value}
+    if status.exit_code is not None:
+        metadata["exit_code"] = status.exit_code
+    ranks = sorted(_read_failures(files), key=lambda failure: failure.time_ns)
+    if not ranks:
+        description = f"{job.module} {_ending(status)} and no rank said why. The last lines of {files.log}:"
+        return dg.Failure(f"{description}\n{_last_words(files)}", metadata)
+    first = ranks[0]
+    metadata["failed_ranks"] = "\n".join(_headline(failure) for failure in ranks)
+    if first.user_error:
+        return dg.Failure(first.message, metadata, allow_retries=False)
+    return dg.Failure(f"{_headline(first)}\n\n{first.traceback}", metadata)
+
+
+def failure_of_report(job: TorchJob, reports: int, metadata: Mapping[str, Any]) -> dg.Failure:
+    """The failure of a job that succeeded without exactly one report: nobody knows what it made."""
+    found = "without a report" if reports == 0 else f"after {reports} reports"
+    return dg.Failure(
+        f"{job.module} exited 0 {found}, but exactly one is expected: rank 0 sends it, once, when its work is complete.",
+        metadata,
+        allow_retries=False,
+    )
+
+
+def failure_of_time_limit(job: TorchJob, metadata: Mapping[str, Any]) -> dg.Failure:
+    """The failure of a job that had to be cancelled."""
+    return dg.Failure(
+        f"{job.module} ran over its time limit of {job.time_limit_s:g} s and was cancelled. Raise the limit, or give it"
+        " less to do.",
+        metadata,
+        allow_retries=False,
+    )
+
+
+def _read_failures(files: RunDir) -> list[RankFailure]:
+    """Every rank's failure; torchrun's own if no rank has one."""
+    ranks = [RankFailure.read(path) for path in files.ranks.rglob("error.json")]
+    return [failure for failure in ranks or [RankFailure.read(files.error)] if failure is not None]
+
+
+def _last_words(files: RunDir) -> str:
+    """The end of the log up to torchrun's line on who failed; its own traceback, longer than what we show, is left out."""
+    lines = last_lines(files.log, 10 * TAIL_LINES)
+    verdict = next((number for number, line in enumerate(lines) if "failed (exitcode: " in line), len(lines))
+    return "\n".join(lines[: verdict + 1][-TAIL_LINES:]) or "(it printed nothing)"
+
+
+def _headline(failure: RankFailure) -> str:
+    return failure.message if failure.rank is None else f"rank {failure.rank}: {failure.message}"
+
+
+def _ending(status: JobStatus) -> str:
+    return status.state.value if status.exit_code is None else f"exited with code {status.exit_code}"

@@ -1,0 +1,11 @@
+"""Which launcher a deployment uses."""
+
+from __future__ import annotations
+
+from draftworks.specs import LauncherSpec
+from resources.local_launcher import LocalLauncher
+from resources.torch_launcher import TorchLauncher
+
+
+def launcher_for(spec: LauncherSpec) -> TorchLauncher:
+    return LocalLauncher(grace_s=spec.grace_s, threads=spec.threads)

@@ -1,0 +1,97 @@
+"""torchrun jobs as child processes of the step that asks for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import dagster as dg
+from pydantic import Field
+
+from draftworks.errors import ConfigError
+from draftworks.programs import parent_death
+from resources.process_tree import MARK, ProcessTree
+from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
+from resources.torch_launcher import TorchLauncher
+
+# torchrun kills a stuck worker itself after this share of the grace, so that it can still end in an orderly way.
+_TORCHRUN_SHARE_OF_GRACE = 0.7
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """A running torchrun and everything it started."""
+
+    torchrun: subprocess.Popen[bytes]
+    tree: ProcessTree
+
+
+class LocalLauncher(TorchLauncher):
+    """Runs jobs on this machine. They never outlive the process that launched them, not even when that is killed.
+
+    The kernel's word of the parent's death follows the *thread* that launched: call `run` from the thread that runs the
+    op (Dagster's executors use the main thread), not from a helper thread. On systems other than Linux a SIGKILL of the
+    Dagster process leaves torchrun running.
+    """
+
+    grace_s: float = Field(10.0, ge=0, description="Seconds a cancelled job has before it is killed.")
+    threads: int | None = Field(
+        None, ge=1, description="OMP_NUM_THREADS of each rank; None shares the usable cores among the ranks."
+    )
+
+    def submit(self, job: TorchJob, env: Mapping[str, str], run_dir: RunDir) -> LocalJob:
+        """Start torchrun in a session of its own. Raises ConfigError for a job of several nodes."""
+        if job.nodes > 1:
+            raise ConfigError(
+                f"job {job.module} asks for {job.nodes} nodes, but the local launcher has this machine only."
+                " Set nodes to 1, or choose another launcher."
+            )
+        mark = uuid.uuid4().hex
+        own = {
+            "OMP_NUM_THREADS": str(self.threads or _share_of_cores(job.procs_per_node)),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.grace_s * _TORCHRUN_SHARE_OF_GRACE)),
+        }
+        with run_dir.log.open("ab") as log:
+            torchrun = subprocess.Popen(
+                [*_die_with_us(), *job.command(f"--log-dir={run_dir.ranks}")],
+                env={**os.environ, **own, **env, MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return LocalJob(torchrun, ProcessTree(torchrun.pid, mark))
+
+    def poll(self, handle: LocalJob) -> JobStatus:
+        """torchrun's state. When it has ended, so has whatever it may have left behind."""
+        code = handle.torchrun.poll()
+        if code is None:
+            return JobStatus(JobState.RUNNING)
+        handle.tree.kill()
+        return JobStatus(JobState.SUCCEEDED if code == 0 else JobState.FAILED, code)
+
+    def cancel(self, handle: LocalJob) -> None:
+        """SIGTERM, the grace, then SIGKILL of the whole tree."""
+        survivors = handle.tree.end(self.grace_s)
+        handle.torchrun.poll()
+        if survivors:
+            dg.get_dagster_logger().error(f"these processes cannot be killed, look after them: {survivors}")
+
+    def describe(self, handle: LocalJob) -> dict[str, str | int]:
+        return {"engine": "local", "pid": handle.torchrun.pid}
+
+
+def _die_with_us() -> list[str]:
+    """The words before a command that make the kernel end it when this process ends."""
+    if sys.platform != "linux":
+        return []
+    return [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
+
+
+def _share_of_cores(processes: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // processes)

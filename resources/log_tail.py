@@ -1,0 +1,58 @@
+"""A job's log file, copied to the run page while it grows."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+from pathlib import Path
+
+_CHUNK_BYTES = 1 << 20
+_TAIL_BYTES = 64 << 10
+_LINE_CHARS = 1000
+TAIL_LINES = 30
+
+
+class LogTail:
+    """Copies what was appended to `path` to this process's stdout, which Dagster shows as the step's compute log.
+
+    The job writes to the file itself, so it never waits for us, loses nothing when we die, and may run on another
+    machine. At most `limit_bytes` are copied; the file stays whole, and its last lines are shown in any case.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int) -> None:
+        self._path = path
+        self._left = limit_bytes
+        self._position = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def copy(self) -> None:
+        """Copy what is new since the last call."""
+        if self._left <= 0 or not self._path.exists():
+            return
+        with self._path.open("rb") as log:
+            log.seek(self._position)
+            while self._left > 0 and (chunk := log.read(min(_CHUNK_BYTES, self._left))):
+                sys.stdout.write(self._decoder.decode(chunk))
+                self._left -= len(chunk)
+            self._position = log.tell()
+        if self._left <= 0:
+            sys.stdout.write(f"\n… there may be more than is shown here: {self._path}\n")
+        sys.stdout.flush()
+
+    def finish(self) -> None:
+        """Copy the rest; where the limit cut it, the last lines."""
+        self.copy()
+        if self._left <= 0:
+            sys.stdout.write("\n".join(["… the last lines:", *last_lines(self._path, TAIL_LINES), ""]))
+        sys.stdout.flush()
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last `count` lines of a file, long ones cut; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open("rb") as log:
+        log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+        text = log.read().decode("utf-8", errors="replace")
+    return [line[:_LINE_CHARS] for line in text.splitlines()[-count:]]

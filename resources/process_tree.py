@@ -1,0 +1,82 @@
+"""All processes of one job, found and ended, whatever sessions they moved to and whoever started them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import psutil
+
+MARK = "DRAFTWORKS_JOB_MARK"
+_SCAN_INTERVAL_S = 0.1
+_KILL_DEADLINE_S = 5.0
+
+
+class ProcessTree:
+    """The descendants of a root process, plus every process that carries the job's mark in its environment.
+
+    Walking down from the root finds children that cleared their environment; the mark finds orphans, whose parent is no
+    longer theirs. A `psutil.Process` knows its creation time, so that a reused pid is never taken for the old process.
+    """
+
+    def __init__(self, root_pid: int, mark: str) -> None:
+        self._root = psutil.Process(root_pid)
+        self._mark = mark
+        self._known = {self._root}
+
+    def scan(self) -> list[psutil.Process]:
+        """The processes that live now, the root first. Zombies count as gone."""
+        for process in list(self._known):
+            with suppress(psutil.Error):
+                self._known.update(process.children(recursive=True))
+        self._known.update(_marked(self._mark))
+        self._known = {process for process in self._known if _lives(process)}
+        return sorted(self._known, key=lambda process: process != self._root)
+
+    def end(self, grace_s: float) -> list[psutil.Process]:
+        """SIGTERM, `grace_s` for an orderly end, then SIGKILL. Returns what even that did not end (normally nothing).
+
+        An interrupt while waiting for the orderly end skips the rest of the grace, kills, and passes on.
+        """
+        try:
+            self._ask_to_end(grace_s)
+        except BaseException:
+            self.kill()
+            raise
+        return self.kill()
+
+    def kill(self) -> list[psutil.Process]:
+        """SIGKILL until nothing is left; gives up after five seconds (a process in the kernel cannot be killed)."""
+        deadline = time.monotonic() + _KILL_DEADLINE_S
+        while (alive := self.scan()) and time.monotonic() < deadline:
+            for process in alive:
+                with suppress(psutil.Error):
+                    process.kill()
+            time.sleep(_SCAN_INTERVAL_S)  # not psutil's wait: it would take the root's exit code from its Popen
+        return alive
+
+    def _ask_to_end(self, grace_s: float) -> None:
+        """SIGTERM to the root, which tells its children; to everyone else directly once the root is gone."""
+        deadline = time.monotonic() + grace_s
+        told: set[psutil.Process] = set()
+        while (alive := self.scan()) and time.monotonic() < deadline:
+            for process in {self._root} if self._root in alive else set(alive) - told:
+                if process not in told:
+                    told.add(process)
+                    with suppress(psutil.Error):
+                        process.terminate()
+            time.sleep(_SCAN_INTERVAL_S)
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _marked(mark: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark:
+                yield process

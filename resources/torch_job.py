@@ -1,0 +1,98 @@
+"""A torchrun job as values: what to run, how it is, where its files are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from draftworks.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TorchJob:
+    """A Python module to run under torchrun; says nothing of where. Raises ConfigError for impossible counts."""
+
+    module: str
+    args: tuple[str, ...] = ()
+    nodes: int = 1
+    gpus_per_node: int = 0
+    procs_per_node: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    time_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.procs_per_node < 1 or self.gpus_per_node < 0:
+            raise ConfigError(
+                f"job {self.module}: nodes and procs_per_node must be at least 1 and gpus_per_node at least 0, found"
+                f" nodes={self.nodes}, procs_per_node={self.procs_per_node}, gpus_per_node={self.gpus_per_node}"
+            )
+
+    def command(self, *options: str) -> list[str]:
+        """The torchrun command line with `options`. Without a rendezvous among them: one node, a free port of its own."""
+        rendezvous = () if any(option.startswith("--rdzv") for option in options) else ("--standalone",)
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *rendezvous, *options)
+        return [*torchrun, f"--nproc-per-node={self.procs_per_node}", "-m", self.module, *self.args]
+
+
+class JobState(Enum):
+    """How a job is. An engine that queues knows `PENDING`; a time limit counts from `RUNNING`."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self not in (JobState.PENDING, JobState.RUNNING)
+
+
+class JobStatus(NamedTuple):
+    """`exit_code` is None while the job runs and where the engine does not tell."""
+
+    state: JobState
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The files of one attempt. No attempt shares them with another, so no old error becomes a new cause."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, base: Path, run_id: str, retry: int) -> RunDir:
+        """A new folder `RUN-retryN` in `base`; a second job of the same attempt gets a number after it."""
+        name, number = f"{run_id[:8]}-retry{retry}", 1
+        while True:
+            path = base.resolve() / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir(parents=True)
+                return cls(path)
+            except FileExistsError:
+                number += 1
+
+    @property
+    def log(self) -> Path:
+        """stdout and stderr of all ranks."""
+        return self.path / "out.log"
+
+    @property
+    def messages(self) -> Path:
+        """Dagster Pipes messages of rank 0."""
+        return self.path / "messages.jsonl"
+
+    @property
+    def error(self) -> Path:
+        """torchrun's own error file."""
+        return self.path / "error.json"
+
+    @property
+    def ranks(self) -> Path:
+        """torchrun's log folder: somewhere in it is every rank's error file."""
+        return self.path / "ranks"

@@ -1,0 +1,55 @@
+"""The workspace resource: registry entries in, results out."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import dagster as dg
+from pydantic import Field
+
+from draftworks.artifacts import ArtifactStore
+from draftworks.identity import FileDigests
+from draftworks.registry import Registry
+from draftworks.resolve import resolve_target
+from draftworks.runs import TargetFiles
+from draftworks.sources import dataset_files, dataset_version
+from draftworks.specs import DatasetSpec
+
+
+class Workspace(dg.ConfigurableResource):
+    """A registry and everything that is made from it. Nothing is read before an asset asks."""
+
+    registry_root: str = Field(description="Folder with targets/, datasets/ and deployment.yaml.")
+
+    @cached_property
+    def registry(self) -> Registry:
+        return Registry(Path(self.registry_root))
+
+    @cached_property
+    def var(self) -> Path:
+        return self.registry.var()
+
+    @cached_property
+    def artifacts(self) -> ArtifactStore:
+        return ArtifactStore(self.var)
+
+    @cached_property
+    def digests(self) -> FileDigests:
+        return FileDigests(self.var / "digests.json")
+
+    def target_files(self, target: str) -> TargetFiles:
+        """Files, digests and shape of a target, looked at now: what counts is what is there."""
+        return resolve_target(self.registry.target(target), self.registry, self.digests)
+
+    def dataset_version(self, dataset: DatasetSpec) -> str:
+        """Content digest of a data set's files as they are now."""
+        return dataset_version(dataset, dataset_files(dataset, self.registry), self.digests)
+
+    def feature_store(self, target: str) -> Path:
+        """Root of the target's feature store; keys are content, so every run and strategy shares it."""
+        return self.var / "feature_store" / target
+
+    def run_folder(self, run_id: str, step: str) -> Path:
+        """Where a launched job of a run keeps its run file, messages and log."""
+        return self.var / "runs" / run_id / step

@@ -1,0 +1,99 @@
+"""What all asset modules share: the decorator, how a result is shown, and how a program is launched."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import dagster as dg
+
+from draftworks.artifacts import Artifact
+from draftworks.errors import DraftworksError
+from draftworks.runs import RunFile
+from resources.torch_job import TorchJob
+from resources.torch_launcher import JobResult, TorchLauncher
+from resources.workspace import Workspace
+
+OWNERS = ["team:drafts"]
+
+
+def asset(*, group: str, kinds: Iterable[str], code_version: str = "1", **options: Any) -> Callable[..., Any]:
+    """`dg.asset` with this project's defaults; a DraftworksError becomes a failure with its message and no retry."""
+
+    def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
+        return dg.asset(group_name=group, kinds=set(kinds), owners=OWNERS, code_version=code_version, **options)(
+            _with_clear_errors(function)
+        )
+
+    return decorate
+
+
+def _with_clear_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def generate(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+            with clear_errors():
+                yield from function(*args, **kwargs)
+
+        return generate
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with clear_errors():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def clear_errors() -> Generator[None, None, None]:
+    try:
+        yield
+    except DraftworksError as error:
+        raise dg.Failure(description=str(error), allow_retries=False) from None
+
+
+def shown(
+    context: dg.AssetExecutionContext,
+    artifact: Artifact,
+    metadata: Mapping[str, Any],
+    checks: Iterable[dg.AssetCheckResult] = (),
+) -> dg.MaterializeResult:
+    """A published result as Dagster sees it: content version, where it is, what a person wants to know."""
+    context.log.info("unchanged, nothing to do" if artifact.hit else f"made in {artifact.seconds:.1f} s")
+    return dg.MaterializeResult(
+        data_version=dg.DataVersion(artifact.data_version),
+        metadata={
+            **metadata,
+            "cache": "hit" if artifact.hit else "built",
+            "identity": artifact.path.name,
+            "path": dg.MetadataValue.path(artifact.path),
+            "seconds_to_build": artifact.seconds,
+        },
+        check_results=list(checks),
+    )
+
+
+def launch(
+    context: dg.AssetExecutionContext,
+    launcher: TorchLauncher,
+    workspace: Workspace,
+    program: str,
+    run: RunFile,
+    processes: int,
+    device: str,
+) -> JobResult:
+    """Run `draftworks.programs.{program}` on a run file, wherever the launcher runs things."""
+    folder = workspace.run_folder(context.run.run_id, context.op_execution_context.op_handle.name)
+    path = run.save(folder / "run.yaml")
+    job = TorchJob(
+        module=f"draftworks.programs.{program}",
+        args=(str(path),),
+        procs_per_node=processes,
+        gpus_per_node=0 if device == "cpu" else processes,
+    )
+    return launcher.run(context=context, job=job, run_dir=folder)

@@ -1,0 +1,30 @@
+"""One short line per event on the terminal: time, step, message. The UI and the event log keep everything."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import dagster as dg
+
+
+class ShortFormatter(logging.Formatter):
+    """`18:43:36  eagle3_draft          step=40/480 loss=2.31`; errors keep their text whole."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        meta = getattr(record, "dagster_meta", {})
+        message = meta.get("orig_message") or record.getMessage()
+        step = meta.get("step_key") or meta.get("job_name") or ""
+        mark = "" if record.levelno < logging.WARNING else f"{record.levelname} "
+        return f"{self.formatTime(record, '%H:%M:%S')}  {step:<22} {mark}{message}"
+
+
+@dg.logger(
+    dg.Field(str, is_required=False, default_value="INFO"), description="Short lines for a person at a terminal."
+)
+def console(init_context: dg.InitLoggerContext) -> logging.Logger:
+    logger = logging.Logger("draftworks", level=init_context.logger_config)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(ShortFormatter())
+    logger.addHandler(handler)
+    return logger

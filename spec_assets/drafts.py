@@ -1,0 +1,169 @@
+"""Drafts: one asset per strategy of the registry, made by a factory; a target that does not use a strategy yields nothing."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from pydantic import Field
+
+from draftworks.artifacts import Artifact, ArtifactStore, Built
+from draftworks.runs import TOKENS_FOLDER, VOCAB_FILE, FeatureSet, TargetFiles, TrainRun
+from draftworks.specs import StrategyEntry, TargetSpec, TrainingSpec, validated
+from draftworks.strategies import StrategySpec
+from resources.torch_launcher import TorchLauncher
+from resources.workspace import Workspace
+from spec_assets.common import asset, launch, shown
+from spec_assets.features import GPU_POOL
+from spec_assets.metadata import human_bytes, picture
+
+GROUP = "drafts"
+LOSS_FALLS = "loss_falls"
+
+
+class DraftConfig(dg.Config):
+    """Overrides of one run; what the registry says is the default."""
+
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Strategy options that differ from the registry's."
+    )
+    training: dict[str, Any] = Field(
+        default_factory=dict, description="Training settings that differ from the registry's."
+    )
+    start_over: bool = Field(False, description="Train again even if this very draft exists.")
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """Everything a draft is made of, resolved."""
+
+    files: TargetFiles
+    options: dict[str, Any]
+    training: TrainingSpec
+    train_tokens: Artifact
+    train_features: Artifact
+    heldout_tokens: Artifact
+    heldout_features: Artifact
+    vocab_mapping: Artifact | None
+
+    def identity(self, strategy: str) -> dict[str, Any]:
+        return {
+            "strategy": strategy,
+            "options": self.options,
+            "training": self.training.identity(),
+            "target": self.files.digest,
+            "tokens": self.train_tokens.data_version,
+            "features": self.train_features.data_version,
+            "vocab_mapping": None if self.vocab_mapping is None else self.vocab_mapping.data_version,
+        }
+
+
+def draft_inputs(
+    workspace: Workspace, strategy: StrategySpec, target: TargetSpec, entry: StrategyEntry, config: DraftConfig
+) -> DraftInputs:
+    """Resolve the inputs of a draft; clear errors for unknown options and for assets that do not exist yet."""
+    where = f"target {target.name}: {strategy.name}"
+    options = strategy.parse_options({**entry.options, **config.options}, where=f"{where} options")
+    training = validated(TrainingSpec, {**entry.training.model_dump(), **config.training}, where=f"{where} training")
+    artifacts: ArtifactStore = workspace.artifacts
+    return DraftInputs(
+        files=workspace.target_files(target.name),
+        options=options.model_dump(),
+        training=training,
+        train_tokens=artifacts.current("tokenized_train", target.name),
+        train_features=artifacts.current("training_features", target.name),
+        heldout_tokens=artifacts.current("heldout_responses", target.name),
+        heldout_features=artifacts.current("heldout_eval_features", target.name),
+        vocab_mapping=artifacts.current("vocab_mapping", target.name) if strategy.uses_vocab_mapping else None,
+    )
+
+
+def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
+    """The asset `{strategy}_draft`."""
+    name = f"{strategy.name}_draft"
+
+    @asset(
+        group=GROUP,
+        kinds=["pytorch", "safetensors"],
+        name=name,
+        description=f"A trained draft model. {strategy.description}",
+        deps=[
+            "target_model",
+            "recipe",
+            "tokenized_train",
+            "training_features",
+            "vocab_mapping",
+            "heldout_eval_features",
+        ],
+        check_specs=[
+            dg.AssetCheckSpec(
+                LOSS_FALLS, asset=name, blocking=True, description="Training loss ends below where it began."
+            )
+        ],
+        output_required=False,
+        pool=GPU_POOL,
+    )
+    def draft(
+        context: dg.AssetExecutionContext,
+        config: DraftConfig,
+        workspace: Workspace,
+        launcher: dg.ResourceParam[TorchLauncher],
+    ) -> Iterator[dg.MaterializeResult]:
+        target = workspace.registry.target(context.partition_key)
+        entry = target.strategies.get(strategy.name)
+        if entry is None:
+            context.log.info(f"target {target.name} does not use {strategy.name}: nothing to do")
+            return
+        inputs = draft_inputs(workspace, strategy, target, entry, config)
+
+        def build(out: Path) -> Built:
+            run = train_run(out, strategy.name, inputs, workspace.feature_store(target.name))
+            training = inputs.training
+            job = launch(context, launcher, workspace, "train", run, training.processes, training.device)
+            return Built(data_version=job.report["weights_digest"], summary=job.report)
+
+        artifact = workspace.artifacts.obtain(
+            name, target.name, inputs.identity(strategy.name), build, start_over=config.start_over
+        )
+        yield shown(context, artifact, draft_metadata(artifact), [loss_falls(artifact, name)])
+
+    return draft
+
+
+def train_run(out: Path, strategy: str, inputs: DraftInputs, store: Path) -> TrainRun:
+    return TrainRun(
+        out=out,
+        target=inputs.files,
+        strategy=strategy,
+        options=inputs.options,
+        training=inputs.training,
+        train=FeatureSet(tokens=inputs.train_tokens.path, features=inputs.train_features.path),
+        heldout=FeatureSet(tokens=inputs.heldout_tokens.path / TOKENS_FOLDER, features=inputs.heldout_features.path),
+        store=store,
+        vocab_mapping=None if inputs.vocab_mapping is None else inputs.vocab_mapping.path / VOCAB_FILE,
+    )
+
+
+def draft_metadata(artifact: Artifact) -> dict[str, Any]:
+    """Figures of the training, the last held-out evaluation, and the curves as a picture."""
+    summary = artifact.summary
+    figures = ("steps", "tokens", "tokens_per_s", "first_loss", "last_loss", "world_size")
+    return {
+        **{name: summary[name] for name in figures},
+        "peak_memory": human_bytes(summary["peak_rss_bytes"]),
+        "simulated_acc_len": summary["heldout"]["eval/simulated_acc_len"],
+        "heldout": dg.MetadataValue.json(summary["heldout"]),
+        "curves": picture(artifact.path / "training.png", "loss and acceptance while training"),
+    }
+
+
+def loss_falls(artifact: Artifact, asset_name: str) -> dg.AssetCheckResult:
+    first, last = artifact.summary["first_loss"], artifact.summary["last_loss"]
+    return dg.AssetCheckResult(
+        check_name=LOSS_FALLS,
+        asset_key=asset_name,
+        passed=bool(last < first),
+        severity=dg.AssetCheckSeverity.ERROR,
+        metadata={"first_loss": first, "last_loss": last},
+    )

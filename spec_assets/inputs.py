@@ -1,0 +1,72 @@
+"""Inputs: what a user gives. Cheap, part of every job; their data versions are digests of content, so that the UI
+marks as stale exactly what was made from something else."""
+
+import dagster as dg
+
+from draftworks.identity import digest
+from draftworks.sources import dataset_files
+from draftworks.specs import TargetSpec
+from draftworks.strategies import resolve_strategy
+from resources.workspace import Workspace
+from spec_assets.common import asset
+
+GROUP = "inputs"
+
+
+@asset(group=GROUP, kinds=["huggingface"])
+def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
+    """The large language model that is to have a draft: its weights, tokenizer and chat template."""
+    files = workspace.target_files(context.partition_key)
+    return dg.MaterializeResult(
+        data_version=dg.DataVersion(digest([files.digest, files.tokenizer_digest])),
+        metadata={
+            "model": files.model,
+            "revision": files.revision or "(directory)",
+            "weights_digest": files.digest,
+            "tokenizer_digest": files.tokenizer_digest,
+            "layers": files.num_layers,
+            "hidden_size": files.hidden_size,
+            "vocabulary": files.vocab_size,
+            "context": files.context,
+        },
+    )
+
+
+@asset(group=GROUP, kinds=["parquet"])
+def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
+    """The conversations the target's draft learns from, as the files the registry names."""
+    registry = workspace.registry
+    spec = registry.dataset(registry.target(context.partition_key).dataset)
+    files = dataset_files(spec, registry)
+    return dg.MaterializeResult(
+        data_version=dg.DataVersion(workspace.dataset_version(spec)),
+        metadata={
+            "dataset": spec.name,
+            "description": spec.description,
+            "licence": spec.licence or "(not given)",
+            "files": dg.MetadataValue.json([str(path) for path in files]),
+            "bytes": sum(path.stat().st_size for path in files),
+        },
+    )
+
+
+@asset(group=GROUP, kinds=["yaml"])
+def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
+    """Every option of the target with defaults filled in: data, responses, capture, strategies and their training."""
+    options = resolved_options(workspace.registry.target(context.partition_key))
+    return dg.MaterializeResult(
+        data_version=dg.DataVersion(digest(options)), metadata={"options": dg.MetadataValue.json(options)}
+    )
+
+
+def resolved_options(target: TargetSpec) -> dict:
+    """The recipe as JSON, strategy options with their defaults."""
+    options = target.model_dump(mode="json", include={"max_length", "data", "responses", "capture"})
+    options["strategies"] = {
+        name: {
+            "options": resolve_strategy(name).parse_options(entry.options, where=f"target {target.name}").model_dump(),
+            "training": entry.training.model_dump(mode="json"),
+        }
+        for name, entry in target.strategies.items()
+    }
+    return options

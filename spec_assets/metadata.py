@@ -1,0 +1,23 @@
+"""Small helpers that turn figures and files into what the Dagster UI shows."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import dagster as dg
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def picture(path: Path, title: str) -> dg.MarkdownMetadataValue:
+    """A PNG file as Markdown that the UI renders in place."""
+    encoded = base64.b64encode(path.read_bytes()).decode()
+    return dg.MetadataValue.md(f"![{title}](data:image/png;base64,{encoded})")

@@ -1,0 +1,88 @@
+"""Token rows and engines for the tests of capture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from draftworks.capture.engine import Generated, TargetEngine
+from draftworks.identity import EngineIdentity, LastHidden
+from draftworks.runs import CaptureRun, TargetFiles
+from draftworks.specs import CaptureSpec
+
+
+@dataclass(frozen=True)
+class ToyRow:
+    sample_id: str
+    input_ids: np.ndarray
+
+
+class ToyTokens:
+    """A tokenized set in memory."""
+
+    def __init__(self, rows: Sequence[ToyRow]) -> None:
+        self._rows = list(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> ToyRow:
+        return self._rows[index]
+
+
+def random_rows(count: int, seed: int = 0, longest: int = 30, vocab: int = 2000) -> list[ToyRow]:
+    rng = np.random.default_rng(seed)
+    return [
+        ToyRow(f"s{seed}-{i}", rng.integers(5, vocab, int(rng.integers(1, longest))).astype(np.int32))
+        for i in range(count)
+    ]
+
+
+def capture_run(target: TargetFiles, folder: Path, **capture) -> CaptureRun:
+    settings = {"dtype": "float32", "compute_dtype": "float32", "batch_tokens": 120, "device": "cpu"}
+    return CaptureRun(
+        out=folder / "out",
+        target=target,
+        tokens=folder / "tokens",
+        taps=[2, 4],
+        capture=CaptureSpec(**{**settings, **capture}),
+        store=folder / "store",
+    )
+
+
+class WatchedEngine(TargetEngine):
+    """Passes everything on to an engine, remembers what was asked, and can be told to damage a stream."""
+
+    backend = "hf"
+    identity = EngineIdentity("hf-float32")
+    last_hidden = LastHidden()
+
+    def __init__(self, engine: TargetEngine) -> None:
+        self._engine = engine
+        self.loads = 0
+        self.rows: list[tuple[int, ...]] = []
+        self.taps: set[str] = set()
+        self.damage = None
+
+    def __call__(self) -> WatchedEngine:
+        self.loads += 1
+        return self
+
+    def capture(self, token_rows, taps):
+        self.rows += [tuple(row) for row in token_rows]
+        self.taps |= {tap.name for tap in taps}
+        captured = self._engine.capture(token_rows, taps)
+        return captured if self.damage is None else [self.damage(streams) for streams in captured]
+
+    def logits(self, token_rows):
+        return self._engine.logits(token_rows)
+
+    def head_logits(self, last):
+        return self._engine.head_logits(last)
+
+    def generate(self, prompts, sampling, sample_ids, max_total, turn=0, end_ids=()) -> list[Generated]:
+        self.rows += [tuple(prompt) for prompt in prompts]
+        return self._engine.generate(prompts, sampling, sample_ids, max_total, turn, end_ids)

@@ -1,0 +1,23 @@
+"""The embedded target as an engine, loaded once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from capture_toys import WatchedEngine
+
+from draftworks.capture.engine import load_engine
+from draftworks.capture.hf import HFTargetEngine
+from draftworks.runs import TargetFiles
+from draftworks.specs import CaptureSpec
+
+
+@pytest.fixture(scope="session")
+def tiny_engine(tiny_target: TargetFiles) -> HFTargetEngine:
+    torch.set_num_threads(1)
+    return load_engine(tiny_target, CaptureSpec(compute_dtype="float32", device="cpu"))
+
+
+@pytest.fixture
+def watched(tiny_engine: HFTargetEngine) -> WatchedEngine:
+    return WatchedEngine(tiny_engine)

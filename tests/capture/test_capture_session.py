@@ -1,0 +1,232 @@
+"""Capture stores exactly what is missing, survives a kill at any moment, and refuses what would be wrong."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from capture_toys import ToyRow, ToyTokens, WatchedEngine, capture_run, random_rows
+
+from draftworks.capture.plan import batches, plan_capture
+from draftworks.capture.session import CaptureProgress, capture_features, capture_missing, write_manifest
+from draftworks.errors import CaptureError, StoreError
+from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.manifest import read_feature_set
+
+
+def contents(run, tokens) -> dict[str, dict[str, torch.Tensor]]:
+    refs = read_feature_set(run.out).refs
+    assert [ref.sample_id for ref in refs] == [tokens.row(i).sample_id for i in range(len(tokens))]
+    store = LocalFeatureStore(run.store)
+    return {ref.sample_id: store.get(ref)[0] for ref in refs}
+
+
+def assert_close(one, other):
+    assert one.keys() == other.keys()
+    for sample_id in one:
+        for name, tensor in one[sample_id].items():
+            assert torch.allclose(tensor, other[sample_id][name], atol=2e-4, rtol=1e-4)
+
+
+def test_features_are_those_of_the_engine(tiny_target, tmp_path: Path, watched: WatchedEngine):
+    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(12))
+    summary = capture_features(run, watched, tokens)
+    stored = contents(run, tokens)
+    expected = {row.sample_id: watched.capture([row.input_ids.tolist()], [])[0] for row in random_rows(12)}
+    for sample_id, streams in expected.items():
+        assert list(stored[sample_id]) == ["hf2", "hf4", "last"]
+        assert torch.allclose(stored[sample_id]["last"], streams["last"], atol=2e-4)
+    assert summary.captured == summary.samples == 12
+    assert summary.features == 36
+    assert summary.nbytes == 3 * 128 * 4 * summary.tokens
+
+
+def test_stored_dtype_is_as_configured(tiny_target, tmp_path: Path, watched):
+    run, tokens = capture_run(tiny_target, tmp_path, dtype="bfloat16"), ToyTokens(random_rows(2))
+    capture_features(run, watched, tokens)
+    assert all(t.dtype == torch.bfloat16 for streams in contents(run, tokens).values() for t in streams.values())
+
+
+def test_second_run_loads_no_engine(tiny_target, tmp_path: Path, watched):
+    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(5))
+    capture_features(run, watched, tokens)
+    before = read_feature_set(run.out)
+    assert capture_features(run, watched, tokens).captured == 0
+    assert watched.loads == 1
+    assert read_feature_set(run.out) == before
+
+
+def test_five_percent_new_samples_capture_five_percent(tiny_target, tmp_path: Path, watched):
+    run, rows = capture_run(tiny_target, tmp_path), random_rows(42, longest=8)
+    capture_features(run, watched, ToyTokens(rows[:40]))
+    watched.rows.clear()
+    summary = capture_features(run, watched, ToyTokens(rows))
+    assert summary.captured == len(watched.rows) == 2
+    assert len(contents(run, ToyTokens(rows))) == 42
+
+
+def test_second_tap_set_captures_only_missing_taps(tiny_target, tmp_path: Path, watched):
+    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(4))
+    capture_features(run, watched, tokens)
+    watched.taps.clear()
+    wider = run.model_copy(update={"taps": [1, 2, 4]})
+    summary = capture_features(wider, watched, tokens)
+    assert watched.taps == {"hf1"}
+    assert summary.features == 4
+    assert LocalFeatureStore(run.store).health()["tensors"] == 16
+
+
+def test_repeated_tokens_are_captured_once(tiny_target, tmp_path: Path, watched):
+    rows = random_rows(3)
+    tokens = ToyTokens([*rows, *(replace(row, sample_id=f"again-{row.sample_id}") for row in rows)])
+    run = capture_run(tiny_target, tmp_path)
+    assert capture_features(run, watched, tokens).captured == 3
+    assert len(contents(run, tokens)) == 6
+
+
+def test_keys_do_not_depend_on_batches_order_or_ranks(tiny_target, tmp_path: Path, watched):
+    rows, versions = random_rows(9), []
+    for number, batch_tokens in enumerate((1, 64, 10_000)):
+        run = capture_run(tiny_target, tmp_path / str(number), batch_tokens=batch_tokens)
+        tokens = ToyTokens(rows[:: 1 if number else -1])
+        for rank in range(number + 1):
+            capture_missing(run, watched, tokens, rank, number + 1)
+        versions.append(write_manifest(run, tokens).data_version)
+    assert len(set(versions)) == 1
+
+
+def test_ranks_share_the_work_without_overlap(tiny_target, tmp_path: Path, watched):
+    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(20))
+    first = capture_missing(run, watched, tokens, 0, 2)
+    with pytest.raises(StoreError, match="samples lack features"):
+        write_manifest(run, tokens)
+    second = capture_missing(run, watched, tokens, 1, 2)
+    assert first.captured + second.captured == 20
+    assert min(first.captured, second.captured) > 0
+    assert write_manifest(run, tokens).samples == 20
+
+
+def test_batches_hold_similar_lengths_within_the_token_limit(tiny_target, tmp_path: Path):
+    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(40))
+    plan = plan_capture(run, tokens, LocalFeatureStore(run.store))
+    made = list(batches(plan.jobs, 90))
+    assert sorted(job.row for batch in made for job in batch) == list(range(40))
+    assert all(len(batch) * max(job.num_tokens for job in batch) <= 90 or len(batch) == 1 for batch in made)
+
+
+def test_progress_ends_complete(tiny_target, tmp_path: Path, watched):
+    seen: list[CaptureProgress] = []
+    capture_features(capture_run(tiny_target, tmp_path), watched, ToyTokens(random_rows(12)), seen.append)
+    assert seen[-1].samples_done == seen[-1].samples == 12
+    assert seen[-1].eta_s == 0
+    assert seen[-1].tokens_per_s > 0
+
+
+def test_resumed_equals_straight(tiny_target, tmp_path: Path, watched):
+    tokens, straight, broken = ToyTokens(random_rows(30)), *(capture_run(tiny_target, tmp_path / n) for n in "ab")
+    capture_features(straight, watched, tokens)
+
+    class Stop(Exception):
+        pass
+
+    def stop(at: CaptureProgress) -> None:
+        if at.samples_done >= 10:
+            raise Stop
+
+    with pytest.raises(Stop):
+        capture_missing(broken, watched, tokens, progress=stop)
+    resumed = capture_features(broken, watched, tokens)
+    assert 0 < resumed.captured < 30
+    assert read_feature_set(broken.out).data_version == read_feature_set(straight.out).data_version
+    assert_close(contents(broken, tokens), contents(straight, tokens))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kill_at_any_moment_leaves_a_store_that_completes(tiny_target, tmp_path: Path, watched, seed):
+    run = capture_run(tiny_target, tmp_path, batch_tokens=60).model_copy(update={"out": tmp_path / "out"})
+    run = run.model_copy(update={"capture": run.capture.model_copy(update={"shard_mb": 1})})
+    path = run.save(tmp_path / "run.yaml")
+    worker = Path(__file__).with_name("capture_worker.py")
+    process = subprocess.Popen([sys.executable, worker, path, "150"], stdout=subprocess.PIPE, text=True)
+    choice = random.Random(seed)
+    for _ in range(choice.choice([1, 15, 40])):
+        process.stdout.readline()
+    time.sleep(choice.random() * 0.05)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    tokens = ToyTokens(random_rows(150, seed=1, longest=40))
+    assert LocalFeatureStore(run.store).verify().ok
+    capture_features(run, watched, tokens)
+    assert not list((run.store / "staging").iterdir())
+    assert LocalFeatureStore(run.store).verify().ok
+    assert len(contents(run, tokens)) == 150
+
+
+def test_budget_is_refused_before_the_engine_is_loaded(tiny_target, tmp_path: Path, watched):
+    rows = random_rows(5)
+    run = capture_run(tiny_target, tmp_path)
+    capture_features(run, watched, ToyTokens(rows[:1]))
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.store.rglob("*"))
+    small = run.model_copy(update={"capture": run.capture.model_copy(update={"budget_gb": 1e-6})})
+    with pytest.raises(CaptureError, match=r"would store 0.\d+ GB, more than capture.budget_gb = 1e-06"):
+        capture_features(small, watched, ToyTokens(rows))
+    assert watched.loads == 1
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.store.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (np.full(513, 5, np.int32), "sample bad: 513 tokens, expected 1 to 512"),
+        (np.array([], np.int32), "sample bad: 0 tokens"),
+        (np.array([5, 2048], np.int32), "sample bad: token ids 5..2048, expected 0..2047"),
+        (np.array([-1, 3], np.int32), "sample bad: token ids -1..3"),
+    ],
+)
+def test_bad_samples_are_named_before_the_engine_is_loaded(tiny_target, tmp_path: Path, watched, ids, message):
+    with pytest.raises(CaptureError, match=message):
+        capture_features(capture_run(tiny_target, tmp_path), watched, ToyTokens([*random_rows(2), ToyRow("bad", ids)]))
+    assert watched.loads == 0
+
+
+def test_taps_outside_the_target_are_refused(tiny_target, tmp_path: Path, watched):
+    run = capture_run(tiny_target, tmp_path).model_copy(update={"taps": [2, 8]})
+    with pytest.raises(CaptureError, match=r"layer taps \[8\] are outside it, expected 0..7"):
+        capture_features(run, watched, ToyTokens(random_rows(2)))
+    assert watched.loads == 0
+
+
+def test_damaged_shard_stops_capture_before_the_engine_is_loaded(tiny_target, tmp_path: Path, watched):
+    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(3))
+    capture_features(run, watched, tokens)
+    shard = next((run.store / "shards").iterdir())
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(StoreError, match=rf"{shard.name}.*truncated.*Delete this shard and capture again"):
+        capture_features(run, watched, tokens)
+    assert watched.loads == 1
+    shard.unlink()
+    assert capture_features(run, watched, tokens).captured == 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda s: {**s, "hf2": s["hf2"] * float("nan")}, "stream hf2: .* not finite"),
+        (lambda s: {**s, "hf4": torch.cat([s["hf4"], s["hf4"][:1]])}, "stream hf4: expected"),
+        (lambda s: {**s, "last": s["last"] * 2}, "stream last: the target's head on it differs"),
+    ],
+)
+def test_wrong_features_are_not_stored(tiny_target, tmp_path: Path, watched, damage, message):
+    run = capture_run(tiny_target, tmp_path)
+    watched.damage = damage
+    with pytest.raises(CaptureError, match=message):
+        capture_features(run, watched, ToyTokens(random_rows(3)))
+    assert LocalFeatureStore(run.store).health()["tensors"] == 0

@@ -1,0 +1,137 @@
+"""Results are complete or absent, made once, resumable, and damage is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from draftworks.artifacts import ArtifactStore, Built
+from draftworks.errors import StoreError
+
+IDENTITY = {"a": 1}
+
+
+def writing(text: str, calls: list[str] | None = None):
+    def build(out: Path) -> Built:
+        if calls is not None:
+            calls.append(text)
+        (out / "data.txt").write_text(text)
+        return Built(data_version=text, summary={"length": len(text)})
+
+    return build
+
+
+def test_the_same_identity_is_built_once(tmp_path: Path):
+    store, calls = ArtifactStore(tmp_path), []
+    first = store.obtain("thing", "tiny", IDENTITY, writing("x", calls))
+    second = store.obtain("thing", "tiny", IDENTITY, writing("y", calls))
+    assert (first.hit, second.hit) == (False, True)
+    assert calls == ["x"]
+    assert second.data_version == "x"
+    assert second.summary == {"length": 1}
+
+
+def test_current_follows_the_identity_asked_for_last(tmp_path: Path):
+    store = ArtifactStore(tmp_path)
+    store.obtain("thing", "tiny", {"a": 1}, writing("one"))
+    store.obtain("thing", "tiny", {"a": 2}, writing("two"))
+    assert store.current("thing", "tiny").data_version == "two"
+    store.obtain("thing", "tiny", {"a": 1}, writing("never"))
+    assert store.current("thing", "tiny").data_version == "one"
+
+
+def test_a_failed_build_publishes_nothing_and_the_next_continues_in_what_it_left(tmp_path: Path):
+    store = ArtifactStore(tmp_path)
+
+    def failing(out: Path) -> Built:
+        (out / "half.txt").write_text("half")
+        raise RuntimeError("disk on fire")
+
+    with pytest.raises(RuntimeError):
+        store.obtain("thing", "tiny", IDENTITY, failing)
+    assert store.find("thing", "tiny") is None
+
+    def continuing(out: Path) -> Built:
+        return Built(data_version=(out / "half.txt").read_text())
+
+    assert store.obtain("thing", "tiny", IDENTITY, continuing).data_version == "half"
+
+
+def test_start_over_discards_what_is_there(tmp_path: Path):
+    store = ArtifactStore(tmp_path)
+    store.obtain("thing", "tiny", IDENTITY, writing("old"))
+    again = store.obtain("thing", "tiny", IDENTITY, writing("new"), start_over=True)
+    assert (again.hit, again.data_version) == (False, "new")
+
+
+def test_a_missing_result_says_what_to_materialize(tmp_path: Path):
+    with pytest.raises(StoreError, match="thing of target tiny does not exist yet: materialize it first"):
+        ArtifactStore(tmp_path).current("thing", "tiny")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 99}'])
+def test_a_damaged_record_is_named(tmp_path: Path, content: str):
+    store = ArtifactStore(tmp_path)
+    artifact = store.obtain("thing", "tiny", IDENTITY, writing("x"))
+    (artifact.path / "artifact.json").write_text(content)
+    with pytest.raises(StoreError, match=str(artifact.path)):
+        store.current("thing", "tiny")
+
+
+def test_names_that_leave_the_root_are_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="not a name"):
+        ArtifactStore(tmp_path).find("thing", "../elsewhere")
+    pointer = tmp_path / "thing" / "tiny" / "current.json"
+    pointer.parent.mkdir(parents=True)
+    pointer.write_text(json.dumps({"digest": "../../etc"}))
+    with pytest.raises(ValueError, match="not a name"):
+        ArtifactStore(tmp_path).current("thing", "tiny")
+
+
+SLOW_BUILD = """
+import sys, time
+from pathlib import Path
+from draftworks.artifacts import ArtifactStore, Built
+
+def build(out):
+    (out / "started").write_text("")
+    time.sleep(float(sys.argv[2]))
+    return Built("done")
+
+ArtifactStore(Path(sys.argv[1])).obtain("thing", "tiny", {"a": 1}, build)
+"""
+
+
+def started_build(root: Path, seconds: float) -> subprocess.Popen:
+    process = subprocess.Popen([sys.executable, "-c", SLOW_BUILD, str(root), str(seconds)])
+    deadline = time.monotonic() + 20
+    while not list(root.glob("thing/tiny/*.partial/started")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+def test_two_builds_of_one_partition_at_once_give_a_clear_message(tmp_path: Path):
+    process = started_build(tmp_path, 60)
+    try:
+        with pytest.raises(StoreError, match="being materialized by another run"):
+            ArtifactStore(tmp_path).obtain("thing", "tiny", IDENTITY, writing("x"))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_killed_build_leaves_neither_result_nor_lock(tmp_path: Path):
+    process = started_build(tmp_path, 60)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    store = ArtifactStore(tmp_path)
+    assert store.find("thing", "tiny") is None
+    assert store.obtain("thing", "tiny", IDENTITY, writing("x")).data_version == "x"

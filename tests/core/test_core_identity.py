@@ -1,0 +1,113 @@
+"""Identities: injective, stable, and converted between conventions without loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftworks.identity import (
+    EngineIdentity,
+    FeatureIdentity,
+    FileDigests,
+    LastHidden,
+    LayerTap,
+    canonical_json,
+    digest,
+    token_digest,
+)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_values)
+def test_canonical_json_is_a_round_trip(value):
+    assert json.loads(canonical_json(value)) == value
+
+
+@given(st.lists(st.text(max_size=6), max_size=4), st.lists(st.text(max_size=6), max_size=4))
+def test_different_field_lists_have_different_digests_whatever_separators_they_hold(a, b):
+    assert (digest(a) == digest(b)) == (a == b)
+
+
+@given(st.dictionaries(st.text(max_size=4), st.integers(), max_size=5))
+def test_digest_does_not_depend_on_key_order(mapping):
+    assert digest(mapping) == digest(dict(reversed(mapping.items())))
+
+
+@given(st.integers(0, 200))
+def test_layer_tap_conversions_are_round_trips(index):
+    tap = LayerTap(index)
+    assert LayerTap.from_layer_output(tap.to_layer_output()) == tap
+    assert LayerTap.from_vllm(tap.to_vllm()) == tap
+    assert tap.to_vllm() - tap.to_layer_output() == 1
+
+
+def test_conventions_of_the_field_name_the_same_three_streams():
+    layers = 36
+    ours = [2, layers // 2, layers - 3]
+    assert [LayerTap.from_layer_output(i).hf_index for i in (1, layers // 2 - 1, layers - 4)] == ours
+    assert [LayerTap.from_vllm(i).hf_index for i in ours] == ours
+
+
+def test_a_negative_tap_is_refused():
+    with pytest.raises(ValueError, match="-1"):
+        LayerTap(-1)
+
+
+BASE = FeatureIdentity("target", EngineIdentity("hf", 1), "float32")
+
+
+def test_every_field_of_a_feature_identity_changes_the_key():
+    tokens = token_digest([1, 2, 3])
+    keys = {
+        BASE.key(tokens, LayerTap(2)),
+        BASE.key(token_digest([1, 2, 4]), LayerTap(2)),
+        BASE.key(tokens, LayerTap(3)),
+        BASE.key(tokens, LastHidden(True)),
+        BASE.key(tokens, LastHidden(False)),
+        FeatureIdentity("other", BASE.engine, BASE.dtype).key(tokens, LayerTap(2)),
+        FeatureIdentity("target", EngineIdentity("hf", 2), BASE.dtype).key(tokens, LayerTap(2)),
+        FeatureIdentity("target", EngineIdentity("sglang", 1), BASE.dtype).key(tokens, LayerTap(2)),
+        FeatureIdentity("target", BASE.engine, "bfloat16").key(tokens, LayerTap(2)),
+    }
+    assert len(keys) == 9
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=20), st.lists(st.integers(0, 2**31 - 1), max_size=20))
+def test_token_digest_is_injective_on_token_lists(a, b):
+    assert (token_digest(a) == token_digest(b)) == (a == b)
+
+
+def test_file_digest_follows_content_and_is_remembered(tmp_path: Path):
+    weights = tmp_path / "weights.bin"
+    weights.write_bytes(b"one")
+    cache = tmp_path / "cache.json"
+    first = FileDigests(cache).of_file(weights)
+    assert FileDigests(cache).of_file(weights) == first
+    weights.write_bytes(b"two!")
+    assert FileDigests(cache).of_file(weights) != first
+
+
+def test_a_corrupt_digest_cache_is_ignored(tmp_path: Path):
+    weights = tmp_path / "weights.bin"
+    weights.write_bytes(b"one")
+    cache = tmp_path / "cache.json"
+    cache.write_text("{not json")
+    assert FileDigests(cache).of_file(weights) == FileDigests().of_file(weights)
+
+
+def test_directory_digest_sees_names_and_content_but_not_hidden_files(tmp_path: Path):
+    (tmp_path / "a").write_text("1")
+    before = FileDigests().of_directory(tmp_path)
+    (tmp_path / ".hidden").write_text("x")
+    assert FileDigests().of_directory(tmp_path) == before
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert FileDigests().of_directory(tmp_path) != before

@@ -1,0 +1,64 @@
+"""The shape of the house: imports point in one direction, and no file grows past what a person reads at once."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINE = ROOT / "draftworks"
+ROOMS = ["data", "features", "capture", "drafts", "evaluation", "training", "programs"]
+"""From the ground floor up: a room imports itself and what is below."""
+FEATURE_DEPENDENCIES = {"torch", "numpy", "safetensors", "pydantic", "draftworks"}
+
+
+def imported_modules(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+    return names
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_engine_rooms_import_downwards_only(room: str):
+    above = set(ROOMS[ROOMS.index(room) + 1 :])
+    for path in (ENGINE / room).rglob("*.py"):
+        for name in imported_modules(path):
+            parts = name.split(".")
+            assert not (parts[0] == "draftworks" and len(parts) > 1 and parts[1] in above), f"{path} imports {name}"
+
+
+def test_the_engine_never_imports_dagster_or_the_rooms_around_it():
+    outside = {"dagster", "spec_assets", "resources", "jobs", "sensors"}
+    for path in python_files("draftworks"):
+        assert not {name.split(".")[0] for name in imported_modules(path)} & outside, path
+
+
+def test_features_need_nothing_a_serving_environment_lacks():
+    import sys
+
+    for path in (ENGINE / "features").rglob("*.py"):
+        roots = {name.split(".")[0] for name in imported_modules(path)} - set(sys.stdlib_module_names)
+        assert roots <= FEATURE_DEPENDENCIES, f"{path} imports {roots - FEATURE_DEPENDENCIES}"
+
+
+def test_nothing_reads_pickle():
+    for path in python_files("draftworks", "spec_assets", "resources", "jobs", "sensors"):
+        assert "pickle" not in imported_modules(path), path
+        text = path.read_text()
+        assert "torch.load(" not in text or "weights_only=True" in text, path
+
+
+def test_no_file_is_longer_than_400_lines():
+    folders = ("draftworks", "spec_assets", "resources", "jobs", "sensors", "tests", "tools", "benchmarks")
+    assert not [str(p) for p in python_files(*folders) if len(p.read_text().splitlines()) > 400]

@@ -1,0 +1,198 @@
+"""The registry: what is wrong with an entry is said with file, key, expected and found."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from draftworks.errors import ConfigError, DataError
+from draftworks.identity import FileDigests
+from draftworks.registry import Registry
+from draftworks.resolve import resolve_target
+from draftworks.sources import dataset_files, dataset_version
+from draftworks.specs import TargetSpec, TrainingSpec, validated
+from draftworks.strategies import Eagle3Options, available_strategies, eagle3_taps, resolve_strategy
+
+SHIPPED = Path(__file__).resolve().parents[2] / "registry"
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    for folder in ("targets", "datasets"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "datasets" / "chats.yaml").write_text("files: ['data/*.jsonl']\n")
+    return Registry(tmp_path)
+
+
+def write_target(registry: Registry, text: str, name: str = "mine") -> None:
+    (registry.root / "targets" / f"{name}.yaml").write_text(text)
+
+
+GOOD = "model: models/mine\ndataset: chats\n"
+
+
+def test_shipped_entries_are_valid():
+    assert Registry(SHIPPED).problems() == []
+    assert "tiny" in Registry(SHIPPED).target_names()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "max_lenght: 3\n", r"mine.yaml: unknown key max_lenght; did you mean max_length\?"),
+        (GOOD + "capture: {batch_token: 3}\n", r"unknown key capture.batch_token; did you mean batch_tokens"),
+        (GOOD + "max_length: -1\n", r"max_length: Input should be greater than 2 \(found -1\)"),
+        ("dataset: chats\n", r"key model is missing"),
+        ("model: [\n", r"not valid YAML"),
+        ("- a\n", r"expected a mapping of keys to values, found a list"),
+        (GOOD + "revision: main\n", r"commit of 40 hex digits, found 'main'"),
+        (GOOD + "strategies: {eagle: {}}\n", r"unknown strategy 'eagle': did you mean eagle3\?"),
+        (GOOD + "strategies: {eagle3: {options: {ttt_len: 3}}}\n", r"unknown key ttt_len; did you mean ttt_length"),
+        (
+            GOOD + "strategies: {eagle3: {training: {global_batch_size: 3, micro_batch_size: 2}}}\n",
+            r"strategies.eagle3.training: global_batch_size 3 is not a multiple of micro_batch_size 2",
+        ),
+        (GOOD + "dataset: ../x\n", r"not a name"),
+    ],
+)
+def test_a_bad_entry_is_refused_with_file_key_and_reason(registry: Registry, text: str, message: str):
+    write_target(registry, text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        registry.target("mine")
+    assert "mine.yaml" in str(caught.value)
+    assert len(registry.problems()) == 1
+
+
+def test_an_unknown_target_names_the_closest(registry: Registry):
+    write_target(registry, GOOD)
+    with pytest.raises(ConfigError, match="did you mean mine"):
+        registry.target("mein")
+
+
+def test_binary_junk_is_a_clear_error(registry: Registry):
+    (registry.root / "targets" / "mine.yaml").write_bytes(b"\xff\xfe\x00junk")
+    with pytest.raises(ConfigError, match="mine.yaml"):
+        registry.target("mine")
+
+
+def test_a_folder_that_is_no_registry_is_said_to_be_none(tmp_path: Path):
+    with pytest.raises(ConfigError, match="Is .* a registry"):
+        Registry(tmp_path).target_names()
+
+
+def test_a_missing_model_directory_is_named(registry: Registry):
+    write_target(registry, GOOD)
+    with pytest.raises(ConfigError, match=r"models/mine is not a directory"):
+        resolve_target(registry.target("mine"), registry, FileDigests())
+
+
+@pytest.fixture
+def copied(registry: Registry, tiny_folder: Path) -> Registry:
+    shutil.copytree(tiny_folder, registry.root / "models" / "mine")
+    write_target(registry, GOOD)
+    return registry
+
+
+def resolved(registry: Registry):
+    return resolve_target(registry.target("mine"), registry, FileDigests())
+
+
+def test_a_target_is_identified_by_content_not_by_place(copied: Registry, tiny_folder: Path):
+    before = resolved(copied)
+    write_target(copied, f"model: {tiny_folder}\ndataset: chats\n")
+    moved = resolved(copied)
+    assert (before.digest, before.tokenizer_digest) == (moved.digest, moved.tokenizer_digest)
+    assert (before.num_layers, before.hidden_size, before.vocab_size) == (8, 128, 2048)
+
+
+def test_weights_and_template_change_only_their_own_digest(copied: Registry):
+    before = resolved(copied)
+    weights = copied.root / "models" / "mine" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(bytes(content))
+    other_weights = resolved(copied)
+    assert other_weights.digest != before.digest
+    assert other_weights.tokenizer_digest == before.tokenizer_digest
+    (copied.root / "models" / "mine" / "chat_template.jinja").write_text("{{ messages }}")
+    assert resolved(copied).tokenizer_digest != before.tokenizer_digest
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ("config.json", "config.json"),
+        ("model.safetensors", "expected .*safetensors"),
+        ("tokenizer.json", "tokenizer.json"),
+    ],
+)
+def test_a_missing_model_file_is_named(copied: Registry, removed: str, message: str):
+    (copied.root / "models" / "mine" / removed).unlink()
+    with pytest.raises(ConfigError, match=message):
+        resolved(copied)
+
+
+def test_a_hub_target_is_loaded_without_the_network(registry: Registry):
+    spec = Registry(SHIPPED).target("qwen3-8b")
+    assert spec.is_hub
+    assert spec.model == "Qwen/Qwen3-8B"
+
+
+def test_a_dataset_without_files_says_which_pattern_found_nothing(registry: Registry):
+    with pytest.raises(DataError, match=r"'data/\*.jsonl' matches no file"):
+        dataset_files(registry.dataset("chats"), registry)
+
+
+def test_a_dataset_version_is_its_content(registry: Registry):
+    folder = registry.root / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("1")
+    spec = registry.dataset("chats")
+    before = dataset_version(spec, dataset_files(spec, registry), FileDigests())
+    (folder / "a.jsonl").rename(folder / "b.jsonl")
+    assert dataset_version(spec, dataset_files(spec, registry), FileDigests()) == before
+    (folder / "c.jsonl").write_text("2")
+    assert dataset_version(spec, dataset_files(spec, registry), FileDigests()) != before
+
+
+def test_default_taps_are_the_references_and_collisions_are_an_error():
+    assert [tap.hf_index for tap in eagle3_taps(36, Eagle3Options())] == [2, 18, 33]
+    with pytest.raises(ConfigError, match="default layer ids .* taps collide"):
+        eagle3_taps(5, Eagle3Options())
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 2], "expected 3 taps, found 2"),
+        ([1, 2, 8], r"\[8\] outside 0..7"),
+        ([1, 1, 2], "collide"),
+        ([3, 2, 1], "ascending"),
+    ],
+)
+def test_bad_layer_ids_are_refused(ids: list[int], message: str):
+    with pytest.raises(ConfigError, match=message):
+        eagle3_taps(8, Eagle3Options(layer_ids=ids))
+
+
+def test_every_strategy_says_which_features_it_needs():
+    for name in available_strategies():
+        strategy = resolve_strategy(name)
+        features = strategy.features(36, strategy.parse_options({}, where="test"))
+        assert features[-1] == "last"
+        assert len(set(features)) == len(features)
+
+
+def test_how_a_global_batch_is_cut_is_no_identity():
+    one = TrainingSpec(global_batch_size=8, micro_batch_size=8, processes=1)
+    two = TrainingSpec(global_batch_size=8, micro_batch_size=2, processes=2)
+    assert one.identity() == two.identity()
+    assert one.identity() != TrainingSpec(global_batch_size=16).identity()
+
+
+def test_several_problems_are_reported_together():
+    with pytest.raises(ConfigError) as caught:
+        validated(TargetSpec, {"name": "x", "dataset": "y", "wrong": 1}, where="here")
+    assert len(str(caught.value).splitlines()) == 2

@@ -1,0 +1,282 @@
+"""Loss masks, prompts and continuations agree with the target's chat template, byte by byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from draftworks.data.chat import ChatTokenizer
+from draftworks.data.conversations import Conversation, Turn
+from draftworks.errors import DataError
+
+FAMILIES = ("llama3", "qwen", "vicuna")
+VARIANTS = ("", "-plain", "-trimmed")
+SPACED_END = (
+    "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}{{- ' ' + m['content'].strip() + ' <|eot_id|>' -}}"
+    "{%- else -%}{{- '[INST] ' + m['content'] + ' [/INST]' -}}{%- endif -%}{%- endfor -%}"
+)
+"""As Llama 2 prints a turn."""
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+texts = st.one_of(
+    st.text(min_size=1, max_size=30),
+    st.text(alphabet=" \n\tab'é漢🙂.", min_size=1, max_size=20),
+    st.sampled_from(["Hello there.", "  indented\n\n    code()  ", "naïve café 漢字 🙂🙂", "\nfirst line"]),
+).filter(str.strip)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> Conversation:
+    turns = [Turn("system", draw(texts))] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        turns += [Turn("user", draw(texts)), Turn("assistant", draw(texts))]
+    return Conversation.of(turns)
+
+
+def bytes_of(chat: ChatTokenizer, ids: np.ndarray) -> list[bytes]:
+    """The bytes each token stands for, by the definition of byte-level BPE: the oracle for offsets."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    table = {chr(byte): byte for byte in printable}
+    table |= {chr(256 + n): byte for n, byte in enumerate(b for b in range(256) if b not in printable)}
+    special = chat._tokenizer.added_tokens_decoder
+    tokens = chat._tokenizer.convert_ids_to_tokens(ids.tolist())
+    return [
+        token.encode() if token_id in special else bytes(table[letter] for letter in token)
+        for token_id, token in zip(ids.tolist(), tokens)
+    ]
+
+
+def expected_mask(chat: ChatTokenizer, family: str, conversation: Conversation, ids: np.ndarray) -> np.ndarray:
+    """Tokens whose bytes lie wholly inside what the assistant says and the token that ends it."""
+    end = "<|im_end|>" if family == "qwen" else "<|eot_id|>"
+    header = {"qwen": "assistant\n", "llama3": "assistant<|end_header_id|>\n\n", "vicuna": "ASSISTANT: "}[family]
+    text = b"".join(bytes_of(chat, ids)).decode()
+    spans, position = [], 0
+    for turn in conversation.turns:
+        content = turn.content if family == "qwen" else turn.content.strip()
+        if turn.role == "assistant":
+            whole = header + content + end
+            start = text.index(whole, position) + len(header)
+            position = start + len(content + end)
+            spans.append((len(text[:start].encode()), len(text[:position].encode())))
+        else:
+            position = text.index(content, position) + len(content)
+    ends = np.cumsum([len(piece) for piece in bytes_of(chat, ids)])
+    starts = np.concatenate(([0], ends[:-1]))
+    return np.any([(starts >= start) & (ends <= stop) for start, stop in spans], axis=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", FAMILIES)
+@QUICK
+@given(conversation=conversations())
+def test_mask_is_exactly_the_tokens_inside_the_assistants_bytes(chats, family, variant, conversation):
+    chat = chats[family + variant]
+    encoded = chat.encode(conversation)
+    assert encoded.input_ids.dtype == np.int32
+    assert encoded.loss_mask.dtype == np.bool_
+    np.testing.assert_array_equal(encoded.loss_mask, expected_mask(chat, family, conversation, encoded.input_ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@QUICK
+@given(conversation=conversations(), last=st.booleans())
+def test_mask_by_offsets_equals_mask_by_markers(chats, family, conversation, last):
+    marked, plain, trimmed = (chats[family + variant].encode(conversation, last) for variant in VARIANTS)
+    np.testing.assert_array_equal(marked.input_ids, plain.input_ids)
+    np.testing.assert_array_equal(marked.loss_mask, plain.loss_mask)
+    np.testing.assert_array_equal(marked.loss_mask, trimmed.loss_mask)
+
+
+@QUICK
+@given(conversation=conversations())
+def test_ids_and_mask_are_those_of_transformers_where_no_token_crosses_a_border(tiny_chat, conversation):
+    messages = [{"role": turn.role, "content": turn.content} for turn in conversation.turns]
+    theirs = tiny_chat._tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    ours = tiny_chat.encode(conversation)
+    mask = np.array(theirs["assistant_masks"], dtype=bool)
+    assert ours.input_ids.tolist() == theirs["input_ids"]
+    assert not (ours.loss_mask & ~mask).any()
+    merged = sum(turn.role == "assistant" and turn.content[0].isspace() for turn in conversation.turns)
+    assert (mask & ~ours.loss_mask).sum() <= merged
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_supervised_turn_ends_with_the_token_that_stops_generation(chats, family):
+    conversation = Conversation.of(
+        [Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"), Turn("assistant", "d")]
+    )
+    for variant in VARIANTS:
+        chat = chats[family + variant]
+        ids, mask = chat.encode(conversation)
+        stops = {chat._tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|eot_id|>")}
+        last_of_each = np.flatnonzero(mask & ~np.append(mask[1:], False))
+        assert len(last_of_each) == 2
+        assert set(ids[last_of_each].tolist()) <= stops
+
+
+def test_markers_that_leave_the_end_token_out_give_the_same_mask(chats, make_target, templates):
+    outside = templates["qwen"].replace(
+        "+ '<|im_end|>' -}}{%- endgeneration -%}", "-}}{%- endgeneration -%}{{- '<|im_end|>' -}}"
+    )
+    assert outside != templates["qwen"]
+    conversation = Conversation.of(
+        [Turn("user", "a"), Turn("assistant", "b c"), Turn("user", "d"), Turn("assistant", "e")]
+    )
+    ids, mask = ChatTokenizer.load(make_target(outside)).encode(conversation)
+    expected_ids, expected = chats["qwen"].encode(conversation)
+    assert ids.tolist() == expected_ids.tolist()
+    assert mask.tolist() == expected.tolist()
+
+
+def test_markers_that_do_not_match_the_turns_cannot_single_out_the_last(make_target, templates):
+    template = "{% generation %}x{% endgeneration %}" + templates["qwen"]
+    with pytest.raises(DataError, match="marks 2 generations in 1 assistant turns"):
+        ChatTokenizer.load(make_target(template)).encode(Conversation.of([Turn("assistant", "b")]), only_last_turn=True)
+
+
+def test_a_continuation_needs_a_generated_turn_and_one_after_it(tiny_chat):
+    said = [Turn("user", "a"), Turn("assistant", "b")]
+    for turns, following in ((said, []), (said[:1], said[:1]), ([], said[:1])):
+        with pytest.raises(DataError, match="a continuation needs a generated assistant turn"):
+            tiny_chat.continuation_ids(turns, following)
+
+
+@QUICK
+@given(conversation=conversations())
+def test_only_last_turn_keeps_the_end_of_the_full_mask(tiny_chat, conversation):
+    ids, mask = tiny_chat.encode(conversation)
+    last_ids, last_mask = tiny_chat.encode(conversation, only_last_turn=True)
+    np.testing.assert_array_equal(ids, last_ids)
+    start = len(tiny_chat._render(conversation.turns[:-1]).text)
+    offsets = tiny_chat._tokenizer(tiny_chat._render(conversation.turns).text, return_offsets_mapping=True)
+    behind = np.array([end > start for _, end in offsets["offset_mapping"]])
+    np.testing.assert_array_equal(last_mask, mask & behind)
+
+
+def test_a_token_that_crosses_into_the_span_is_not_supervised(chats):
+    conversation = Conversation.of([Turn("user", "Hi"), Turn("assistant", "the other")])
+    for variant in VARIANTS:
+        chat = chats["vicuna" + variant]
+        ids, mask = chat.encode(conversation)
+        pieces = bytes_of(chat, ids)
+        first = int(np.flatnonzero(mask)[0])
+        assert pieces[first - 1] == b" the", "the template's space and the first word are one token"
+        assert b"".join(piece for piece, on in zip(pieces, mask) if on) == b" other<|eot_id|>"
+
+
+def test_white_space_between_content_and_end_token_is_supervised_with_it(make_target):
+    conversation = Conversation.of(
+        [Turn("user", "a"), Turn("assistant", "b c"), Turn("user", "d"), Turn("assistant", "e")]
+    )
+    chat = ChatTokenizer.load(make_target(SPACED_END))
+    ids, mask = chat.encode(conversation)
+    spoken = b"".join(piece for piece, on in zip(bytes_of(chat, ids), mask) if on)
+    assert spoken.count(b" <|eot_id|>") == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@QUICK
+@given(conversation=conversations(), following=texts)
+def test_prompt_answer_and_continuation_spell_the_rendered_conversation(chats, family, conversation, following):
+    """Token-exact multi-turn samples: prompt ids + generated ids + continuation ids decode to what the template prints."""
+    chat = chats[f"{family}-plain"]
+    turns, next_turns = list(conversation.turns), [Turn("user", following)]
+    answer = turns[-1].content if family == "qwen" else turns[-1].content.strip()
+    end = "<|im_end|>" if family == "qwen" else "<|eot_id|>"
+    prompt, rest = chat.prompt_ids(turns[:-1]), chat.continuation_ids(turns, next_turns)
+    generated = chat._tokenizer(answer + end, add_special_tokens=False)["input_ids"]
+    whole = b"".join(bytes_of(chat, np.array([*prompt, *generated, *rest]))).decode()
+    assert whole == chat._render([*turns, *next_turns], add_generation_prompt=True).text
+    cut_off = chat.continuation_ids(turns, next_turns, ended=False)
+    assert (
+        b"".join(bytes_of(chat, np.array(cut_off))).decode() == end + b"".join(bytes_of(chat, np.array(rest))).decode()
+    )
+
+
+def test_decode_leaves_special_tokens_out_and_returns_the_words(tiny_chat):
+    ids, mask = tiny_chat.encode(Conversation.of([Turn("user", "a"), Turn("assistant", "Déjà vu , isn't it ?")]))
+    assert tiny_chat.decode(ids[mask]) == "Déjà vu , isn't it ?"
+
+
+def test_the_tiny_target_has_a_mask_token_markers_and_one_end(tiny_chat):
+    assert tiny_chat.has_markers
+    assert tiny_chat.mask_token_id == 3
+    assert tiny_chat.eos_ids == (2,)
+
+
+def test_digest_follows_the_template(make_target):
+    first, same, other = (
+        ChatTokenizer.load(make_target(text)) for text in ("a {{ messages }}", "a {{ messages }}", "b")
+    )
+    assert first.digest == same.digest != other.digest
+
+
+def test_a_template_that_prints_todays_date_gives_the_same_ids_every_day(make_target):
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m['content'] }}<|eot_id|>{% endfor %}"
+    chat = ChatTokenizer.load(make_target(template))
+    assert chat._render([Turn("user", "a")]).text == "26 Jul 2024a<|eot_id|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "cannot be located|exactly once"),
+        ("{% for m in messages %}{{ m['content'] | replace('b', '') }}{% endfor %}", "cannot be located"),
+        ("{% for m in messages %}{{ m['content'] + m['content'] }}{% endfor %}", "exactly once"),
+        ("{{ messages[0]['content'] }}", "exactly once"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses the conversation: roles must alternate"),
+        ("{{ messages[7]['content'] + 1 }}", "refuses the conversation"),
+        ("{{ nonsense( }}", "refuses the conversation"),
+    ],
+)
+def test_a_template_that_hides_the_assistants_words_is_an_error(make_target, template, message):
+    chat = ChatTokenizer.load(make_target(template))
+    with pytest.raises(DataError, match=message):
+        chat.encode(Conversation.of([Turn("user", "a"), Turn("assistant", "abc")]))
+
+
+def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_do(make_target):
+    with pytest.raises(DataError, match=r"no chat template.*set `chat_template`"):
+        ChatTokenizer.load(make_target(None))
+
+
+def test_a_template_file_replaces_the_tokenizers(make_target, tmp_path):
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for m in messages %}<|eot_id|>{{ m['content'] }}{% endfor %}")
+    target = make_target(None).model_copy(update={"chat_template": str(path)})
+    assert ChatTokenizer.load(target)._render([Turn("user", "a")]).text == "<|eot_id|>a"
+    with pytest.raises(DataError, match=r"own2\.jinja"):
+        ChatTokenizer.load(target.model_copy(update={"chat_template": str(tmp_path / "own2.jinja")}))
+
+
+def test_missing_or_broken_tokenizer_files_are_an_error(make_target, tmp_path):
+    missing = make_target("a").model_copy(update={"tokenizer": str(tmp_path / "nowhere")})
+    with pytest.raises(DataError, match=r"toy.*nowhere does not exist"):
+        ChatTokenizer.load(missing)
+    broken = make_target("a")
+    (Path(broken.tokenizer) / "tokenizer.json").write_text('{"version": "1.0", "model"')
+    with pytest.raises(DataError, match="no tokenizer can be loaded"):
+        ChatTokenizer.load(broken)
+
+
+def test_a_tokenizer_of_another_model_is_an_error(make_target):
+    target = make_target("{% for m in messages %}{{ m['content'] }}<|eot_id|>{% endfor %}")
+    chat = ChatTokenizer.load(target.model_copy(update={"vocab_size": 2048}))
+    with pytest.raises(DataError, match=r"gives id 2051.*vocabulary has 2048"):
+        chat.encode(Conversation.of([Turn("user", "a"), Turn("assistant", "b")]))
+
+
+def test_end_ids_come_from_the_generation_config_too(make_target):
+    target = make_target("a")
+    path = Path(target.model) / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [2, 2051]}))
+    assert ChatTokenizer.load(target).eos_ids == (2, 2051)
+    path.write_text("[")
+    with pytest.raises(DataError, match="generation_config.json"):
+        ChatTokenizer.load(target)

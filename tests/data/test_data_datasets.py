@@ -1,0 +1,131 @@
+"""A data set as a whole: formats round trip, bad rows go to quarantine, too many of them stop the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftworks.data.datasets import kind_of, load_conversations, load_tokens
+from draftworks.errors import DataError
+from draftworks.specs import DatasetSpec
+
+contents = st.text(min_size=1, max_size=12).filter(str.strip)
+pairs = st.lists(st.tuples(contents, contents), min_size=1, max_size=3)
+GOOD = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+BAD = {"messages": [{"role": "user", "content": "a"}]}
+
+
+def dataset(*files: str, form: str = "auto") -> DatasetSpec:
+    return DatasetSpec(name="toy", files=list(files), format=form)
+
+
+def write_rows(path: Path, rows: list) -> None:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+
+def as_row(pair_list: list[tuple[str, str]], form: str) -> dict:
+    key, role, content = ("messages", "role", "content") if form == "openai" else ("conversations", "from", "value")
+    names = ("user", "assistant") if form == "openai" else ("human", "gpt")
+    return {key: [{role: name, content: text} for pair in pair_list for name, text in zip(names, pair)], "task": "t"}
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.lists(pairs, min_size=1, max_size=5, unique_by=str))
+def test_every_format_in_every_kind_of_file_gives_the_same_conversations(tmp_path_factory, data):
+    found = []
+    for form in ("openai", "sharegpt"):
+        for suffix in ("jsonl", "json", "parquet"):
+            folder = tmp_path_factory.mktemp("data")
+            write_rows(folder / f"a.{suffix}", [as_row(pair_list, form) for pair_list in data])
+            for spec in (dataset("a.*"), dataset("a.*", form=form)):
+                assert kind_of(spec, folder) == "conversations"
+                found.append(load_conversations(spec, folder, folder / "out", 0.0))
+    assert len({each.conversations for each in found}) == 1
+    assert len(found[0].conversations) == len(data)
+    assert all(each.columns == {"task": "t"} for each in found[0].conversations)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_pretokenized_rows_are_read_from_every_kind_of_file(tmp_path, suffix):
+    write_rows(tmp_path / f"a.{suffix}", [{"input_ids": [1, 2, n], "loss_mask": [0, 1, 1]} for n in (3, 4, 3)])
+    spec = dataset("a.*")
+    assert kind_of(spec, tmp_path) == "tokens"
+    loaded = load_tokens(spec, tmp_path, tmp_path / "out", 0.0, vocab_size=10)
+    assert [row.input_ids.tolist() for row in loaded.rows] == [[1, 2, 3], [1, 2, 4]]
+    assert loaded.report.duplicates == 1
+
+
+def test_rejected_rows_are_in_quarantine_with_file_line_and_reason_and_the_others_are_kept(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([json.dumps(GOOD), json.dumps(BAD), "nonsense", json.dumps(GOOD)]))
+    loaded = load_conversations(dataset("a.jsonl"), tmp_path, tmp_path / "out", 0.5)
+    assert len(loaded.conversations) == 1
+    assert loaded.report.counts() == {"files": 1, "rows": 4, "rejected": 2, "duplicates": 1}
+    quarantined = [json.loads(line) for line in loaded.report.quarantine.read_text().splitlines()]
+    assert [(each["file"], each["line"]) for each in quarantined] == [(str(path), 2), (str(path), 3)]
+    assert quarantined[0]["reason"] == "no assistant turn"
+    assert quarantined[1]["reason"].startswith("invalid JSON")
+    assert quarantined[1]["excerpt"] == "nonsense"
+
+
+def test_too_many_rejected_rows_are_an_error_that_names_them_and_leaves_the_quarantine(tmp_path):
+    write_rows(tmp_path / "a.jsonl", [GOOD, GOOD, BAD])
+    with pytest.raises(DataError) as caught:
+        load_conversations(dataset("a.jsonl"), tmp_path, tmp_path / "out", 0.2)
+    message = str(caught.value)
+    quarantine = tmp_path / "out" / "quarantine.jsonl"
+    assert "1 of 3 rows rejected (33.3%), max_rejected_share allows 20.0%" in message
+    assert f"{tmp_path / 'a.jsonl'}:3: no assistant turn" in message
+    assert str(quarantine) in message
+    assert json.loads(quarantine.read_text())["line"] == 3
+    assert list(quarantine.parent.iterdir()) == [quarantine]
+
+
+def test_a_data_set_with_only_rejected_rows_is_an_error_whatever_the_limit(tmp_path):
+    write_rows(tmp_path / "a.jsonl", [BAD])
+    with pytest.raises(DataError, match=r"every one of its 1 rows was rejected(.|\n)*no assistant turn"):
+        load_conversations(dataset("a.jsonl"), tmp_path, tmp_path / "out", 1.0)
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.jsonl", ""), ("a.jsonl", "\n \n"), ("a.json", "[]")])
+def test_empty_data_is_an_error(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match="hold no row"):
+        load_conversations(dataset(name), tmp_path, tmp_path / "out", 1.0)
+    with pytest.raises(DataError, match="no row of .* has a key"):
+        kind_of(dataset(name), tmp_path)
+
+
+def test_a_glob_without_files_is_an_error_before_anything_is_written(tmp_path):
+    with pytest.raises(DataError, match="no file matches"):
+        load_conversations(dataset("a.jsonl"), tmp_path, tmp_path / "out", 1.0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_kinds_are_not_mixed(tmp_path):
+    write_rows(tmp_path / "a.jsonl", [GOOD, {"input_ids": [1], "loss_mask": [1]}])
+    assert kind_of(dataset("a.jsonl"), tmp_path) == "conversations"
+    assert load_conversations(dataset("a.jsonl"), tmp_path, tmp_path / "out", 0.5).report.rejected == 1
+    assert load_tokens(dataset("a.jsonl"), tmp_path, tmp_path / "out", 0.5, vocab_size=10).report.rejected == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(junk=st.lists(st.binary(max_size=40), max_size=8))
+def test_junk_among_good_rows_loses_only_itself(tmp_path_factory, junk):
+    folder = tmp_path_factory.mktemp("data")
+    lines = [json.dumps(GOOD).encode(), *(each.replace(b"\n", b"") for each in junk)]
+    (folder / "a.jsonl").write_bytes(b"\n".join(lines))
+    loaded = load_conversations(dataset("a.jsonl"), folder, folder / "out", 1.0)
+    assert len(loaded.conversations) == 1
+    assert loaded.report.rejected == loaded.report.rows - 1

@@ -1,0 +1,101 @@
+"""EAGLE-3 written down as plainly as its formulas: what the fast implementation is compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reference_states(w: dict[str, Tensor], cfg, input_ids: Tensor, aux: Tensor, embedding: Tensor, steps: int):
+    """Normed hidden states of every step, one softmax over S + i columns each. `w` is the draft's state dict."""
+    batch, length = input_ids.shape
+    ids, h = _shift_left(input_ids), aux @ w["fc.weight"].T
+    keys, values, states = [], [], []
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    for step in range(steps):
+        e = _norm(embedding[ids], w["midlayer.input_layernorm.weight"], cfg.rms_norm_eps)
+        x = torch.cat([e, _norm(h, w["midlayer.hidden_norm.weight"], cfg.rms_norm_eps)], dim=-1)
+        q, k, v = (
+            (x @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(batch, length, -1, cfg.head_dim).transpose(1, 2)
+            for name in "qkv"
+        )
+        q, k = _rope(q, step, cfg), _rope(k, step, cfg)
+        group = q.shape[1] // k.shape[1]
+        keys.append(k.repeat_interleave(group, 1))
+        values.append(v.repeat_interleave(group, 1))
+        block = (q @ keys[0].transpose(-1, -2)).masked_fill(~causal, float("-inf"))
+        columns = [block] + [(q * key).sum(-1, keepdim=True) for key in keys[1:]]
+        a = torch.softmax(torch.cat(columns, -1) / cfg.head_dim**0.5, dim=-1)
+        o = a[..., :length] @ values[0]
+        for j in range(1, step + 1):
+            o = o + a[..., length + j - 1, None] * values[j]
+        h = h + o.transpose(1, 2).reshape(batch, length, -1) @ w["midlayer.self_attn.o_proj.weight"].T
+        m = _norm(h, w["midlayer.post_attention_layernorm.weight"], cfg.rms_norm_eps)
+        gate, up = m @ w["midlayer.mlp.gate_proj.weight"].T, m @ w["midlayer.mlp.up_proj.weight"].T
+        h = h + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
+        states.append(_norm(h, w["norm.weight"], cfg.rms_norm_eps))
+        ids = _shift_left(ids)
+    return states
+
+
+def reference_specforge(states, w, loss_mask: Tensor, last: Tensor, head: Tensor, decay: float):
+    """SpecForge's loss: teacher of the hidden state shifted left, mask not shifted, mean over all B·S positions."""
+    steps, length = len(states), loss_mask.shape[1]
+    mask = loss_mask.to(last.dtype)
+    z = torch.nn.functional.pad(last, (0, 0, 0, 1))[:, 1:] @ head.T
+    t2d, d2t = w["t2d"], w["d2t"]
+    tid, q = z.argmax(-1), torch.softmax(z[..., t2d], -1)
+    pm = t2d[tid].to(last.dtype) * mask
+    q = torch.nn.functional.pad(q, (0, 0, 0, steps), value=1 / q.shape[-1])
+    tid = torch.nn.functional.pad(tid, (0, steps))
+    loss, plosses, corrects, denoms = 0, [], [], []
+    for i, state in enumerate(states):
+        logits = state @ w["lm_head.weight"].T
+        ploss = -(pm[..., None] * q[:, i : i + length] * torch.log_softmax(logits, -1)).sum(-1).mean()
+        best = logits.argmax(-1)
+        corrects.append(((best + d2t[best] == tid[:, i : i + length]) * mask).sum())
+        denoms.append(mask.sum())
+        plosses.append(ploss)
+        loss = loss + decay**i * ploss
+        pm, mask = _shift_left(pm), _shift_left(mask)
+    return loss, plosses, corrects, denoms
+
+
+def reference_token_mean(states, w, loss_mask: Tensor, last: Tensor, head: Tensor, decay: float):
+    """Row by row: row t at step i predicts token t+2+i if all of t+1 … t+2+i are the assistant's."""
+    steps, (batch, length) = len(states), loss_mask.shape
+    draft_ids = w["t2d"].nonzero().squeeze(1).tolist()
+    loss, rows_at_0 = last.new_zeros(()), 0
+    corrects, denoms, sums = ([0.0] * steps for _ in range(3))
+    for b in range(batch):
+        for i in range(steps):
+            for t in range(length):
+                if t + 2 + i >= length or not loss_mask[b, t + 1 : t + 3 + i].all():
+                    continue
+                rows_at_0 += i == 0
+                denoms[i] += 1
+                z = last[b, t + 1 + i] @ head.T
+                logits = states[i][b, t] @ w["lm_head.weight"].T
+                label = int(z.argmax())
+                corrects[i] += draft_ids[int(logits.argmax())] == label
+                if label in draft_ids:
+                    ce = -(torch.softmax(z[draft_ids], -1) * torch.log_softmax(logits, -1)).sum()
+                    sums[i] += float(ce.detach())
+                    loss = loss + decay**i * ce
+    return loss, rows_at_0, sums, corrects, denoms
+
+
+def _shift_left(x: Tensor) -> Tensor:
+    return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def _rope(x: Tensor, offset: int, cfg) -> Tensor:
+    d = cfg.head_dim
+    inverse = (1.0 / float(cfg.rope["rope_theta"]) ** (torch.arange(0, d, 2, dtype=torch.float32) / d)).to(x.dtype)
+    angle = torch.outer(torch.arange(x.shape[2], dtype=x.dtype) + offset, inverse)
+    left, right = x[..., : d // 2], x[..., d // 2 :]
+    return torch.cat([left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()], dim=-1)

@@ -1,0 +1,42 @@
+"""One rank of a sharded EAGLE-3 step: `fsdp_worker.py RANK FOLDER DTYPE`; rank 0 writes its whole gradients to FOLDER.
+
+FOLDER holds `sample{rank}.safetensors`, `target.safetensors` (embedding, head) and `vocab.safetensors`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from conftest import small_target
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from draftworks.data.vocab import VocabMapping
+from draftworks.drafts.eagle3 import Eagle3Strategy
+from draftworks.drafts.strategy import StepContext
+from draftworks.strategies import Eagle3Options
+
+
+def main(rank: int, folder: Path, dtype: torch.dtype) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{dtype}", rank=rank, world_size=2)
+    mapping = VocabMapping.load(folder / "vocab.safetensors")
+    strategy = Eagle3Strategy(Eagle3Options(ttt_length=4, draft_vocab_size=24), small_target(), mapping, seed=3)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    fully_shard(strategy.model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    output = strategy.forward_loss(
+        strategy.collate([load_file(folder / f"sample{rank}.safetensors")], [str(rank)]), StepContext()
+    )
+    (output.loss_sum * 2).backward()  # FSDP averages over two ranks
+    whole = {name: p.grad.full_tensor() for name, p in strategy.model.named_parameters()}
+    if rank == 0:
+        save_file(whole, folder / "gradients.safetensors")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), getattr(torch, sys.argv[3]))

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from eagle3_reference import reference_specforge, reference_states, reference_token_mean
+
+from draftworks.drafts.eagle3 import Eagle3Strategy
+from draftworks.drafts.strategy import StepContext
+from draftworks.errors import ConfigError, DataError
+from draftworks.strategies import Eagle3Options
+
+MASKS = [[0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1]]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+KEYS = {
+    "fc.weight",
+    "midlayer.hidden_norm.weight",
+    "midlayer.input_layernorm.weight",
+    "midlayer.post_attention_layernorm.weight",
+    "midlayer.self_attn.q_proj.weight",
+    "midlayer.self_attn.k_proj.weight",
+    "midlayer.self_attn.v_proj.weight",
+    "midlayer.self_attn.o_proj.weight",
+    "midlayer.mlp.gate_proj.weight",
+    "midlayer.mlp.up_proj.weight",
+    "midlayer.mlp.down_proj.weight",
+    "norm.weight",
+    "lm_head.weight",
+    "d2t",
+    "t2d",
+}
+
+
+def run(strategy, samples):
+    batch = strategy.collate(samples, [str(i) for i in range(len(samples))])
+    return strategy.forward_loss(batch, StepContext())
+
+
+def gradients(strategy, loss) -> dict[str, torch.Tensor]:
+    strategy.model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in strategy.model.named_parameters()}
+
+
+def assert_close(found, expected, tolerance, what=""):
+    expected = torch.as_tensor(expected, dtype=found.dtype)
+    scale = max(1.0, float(expected.detach().abs().max()))
+    assert float((found.detach() - expected.detach()).abs().max()) <= tolerance * scale, what
+
+
+def reference(strategy, samples, parts):
+    """Loss (differentiable by leaf copies of the parameters), counts and the leaves, by the plain transcription."""
+    dtype = strategy.model.fc.weight.dtype
+    batch = strategy.collate(samples, [str(i) for i in range(len(samples))])
+    w = {k: v.detach().clone() for k, v in strategy.model.state_dict().items()}
+    leaves = {name: w[name].requires_grad_() for name, _ in strategy.model.named_parameters()}
+    options, head = strategy.options, parts.head.to(dtype)
+    states = reference_states(
+        w, parts, batch["input_ids"], batch["features"], parts.embedding.to(dtype), options.ttt_length
+    )
+    transcription = reference_specforge if options.loss == "specforge" else reference_token_mean
+    return transcription(states, w, batch["loss_mask"], batch["last"], head, options.step_decay), leaves
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ttt_length", [1, 4, 14])
+def test_token_mean_equals_row_by_row_transcription(make_strategy, make_sample, parts, dtype, ttt_length):
+    strategy = make_strategy(dtype, ttt_length=ttt_length)
+    samples = [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)]
+    output = run(strategy, samples)
+    (loss, rows, sums, corrects, denoms), leaves = reference(strategy, samples, parts)
+    tolerance = TOLERANCE[dtype]
+    assert float(output.loss_weight) == rows
+    assert_close(output.loss_sum, loss, tolerance)
+    assert_close(output.counts["loss_sums"], sums, tolerance)
+    assert output.counts["acc_corrects"].tolist() == corrects
+    assert output.counts["acc_denoms"].tolist() == denoms == output.counts["loss_denoms"].tolist()
+    loss.backward()
+    for name, found in gradients(strategy, output.loss_sum).items():
+        assert_close(found, leaves[name].grad, tolerance, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ttt_length", [1, 4, 14])
+def test_specforge_mode_equals_literal_transcription(make_strategy, make_sample, parts, dtype, ttt_length):
+    strategy = make_strategy(dtype, ttt_length=ttt_length, loss="specforge")
+    samples = [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)]
+    output = run(strategy, samples)
+    (loss, plosses, corrects, denoms), leaves = reference(strategy, samples, parts)
+    tolerance, counts = TOLERANCE[dtype], output.counts
+    assert float(output.loss_weight) == 1
+    assert_close(output.loss_sum, loss, tolerance)
+    assert_close(counts["loss_sums"] / counts["loss_denoms"], torch.stack(plosses).double(), tolerance)
+    assert counts["acc_corrects"].tolist() == [float(c) for c in corrects]
+    assert counts["acc_denoms"].tolist() == [float(d) for d in denoms]
+    loss.backward()
+    for name, found in gradients(strategy, output.loss_sum).items():
+        assert_close(found, leaves[name].grad, tolerance, name)
+
+
+def test_specforge_mode_masks_the_last_token_of_every_sample(make_strategy, make_sample):
+    strategy = make_strategy(loss="specforge")
+    batch = strategy.collate([make_sample([0, 1, 1]), make_sample([1, 1, 1, 1, 1])], ["a", "b"])
+    assert batch["loss_mask"].int().tolist() == [[0, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
+
+
+def test_ragged_batch_equals_the_sum_of_single_samples(make_strategy, make_sample):
+    strategy = make_strategy(torch.float64)
+    samples = [make_sample(mask, seed, torch.float64) for seed, mask in enumerate(MASKS)]
+    together = run(strategy, samples)
+    whole = gradients(strategy, together.loss_sum)
+    singles = [run(strategy, [sample]) for sample in samples]
+    assert_close(together.loss_sum, sum(s.loss_sum.detach() for s in singles), 1e-12)
+    assert together.loss_weight == sum(s.loss_weight for s in singles)
+    for name, counts in together.counts.items():
+        assert_close(counts, sum(s.counts[name] for s in singles), 1e-12, name)
+    parts_of_whole = gradients(strategy, sum(s.loss_sum for s in singles))
+    for name, found in whole.items():
+        assert_close(found, parts_of_whole[name], 1e-12, name)
+
+
+def test_padding_rows_never_influence_a_sample(make_strategy, make_sample):
+    strategy = make_strategy(torch.float64)
+    sample = make_sample(MASKS[0], 0, torch.float64)
+    batch = strategy.collate([sample, make_sample([0] * 20, 1, torch.float64)], ["a", "b"])
+    clean = strategy.forward_loss(batch, StepContext())
+    length = len(MASKS[0])
+    for name in ("features", "last"):
+        batch[name][0, length:] = 1e3
+    batch["input_ids"][0, length:] = 7
+    dirty = strategy.forward_loss(batch, StepContext())
+    assert_close(dirty.loss_sum, clean.loss_sum, 1e-12)
+    assert_close(clean.loss_sum, run(strategy, [sample]).loss_sum, 1e-12)
+
+
+def test_weights_depend_on_the_seed_alone(make_strategy):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = make_strategy(seed=3).model.state_dict()
+    assert torch.equal(before, torch.get_rng_state())
+    torch.manual_seed(99)
+    again, other = make_strategy(seed=3).model.state_dict(), make_strategy(seed=4).model.state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["fc.weight"], other["fc.weight"])
+
+
+def test_checkpoint_holds_exactly_the_canonical_tensors(make_strategy, parts, vocab):
+    model = make_strategy().model
+    assert set(model.state_dict()) == KEYS
+    assert model.fc.weight.shape == (parts.hidden_size, 3 * parts.hidden_size)
+    assert model.midlayer.self_attn.q_proj.weight.shape[1] == 2 * parts.hidden_size
+    assert torch.equal(model.d2t, torch.as_tensor(vocab.d2t))
+    assert torch.equal(model.t2d, torch.as_tensor(vocab.t2d))
+    assert torch.equal(model.lm_head.weight, parts.head[torch.as_tensor(vocab.t2d)])
+    assert {name for name, _ in model.named_parameters()} == KEYS - {"d2t", "t2d"}
+
+
+def test_labels_outside_the_draft_vocabulary_cost_nothing_and_count_as_wrong(make_strategy, make_sample, parts, vocab):
+    strategy = make_strategy()
+    sample = make_sample([1] * 8)
+    outside = parts.head[torch.as_tensor(~vocab.t2d)]
+    labels = (outside @ parts.head.T).argmax(-1)
+    sample["last"] = outside[~torch.as_tensor(vocab.t2d)[labels]][:8]
+    output = run(strategy, [sample])
+    assert output.loss_sum.item() == 0
+    assert float(output.loss_weight) == 6
+    assert output.counts["acc_denoms"].tolist() == [6, 5, 4, 3]
+    assert not output.counts["acc_corrects"].any()
+    assert all(not grad.any() for grad in gradients(strategy, output.loss_sum).values())
+
+
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+@pytest.mark.parametrize("masks", [[[1]], [[1, 1]], [[0] * 6, [0, 1, 0]]])
+def test_nothing_supervised_gives_zero_and_finite_gradients(make_strategy, make_sample, loss, masks):
+    strategy = make_strategy(loss=loss)
+    if loss == "specforge":
+        masks = [[0] * len(mask) for mask in masks]
+    output = run(strategy, [make_sample(mask) for mask in masks])
+    assert output.loss_sum.item() == 0
+    assert float(output.loss_weight) == (1 if loss == "specforge" else 0)
+    assert all(grad.isfinite().all() for grad in gradients(strategy, output.loss_sum).values())
+
+
+def test_no_grad_gives_the_same_numbers(make_strategy, make_sample):
+    strategy, samples = make_strategy(), [make_sample(mask, seed) for seed, mask in enumerate(MASKS)]
+    with_grad = run(strategy, samples)
+    with torch.no_grad():
+        without = run(strategy, samples)
+    assert torch.equal(with_grad.loss_sum.detach(), without.loss_sum)
+    assert all(torch.equal(with_grad.counts[name], without.counts[name]) for name in with_grad.counts)
+
+
+def test_bfloat16_compute_stays_near_float32(make_strategy, make_sample):
+    samples = [make_sample(mask, seed) for seed, mask in enumerate(MASKS)]
+    exact = make_strategy()
+    rounded = make_strategy()
+    for parameter in rounded.model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    wide, narrow = run(exact, samples), run(rounded, samples)
+    assert narrow.loss_sum.item() == pytest.approx(wide.loss_sum.item(), rel=0.02)
+    found, expected = gradients(rounded, narrow.loss_sum), gradients(exact, wide.loss_sum)
+    for name, grad in found.items():
+        assert torch.nn.functional.cosine_similarity(grad.float().flatten(), expected[name].flatten(), dim=0) > 0.99
+
+
+def test_wrong_vocabulary_mapping_is_refused(parts, vocab):
+    with pytest.raises(ConfigError, match="expected a vocabulary mapping, found none"):
+        Eagle3Strategy(Eagle3Options(), parts, None, seed=0)
+    short = type(vocab)(vocab.d2t, vocab.t2d[:-1])
+    with pytest.raises(ConfigError, match="for 39 target tokens, the target has 40"):
+        Eagle3Strategy(Eagle3Options(), parts, short, seed=0)
+    torn = type(vocab)(vocab.d2t, ~vocab.t2d)
+    with pytest.raises(ConfigError, match="do not name the same tokens"):
+        Eagle3Strategy(Eagle3Options(), parts, torn, seed=0)
+
+
+def test_feature_of_another_length_is_named(make_strategy, make_sample):
+    sample = make_sample([1, 1, 1, 1])
+    sample["hf4"] = sample["hf4"][:-1]
+    with pytest.raises(DataError, match=r"sample s7: feature hf4: expected shape \(4, 16\), found \(3, 16\)"):
+        make_strategy().collate([sample], ["s7"])
+
+
+def test_heads_that_do_not_divide_are_refused(parts, vocab):
+    with pytest.raises(ConfigError, match="num_heads 3 is not a multiple of num_kv_heads 2"):
+        Eagle3Strategy(Eagle3Options(num_heads=3), parts, vocab, seed=0)

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftworks.drafts import losses
+from draftworks.drafts.losses import Teacher, distill
+from draftworks.drafts.supervision import teacher_plan, token_mean_gates
+
+
+@pytest.fixture
+def case():
+    generator = torch.Generator().manual_seed(0)
+    rows, hidden, vocab, steps = 30, 6, 20, 3
+    ids = torch.arange(0, vocab, 2)
+    index = torch.full((vocab,), -1)
+    index[ids] = torch.arange(len(ids))
+    last, *states = torch.randn(1 + steps, rows, hidden, generator=generator, dtype=torch.float64)
+    head = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)
+    draft_head = torch.randn(len(ids), hidden, generator=generator, dtype=torch.float64)
+    mask = torch.rand(2, rows // 2, generator=generator) < 0.8
+    leaves = [x.clone().requires_grad_() for x in (draft_head, *states)]
+    return leaves, Teacher(last, head, ids, index), teacher_plan(token_mean_gates(mask, steps)), (1.0, 0.5, 0.25)
+
+
+def test_result_does_not_depend_on_the_chunk_size(case, monkeypatch):
+    leaves, teacher, plan, weights = case
+    whole = distill(leaves[1:], leaves[0], teacher, plan, weights)
+    expected = torch.autograd.grad(whole.loss, leaves)
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", 3)
+    pieces = distill(leaves[1:], leaves[0], teacher, plan, weights)
+    torch.testing.assert_close(pieces, whole)
+    torch.testing.assert_close(torch.autograd.grad(pieces.loss, leaves), expected)
+
+
+def test_gradients_are_those_of_finite_differences(case):
+    leaves, teacher, plan, weights = case
+    assert plan.positions.numel() > 5
+    torch.autograd.gradcheck(lambda head, *states: 3 * distill(states, head, teacher, plan, weights).loss, leaves)
+
+
+def test_draft_equal_to_the_teacher_has_no_gradient_and_is_always_right(case):
+    leaves, teacher, plan, weights = case
+    everything = torch.arange(len(teacher.head))
+    teacher = teacher._replace(draft_ids=everything, draft_index=everything)
+    head = teacher.head.clone().requires_grad_()
+    states = [teacher.last.roll(-1 - step, 0).requires_grad_() for step in range(len(weights))]
+    result = distill(states, head, teacher, plan, weights)
+    assert result.corrects.tolist() == (plan.rows >= 0).sum(1).tolist()
+    for grad in torch.autograd.grad(result.loss, [head, *states]):
+        torch.testing.assert_close(grad, torch.zeros_like(grad))

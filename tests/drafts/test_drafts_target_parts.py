@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import ConfigError, StoreError
+from draftworks.runs import TargetFiles
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_folder: Path) -> Path:
+    """A target with the tiny one's config, small, untied and sharded over two files."""
+    config = json.loads((tiny_folder / "config.json").read_text())
+    config |= {"tie_word_embeddings": False, "vocab_size": 12, "hidden_size": 8, "num_attention_heads": 2}
+    config |= {"num_key_value_heads": 1, "head_dim": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shards = {"a.safetensors": {EMBEDDING: torch.randn(12, 8)}, "b.safetensors": {HEAD: torch.randn(12, 8).bfloat16()}}
+    for name, tensors in shards.items():
+        save_file(tensors, tmp_path / name)
+    index = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    return tmp_path
+
+
+@pytest.fixture
+def target(folder: Path, tiny_target: TargetFiles) -> TargetFiles:
+    return tiny_target.model_copy(update={"model": str(folder)})
+
+
+def test_tiny_target_is_tied_and_has_the_facts_of_its_config(tiny_target: TargetFiles):
+    parts = TargetParts.load(tiny_target)
+    assert parts.tied
+    assert parts.embedding.shape == (tiny_target.vocab_size, tiny_target.hidden_size)
+    assert (parts.num_heads, parts.num_kv_heads, parts.head_dim, parts.num_layers) == (4, 2, 32, 8)
+    assert parts.rope["rope_theta"] == 10000.0
+    assert parts.max_positions == tiny_target.context
+
+
+def test_sharded_untied_target_gives_both_tensors_in_their_own_dtype(target: TargetFiles):
+    parts = TargetParts.load(target)
+    assert not parts.tied
+    assert parts.embedding.dtype == torch.float32
+    assert parts.head.dtype == torch.bfloat16
+
+
+def test_only_the_shards_that_hold_them_are_opened(target: TargetFiles, folder: Path):
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.0.mlp.up_proj.weight"] = "absent.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert TargetParts.load(target).vocab_size == 12
+
+
+def test_missing_directory(tiny_target: TargetFiles, tmp_path: Path):
+    target = tiny_target.model_copy(update={"model": str(tmp_path / "nowhere")})
+    with pytest.raises(ConfigError, match="target 'tiny' .*nowhere.*: no such directory. Correct `model`"):
+        TargetParts.load(target)
+
+
+def test_missing_config(target: TargetFiles, folder: Path):
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config.json is missing: not a Hugging Face model directory"):
+        TargetParts.load(target)
+
+
+def test_missing_weights(target: TargetFiles, folder: Path):
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(StoreError, match=r"b.safetensors is missing"):
+        TargetParts.load(target)
+
+
+def test_truncated_weights(target: TargetFiles, folder: Path):
+    shard = folder / "a.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(StoreError, match=r"a.safetensors: not a readable safetensors file"):
+        TargetParts.load(target)
+
+
+def test_missing_tensor(target: TargetFiles, folder: Path):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {EMBEDDING: "a.safetensors"}}))
+    with pytest.raises(StoreError, match=r"expected one tensor '\*lm_head.weight', found none among 1 tensors"):
+        TargetParts.load(target)
+
+
+def test_tensor_of_another_shape(target: TargetFiles, folder: Path):
+    save_file({HEAD: torch.randn(13, 8)}, folder / "b.safetensors")
+    with pytest.raises(StoreError, match=r"lm_head.weight: expected floating point \(12, 8\).*found .* \(13, 8\)"):
+        TargetParts.load(target)
+
+
+def test_head_that_rescales_its_logits(target: TargetFiles, folder: Path):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
+    with pytest.raises(ConfigError, match="final_logit_softcapping: targets that rescale their logits"):
+        TargetParts.load(target)
+
+
+def test_hub_target_that_is_not_in_the_cache(tiny_target: TargetFiles, monkeypatch, tmp_path: Path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    target = tiny_target.model_copy(update={"model": "nobody/nothing", "revision": "0" * 40})
+    with pytest.raises(ConfigError, match="config.json is not in the cache and the hub cannot be reached"):
+        TargetParts.load(target)
+
+
+def test_hub_target_is_read_from_its_pinned_snapshot(target: TargetFiles, folder: Path, monkeypatch, tmp_path_factory):
+    cache, commit = tmp_path_factory.mktemp("hub"), "a" * 40
+    snapshot = cache / "models--some--model" / "snapshots" / commit
+    shutil.copytree(folder, snapshot)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    hub = target.model_copy(update={"model": "some/model", "revision": commit})
+    assert torch.equal(TargetParts.load(hub).embedding, TargetParts.load(target).embedding)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftworks.drafts import ttt_attention
+from draftworks.drafts.ttt_attention import _FusedTttAttention, fused_kernel_works, plain_ttt_attention
+
+
+def random_inputs(batch, kv_heads, group, length, dim, steps, dtype):
+    generator = torch.Generator().manual_seed(length + steps)
+    full = (batch, length, kv_heads * group, dim)
+    shapes = [full, *[(batch, length, kv_heads, dim), *[full] * (steps - 1)] * 2]
+    leaves = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    return leaves, [leaf.transpose(1, 2) for leaf in leaves]
+
+
+def outputs_and_gradients(attend, size, dtype):
+    leaves, (query, *rest) = random_inputs(*size, dtype)
+    steps = size[-1]
+    output = attend(query, rest[:steps], rest[steps:])
+    seed = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+    return [output, *torch.autograd.grad(output, leaves, seed)]
+
+
+def fused(query, keys, values):
+    return _FusedTttAttention.apply(query, len(keys), *keys, *values)
+
+
+sizes = st.tuples(*(st.integers(low, high) for low, high in ((1, 3), (1, 2), (1, 3), (1, 40), (1, 9), (1, 8))))
+
+
+@pytest.mark.skipif(not fused_kernel_works(torch.float64), reason="this torch lacks the fused CPU kernel")
+@settings(max_examples=30, deadline=None)
+@given(size=sizes, dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_fused_equals_plain_in_value_and_every_gradient(size, dtype):
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-10
+    for found, expected in zip(
+        outputs_and_gradients(fused, size, dtype), outputs_and_gradients(plain_ttt_attention, size, dtype)
+    ):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_fused_equals_plain_beyond_one_block_of_the_kernel():
+    size = (1, 1, 2, 800, 8, 4)
+    for found, expected in zip(
+        outputs_and_gradients(fused, size, torch.float64),
+        outputs_and_gradients(plain_ttt_attention, size, torch.float64),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_later_rows_and_other_samples_are_never_seen():
+    _, (query, *rest) = random_inputs(2, 2, 2, 10, 4, 3, torch.float64)
+    query, rest = query.detach(), [x.detach().clone() for x in rest]
+    before = ttt_attention.ttt_attention(query, rest[:3], rest[3:])
+    for x in rest:
+        x[:, :, 6:] += 5
+        x[1] -= 2
+    after = ttt_attention.ttt_attention(query, rest[:3], rest[3:])
+    torch.testing.assert_close(before[0, :, :6], after[0, :, :6])
+    assert not torch.allclose(before[0, :, 6:], after[0, :, 6:])
+
+
+def test_without_the_private_kernel_the_plain_path_is_taken(monkeypatch):
+    size = (2, 2, 2, 7, 4, 3)
+    expected = outputs_and_gradients(ttt_attention.ttt_attention, size, torch.float64)
+    fused_kernel_works.cache_clear()
+
+    def absent(*_args, **_kwargs):
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(_FusedTttAttention, "forward", staticmethod(absent))
+    try:
+        assert not fused_kernel_works(torch.float64)
+        for found, value in zip(outputs_and_gradients(ttt_attention.ttt_attention, size, torch.float64), expected):
+            torch.testing.assert_close(found, value)
+    finally:
+        fused_kernel_works.cache_clear()

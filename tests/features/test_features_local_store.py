@@ -1,0 +1,195 @@
+"""The local store: what is put comes back, once, from any process; damage is reported, not read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from features_toys import filled_store, toy_ref, toy_tensors
+
+from draftworks.errors import StoreError
+from draftworks.features.contracts import FeatureSpec
+from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.shards import staging_name
+
+
+def test_put_get_round_trip_before_and_after_publishing(tmp_path: Path):
+    store = LocalFeatureStore(tmp_path)
+    ref = store.put(toy_ref(1), toy_tensors(toy_ref(1), torch.bfloat16))
+    for opened in (store, None):
+        tensors, handle = (opened or LocalFeatureStore(tmp_path)).get(ref)
+        assert {name: t.dtype for name, t in tensors.items()} == {"hf2": torch.bfloat16, "last": torch.bfloat16}
+        assert all(torch.equal(tensors[n], t) for n, t in toy_tensors(ref, torch.bfloat16).items())
+        assert handle.sample_id == ref.sample_id
+        store.flush()
+    assert ref.estimated_bytes == store.estimate_bytes(ref) == 2 * ref.num_tokens * 4 * 2
+
+
+def test_same_key_put_twice_is_stored_once(tmp_path: Path):
+    store, refs = filled_store(tmp_path, 5)
+    for ref in refs:
+        store.put(ref, toy_tensors(ref))
+    store.flush()
+    again = LocalFeatureStore(tmp_path)
+    again.put(refs[0], toy_tensors(refs[0]))
+    again.put(refs[0], toy_tensors(refs[0]))
+    again.flush()
+    assert again.health()["shards"] == 1
+    assert again.health()["tensors"] == 10
+
+
+def test_shards_are_published_as_they_fill(tmp_path: Path):
+    filled_store(tmp_path, 20, shard_bytes=200)
+    assert len(list((tmp_path / "shards").iterdir())) > 3
+    assert LocalFeatureStore(tmp_path).health()["tensors"] == 40
+    assert not list((tmp_path / "staging").iterdir())
+
+
+def test_missing_keeps_order_and_refresh_sees_other_writers(tmp_path: Path):
+    reader = LocalFeatureStore(tmp_path)
+    _, refs = filled_store(tmp_path, 3)
+    keys = ["f" * 32, *refs[2].feature_keys.values(), "e" * 32]
+    assert reader.missing(keys) == keys
+    reader.refresh()
+    assert reader.missing(keys) == ["f" * 32, "e" * 32]
+    assert reader.contains(refs[0].feature_keys["last"])
+
+
+def test_removed_shard_is_forgotten_on_refresh(tmp_path: Path):
+    store, refs = filled_store(tmp_path, 3)
+    next((tmp_path / "shards").iterdir()).unlink()
+    store.refresh()
+    assert store.health()["tensors"] == 0
+    with pytest.raises(StoreError, match="s1.*not in the feature store"):
+        store.get(refs[1])
+
+
+def test_abort_forgets_what_no_other_sample_wants(tmp_path: Path):
+    store = LocalFeatureStore(tmp_path)
+    mine, shared = (
+        toy_ref(1),
+        replace(toy_ref(1), sample_id="s1b", feature_keys={"last": toy_ref(1).feature_keys["last"]}),
+    )
+    store.put(mine, toy_tensors(mine))
+    store.put(shared, {"last": toy_tensors(mine)["last"]})
+    store.abort("s1")
+    store.flush()
+    assert store.contains(mine.feature_keys["last"])
+    assert not store.contains(mine.feature_keys["hf2"])
+
+
+def test_stale_handle_releases_nothing(tmp_path: Path):
+    store, refs = filled_store(tmp_path, 1)
+    _, old = store.get(refs[0])
+    store.abort("s0")
+    _, new = store.get(refs[0])
+    store.release(old)
+    assert store.health()["leases"] == 2
+    store.release(new)
+    store.gc()
+    assert store.health()["leases"] == 0
+
+
+def test_gc_sweeps_staging_of_dead_writers_only(tmp_path: Path):
+    store = LocalFeatureStore(tmp_path)
+    script = "from draftworks.features.shards import staging_name; print(staging_name())"
+    dead = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    names = [dead, staging_name(), "elsewhere.example~7~abc.tmp"]
+    for name in names:
+        (tmp_path / "staging" / name).write_bytes(b"12345")
+    assert store.gc() == 5
+    assert {path.name for path in (tmp_path / "staging").iterdir()} == set(names[1:])
+
+
+def test_get_checks_shape_and_dtype(tmp_path: Path):
+    store, refs = filled_store(tmp_path, 1)
+    wrong = replace(refs[0], feature_specs={"last": FeatureSpec("last", (99, 4), "float32")})
+    with pytest.raises(StoreError, match=r"s0, feature last: expected shape \(99, 4\).*found \(3, 4\)"):
+        store.get(wrong)
+
+
+def test_truncated_shard_is_reported_when_it_is_needed(tmp_path: Path):
+    _, refs = filled_store(tmp_path, 2)
+    shard = next((tmp_path / "shards").iterdir())
+    shard.write_bytes(shard.read_bytes()[:-3])
+    store = LocalFeatureStore(tmp_path)
+    with pytest.raises(StoreError, match=rf"sample s0.*{shard.name}.*truncated"):
+        store.get(refs[0])
+    with pytest.raises(StoreError, match=rf"{shard.name}.*truncated"):
+        store.missing(["a" * 32])
+    assert shard.exists()
+
+
+def test_altered_sample_is_reported_and_others_are_read(tmp_path: Path):
+    _, refs = filled_store(tmp_path, 3)
+    shard = next((tmp_path / "shards").iterdir())
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 0xFF
+    shard.write_bytes(content)
+    store, bad = LocalFeatureStore(tmp_path), []
+    for ref in refs:
+        try:
+            store.get(ref)
+        except StoreError as error:
+            bad.append(str(error))
+    assert len(bad) == 1
+    assert shard.name in bad[0]
+    assert "altered: sample key" in bad[0]
+    unchecked = LocalFeatureStore(tmp_path, verify_reads=False)
+    assert all(unchecked.get(ref) for ref in refs)
+
+
+def test_verify_reports_every_bad_file(tmp_path: Path):
+    store, _ = filled_store(tmp_path, 20, shard_bytes=200)
+    assert store.verify().ok
+    shards = sorted((tmp_path / "shards").iterdir())
+    shards[0].write_bytes(shards[0].read_bytes()[:-1])
+    shards[1].write_bytes(b"no header")
+    altered = bytearray(shards[2].read_bytes())
+    altered[-1] ^= 1
+    shards[2].write_bytes(altered)
+    check = LocalFeatureStore(tmp_path).verify()
+    assert not check.ok
+    assert len(check.problems) == 3
+    assert all(any(shard.name in text for text in check.problems) for shard in shards[:3])
+
+
+WRITER = """
+import json, sys, torch
+from pathlib import Path
+from draftworks.features.contracts import SampleRef
+from draftworks.features.local_store import LocalFeatureStore
+store = LocalFeatureStore(Path(sys.argv[1]), shard_bytes=400)
+for i in range(int(sys.argv[2]), int(sys.argv[3])):
+    ref = SampleRef(f"s{i}", "", "", "", {"last": f"{i:032x}"}, {})
+    store.put(ref, {"last": torch.full((5, 4), float(i))})
+store.close()
+"""
+
+
+def test_two_processes_write_one_store(tmp_path: Path):
+    commands = [[sys.executable, "-c", WRITER, str(tmp_path), *span] for span in (("0", "60"), ("40", "100"))]
+    writers = [subprocess.Popen(command) for command in commands]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    store = LocalFeatureStore(tmp_path)
+    assert store.verify().ok
+    assert not store.missing(f"{i:032x}" for i in range(100))
+
+
+def test_concurrent_reads_agree(tmp_path: Path):
+    store, refs = filled_store(tmp_path, 30, shard_bytes=300)
+    small = LocalFeatureStore(tmp_path, max_open=2)
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda ref: small.get(ref)[0]["last"], refs * 4))
+    assert all(torch.equal(got, toy_tensors(ref)["last"]) for got, ref in zip(results, refs * 4))
+
+
+def test_health_is_plain_data(tmp_path: Path):
+    store, _ = filled_store(tmp_path, 2)
+    assert json.loads(json.dumps(store.health()))["tensors"] == 4

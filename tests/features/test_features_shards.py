@@ -1,0 +1,97 @@
+"""A shard keeps what was put into it, or says what is wrong and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from draftworks.errors import StoreError
+from draftworks.features.shards import ShardReader, ShardWriter, read_header, staging_name, staging_owner_is_dead
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+
+
+def publish(folder: Path, tensors: dict[str, torch.Tensor]):
+    writer = ShardWriter(folder, folder, shard_bytes=1 << 20)
+    for key, tensor in tensors.items():
+        writer.add(key, tensor)
+    return writer.publish()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 5), min_size=0, max_size=3), min_size=1, max_size=6),
+    dtypes=st.lists(st.sampled_from(DTYPES), min_size=6, max_size=6),
+)
+def test_read_equals_written(tmp_path: Path, shapes, dtypes):
+    tensors = {f"{i:032x}": (torch.randn(shape) * 9).to(dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes))}
+    header = publish(tmp_path, tensors)
+    reader = ShardReader()
+    for key, tensor in tensors.items():
+        assert torch.equal(reader.get(header, key), tensor)
+        assert reader.get(header, key).dtype == tensor.dtype
+
+
+def test_same_content_gets_the_same_name_whatever_the_order(tmp_path: Path):
+    tensors = {f"{i:032x}": torch.full((3, 2), float(i)) for i in range(4)}
+    first = publish(tmp_path, tensors)
+    second = publish(tmp_path, dict(reversed(tensors.items())))
+    assert first.path == second.path
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
+
+
+def test_shard_cut_anywhere_is_noticed_and_named(tmp_path: Path):
+    header = publish(tmp_path, {"a" * 32: torch.randn(30, 4)})
+    whole = header.path.read_bytes()
+    for length in (0, 4, 20, len(whole) // 2, len(whole) - 1):
+        header.path.write_bytes(whole[:length])
+        with pytest.raises(StoreError, match=header.path.name):
+            read_header(header.path).require_complete()
+        with pytest.raises(StoreError, match=f"{header.path.name}.*{'a' * 32}.*truncated"):
+            ShardReader().get(header, "a" * 32)
+
+
+def test_any_altered_byte_of_the_data_is_noticed_with_its_sample(tmp_path: Path):
+    header = publish(tmp_path, {"a" * 32: torch.randn(5, 4), "b" * 32: torch.randn(5, 4)})
+    whole = header.path.read_bytes()
+    start = header.expected_bytes - header.nbytes
+    for position in range(start, len(whole), 7):
+        header.path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        problems = []
+        for key in ("a" * 32, "b" * 32):
+            try:
+                ShardReader().get(read_header(header.path), key)
+            except StoreError as error:
+                problems.append((key, str(error)))
+        assert len(problems) == 1
+        assert problems[0][0] in problems[0][1]
+        assert header.path.name in problems[0][1]
+
+
+def test_altered_checksums_in_the_header_are_noticed(tmp_path: Path):
+    header = publish(tmp_path, {"a" * 32: torch.randn(5, 4)})
+    checksum = header.entries["a" * 32].checksum
+    forged = header.path.read_bytes().replace(checksum.encode(), b"0" * len(checksum))
+    header.path.write_bytes(forged)
+    with pytest.raises(StoreError, match="altered"):
+        read_header(header.path)
+
+
+def test_tensors_outlive_their_closed_shard(tmp_path: Path):
+    one = publish(tmp_path, {"a" * 32: torch.ones(1000, 4)})
+    two = publish(tmp_path, {"b" * 32: torch.zeros(1000, 4)})
+    reader = ShardReader(max_open=1)
+    first = reader.get(one, "a" * 32)
+    reader.get(two, "b" * 32)
+    assert reader.open_shards == 1
+    reader.close()
+    assert first.eq(1).all()
+
+
+def test_staging_of_this_process_belongs_to_the_living():
+    assert staging_owner_is_dead(staging_name()) is False
+    assert staging_owner_is_dead("elsewhere.example~1~abc.tmp") is None

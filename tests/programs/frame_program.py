@@ -1,0 +1,59 @@
+"""A program in the real frame that does what its run file says: the tests' stand-in for capture and training."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from draftworks.errors import ConfigError
+from draftworks.programs.process_group import distributed
+from draftworks.programs.program import Interrupted, ProgramContext, run_program
+from draftworks.runs import RunFile
+
+
+class FrameRun(RunFile):
+    """`task` is what to do; `ranks` is how many ranks must be there."""
+
+    task: str
+    ranks: int = 1
+
+
+def work(run: FrameRun, ctx: ProgramContext) -> dict[str, Any]:
+    """Do the task."""
+    ctx.log(f"task {run.task}")
+    if run.task == "sum":
+        return {"sum": _sum_of_ranks(), "ranks": ctx.world_size, "out": str(run.out)}
+    if run.task == "crash":
+        if ctx.rank == run.ranks - 1:
+            raise RuntimeError("a ghost in the machine")
+        time.sleep(60)
+    if run.task == "user_error":
+        raise ConfigError("taps: expected at most 8, found 9. Use fewer.")
+    if run.task == "wait":
+        _wait_for_interrupt(run, ctx)
+    raise AssertionError(f"unknown task {run.task}")
+
+
+def _sum_of_ranks() -> int:
+    with distributed("cpu"):
+        if not dist.is_initialized():
+            return 0
+        total = torch.tensor(dist.get_rank())
+        dist.all_reduce(total)
+        return int(total)
+
+
+def _wait_for_interrupt(run: FrameRun, ctx: ProgramContext) -> None:
+    (run.out / f"ready-{ctx.rank}").touch()
+    try:
+        time.sleep(60)
+    except Interrupted:
+        (run.out / "saved").touch()
+        raise
+
+
+if __name__ == "__main__":
+    run_program(FrameRun, work)

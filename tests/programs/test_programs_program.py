@@ -1,0 +1,137 @@
+"""The frame of launched programs, started by hand as a person would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from draftworks.errors import ConfigError
+from draftworks.programs.failure import RankFailure
+from draftworks.programs.program import ProgramContext
+
+PYTHON = (sys.executable, "-m")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+
+
+def start(run: dict, tmp_path: Path, launcher: tuple[str, ...] = PYTHON, **env: str) -> subprocess.Popen[str]:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"out": "out", **run}))
+    return subprocess.Popen(
+        [*launcher, "frame_program", str(tmp_path / "run.yaml")],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parent),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(tmp_path),
+            **env,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(program: subprocess.Popen[str], file: Path) -> None:
+    while not file.exists():
+        assert program.poll() is None
+        time.sleep(0.02)
+
+
+def test_runs_by_hand_without_torchrun_and_prints_its_report(tmp_path: Path) -> None:
+    out, err = start({"task": "sum"}, tmp_path).communicate(timeout=60)
+    log, _, report = out.partition("\n")
+    assert log == "task sum", err
+    assert json.loads(report) == {"sum": 0, "ranks": 1, "out": str(tmp_path / "out")}
+
+
+def test_runs_by_hand_under_torchrun_in_a_process_group(tmp_path: Path) -> None:
+    out, err = start({"task": "sum", "ranks": 2}, tmp_path, TORCHRUN).communicate(timeout=60)
+    assert "[rank 0] task sum" in out, err
+    assert "[rank 1] task sum" in out
+    assert '"sum": 1' in out
+    assert out.count('"ranks": 2') == 1, "one report, of rank 0"
+
+
+def test_user_error_prints_its_message_alone(tmp_path: Path) -> None:
+    error_file = tmp_path / "error.json"
+    program = start({"task": "user_error"}, tmp_path, TORCHELASTIC_ERROR_FILE=str(error_file))
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 2
+    assert err == "error: taps: expected at most 8, found 9. Use fewer.\n"
+    failure = RankFailure.read(error_file)
+    assert failure is not None
+    assert failure.user_error
+    assert failure.message == "taps: expected at most 8, found 9. Use fewer."
+
+
+def test_bad_run_file_is_a_user_error(tmp_path: Path) -> None:
+    program = start({"task": "sum", "rank": 2}, tmp_path)
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 2
+    assert "run.yaml" in err
+    assert "rank" in err
+    assert "Traceback" not in err
+
+
+def test_crash_prints_its_traceback(tmp_path: Path) -> None:
+    program = start({"task": "crash"}, tmp_path)
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 1
+    assert "Traceback" in err
+    assert "RuntimeError: a ghost in the machine" in err
+
+
+def test_sigterm_interrupts_and_lets_the_program_save(tmp_path: Path) -> None:
+    program = start({"task": "wait"}, tmp_path)
+    wait_for(program, tmp_path / "out" / "ready-0")
+    program.send_signal(signal.SIGTERM)
+    _, err = program.communicate(timeout=10)
+    assert program.returncode == 128 + signal.SIGTERM
+    assert (tmp_path / "out" / "saved").exists()
+    assert err == "interrupted by SIGTERM\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+def test_ranks_die_with_torchrun(tmp_path: Path) -> None:
+    torchrun = start({"task": "wait"}, tmp_path, TORCHRUN)
+    for rank in (0, 1):
+        wait_for(torchrun, tmp_path / "out" / f"ready-{rank}")
+    ranks = psutil.Process(torchrun.pid).children(recursive=True)
+    torchrun.kill()
+    torchrun.communicate(timeout=3)
+    _, alive = psutil.wait_procs(ranks, timeout=3)
+    assert len(ranks) >= 2
+    assert not [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_progress_is_limited_and_from_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
+    main, other = ProgramContext(), ProgramContext(rank=1, world_size=2)
+    for step in range(1000):
+        main.progress({"step": step, "loss": 1.23456789})
+        other.progress({"step": step})
+    assert capsys.readouterr().out == "step=0 loss=1.235\n"
+
+
+def test_error_file_keeps_what_was_written_and_reads_torchelastics_own(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    failure = RankFailure.of(ConfigError("no"), rank=3)
+    path.write_text(json.dumps(failure.to_json()))
+    assert RankFailure.read(path) == failure
+    extra = {"py_callstack": "Traceback", "timestamp": "12"}
+    path.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": extra}}))
+    assert RankFailure.read(path) == RankFailure("ValueError: x", "Traceback", time_ns=12_000_000_000)
+
+
+@pytest.mark.parametrize("text", ["", '{"message": {"mess', "{}", "[]", '{"message": {}}'])
+def test_error_file_cut_short_is_no_failure(text: str, tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text(text)
+    assert RankFailure.read(tmp_path / "error.json") is None

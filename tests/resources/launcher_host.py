@@ -1,0 +1,21 @@
+"""A Dagster process of its own, for the tests that interrupt or kill it: launches a worker that hangs."""
+
+import os
+import sys
+
+import dagster as dg
+
+from resources.local_launcher import LocalLauncher
+from resources.torch_job import TorchJob
+
+
+@dg.asset
+def draft(context: dg.AssetExecutionContext, launcher: LocalLauncher) -> None:
+    task, marker = sys.argv[1:3]
+    job = TorchJob("launcher_worker", (task, marker), procs_per_node=2, env={"PYTHONPATH": os.path.dirname(__file__)})
+    launcher.run(context, job)
+
+
+if __name__ == "__main__":
+    launcher = LocalLauncher(workdir=sys.argv[3], grace_s=float(sys.argv[4]))
+    dg.materialize([draft], resources={"launcher": launcher})

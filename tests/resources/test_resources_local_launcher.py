@@ -1,0 +1,197 @@
+"""Jobs under a real torchrun: what a person sees of them, and that nothing of them stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import dagster as dg
+import psutil
+import pytest
+import yaml
+
+from draftworks.errors import ConfigError
+from resources.local_launcher import LocalLauncher
+from resources.torch_job import RunDir, TorchJob
+from resources.torch_launcher import JobResult
+
+HERE = Path(__file__).parent
+PATH = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "programs")])}
+
+
+@dataclass
+class Outcome:
+    """What became of one asset that ran a job."""
+
+    result: dg.ExecuteInProcessResult
+    jobs: list[JobResult]
+
+    @property
+    def failures(self) -> list[dg.DagsterEvent]:
+        kinds = (dg.DagsterEventType.STEP_FAILURE, dg.DagsterEventType.STEP_UP_FOR_RETRY)
+        return [event for event in self.result.all_events if event.event_type in kinds]
+
+    @property
+    def failure(self) -> dg.Failure:
+        (event,) = self.failures
+        data = event.step_failure_data.user_failure_data
+        return dg.Failure(data.description, data.metadata)
+
+
+def launch(job: TorchJob, tmp_path: Path, *, retries: int = 0, **options: float) -> Outcome:
+    """Materialize an asset that runs the job and would be retried `retries` times."""
+    jobs: list[JobResult] = []
+
+    @dg.asset(retry_policy=dg.RetryPolicy(max_retries=retries) if retries else None)
+    def draft(context: dg.AssetExecutionContext, launcher: LocalLauncher) -> dg.MaterializeResult:
+        jobs.append(launcher.run(context, job))
+        return dg.MaterializeResult(metadata=jobs[-1].metadata)
+
+    launcher = LocalLauncher(workdir=str(tmp_path / "runs"), poll_interval_s=0.05, **options)
+    result = dg.materialize([draft], resources={"launcher": launcher}, raise_on_error=False)
+    return Outcome(result, jobs)
+
+
+def worker(task: str, tmp_path: Path, *rest: str, procs: int = 2, time_limit_s: float | None = None) -> TorchJob:
+    args = (task, str(tmp_path / "marker"), *rest)
+    return TorchJob("launcher_worker", args, procs_per_node=procs, env=PATH, time_limit_s=time_limit_s)
+
+
+def framed(task: str, tmp_path: Path) -> TorchJob:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"out": ".", "task": task, "ranks": 2}))
+    return TorchJob("frame_program", (str(tmp_path / "run.yaml"),), procs_per_node=2, env=PATH)
+
+
+def survivors(tmp_path: Path) -> list[psutil.Process]:
+    """Living processes with this test's marker among their arguments, the Dagster process apart."""
+    marker, found = str(tmp_path / "marker"), []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            arguments = process.cmdline()
+            if marker in arguments and not any(a.endswith("launcher_host.py") for a in arguments):
+                found.append(process)
+    return found
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> float:
+    """Seconds until the condition held."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout_s, f"not within {timeout_s} s"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+@contextmanager
+def hanging_job(task: str, tmp_path: Path, grace_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    """A Dagster process of its own whose job's two ranks hang."""
+    command = [sys.executable, str(HERE / "launcher_host.py"), task, str(tmp_path / "marker"), str(tmp_path / "runs")]
+    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
+    host = subprocess.Popen([*command, str(grace_s)], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    markers = [tmp_path / f"marker.{rank}" for rank in (0, 1)]
+    try:
+        wait_until(lambda: host.poll() is not None or all(marker.exists() for marker in markers), timeout_s=60)
+        assert host.poll() is None, "the Dagster process ended before its job was up"
+        yield host
+    finally:
+        host.kill()
+        host.wait()
+        for process in survivors(tmp_path):
+            process.kill()
+
+
+def test_report_and_logs_of_all_ranks_arrive(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outcome = launch(framed("sum", tmp_path), tmp_path)
+    assert outcome.result.success
+    (job,) = outcome.jobs
+    assert job.report == {"sum": 1, "ranks": 2, "out": str(tmp_path)}
+    assert job.metadata["engine"] == "local"
+    assert job.metadata["seconds"] > 0
+    log, page = Path(job.metadata["log"].path).read_text(), capfd.readouterr().out
+    for rank in (0, 1):
+        assert f"[rank {rank}] task sum" in log
+        assert f"[rank {rank}] task sum" in page
+
+
+def test_threads_are_given_to_each_rank(tmp_path: Path) -> None:
+    (job,) = launch(worker("report", tmp_path, "1", procs=1), tmp_path, threads=3).jobs
+    assert job.report == {"number": 0, "threads": "3"}
+
+
+@pytest.mark.parametrize(("reports", "found"), [(0, "without a report"), (2, "after 2 reports")])
+def test_success_without_exactly_one_report_fails(reports: int, found: str, tmp_path: Path) -> None:
+    outcome = launch(worker("report", tmp_path, str(reports), procs=1), tmp_path, retries=1)
+    assert f"launcher_worker exited 0 {found}" in outcome.failure.description
+    assert not outcome.result.asset_materializations_for_node("draft")
+
+
+def test_first_failed_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
+    failure = launch(framed("crash", tmp_path), tmp_path).failure
+    assert failure.description.startswith("rank 1: RuntimeError: a ghost in the machine")
+    assert 'raise RuntimeError("a ghost in the machine")' in failure.description
+    assert failure.metadata["exit_code"].value == 1
+    assert "a ghost" in Path(failure.metadata["log"].path).read_text()
+
+
+def test_user_error_shows_its_message_alone_and_is_not_retried(tmp_path: Path) -> None:
+    outcome = launch(framed("user_error", tmp_path), tmp_path, retries=2)
+    assert outcome.failure.description == "taps: expected at most 8, found 9. Use fewer."
+
+
+def test_retry_has_its_own_folder_and_a_silent_death_shows_the_log(tmp_path: Path) -> None:
+    first, second = launch(worker("die", tmp_path, procs=1), tmp_path, retries=1).failures
+    description = second.step_failure_data.user_failure_data.description
+    assert "no rank said why" in description
+    assert "rank 0 speaks" in description
+    assert "exitcode: -9" in description
+    assert "-retry1" in description
+    assert "-retry0" not in description
+    assert "-retry0" in first.step_retry_data.error.cause.message
+    assert len(list((tmp_path / "runs" / "draft").iterdir())) == 2
+
+
+def test_output_on_the_run_page_is_bounded_and_keeps_its_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    launch(worker("flood", tmp_path, procs=1), tmp_path, log_limit_mb=1)
+    page = capfd.readouterr().out
+    assert 1 << 20 < len(page) < 1.1 * (1 << 20)
+    assert "the last words" in page
+    (log,) = (tmp_path / "runs").rglob("out.log")
+    assert log.stat().st_size > 2_400_000
+
+
+def test_time_limit_cancels_the_job(tmp_path: Path) -> None:
+    outcome = launch(worker("hang", tmp_path, time_limit_s=0.5), tmp_path, retries=1)
+    assert "over its time limit of 0.5 s" in outcome.failure.description
+    assert not survivors(tmp_path)
+
+
+def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    with hanging_job("hang", tmp_path, grace_s=10) as host:
+        assert len(survivors(tmp_path)) >= 3
+        host.send_signal(signal.SIGINT)
+        host.wait(timeout=5)
+        assert not survivors(tmp_path)
+
+
+def test_stuck_workers_are_killed_after_the_grace_with_their_hidden_children(tmp_path: Path) -> None:
+    with hanging_job("stuck", tmp_path, grace_s=1.5) as host:
+        host.send_signal(signal.SIGINT)
+        host.wait(timeout=1.5 + 2)
+        assert not survivors(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+def test_killing_dagster_ends_every_worker(tmp_path: Path) -> None:
+    with hanging_job("hang", tmp_path, grace_s=10) as host:
+        host.kill()
+        wait_until(lambda: not survivors(tmp_path), timeout_s=3)
+
+
+def test_several_nodes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="asks for 2 nodes"):
+        LocalLauncher().submit(TorchJob("m", nodes=2), {}, RunDir(tmp_path))

@@ -1,0 +1,39 @@
+"""What a job is, without running one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftworks.errors import ConfigError
+from resources.torch_job import RunDir, TorchJob
+
+
+def test_command_is_torchruns_with_a_rendezvous_of_its_own() -> None:
+    command = TorchJob("draftworks.programs.train", ("run.yaml",), procs_per_node=2).command("--log-dir=x")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir=x", "--nproc-per-node=2"]
+    assert command == [*torchrun, "-m", "draftworks.programs.train", "run.yaml"]
+
+
+def test_command_takes_the_rendezvous_of_a_cluster() -> None:
+    command = TorchJob("m", nodes=2).command("--nnodes=2", "--rdzv-endpoint=host:1")
+    assert "--standalone" not in command
+
+
+@pytest.mark.parametrize("counts", [{"nodes": 0}, {"procs_per_node": 0}, {"gpus_per_node": -1}])
+def test_impossible_counts_are_refused(counts: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        TorchJob("m", **counts)
+
+
+def test_every_attempt_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    attempts = [RunDir.create(tmp_path, "0123456789", retry).path for retry in (0, 0, 1)]
+    assert [path.name for path in attempts] == ["01234567-retry0", "01234567-retry0-2", "01234567-retry1"]
+
+
+def test_launchers_import_no_torch() -> None:
+    code = "import resources.local_launcher, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,17 @@
+"""A process group of one, as a single-process training has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from draftworks.training.backend import process_group_of_one
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.set_num_threads(1)
+    with process_group_of_one(torch.device("cpu")):
+        yield

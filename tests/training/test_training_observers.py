@@ -1,0 +1,97 @@
+"""Who hears of the training, and the pictures of it."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from draftworks.errors import ConfigError, StoreError
+from draftworks.evaluation.result import EvalResult
+from draftworks.training.history import EvalPoint, History, TrainPoint
+from draftworks.training.observers import ProgressReport, TensorBoardLog, eta_seconds
+from draftworks.training.plots import training_plot
+
+RESULT = EvalResult(20.0, 10.0, 30, {"acc_corrects": (5.0, 2.0), "acc_denoms": (10.0, 8.0)})
+
+
+def point(step: int, loss: float | None) -> TrainPoint:
+    return TrainPoint(
+        step=step,
+        epoch=step / 10,
+        loss=loss,
+        accuracy=0.5,
+        simulated_acc_len=0.6,
+        lr=1e-3,
+        grad_norm=0.4,
+        tokens=100,
+        tokens_per_s=50.0,
+        seconds=2.0 * step,
+    )
+
+
+@pytest.fixture
+def history() -> History:
+    points = [point(step, loss) for step, loss in ((1, 4.0), (2, None), (3, 2.0), (4, 1.0))]
+    return History(8, points, [EvalPoint(4, 8.0, RESULT)])
+
+
+def test_progress_has_loss_speed_and_time_left() -> None:
+    told = []
+    report = ProgressReport(told.append)
+    report.on_train(point(4, 1.0), total_steps=8)
+    report.on_eval(EvalPoint(4, 8.0, RESULT))
+    assert told[0]["step"] == "4/8"
+    assert (told[0]["loss"], told[0]["tokens/s"], told[0]["eta_s"]) == (1.0, 50, 8)
+    assert told[1]["heldout_loss"] == 2.0
+
+
+def test_time_left_is_zero_at_the_end() -> None:
+    assert eta_seconds(point(8, 1.0), 8) == 0.0
+
+
+def test_smoothed_losses_leave_out_points_without_loss(history: History) -> None:
+    assert history.first_loss(share=0.34) == 4.0
+    assert history.last_loss(share=0.67) == 1.5
+    assert (history.steps, history.tokens) == (4, 400)
+
+
+def test_losses_of_nothing_are_none() -> None:
+    empty = History(3)
+    assert empty.first_loss() is None
+    assert empty.tokens_per_s == 0.0
+
+
+def test_history_without_evaluation_is_drawn(history: History) -> None:
+    for drawn in (history, History(8, history.train), History(8)):
+        with Image.open(io.BytesIO(training_plot(drawn, "eagle3 draft of tiny"))) as picture:
+            picture.verify()
+            assert picture.format == "PNG"
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"schema_version": 7}'])
+def test_damaged_history_is_refused_by_name(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "history.json"
+    path.write_text(content)
+    with pytest.raises(StoreError, match=r"history\.json"):
+        History.load(path)
+
+
+def test_missing_tensorboard_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=r"TensorBoard is not installed.*draftworks\[tensorboard\]"):
+        TensorBoardLog(tmp_path)
+
+
+def test_tensorboard_gets_every_point(history: History, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = TensorBoardLog(tmp_path)
+    for each in history.train:
+        log.on_train(each, history.total_steps)
+    log.on_eval(history.evals[0])
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 4.0), (3, 2.0), (4, 1.0)]
+    assert events.Scalars("eval/simulated_acc_len")[0].value == pytest.approx(RESULT.simulated_acc_len)

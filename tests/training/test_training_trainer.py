@@ -1,0 +1,205 @@
+"""The trainer: what it computes does not depend on how the global batch is cut up."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from training_toys import ToyStrategy, eval_loader, on_ranks, ragged_samples, train_loader
+
+from draftworks.drafts.strategy import StepContext
+from draftworks.errors import TrainingError
+from draftworks.specs import TrainingSpec
+from draftworks.training.backend import FSDPTrainingBackend
+from draftworks.training.core import TrainerCore
+from draftworks.training.history import History
+from draftworks.training.optimizer import BF16Optimizer
+from draftworks.training.trainer import Trainer, plan_of
+
+CPU = torch.device("cpu")
+GLOBAL = 8
+SPEC = TrainingSpec(
+    global_batch_size=GLOBAL, epochs=3, lr=0.02, compute_dtype="float32", log_every=1, eval_every=5, warmup_ratio=0.1
+)
+
+
+def trained(micro: int, rank: int = 0, world: int = 1, spec: TrainingSpec = SPEC, samples: int = 45) -> Trainer:
+    strategy = ToyStrategy()
+    train, held_out = ragged_samples(samples), ragged_samples(7, seed=2)
+    trainer = Trainer(
+        strategy,
+        train_loader(strategy, train, micro, GLOBAL, rank, world),
+        eval_loader(strategy, held_out, 2, rank, world),
+        spec,
+        CPU,
+    )
+    trainer.fit()
+    return trainer
+
+
+def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def assert_same_history(found: History, expected: History) -> None:
+    assert found.total_steps == expected.total_steps
+    for mine, theirs in zip(found.train, expected.train, strict=True):
+        assert (mine.step, mine.tokens, mine.lr) == (theirs.step, theirs.tokens, theirs.lr)
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+    for mine, theirs in zip(found.evals, expected.evals, strict=True):
+        assert mine.step == theirs.step
+        assert mine.result.counts == theirs.result.counts
+        assert mine.result.avg_loss == pytest.approx(theirs.result.avg_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.usefixtures("one_rank")
+def test_micro_batch_size_changes_nothing(micro: int) -> None:
+    whole, cut = trained(GLOBAL), trained(micro)
+    assert_same_weights(cut.weights(), whole.weights())
+    assert_same_history(cut.controller.history, whole.controller.history)
+
+
+def _train_and_save(rank: int, folder: Path) -> None:
+    trainer = trained(micro=2, rank=rank, world=2)
+    weights = trainer.weights()
+    assert bool(weights) == (rank == 0)
+    if rank == 0:
+        save_file(weights, folder / "weights.safetensors")
+        trainer.controller.history.save(folder / "history.json")
+
+
+def test_two_ranks_equal_one(tmp_path: Path, one_rank: None) -> None:
+    on_ranks(2, tmp_path, _train_and_save, tmp_path)
+    alone = trained(micro=2)
+    assert_same_weights(load_file(tmp_path / "weights.safetensors"), alone.weights())
+    assert_same_history(History.load(tmp_path / "history.json"), alone.controller.history)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_window_loss_is_normalised_by_all_its_supervised_tokens() -> None:
+    strategy, samples = ToyStrategy(), ragged_samples(GLOBAL)
+    everything = strategy.collate(list(samples.values()), list(samples))
+    output = ToyStrategy().forward_loss(everything, StepContext())
+    (output.loss_sum / output.loss_weight).backward()
+    trainer = trained(micro=1, spec=SPEC.model_copy(update={"epochs": 1.0}), samples=GLOBAL)
+    assert trainer.controller.history.train[0].loss == pytest.approx(
+        (output.loss_sum / output.loss_weight).item(), rel=1e-6
+    )
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_loss_falls_and_history_says_so() -> None:
+    spec = SPEC.model_copy(update={"epochs": 20.0, "schedule": "constant"})
+    history = trained(micro=4, spec=spec).controller.history
+    assert history.steps == history.total_steps == 20 * (45 // GLOBAL)
+    assert history.last_loss() < 0.5 * history.first_loss()
+    assert history.evals[-1].result.avg_acc > history.evals[0].result.avg_acc
+    assert history.evals[-1].step == history.steps
+    assert history.tokens_per_s > 0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fit_again_trains_nothing() -> None:
+    trainer = trained(micro=4)
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    points = len(trainer.controller.history.train)
+    assert len(trainer.fit().train) == points
+    assert_same_weights(trainer.weights(), before)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_bf16_compute_keeps_fp32_masters() -> None:
+    trainer = trained(micro=4, spec=SPEC.model_copy(update={"compute_dtype": "bfloat16"}))
+    weights = trainer.weights()
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
+
+
+def core_of(strategy: ToyStrategy, accumulation: int = 1) -> TrainerCore:
+    backend = FSDPTrainingBackend(CPU)
+    backend.prepare_model(strategy)
+    optimizer = BF16Optimizer(backend.parameters(), lr=0.1, total_steps=10, weight_decay=0.1)
+    return TrainerCore(strategy, backend, optimizer, accumulation)
+
+
+def batch_of(strategy: ToyStrategy, supervised: bool = True, seed: int = 1):
+    samples = ragged_samples(3, seed=seed, supervised=supervised)
+    return strategy.collate(list(samples.values()), list(samples))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_window_without_supervision_leaves_the_weights_alone() -> None:
+    strategy = ToyStrategy()
+    core = core_of(strategy)
+    core.train_step(batch_of(strategy), StepContext())
+    before = core.backend.full_state_dict()
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    result = core.train_step(batch_of(strategy, supervised=False), StepContext())
+    assert result.totals.avg_loss is None
+    assert result.grad_norm == 0.0
+    for name, tensor in core.backend.full_state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_nan_loss_stops_training_and_names_the_samples() -> None:
+    strategy = ToyStrategy(break_at=2)
+    core = core_of(strategy)
+    for step in range(2):
+        core.train_step(batch_of(strategy), StepContext(step))
+    before = {name: tensor.clone() for name, tensor in core.backend.full_state_dict().items()}
+    with pytest.raises(TrainingError, match=r"optimizer step 2 is nan.*s0, s1, s2"):
+        core.train_step(batch_of(strategy), StepContext(2))
+    assert_same_weights(core.backend.full_state_dict(), before)
+
+
+class _CountingBackend(FSDPTrainingBackend):
+    """Counts how often the reduction was deferred, as FSDP itself sees it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.boundaries: list[bool] = []
+        self.reduced: list[bool] = []
+
+    def backward(self, loss: Tensor, *, is_boundary: bool = True) -> None:
+        super().backward(loss, is_boundary=is_boundary)
+        self.boundaries.append(is_boundary)
+        self.reduced.append(self.parameters()[0].grad is not None)
+
+
+def _count_deferrals(rank: int, folder: Path) -> None:
+    strategy = ToyStrategy()
+    backend = _CountingBackend(CPU)
+    backend.prepare_model(strategy)
+    core = TrainerCore(strategy, backend, BF16Optimizer(backend.parameters(), lr=0.1, total_steps=3), 4)
+    steps = [core.train_step(batch_of(strategy, seed=10 * rank + i), StepContext()) for i in range(12)]
+    expected = [False, False, False, True] * 3
+    assert backend.boundaries == backend.reduced == [step is not None for step in steps] == expected
+
+
+def test_reduction_is_deferred_on_all_but_the_last_micro_step(tmp_path: Path) -> None:
+    on_ranks(2, tmp_path, _count_deferrals, tmp_path)
+
+
+def test_plan_counts_optimizer_steps() -> None:
+    assert plan_of(SPEC, steps_per_epoch=10).total_steps == 30
+    assert plan_of(SPEC.model_copy(update={"max_steps": 7}), 10).total_steps == 7
+    assert plan_of(SPEC.model_copy(update={"max_steps": 70}), 10).total_steps == 30
+    assert plan_of(SPEC.model_copy(update={"epochs": 0.01}), 10).total_steps == 1
+    assert plan_of(SPEC.model_copy(update={"epochs": 0.5}), 10).total_steps == 5
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_history_round_trip(tmp_path: Path) -> None:
+    history = trained(micro=4).controller.history
+    history.save(tmp_path / "history.json")
+    assert History.load(tmp_path / "history.json") == history
+    assert all(math.isfinite(point.loss) for point in history.train)
