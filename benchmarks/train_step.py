@@ -1,6 +1,6 @@
 """How fast and how lean one EAGLE-3 training step is: forward, backward, clipping and AdamW on random features.
 
-    python benchmarks/train_step.py                 # 1024x1 and 512x4 under the conditions of docs' comparison
+    python benchmarks/train_step.py                 # 1024x1 and 512x4, one thread, fp32
     python benchmarks/train_step.py 2048x1 --ttt 3
 
 Every size runs in a process of its own, so that its peak memory is its own. Random features, so the loss means nothing; the

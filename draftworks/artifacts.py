@@ -64,12 +64,15 @@ class ArtifactStore:
         identity: dict[str, Any],
         build: Callable[[Path], Built],
         start_over: bool = False,
+        still_good: Callable[[Artifact], bool] | None = None,
     ) -> Artifact:
         """The result of this identity: found, or built once and published atomically.
 
         Args:
             build: fills the folder it is given. What an interrupted attempt left there is still there.
             start_over: discard what an interrupted attempt left, and rebuild even what exists.
+            still_good: asked of a result that exists, where it refers to something outside its folder; if it says no,
+                the result is built again.
 
         Raises:
             StoreError: another process is building the same asset of the same target.
@@ -77,9 +80,8 @@ class ArtifactStore:
         folder = self._folder(asset, target)
         final = folder / digest(identity)
         with self._locked(folder, asset, target):
-            if final.exists() and not start_over:
-                artifact = self._read(final, hit=True)
-            else:
+            artifact = self._read(final, hit=True) if final.exists() and not start_over else None
+            if artifact is None or (still_good is not None and not still_good(artifact)):
                 artifact = self._build(final, asset, target, identity, build, start_over)
             _write_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
         return artifact

@@ -21,7 +21,8 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
     A directory is identified by the content of config.json and its safetensors files, a hub model by id and commit.
 
     Raises:
-        ConfigError: a path that is absent or not a model directory, or a config without the usual fields.
+        ConfigError: a path that is absent or not a model directory, a config without the usual fields, or samples that
+            would be longer than the model's context.
     """
     model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
     tokenizer = spec.tokenizer or spec.model
@@ -29,6 +30,12 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
     tokenizer = _locate(tokenizer, tokenizer_revision, registry, f"target {spec.name}: tokenizer")
     template = _template(spec, registry)
     config = _model_config(model, spec.revision)
+    context = _field(config, model, "max_position_embeddings")
+    if spec.max_length > context:
+        raise ConfigError(
+            f"target {spec.name}: max_length {spec.max_length} is longer than the model's context of {context} tokens "
+            f"({model}). Lower max_length"
+        )
     return TargetFiles(
         name=spec.name,
         model=model,
@@ -41,7 +48,7 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
         num_layers=_field(config, model, "num_hidden_layers"),
         hidden_size=_field(config, model, "hidden_size"),
         vocab_size=_field(config, model, "vocab_size"),
-        context=_field(config, model, "max_position_embeddings"),
+        context=context,
     )
 
 

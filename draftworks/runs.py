@@ -45,10 +45,7 @@ class RunFile(Spec):
     @classmethod
     def load(cls: type[SpecType], path: Path) -> SpecType:
         """Read and validate; relative paths are taken from the folder of `path`."""
-        run = load_yaml(path, cls)
-        base = path.resolve().parent
-        moved = {k: base / v for k, v in run if isinstance(v, Path) and not v.is_absolute()}
-        return run.model_copy(update=moved)
+        return _anchored(load_yaml(path, cls), path.resolve().parent)
 
     def save(self, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,6 +58,9 @@ class RegenerateRun(RunFile):
 
     target: TargetFiles
     conversations: Path = Field(description="Folder of a conversations set.")
+    answers: Path = Field(
+        description="Folder of finished answers, kept across runs: only new conversations are answered."
+    )
     responses: ResponseSpec
     only_last_turn: bool = False
     max_length: int
@@ -112,3 +112,14 @@ class EvaluateRun(RunFile):
     micro_batch_size: int = 8
     device: str = "auto"
     seed: int = 42
+
+
+def _anchored(spec: SpecType, base: Path) -> SpecType:
+    """The spec with every relative path in it, nested ones too, taken from `base`."""
+    moved: dict[str, Any] = {}
+    for name, value in spec:
+        if isinstance(value, Path):
+            moved[name] = base / value  # an absolute path stays as it is
+        elif isinstance(value, Spec):
+            moved[name] = _anchored(value, base)
+    return spec.model_copy(update=moved)

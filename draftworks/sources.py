@@ -1,42 +1,40 @@
-"""The files behind a registry data set, and their identity. Torch-free."""
+"""The files behind a registry data set, and their identity. Torch-free, and opens none of them to be parsed."""
 
 from __future__ import annotations
 
+import glob
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from draftworks.errors import DataError
 from draftworks.identity import FileDigests, digest
-from draftworks.registry import Registry
 from draftworks.specs import DatasetSpec
 
+SUFFIXES = (".jsonl", ".json", ".parquet")
 
-def dataset_files(spec: DatasetSpec, registry: Registry) -> list[Path]:
-    """All files of a data set, sorted.
+
+def matching_files(patterns: Sequence[str], root: Path) -> list[Path]:
+    """Files of all globs relative to `root`, each once, sorted within a glob.
 
     Raises:
-        DataError: a pattern that matches no file.
+        DataError: a pattern matches no file, or a file of an unknown kind.
     """
-    found: set[Path] = set()
-    for pattern in spec.files:
-        matches = _matches(pattern, registry)
-        if not matches:
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        matches = sorted(Path(name) for name in glob.glob(os.path.join(root, pattern), recursive=True))
+        files = [path for path in matches if path.is_file()]
+        if not files:
             raise DataError(
-                f"dataset {spec.name}: {pattern!r} matches no file below {registry.root}. "
-                f"Put the file there, or correct `files` in {registry.root / 'datasets' / spec.name}.yaml"
+                f"{pattern!r} matches no file below {root}: put one there, or correct `files` of the data set"
             )
-        found.update(matches)
-    return sorted(found)
+        for path in files:
+            if path.suffix.lower() not in SUFFIXES:
+                raise DataError(f"{path}: expected one of {', '.join(SUFFIXES)}, found {path.suffix or 'no suffix'!r}")
+            found[path] = None
+    return list(found)
 
 
-def _matches(pattern: str, registry: Registry) -> list[Path]:
-    located = registry.located(pattern)
-    parts = located.parts
-    magic = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
-    if magic is None:
-        return [located] if located.is_file() else []
-    return [path for path in Path(*parts[:magic]).glob(str(Path(*parts[magic:]))) if path.is_file()]
-
-
-def dataset_version(spec: DatasetSpec, files: list[Path], digests: FileDigests) -> str:
+def dataset_version(spec: DatasetSpec, root: Path, digests: FileDigests) -> str:
     """Digest of the content of the files and how they are read; their names and places do not matter."""
-    return digest([spec.format, sorted(digests.of_file(path) for path in files)])
+    return digest([spec.format, sorted(digests.of_file(path) for path in matching_files(spec.files, root))])

@@ -9,25 +9,23 @@ from draftworks.strategies import available_strategies
 INPUTS = dg.AssetSelection.groups("inputs")
 
 
-def all_jobs(targets: dg.PartitionsDefinition) -> list:
+def all_jobs() -> list:
     """`resolve`, `prepare`, `train_{strategy}` for each strategy, `evaluate` and `everything`."""
     prepare = INPUTS | dg.AssetSelection.groups("data", "features")
     evaluate = INPUTS | dg.AssetSelection.groups("reports") | dg.AssetSelection.assets("heldout_eval_features")
     return [
-        _job("resolve", INPUTS, targets, "Look at the inputs again and record what they are now."),
-        _job("prepare", prepare, targets, "From conversations to captured features."),
-        *(_train_job(strategy, targets) for strategy in available_strategies()),
-        _job("evaluate", evaluate, targets, "Measure the drafts that exist."),
-        _job("everything", dg.AssetSelection.all(), targets, "From conversations to measured drafts."),
+        _job("resolve", INPUTS, "Look at the inputs again and record what they are now."),
+        _job("prepare", prepare, "From conversations to captured features."),
+        *(_train_job(strategy) for strategy in available_strategies()),
+        _job("evaluate", evaluate, "Measure the drafts that exist."),
+        _job("everything", dg.AssetSelection.all(), "From conversations to measured drafts."),
     ]
 
 
-def _train_job(strategy: str, targets: dg.PartitionsDefinition) -> object:
+def _train_job(strategy: str) -> object:
     selection = INPUTS | dg.AssetSelection.assets(f"{strategy}_draft", f"{strategy}_report")
-    return _job(
-        f"train_{strategy}", selection, targets, f"Train and measure the {strategy} draft on features that exist."
-    )
+    return _job(f"train_{strategy}", selection, f"Train and measure the {strategy} draft on features that exist.")
 
 
-def _job(name: str, selection: dg.AssetSelection, targets: dg.PartitionsDefinition, description: str) -> object:
-    return dg.define_asset_job(name, selection=selection, partitions_def=targets, description=description)
+def _job(name: str, selection: dg.AssetSelection, description: str) -> object:
+    return dg.define_asset_job(name, selection=selection, description=description)

@@ -13,7 +13,7 @@ from draftworks.identity import FileDigests
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
 from draftworks.runs import TargetFiles
-from draftworks.sources import dataset_files, dataset_version
+from draftworks.sources import dataset_version
 from draftworks.specs import DatasetSpec
 
 
@@ -44,11 +44,15 @@ class Workspace(dg.ConfigurableResource):
 
     def dataset_version(self, dataset: DatasetSpec) -> str:
         """Content digest of a data set's files as they are now."""
-        return dataset_version(dataset, dataset_files(dataset, self.registry), self.digests)
+        return dataset_version(dataset, self.registry.root, self.digests)
 
     def feature_store(self, target: str) -> Path:
         """Root of the target's feature store; keys are content, so every run and strategy shares it."""
         return self.var / "feature_store" / target
+
+    def answers(self, target: str, asset: str) -> Path:
+        """Where the target's answers are kept, one conversation a record, for this run and later ones."""
+        return self.var / "answers" / target / asset
 
     def run_folder(self, run_id: str, step: str) -> Path:
         """Where a launched job of a run keeps its run file, messages and log."""

@@ -78,6 +78,11 @@ def shown(
     )
 
 
+def checked_partition(context: dg.AssetCheckExecutionContext) -> str:
+    """The target whose asset a check looks at: that of the run."""
+    return context.op_execution_context.partition_key
+
+
 def launch(
     context: dg.AssetExecutionContext,
     launcher: TorchLauncher,

@@ -145,6 +145,7 @@ def answered(
             out=out,
             target=files,
             conversations=source.path / part,
+            answers=workspace.answers(spec.name, asset_name),
             responses=responses,
             only_last_turn=spec.data.only_last_turn,
             max_length=spec.max_length,

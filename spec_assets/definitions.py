@@ -14,9 +14,9 @@ from resources.workspace import Workspace
 from sensors import all_sensors
 from spec_assets import data, features, inputs
 from spec_assets.console import console
-from spec_assets.drafts import draft_asset
+from spec_assets.drafts import draft_asset, draft_check
 from spec_assets.partitions import partitioned, target_partitions
-from spec_assets.reports import report_asset
+from spec_assets.reports import report_asset, report_check
 
 REGISTRY = Path(__file__).resolve().parents[1] / "registry"
 
@@ -33,7 +33,8 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
     ]
     return dg.Definitions(
         assets=partitioned(assets, targets),
-        jobs=all_jobs(targets),
+        asset_checks=[*map(draft_check, strategies), *map(report_check, strategies)],
+        jobs=all_jobs(),
         sensors=all_sensors(),
         resources={
             "workspace": Workspace(registry_root=str(registry_root)),

@@ -62,9 +62,14 @@ def captured(
         "taps": taps,
         "backend": spec.capture.backend,
         "dtype": spec.capture.dtype,
-        "store": str(store),
     }
-    artifact = workspace.artifacts.obtain(asset_name, target, identity, build)
+
+    def still_stored(artifact: Artifact) -> bool:
+        from draftworks.features.presence import holds_feature_set
+
+        return holds_feature_set(store, artifact.path)
+
+    artifact = workspace.artifacts.obtain(asset_name, target, identity, build, still_good=still_stored)
     return shown(context, artifact, features_metadata(artifact), [verified(artifact, asset_name)])
 
 

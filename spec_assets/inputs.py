@@ -4,7 +4,7 @@ marks as stale exactly what was made from something else."""
 import dagster as dg
 
 from draftworks.identity import digest
-from draftworks.sources import dataset_files
+from draftworks.sources import matching_files
 from draftworks.specs import TargetSpec
 from draftworks.strategies import resolve_strategy
 from resources.workspace import Workspace
@@ -37,7 +37,7 @@ def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Mater
     """The conversations the target's draft learns from, as the files the registry names."""
     registry = workspace.registry
     spec = registry.dataset(registry.target(context.partition_key).dataset)
-    files = dataset_files(spec, registry)
+    files = matching_files(spec.files, registry.root)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(workspace.dataset_version(spec)),
         metadata={

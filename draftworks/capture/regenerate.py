@@ -1,7 +1,7 @@
 """Let the target answer the conversations itself, so that a draft learns what the target says.
 
 Every assistant turn is generated in order, in batches; a finished conversation is on disk at once, so a run that is
-killed goes on where it was.
+killed goes on where it was, and a run with some new conversations answers only those.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftworks.capture.dialogue import Dialogue, recorded_conversation, recorded_row
@@ -20,10 +21,10 @@ from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, read_conversations, write_conversations
 from draftworks.data.tokenized import write_tokens
 from draftworks.errors import DataError
+from draftworks.identity import digest
 from draftworks.runs import RegenerateRun
 from draftworks.specs import CaptureSpec
 
-PARTIAL = "partial.jsonl"
 CONVERSATIONS = "conversations"
 TOKENS = "tokens"
 WINDOW = 16
@@ -54,7 +55,7 @@ class RegenerateProgress:
 
 @dataclass(frozen=True)
 class RegenerateSummary:
-    """What came of a run. `dropped` are conversations without a response, by reason and for all runs into this folder.
+    """What came of a run. `dropped` are conversations without a response, with the reason.
 
     `generated_tokens` and `seconds` are of this run alone.
     """
@@ -82,14 +83,19 @@ def regenerate(
 
     Raises:
         DataError: no conversation got a response.
-        StoreError: the conversations are unreadable, or `out` holds work of other settings.
+        StoreError: the conversations or the kept answers are unreadable.
     """
     total = sum(1 for _ in read_conversations(run.conversations))
-    with PartialFile(run.out / PARTIAL, _identity(run)) as partial:
+    with PartialFile(answers_file(run), _identity(run)) as partial:
         worker = _Regeneration(run, engine, chat, partial, total, progress)
         worker.run()
-        published = _publish(run, partial)
+        published = _publish(run, partial, total)
     return RegenerateSummary(total, worker.resumed, published.dropped, worker.tokens, worker.seconds, published.tokens)
+
+
+def answers_file(run: RegenerateRun) -> Path:
+    """Where finished answers are kept: one file for each identity of answers."""
+    return run.answers / f"{digest(_identity(run))}.jsonl"
 
 
 def capture_spec(run: RegenerateRun) -> CaptureSpec:
@@ -122,7 +128,8 @@ class _Regeneration:
         self._total = total
         self._progress = progress
         self._max_length = min(run.max_length, run.target.context)
-        self.resumed = len(partial)
+        self.resumed = sum(1 for each in read_conversations(run.conversations) if each.id in partial)
+        self._done = self.resumed
         self.tokens = 0
         self.seconds = 0.0
 
@@ -134,15 +141,14 @@ class _Regeneration:
             for batch in _chunks(sorted(self._opened(window), key=lambda each: len(each.ids)), size):
                 self._answer(batch)
                 self._partial.extend(dialogue.record() for dialogue in batch)
+                self._done += len(batch)
                 for dialogue in batch:
                     if dialogue.stopped:
                         log.warning("conversation %s ends early: %s", dialogue.id, dialogue.stopped)
                 self.tokens += sum(dialogue.generated for dialogue in batch)
                 self.seconds = time.monotonic() - started
                 if self._progress is not None:
-                    self._progress(
-                        RegenerateProgress(len(self._partial), self._total, self.resumed, self.tokens, self.seconds)
-                    )
+                    self._progress(RegenerateProgress(self._done, self._total, self.resumed, self.tokens, self.seconds))
         self.seconds = time.monotonic() - started
 
     def _opened(self, window: Sequence[Conversation]) -> list[Dialogue]:
@@ -153,6 +159,7 @@ class _Regeneration:
             except DataError as error:
                 dropped.append({"id": conversation.id, "dropped": str(error)})
         self._partial.extend(dropped)
+        self._done += len(dropped)
         return dialogues
 
     def _answer(self, batch: Sequence[Dialogue]) -> None:
@@ -173,12 +180,12 @@ class _Regeneration:
             turn += 1
 
 
-def _publish(run: RegenerateRun, partial: PartialFile) -> _Published:
+def _publish(run: RegenerateRun, partial: PartialFile, total: int) -> _Published:
     dropped: dict[str, str] = {}
     for each in read_conversations(run.conversations):
         if reason := partial[each.id].get("dropped"):
             dropped[each.id] = reason
-    if len(dropped) == len(partial):
+    if len(dropped) == total:
         first = next(iter(dropped.values()), "there are none")
         raise DataError(f"{run.conversations}: no conversation got a response; the first: {first}")
     for reason in list(dropped.values())[:5]:
@@ -192,7 +199,7 @@ def _publish(run: RegenerateRun, partial: PartialFile) -> _Published:
 
 
 def _identity(run: RegenerateRun) -> dict[str, Any]:
-    """What decides the responses; a folder holds those of one identity only."""
+    """What decides the answers: one file of them for each identity."""
     return {
         "target": run.target.digest,
         "tokenizer": run.target.tokenizer_digest,

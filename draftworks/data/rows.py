@@ -6,10 +6,8 @@ What cannot be read as a row is yielded as a `Rejection`; what makes the rest of
 from __future__ import annotations
 
 import codecs
-import glob
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from draftworks.errors import DataError
 MAX_LINE_BYTES = 64 * 1024 * 1024
 """A longer line is rejected without being held in memory."""
 EXCERPT_LENGTH = 200
-SUFFIXES = (".jsonl", ".json", ".parquet")
 _WHITESPACE = " \t\r\n"
 
 
@@ -64,25 +61,6 @@ def excerpt(text: str) -> str:
     """The beginning of a text, printable in any encoding."""
     cut = text if len(text) <= EXCERPT_LENGTH else text[:EXCERPT_LENGTH] + "..."
     return cut.encode("utf-8", "backslashreplace").decode()
-
-
-def matching_files(patterns: Sequence[str], root: Path) -> list[Path]:
-    """Files of all globs relative to `root`, each once, sorted within a glob.
-
-    Raises:
-        DataError: a pattern matches no file, or a file of an unknown kind.
-    """
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        matches = sorted(Path(name) for name in glob.glob(os.path.join(root, pattern), recursive=True))
-        files = [path for path in matches if path.is_file()]
-        if not files:
-            raise DataError(f"no file matches {pattern!r} below {root}: correct `files` of the data set")
-        for path in files:
-            if path.suffix.lower() not in SUFFIXES:
-                raise DataError(f"{path}: expected one of {', '.join(SUFFIXES)}, found {path.suffix or 'no suffix'!r}")
-            found[path] = None
-    return list(found)
 
 
 def read_rows(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[RawRow | Rejection]:

@@ -109,7 +109,7 @@ def mask_from_spans(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     """
     mask = np.zeros(len(offsets), dtype=np.bool_)
     if not len(offsets) or not spans:
-        return mask & (ends > starts)
+        return mask
     ends = np.maximum.accumulate(offsets[:, 1])
     starts = np.minimum(offsets[:, 0], np.concatenate(([0], ends[:-1])))
     for span in spans:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded_linear
 from draftworks.drafts.losses import Distilled, Teacher, distill
+from draftworks.drafts.rows import ActiveRows
 from draftworks.drafts.supervision import teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.drafts.ttt_attention import per_query_head, ttt_attention
@@ -76,10 +77,13 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RmsNorm(width, eps)
         self.post_attention_layernorm = RmsNorm(width, eps)
 
-    def unroll(self, embedded: Tensor, hidden: Tensor, rotation: Rotation, steps: int) -> Iterator[Tensor]:
-        """Hidden states (B, S, H) of the steps, one after the other.
+    def unroll(
+        self, embedded: Tensor, hidden: Tensor, rotation: Rotation, steps: int, active: ActiveRows
+    ) -> Iterator[Tensor]:
+        """Hidden states (R, H) of the active rows, step after step.
 
-        Step i reads the tokens from i on, so what the projections make of a token serves all steps.
+        Step i reads the tokens from i on, so what the projections make of a token serves all steps. Other rows
+        matter only for the keys and values of step 0.
 
         Args:
             embedded: (B, ≥ S + steps - 1, H), tokens from step 0's first on.
@@ -88,15 +92,19 @@ class Eagle3Layer(nn.Module):
         """
         halves, length = self.self_attn.halves(), hidden.shape[1]
         tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
+        joint = F.linear(self.hidden_norm(hidden), halves.states) + tokens[:, :length]
+        hidden = active.take(hidden)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(steps):
-            joint = F.linear(self.hidden_norm(hidden), halves.states) + tokens[:, step : step + length]
+            if step > 0:
+                own = F.linear(self.hidden_norm(hidden), halves.states)
+                joint = active.spread(own + active.take(tokens[:, step : step + length]))
             heads = self.self_attn.heads(joint, rotation.window(step, length))
             keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
             values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
             attended = ttt_attention(heads.query, keys, values).transpose(1, 2).flatten(2)
-            hidden = hidden + self.self_attn.o_proj(attended)
+            hidden = hidden + self.self_attn.o_proj(active.take(attended))
             hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
             yield hidden
 
@@ -130,20 +138,20 @@ class Eagle3Draft(nn.Module):
     def target_head(self) -> Tensor:
         return self.embed_tokens if self.own_target_head is None else self.own_target_head
 
-    def unroll(self, input_ids: Tensor, features: Tensor, steps: int) -> list[Tensor]:
-        """Normed hidden states of every step, (B, S, H) each: what `lm_head` is applied to.
+    def unroll(self, input_ids: Tensor, features: Tensor, steps: int, active: ActiveRows) -> list[Tensor]:
+        """Normed hidden states of every step, (R, H) each: what `lm_head` is applied to.
 
         Args:
             input_ids: (B, S). Step i at row t sees token t+1+i; beyond the end of the batch, token 0.
             features: (B, S, 3H), the taps in ascending order.
+            active: rows whose states are wanted.
         """
         dtype, length = self.fc.weight.dtype, input_ids.shape[1]
         ahead = F.pad(input_ids[:, 1:], (0, steps))
         embedded = F.embedding(ahead, self.embed_tokens).to(dtype)
         rotation = self.rotary(length + steps, dtype)
-        return [
-            self.norm(hidden) for hidden in self.midlayer.unroll(embedded, self.fc(features.to(dtype)), rotation, steps)
-        ]
+        hidden = self.fc(features.to(dtype))
+        return [self.norm(state) for state in self.midlayer.unroll(embedded, hidden, rotation, steps, active)]
 
     def forward(
         self, input_ids: Tensor, features: Tensor, last: Tensor, gates: Tensor, step_weights: Sequence[float]
@@ -155,9 +163,11 @@ class Eagle3Draft(nn.Module):
             gates: (T, B, S) bool, supervised rows of every step.
             step_weights: T factors on the steps' summed losses.
         """
-        states = self.unroll(input_ids, features, gates.shape[0])
+        active = ActiveRows.where(gates.any(0))
+        states = self.unroll(input_ids, features, gates.shape[0], active)
         draft_ids = self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
         draft_index = torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
         teacher = Teacher(last.flatten(0, 1), self.target_head, draft_ids, draft_index)
-        rows = [state.flatten(0, 1) for state in states]
-        return distill(rows, self.lm_head.weight, teacher, teacher_plan(gates), step_weights)
+        plan = teacher_plan(gates)
+        plan = plan._replace(rows=active.renumber(plan.rows))
+        return distill(states, self.lm_head.weight, teacher, plan, step_weights)

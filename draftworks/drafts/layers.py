@@ -72,7 +72,23 @@ class GatedMlp(nn.Module):
         self.down_proj = seeded_linear(intermediate, size, generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(_SwigluFunction.apply(self.gate_proj(x), self.up_proj(x)))
+
+
+class _SwigluFunction(torch.autograd.Function):
+    """`silu(gate) * up`; silu(gate) is computed again in the backward pass rather than kept for every step of an unroll."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        gate, up = ctx.saved_tensors
+        d_gate = torch.ops.aten.silu_backward(grad * up, gate)
+        return d_gate, F.silu(gate).mul_(grad)
 
 
 class Rotation(NamedTuple):

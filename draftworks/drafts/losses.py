@@ -56,9 +56,9 @@ def distill(
     """Cross-entropy of every supervised row against its teacher.
 
     Args:
-        states: per step (N, H), what the draft head is applied to.
+        states: per step (R, H), what the draft head is applied to.
         head: (V_d, H), the draft head.
-        plan: which rows are supervised by which teacher positions; defines the rows that count.
+        plan: which rows of the states are supervised by which rows of `teacher.last`.
     """
     with_grad = torch.is_grad_enabled()
     return Distilled(*_Distill.apply(teacher, plan, tuple(step_weights), with_grad, head, *states))
@@ -79,7 +79,7 @@ class _Distill(torch.autograd.Function):
             rows_by_step = plan.rows[:, chunk][:, lesson.known]
             for step, (state, weight) in enumerate(zip(states, step_weights, strict=True)):
                 pupils = _pupils(lesson, rows_by_step[step])
-                x = state[pupils.rows]
+                x = state.index_select(0, pupils.rows)
                 result = _soft_cross_entropy(F.linear(x, head).to(wide), pupils, with_grad)
                 ce_sums[step] += result.ce
                 corrects[step] += result.correct
@@ -113,7 +113,7 @@ def _lesson(teacher: Teacher, positions: Tensor, dtype: torch.dtype) -> _Lesson:
     logits = F.linear(teacher.last[positions].to(teacher.head.dtype), teacher.head)
     labels = teacher.draft_index[logits.max(-1).indices]
     known = labels >= 0
-    kept = logits.index_select(1, teacher.draft_ids)
+    kept = logits[:, teacher.draft_ids]
     if not known.all():
         kept, labels = kept[known], labels[known]
     return _Lesson(known, kept.to(dtype).softmax(-1), labels)
@@ -128,10 +128,10 @@ class _Pupils(NamedTuple):
 
 
 def _pupils(lesson: _Lesson, rows: Tensor) -> _Pupils:
-    taught = rows >= 0
-    if taught.all():
+    taught = (rows >= 0).nonzero().squeeze(1)
+    if taught.numel() == rows.numel():
         return _Pupils(rows, lesson.q, lesson.labels)
-    return _Pupils(rows[taught], lesson.q[taught], lesson.labels[taught])
+    return _Pupils(rows[taught], lesson.q.index_select(0, taught), lesson.labels[taught])
 
 
 class _SoftCrossEntropy(NamedTuple):

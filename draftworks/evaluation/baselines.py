@@ -59,13 +59,13 @@ class BigramDraft:
     if that is the target's own argmax there. It has no loss: its `loss_weight` is 0.
 
     Args:
-        head: (V, H), the target's head, applied to the batch's `last`.
+        head: (V, H), the target's head, applied to the batch's `last`; on the device of the batches.
         steps: tokens proposed per row.
         gates: which rows count at which step; those of the draft it is compared with.
     """
 
     def __init__(self, table: BigramTable, head: Tensor, steps: int, gates: Gates) -> None:
-        self._successor = torch.from_numpy(table.successor)
+        self._successor = torch.from_numpy(table.successor).to(head.device)
         self._head = head
         self._steps = steps
         self._gates = gates
@@ -76,7 +76,7 @@ class BigramDraft:
         plan = teacher_plan(gates)
         ids, last = batch["input_ids"].flatten()[plan.positions], batch["last"].flatten(0, 1)[plan.positions]
         # Every step that predicts from one position proposes the same token there: the table looks one token back.
-        correct = self._successor.to(ids.device)[ids] == self._argmax(last)
+        correct = self._successor[ids] == self._argmax(last)
         counts = {
             "acc_corrects": ((plan.rows >= 0) & correct).sum(1, dtype=torch.float64),
             "acc_denoms": gates.sum(dim=(1, 2), dtype=torch.float64),
@@ -86,6 +86,5 @@ class BigramDraft:
 
     def _argmax(self, last: Tensor) -> Tensor:
         """The target's own next tokens, (N, H) -> (N,). The head runs in its own dtype, as in the target itself."""
-        head = self._head.to(last.device)
-        rows = max(1, CHUNK_ELEMENTS // head.shape[0])
-        return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in last.split(rows)])
+        rows = max(1, CHUNK_ELEMENTS // self._head.shape[0])
+        return torch.cat([F.linear(part.to(self._head.dtype), self._head).argmax(-1) for part in last.split(rows)])

@@ -160,7 +160,11 @@ class ShardWriter:
         self.nbytes -= 0 if tensor is None else tensor.nbytes
 
     def publish(self) -> ShardHeader | None:
-        """Write aside, fsync, rename; None if there is nothing to write. After it the writer is empty."""
+        """Write aside, fsync, rename; None if there is nothing to write. After it the writer is empty.
+
+        Raises:
+            StoreError: the disk refuses; nothing is left behind, and the writer keeps its tensors.
+        """
         if not self._tensors:
             return None
         entries = {
@@ -174,10 +178,14 @@ class ShardWriter:
             "checksums": json.dumps({key: entry.checksum for key, entry in entries.items()}),
         }
         staged = self._staging / staging_name()
-        save_file(self._tensors, staged, metadata=metadata)
-        fsync(staged)
         final = self._folder / f"{name}.safetensors"
-        os.replace(staged, final)
+        try:
+            save_file(self._tensors, staged, metadata=metadata)
+            fsync(staged)
+            os.replace(staged, final)
+        except (OSError, SafetensorError) as error:
+            staged.unlink(missing_ok=True)
+            raise StoreError(f"shard {final} ({self.nbytes:,} bytes) cannot be written: {error}") from error
         fsync(self._folder)
         self._tensors, self.nbytes = {}, 0
         return read_header(final)

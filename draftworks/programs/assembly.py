@@ -78,6 +78,11 @@ def open_samples(features: FeatureSet, root: Path, strategy: DraftStrategy, targ
             f"{features.features}: strategy {strategy.name} needs the features {missing}, found "
             f"{list(manifest.streams)}. Capture them: what is stored already will not be captured again"
         )
+    if "last" in strategy.feature_names and not manifest.identity.get("last_normed", True):
+        raise StoreError(
+            f"{features.features}: `last` was captured before the target's final norm, expected after it: the head "
+            "would give other logits. Capture the features again"
+        )
     tokens = TokenizedSet.open(features.tokens)
     known = set(tokens.sample_ids)
     strangers = [ref.sample_id for ref in manifest.refs if ref.sample_id not in known]

@@ -36,7 +36,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         untrained = measure("untrained", draft.strategy.forward_loss)
         config = load_draft(run.draft, draft.strategy, run.target.digest)
         trained = measure("trained", draft.strategy.forward_loss)
-        bigram = measure("bigram", _bigram(run, draft))
+        bigram = measure("bigram", _bigram(run, draft, device))
     provenance = {
         "target_digest": run.target.digest,
         "weights_digest": config.weights_digest,
@@ -80,11 +80,11 @@ def _measure(
     return result
 
 
-def _bigram(run: EvaluateRun, draft: Draft) -> BigramDraft:
+def _bigram(run: EvaluateRun, draft: Draft, device: torch.device) -> BigramDraft:
     """The table, counted like the draft: as many steps, and the rows that the draft's loss mode supervises."""
     table = BigramTable.count(TokenizedSet.open(run.train_tokens), draft.parts.vocab_size)
     gates = specforge_gates if draft.options.loss == "specforge" else token_mean_gates
-    return BigramDraft(table, draft.parts.head, draft.options.ttt_length, gates)
+    return BigramDraft(table, draft.parts.head.to(device), draft.options.ttt_length, gates)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from capture_toys import WatchedEngine
 
 from draftworks.capture.partial import PartialFile
-from draftworks.capture.regenerate import CONVERSATIONS, PARTIAL, TOKENS, RegenerateProgress, regenerate
+from draftworks.capture.regenerate import CONVERSATIONS, TOKENS, RegenerateProgress, answers_file, regenerate
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn, read_conversations, write_conversations
 from draftworks.data.tokenized import TokenizedSet
@@ -38,6 +38,7 @@ def make_run(target: TargetFiles, folder: Path, conversations: list[Conversation
         out=folder / "out",
         target=target,
         conversations=folder / "source",
+        answers=folder / "answers",
         responses=ResponseSpec(**responses),
         **{"max_length": 200, "device": "cpu", **options},
     )
@@ -130,7 +131,7 @@ def test_resumed_equals_straight(tiny_target, tmp_path: Path, watched, chat, tem
 
     with pytest.raises(KeyboardInterrupt):
         regenerate(broken, watched, chat, stop)
-    with (broken.out / PARTIAL).open("ab") as stream:
+    with answers_file(broken).open("ab") as stream:
         stream.write(b'{"id": "torn')
     summary = regenerate(broken, watched, chat)
     assert summary.resumed == 4
@@ -145,12 +146,23 @@ def test_finished_run_loads_no_engine_again(tiny_target, tmp_path: Path, watched
     assert watched.loads == 1
 
 
-def test_other_settings_do_not_mix_into_one_folder(tiny_target, tmp_path: Path, watched, chat):
+def test_new_conversations_alone_are_answered(tiny_target, tmp_path: Path, watched, chat):
+    regenerate(make_run(tiny_target, tmp_path, [conversation(i) for i in range(6)]), watched, chat)
+    summary = regenerate(make_run(tiny_target, tmp_path, [conversation(i) for i in range(2, 8)]), watched, chat)
+    assert (summary.conversations, summary.resumed) == (6, 4)
+
+
+def test_answers_of_other_settings_are_not_used(tiny_target, tmp_path: Path, watched, chat):
     run = make_run(tiny_target, tmp_path, [conversation(1)])
     regenerate(run, watched, chat)
-    other = run.model_copy(update={"max_length": 99})
-    with pytest.raises(StoreError, match=r"partial.jsonl was begun with other settings"):
-        regenerate(other, watched, chat)
+    assert regenerate(run.model_copy(update={"max_length": 99}), watched, chat).resumed == 0
+
+
+def test_a_file_begun_with_other_settings_is_refused(tmp_path: Path):
+    path = tmp_path / "answers.jsonl"
+    PartialFile(path, {"target": "a"}).__exit__(None, None, None)
+    with pytest.raises(StoreError, match=r"answers.jsonl was begun with other settings"):
+        PartialFile(path, {"target": "b"})
 
 
 def test_conversations_without_a_response_are_dropped_with_their_reason(tiny_target, tmp_path: Path, watched, chat):

@@ -148,17 +148,15 @@ def test_resumed_equals_straight(tiny_target, tmp_path: Path, watched):
     assert_close(contents(broken, tokens), contents(straight, tokens))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_kill_at_any_moment_leaves_a_store_that_completes(tiny_target, tmp_path: Path, watched, seed):
-    run = capture_run(tiny_target, tmp_path, batch_tokens=60).model_copy(update={"out": tmp_path / "out"})
-    run = run.model_copy(update={"capture": run.capture.model_copy(update={"shard_mb": 1})})
+@pytest.mark.parametrize("batches_seen", [3, 20])
+def test_kill_at_any_moment_leaves_a_store_that_completes(tiny_target, tmp_path: Path, watched, batches_seen):
+    run = capture_run(tiny_target, tmp_path, shard_mb=1)
     path = run.save(tmp_path / "run.yaml")
     worker = Path(__file__).with_name("capture_worker.py")
     process = subprocess.Popen([sys.executable, worker, path, "150"], stdout=subprocess.PIPE, text=True)
-    choice = random.Random(seed)
-    for _ in range(choice.choice([1, 15, 40])):
-        process.stdout.readline()
-    time.sleep(choice.random() * 0.05)
+    for _ in range(1 + batches_seen):
+        assert process.stdout.readline()
+    time.sleep(random.Random(batches_seen).random() * 0.03)
     process.kill()
     process.wait()
     process.stdout.close()

@@ -71,6 +71,14 @@ def test_start_over_discards_what_is_there(tmp_path: Path):
     assert (again.hit, again.data_version) == (False, "new")
 
 
+def test_a_result_whose_outside_parts_are_gone_is_built_again(tmp_path: Path):
+    store = ArtifactStore(tmp_path)
+    store.obtain("thing", "tiny", IDENTITY, writing("old"))
+    again = store.obtain("thing", "tiny", IDENTITY, writing("new"), still_good=lambda artifact: False)
+    assert (again.hit, again.data_version) == (False, "new")
+    assert store.obtain("thing", "tiny", IDENTITY, writing("x"), still_good=lambda artifact: True).hit
+
+
 def test_a_missing_result_says_what_to_materialize(tmp_path: Path):
     with pytest.raises(StoreError, match="thing of target tiny does not exist yet: materialize it first"):
         ArtifactStore(tmp_path).current("thing", "tiny")

@@ -11,7 +11,7 @@ from draftworks.errors import ConfigError, DataError
 from draftworks.identity import FileDigests
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
-from draftworks.sources import dataset_files, dataset_version
+from draftworks.sources import dataset_version, matching_files
 from draftworks.specs import TargetSpec, TrainingSpec, validated
 from draftworks.strategies import Eagle3Options, available_strategies, eagle3_taps, resolve_strategy
 
@@ -30,7 +30,7 @@ def write_target(registry: Registry, text: str, name: str = "mine") -> None:
     (registry.root / "targets" / f"{name}.yaml").write_text(text)
 
 
-GOOD = "model: models/mine\ndataset: chats\n"
+GOOD = "model: models/mine\ndataset: chats\nmax_length: 64\n"
 
 
 def test_shipped_entries_are_valid():
@@ -101,7 +101,7 @@ def resolved(registry: Registry):
 
 def test_a_target_is_identified_by_content_not_by_place(copied: Registry, tiny_folder: Path):
     before = resolved(copied)
-    write_target(copied, f"model: {tiny_folder}\ndataset: chats\n")
+    write_target(copied, GOOD.replace("models/mine", str(tiny_folder)))
     moved = resolved(copied)
     assert (before.digest, before.tokenizer_digest) == (moved.digest, moved.tokenizer_digest)
     assert (before.num_layers, before.hidden_size, before.vocab_size) == (8, 128, 2048)
@@ -142,7 +142,7 @@ def test_a_hub_target_is_loaded_without_the_network(registry: Registry):
 
 def test_a_dataset_without_files_says_which_pattern_found_nothing(registry: Registry):
     with pytest.raises(DataError, match=r"'data/\*.jsonl' matches no file"):
-        dataset_files(registry.dataset("chats"), registry)
+        matching_files(registry.dataset("chats").files, registry.root)
 
 
 def test_a_dataset_version_is_its_content(registry: Registry):
@@ -150,11 +150,11 @@ def test_a_dataset_version_is_its_content(registry: Registry):
     folder.mkdir()
     (folder / "a.jsonl").write_text("1")
     spec = registry.dataset("chats")
-    before = dataset_version(spec, dataset_files(spec, registry), FileDigests())
+    before = dataset_version(spec, registry.root, FileDigests())
     (folder / "a.jsonl").rename(folder / "b.jsonl")
-    assert dataset_version(spec, dataset_files(spec, registry), FileDigests()) == before
+    assert dataset_version(spec, registry.root, FileDigests()) == before
     (folder / "c.jsonl").write_text("2")
-    assert dataset_version(spec, dataset_files(spec, registry), FileDigests()) != before
+    assert dataset_version(spec, registry.root, FileDigests()) != before
 
 
 def test_default_taps_are_the_references_and_collisions_are_an_error():

@@ -108,7 +108,7 @@ def test_empty_data_is_an_error(tmp_path, name, text):
 
 
 def test_a_glob_without_files_is_an_error_before_anything_is_written(tmp_path):
-    with pytest.raises(DataError, match="no file matches"):
+    with pytest.raises(DataError, match="matches no file"):
         load_conversations(dataset("a.jsonl"), tmp_path, tmp_path / "out", 1.0)
     assert not (tmp_path / "out").exists()
 

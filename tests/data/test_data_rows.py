@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.data.rows import RawRow, Rejection, matching_files, read_rows
+from draftworks.data.rows import RawRow, Rejection, read_rows
 from draftworks.errors import DataError
+from draftworks.sources import matching_files
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
@@ -121,7 +122,7 @@ def test_globs_find_each_file_once_and_a_glob_without_files_is_an_error(tmp_path
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         (tmp_path / name).write_text("")
     assert [path.name for path in matching_files(["*.jsonl", "b.jsonl"], tmp_path)] == ["a.jsonl", "b.jsonl"]
-    with pytest.raises(DataError, match=r"no file matches '\*\.parquet' below"):
+    with pytest.raises(DataError, match=r"'\*\.parquet' matches no file below"):
         matching_files(["*.jsonl", "*.parquet"], tmp_path)
     with pytest.raises(DataError, match=r"c\.txt: expected one of \.jsonl, \.json, \.parquet, found '\.txt'"):
         matching_files(["c.*"], tmp_path)

@@ -27,6 +27,7 @@ def data(**values) -> DataSpec:
     return DataSpec(**{"workers": 1, **values})
 
 
+@pytest.mark.slow
 def test_result_does_not_depend_on_the_number_of_processes_nor_on_the_calling_thread(tiny_target, tmp_path):
     conversations = [spoken(n, 1 + n % 40) for n in range(600)]
     alone = tokenize(conversations, tiny_target, data(workers=1), 64)

@@ -1,6 +1,7 @@
-"""One rank of a sharded EAGLE-3 step: `fsdp_worker.py RANK FOLDER DTYPE`; rank 0 writes its whole gradients to FOLDER.
+"""One rank of a sharded EAGLE-3 step: `fsdp_worker.py RANK FOLDER`; rank 0 writes its whole gradients to FOLDER, one
+`{dtype}.safetensors` per compute dtype.
 
-FOLDER holds `sample{rank}.safetensors`, `target.safetensors` (embedding, head) and `vocab.safetensors`.
+FOLDER holds `sample{rank}.safetensors` and `vocab.safetensors`.
 """
 
 from __future__ import annotations
@@ -21,22 +22,26 @@ from draftworks.drafts.strategy import StepContext
 from draftworks.strategies import Eagle3Options
 
 
-def main(rank: int, folder: Path, dtype: torch.dtype) -> None:
+def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous-{dtype}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    sample = load_file(folder / f"sample{rank}.safetensors")
     mapping = VocabMapping.load(folder / "vocab.safetensors")
-    strategy = Eagle3Strategy(Eagle3Options(ttt_length=4, draft_vocab_size=24), small_target(), mapping, seed=3)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    fully_shard(strategy.model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-    output = strategy.forward_loss(
-        strategy.collate([load_file(folder / f"sample{rank}.safetensors")], [str(rank)]), StepContext()
-    )
-    (output.loss_sum * 2).backward()  # FSDP averages over two ranks
-    whole = {name: p.grad.full_tensor() for name, p in strategy.model.named_parameters()}
-    if rank == 0:
-        save_file(whole, folder / "gradients.safetensors")
+    for name in ("float32", "bfloat16"):
+        strategy = Eagle3Strategy(Eagle3Options(ttt_length=4, draft_vocab_size=24), small_target(), mapping, seed=3)
+        policy = MixedPrecisionPolicy(
+            param_dtype=getattr(torch, name), reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for module in (*strategy.fsdp_blocks(), strategy.model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        output = strategy.forward_loss(strategy.collate([sample], [str(rank)]), StepContext())
+        (output.loss_sum * 2).backward()  # FSDP averages over two ranks
+        whole = {key: p.grad.full_tensor() for key, p in strategy.model.named_parameters()}
+        if rank == 0:
+            save_file(whole, folder / f"{name}.safetensors")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), getattr(torch, sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

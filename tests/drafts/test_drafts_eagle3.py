@@ -223,3 +223,17 @@ def test_feature_of_another_length_is_named(make_strategy, make_sample):
 def test_heads_that_do_not_divide_are_refused(parts, vocab):
     with pytest.raises(ConfigError, match="num_heads 3 is not a multiple of num_kv_heads 2"):
         Eagle3Strategy(Eagle3Options(num_heads=3), parts, vocab, seed=0)
+
+
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+def test_loss_falls_on_a_batch_seen_again_and_again(make_strategy, make_sample, loss):
+    strategy, samples = make_strategy(loss=loss), [make_sample(mask, seed) for seed, mask in enumerate(MASKS)]
+    optimizer = torch.optim.AdamW(strategy.model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(25):
+        output = run(strategy, samples)
+        (output.loss_sum / output.loss_weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(output.loss_sum.item())
+    assert losses[-1] < 0.8 * losses[0]

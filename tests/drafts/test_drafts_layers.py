@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from draftworks.drafts.layers import RmsNorm, Rotary
+from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary
 from draftworks.errors import ConfigError
 
 ROPES = [
@@ -53,3 +53,5 @@ def test_gradients_are_those_of_finite_differences(parts):
     weight = torch.randn(6, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda x, w: torch.func.functional_call(norm, {"weight": w}, x), (x, weight))
     torch.autograd.gradcheck(rotation.apply, x)
+    mlp = GatedMlp(6, 8, torch.Generator().manual_seed(0)).double()
+    torch.autograd.gradcheck(mlp, x)

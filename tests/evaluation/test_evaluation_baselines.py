@@ -36,9 +36,9 @@ def test_table_counts_supervised_successors(tmp_path: Path) -> None:
     tokens = tokenized(
         tmp_path,
         ([0, 1, 2, 1, 2, 1, 3], [0, 0, 1, 1, 1, 1, 1]),
-        ([3, 5, 5], [0, 0, 1]),
+        ([3, 5, 5], [1, 0, 1]),
     )
-    # 0 -> 1 is not supervised, 3 -> 3 would cross samples: both fall back to 2, the lowest of the most frequent 1, 2.
+    # 0 -> 1 is not supervised, 3 -> 3 would cross samples: both fall back to 1, the lowest of the most frequent 1, 2, 3.
     assert BigramTable.count(tokens, VOCAB).successor.tolist() == [1, 2, 1, 1, 1, 5]
 
 

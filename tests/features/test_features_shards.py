@@ -95,3 +95,13 @@ def test_tensors_outlive_their_closed_shard(tmp_path: Path):
 def test_staging_of_this_process_belongs_to_the_living():
     assert staging_owner_is_dead(staging_name()) is False
     assert staging_owner_is_dead("elsewhere.example~1~abc.tmp") is None
+
+
+def test_refused_write_leaves_nothing_behind_and_loses_nothing(tmp_path: Path):
+    writer = ShardWriter(tmp_path / "absent", tmp_path, shard_bytes=1)
+    writer.add("a" * 32, torch.ones(3))
+    with pytest.raises(StoreError, match="cannot be written"):
+        writer.publish()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "absent").mkdir()
+    assert writer.publish().entries.keys() == {"a" * 32}

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training_toys import ToyStrategy, eval_loader, on_ranks, ragged_samples, train_loader
 
-from draftworks.drafts.strategy import StepContext
+from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.errors import TrainingError
+from draftworks.features.contracts import TrainBatch
 from draftworks.specs import TrainingSpec
 from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.core import TrainerCore
@@ -84,15 +85,16 @@ def test_two_ranks_equal_one(tmp_path: Path, one_rank: None) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_window_loss_is_normalised_by_all_its_supervised_tokens() -> None:
+def test_loss_and_gradient_of_a_window_are_those_of_its_mean_over_supervised_tokens() -> None:
     strategy, samples = ToyStrategy(), ragged_samples(GLOBAL)
-    everything = strategy.collate(list(samples.values()), list(samples))
-    output = ToyStrategy().forward_loss(everything, StepContext())
-    (output.loss_sum / output.loss_weight).backward()
+    output = strategy.forward_loss(strategy.collate(list(samples.values()), list(samples)), StepContext())
+    loss = output.loss_sum / output.loss_weight
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in strategy.model.parameters()])
     trainer = trained(micro=1, spec=SPEC.model_copy(update={"epochs": 1.0}), samples=GLOBAL)
-    assert trainer.controller.history.train[0].loss == pytest.approx(
-        (output.loss_sum / output.loss_weight).item(), rel=1e-6
-    )
+    first = trainer.controller.history.train[0]
+    assert first.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert first.grad_norm == pytest.approx(norm.item(), rel=1e-5)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -115,6 +117,31 @@ def test_fit_again_trains_nothing() -> None:
     assert_same_weights(trainer.weights(), before)
 
 
+class _Recording(ToyStrategy):
+    """Remembers which samples it was trained on, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
+        if torch.is_grad_enabled():
+            self.seen += batch.sample_ids
+        return super().forward_loss(batch, ctx)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("steps_done", [0, 3, 7])
+def test_epochs_have_their_own_order_and_steps_done_are_skipped(steps_done: int) -> None:
+    strategy = _Recording()
+    loader = train_loader(strategy, ragged_samples(45), 4, GLOBAL)
+    trainer = Trainer(strategy, loader, eval_loader(strategy, ragged_samples(2), 2), SPEC, CPU)
+    trainer.controller.global_step = steps_done
+    trainer.fit()
+    order = [index for epoch in range(3) for batch in loader.schedule.batches(epoch) for index in batch.indices]
+    assert strategy.seen == [f"s{index}" for index in order[steps_done * GLOBAL :]]
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_bf16_compute_keeps_fp32_masters() -> None:
     trainer = trained(micro=4, spec=SPEC.model_copy(update={"compute_dtype": "bfloat16"}))
@@ -130,7 +157,7 @@ def core_of(strategy: ToyStrategy, accumulation: int = 1) -> TrainerCore:
     return TrainerCore(strategy, backend, optimizer, accumulation)
 
 
-def batch_of(strategy: ToyStrategy, supervised: bool = True, seed: int = 1):
+def batch_of(strategy: ToyStrategy, supervised: bool = True, seed: int = 1) -> TrainBatch:
     samples = ragged_samples(3, seed=seed, supervised=supervised)
     return strategy.collate(list(samples.values()), list(samples))
 

@@ -19,18 +19,19 @@ VOCAB, HIDDEN = 11, 6
 
 
 class ToyModel(nn.Module):
-    """Two linear layers, the first a block of its own; seeded."""
+    """Two linear layers, the first a block of its own, and a parameter of one row, which only one rank can hold."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.block = nn.Sequential(nn.utils.skip_init(nn.Linear, HIDDEN, HIDDEN), nn.Tanh())
         self.head = nn.utils.skip_init(nn.Linear, HIDDEN, VOCAB)
+        self.offset = nn.Parameter(torch.zeros(1, HIDDEN))
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -0.4, 0.4, generator=generator)
 
     def forward(self, last: Tensor) -> Tensor:
-        return self.head(self.block(last.to(self.head.weight.dtype))).log_softmax(-1).float()
+        return self.head(self.block(last.to(self.head.weight.dtype)) + self.offset).log_softmax(-1).float()
 
 
 class ToyStrategy(DraftStrategy):

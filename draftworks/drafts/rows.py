@@ -1,0 +1,83 @@
+"""Work on some rows of a padded batch only: prompts and padding need keys and values, but no draft of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class ActiveRows:
+    """R chosen rows of a batch of B·S.
+
+    Attributes:
+        index: (R,) int64, flat and ascending.
+        batch, length: B and S.
+    """
+
+    index: Tensor
+    batch: int
+    length: int
+
+    @classmethod
+    def where(cls, mask: Tensor) -> ActiveRows:
+        """The rows where a (B, S) bool mask is on."""
+        return cls(mask.flatten().nonzero().squeeze(1), *mask.shape)
+
+    @property
+    def everything(self) -> bool:
+        return self.index.numel() == self.batch * self.length
+
+    def take(self, x: Tensor) -> Tensor:
+        """(B, S, W) -> (R, W)."""
+        flat = x.flatten(0, 1)
+        return flat if self.everything else _Take.apply(flat, self.index)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """(R, W) -> (B, S, W), 0 in rows that were not chosen."""
+        flat = x if self.everything else _Spread.apply(x, self.index, self.batch * self.length)
+        return flat.unflatten(0, (self.batch, self.length))
+
+    def renumber(self, rows: Tensor) -> Tensor:
+        """Flat row numbers as positions in `index`; -1 stays -1. All of them must be chosen ones."""
+        place = torch.full((self.batch * self.length + 1,), -1, device=rows.device)
+        place[self.index] = torch.arange(self.index.numel(), device=rows.device)
+        return place[rows]
+
+
+class _Take(torch.autograd.Function):
+    """Rows of (N, W). Each is taken once, so the gradient is a copy; indexing's own would sort and accumulate."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return _spread(grad, ctx.saved_tensors[0], ctx.rows), None
+
+
+class _Spread(torch.autograd.Function):
+    """The adjoint of `_Take`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return _spread(x, index, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def _spread(x: Tensor, index: Tensor, rows: int) -> Tensor:
+    whole = x.new_zeros(rows, x.shape[1])
+    whole[index] = x
+    return whole

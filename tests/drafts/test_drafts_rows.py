@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftworks.drafts.rows import ActiveRows
+
+MASKS = [[[0, 1, 1], [1, 0, 1]], [[1, 1, 1], [1, 1, 1]], [[0, 0, 0], [0, 0, 0]]]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_spread_puts_rows_back_where_take_found_them(mask):
+    mask = torch.tensor(mask, dtype=torch.bool)
+    active = ActiveRows.where(mask)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(active.take(x), x[mask])
+    assert torch.equal(active.spread(active.take(x)), x * mask[..., None])
+    torch.autograd.gradcheck(active.take, x)
+    torch.autograd.gradcheck(active.spread, x[mask].detach().requires_grad_())
+
+
+def test_renumber_gives_places_and_keeps_minus_one():
+    active = ActiveRows.where(torch.tensor([[False, True, True], [True, False, True]]))
+    assert active.renumber(torch.tensor([[5, 1, -1], [2, 3, 1]])).tolist() == [[3, 0, -1], [1, 2, 0]]

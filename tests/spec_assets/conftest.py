@@ -1,0 +1,111 @@
+"""A small registry around the tiny target, and one whole run over it that many tests look at."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import dagster as dg
+import pyarrow.parquet as pq
+import pytest
+
+from spec_assets.definitions import build_definitions
+
+TARGET = """
+model: {model}
+dataset: chats
+max_length: 96
+data: {{held_out_share: 0.2, workers: 1}}
+responses: {{max_new_tokens: 24, batch_size: 32}}
+capture: {{dtype: float32, compute_dtype: float32, device: cpu, batch_tokens: 2048, budget_gb: 1}}
+strategies:
+  eagle3:
+    options: {{ttt_length: 2, draft_vocab_size: 256}}
+    training: {{processes: {processes}, global_batch_size: 8, micro_batch_size: 4, epochs: 3, lr: 0.002, compute_dtype: float32,
+                device: cpu, log_every: 2}}
+"""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A registry of its own with one target, `small`, and everything that is made from it."""
+
+    root: Path
+    tiny_folder: Path
+
+    @property
+    def registry(self) -> Path:
+        return self.root / "registry"
+
+    @property
+    def var(self) -> Path:
+        return self.root / "var"
+
+    @property
+    def target_file(self) -> Path:
+        return self.registry / "targets" / "small.yaml"
+
+    @property
+    def chats(self) -> Path:
+        return self.registry / "chats.jsonl"
+
+    def definitions(self) -> dg.Definitions:
+        return build_definitions(self.registry)
+
+    def run(self, job: str = "everything", partition: str = "small", **options) -> dg.ExecuteInProcessResult:
+        found = self.definitions().resolve_job_def(job)
+        return found.execute_in_process(partition_key=partition, raise_on_error=False, **options)
+
+    def copy(self, root: Path) -> Site:
+        shutil.copytree(self.root, root, dirs_exist_ok=True)
+        return Site(root, self.tiny_folder)
+
+    def write_chats(self, count: int) -> None:
+        """The first `count` conversations of the corpus, one question and answer each."""
+        rows = pq.read_table(self.tiny_folder / "corpus.parquet").slice(0, count).to_pylist()
+        chats = [{"messages": row["messages"][:2], "task": row["task"]} for row in rows]
+        self.chats.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+
+    def module(self) -> Path:
+        """A code location for the command line."""
+        path = self.root / "location.py"
+        path.write_text(
+            "from pathlib import Path\nfrom spec_assets.definitions import build_definitions\n"
+            "defs = build_definitions(Path(__file__).parent / 'registry')\n"
+        )
+        return path
+
+
+def new_site(root: Path, tiny_folder: Path, processes: int = 1, conversations: int = 60) -> Site:
+    site = Site(root, tiny_folder)
+    for folder in ("targets", "datasets"):
+        (site.registry / folder).mkdir(parents=True)
+    site.target_file.write_text(TARGET.format(model=tiny_folder, processes=processes))
+    (site.registry / "datasets" / "chats.yaml").write_text("files: [chats.jsonl]\n")
+    site.write_chats(conversations)
+    return site
+
+
+@pytest.fixture
+def site(tmp_path: Path, tiny_folder: Path) -> Site:
+    """A fresh site on which nothing has run."""
+    return new_site(tmp_path, tiny_folder)
+
+
+@dataclass(frozen=True)
+class FinishedSite:
+    site: Site
+    result: dg.ExecuteInProcessResult
+    instance: dg.DagsterInstance
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> FinishedSite:
+    """`everything` has run once, training on two ranks. Tests must not change it: they copy it."""
+    site = new_site(tmp_path_factory.mktemp("site"), tiny_folder, processes=2)
+    instance = dg.DagsterInstance.ephemeral()
+    result = site.run(instance=instance)
+    assert result.success, [e.message for e in result.all_events if e.is_failure]
+    return FinishedSite(site, result, instance)

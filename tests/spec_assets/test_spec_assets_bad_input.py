@@ -1,0 +1,117 @@
+"""Bad input ends the step concerned with one clear message, and the store stays as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+
+def edited(site, old: str, new: str) -> None:
+    text = site.target_file.read_text()
+    assert old in text
+    site.target_file.write_text(text.replace(old, new))
+
+
+def failure(result, step: str) -> str:
+    assert not result.success
+    failed = [event.step_key for event in result.all_events if event.is_step_failure]
+    assert step in failed
+    return result.failure_data_for_node(step).user_failure_data.description
+
+
+def stored(site) -> list[str]:
+    return sorted(str(p.relative_to(site.var)) for p in site.var.rglob("*.safetensors"))
+
+
+def test_a_missing_target_directory(site):
+    edited(site, "model: ", "model: /nowhere")
+    assert "is not a directory" in failure(site.run("resolve"), "target_model")
+
+
+def test_an_unreadable_target(site, tiny_folder, tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_folder, copy)
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    edited(site, f"model: {tiny_folder}", f"model: {copy}")
+    message = failure(site.run("prepare"), "responses")
+    assert "cannot be read" in message
+    assert str(copy) in message
+    assert stored(site) == []
+
+
+def test_a_tokenizer_without_a_chat_template(site, tiny_folder, tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(tiny_folder, copy)
+    (copy / "chat_template.jinja").unlink()
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    edited(site, f"model: {tiny_folder}", f"model: {copy}")
+    assert "chat template" in failure(site.run("prepare"), "responses")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no row of"),
+        ('{"messages": [{"role": "user", "content": "hi"}]}\n' * 3, "no assistant turn"),
+        ("not json\n", "chats.jsonl"),
+    ],
+)
+def test_data_that_gives_no_conversation(site, content, message):
+    site.chats.write_text(content)
+    assert message in failure(site.run("prepare"), "conversations")
+
+
+def test_a_data_set_without_files(site):
+    site.chats.unlink()
+    assert "matches no file" in failure(site.run("resolve"), "dataset")
+
+
+def test_an_unknown_strategy(site):
+    edited(site, "  eagle3:", "  eagle33:")
+    assert "did you mean eagle3?" in failure(site.run("resolve"), "recipe")
+
+
+def test_samples_longer_than_the_context_of_the_target(site):
+    edited(site, "max_length: 96", "max_length: 4096")
+    assert "max_length 4096 is longer than the model's context of 512" in failure(site.run("resolve"), "target_model")
+
+
+def test_a_budget_that_is_exceeded_stops_before_anything_is_stored(site):
+    edited(site, "budget_gb: 1", "budget_gb: 0.0001")
+    message = failure(site.run("prepare"), "training_features")
+    assert "more than capture.budget_gb = 0.0001" in message
+    assert not (site.var / "feature_store" / "small" / "shards").exists() or not list(
+        (site.var / "feature_store" / "small" / "shards").iterdir()
+    )
+
+
+def damaged(site, change) -> None:
+    shard = max((site.var / "feature_store" / "small" / "shards").glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    shard.write_bytes(change(content))
+
+
+def flipped(content: bytearray) -> bytes:
+    for position in range(len(content) // 2, len(content)):
+        content[position] ^= 0xFF
+    return bytes(content)
+
+
+@pytest.mark.parametrize("change", [lambda content: bytes(content[:-100]), flipped], ids=["truncated", "altered"])
+def test_a_damaged_shard_stops_training_and_is_named(finished, tmp_path, change):
+    copy = finished.site.copy(tmp_path)
+    damaged(copy, change)
+    config = {"ops": {"eagle3_draft": {"config": {"start_over": True}}}}
+    message = failure(copy.run("train_eagle3", run_config=config), "eagle3_draft")
+    assert ".safetensors" in message
+
+
+def test_a_lost_result_of_an_earlier_step_says_what_to_materialize(finished, tmp_path):
+    copy = finished.site.copy(tmp_path)
+    shutil.rmtree(copy.var / "training_features")
+    assert "materialize it first" in failure(copy.run("train_eagle3"), "eagle3_draft")

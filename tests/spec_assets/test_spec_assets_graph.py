@@ -1,0 +1,154 @@
+"""The whole graph on a small target: everything is made, described, checked; and made only once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import dagster as dg
+import pytest
+
+from draftworks.artifacts import ArtifactStore
+
+MADE = {
+    "conversations",
+    "responses",
+    "heldout_responses",
+    "tokenized_train",
+    "vocab_mapping",
+    "training_features",
+    "heldout_eval_features",
+    "eagle3_draft",
+    "eagle3_report",
+}
+INPUTS = {"target_model", "dataset", "recipe"}
+CHECKS = {
+    ("tokenized_train", "supervised_share"),
+    ("heldout_responses", "supervised_share"),
+    ("training_features", "features_verified"),
+    ("heldout_eval_features", "features_verified"),
+    ("eagle3_draft", "loss_falls"),
+    ("eagle3_report", "beats_baselines"),
+}
+
+
+def materialized(result: dg.ExecuteInProcessResult) -> dict[str, dg.AssetMaterialization]:
+    return {
+        event.asset_key.to_user_string(): event.materialization for event in result.get_asset_materialization_events()
+    }
+
+
+def cache_states(result: dg.ExecuteInProcessResult) -> set[str]:
+    return {m.metadata["cache"].value for m in materialized(result).values() if "cache" in m.metadata}
+
+
+def test_one_run_goes_from_conversations_to_a_measured_draft(finished):
+    found = materialized(finished.result)
+    assert set(found) == MADE | INPUTS
+    assert cache_states(finished.result) == {"built"}
+    assert "![acceptance" in found["eagle3_report"].metadata["acceptance"].value
+    assert "simulated_acc_len" in found["eagle3_report"].metadata["table"].value
+    assert found["eagle3_draft"].metadata["world_size"].value == 2
+
+
+def test_every_check_ran(finished):
+    checks = {
+        (check.asset_key.to_user_string(), check.check_name): check
+        for check in finished.result.get_asset_check_evaluations()
+    }
+    assert set(checks) == CHECKS
+    assert all(checks[key].passed for key in CHECKS - {("eagle3_report", "beats_baselines")})
+
+
+def test_data_versions_are_content_and_equal_for_equal_content(finished):
+    tags = {name: m.tags["dagster/data_version"] for name, m in materialized(finished.result).items()}
+    assert tags["responses"] == tags["tokenized_train"]
+    assert len(set(tags.values())) == len(tags) - 1
+
+
+def test_an_unchanged_run_is_a_series_of_hits(finished, tmp_path):
+    site = finished.site.copy(tmp_path)
+    again = site.run()
+    assert again.success
+    assert cache_states(again) == {"hit"}
+
+
+def test_five_percent_more_conversations_capture_five_percent_more(finished, tmp_path):
+    site = finished.site.copy(tmp_path)
+    site.write_chats(63)
+    assert site.run("prepare").success
+    made = ArtifactStore(site.var)
+    for name in ("training_features", "heldout_eval_features"):
+        before = ArtifactStore(finished.site.var).current(name, "small").summary
+        after = made.current(name, "small").summary
+        grown = after["samples"] - before["samples"]
+        assert after["captured_samples"] == (grown or before["captured_samples"])
+
+
+def test_features_that_were_deleted_are_captured_again(finished, tmp_path):
+    site = finished.site.copy(tmp_path)
+    shutil.rmtree(site.var / "feature_store")
+    assert site.run("prepare").success
+    features = ArtifactStore(site.var).current("training_features", "small")
+    assert features.summary["captured_samples"] > 40
+
+
+def test_assets_that_read_an_input_depend_on_it_directly(finished):
+    graph = finished.site.definitions().resolve_asset_graph()
+    for name in MADE:
+        parents = {key.to_user_string() for key in graph.get(dg.AssetKey(name)).parent_keys}
+        assert "recipe" in parents, name
+
+
+def test_everything_in_the_graph_is_described(finished):
+    for spec in finished.site.definitions().resolve_all_asset_specs():
+        assert spec.description, spec.key
+        assert spec.group_name in {"inputs", "data", "features", "drafts", "reports"}
+        assert spec.kinds
+        assert spec.owners
+        assert spec.code_version
+        assert spec.partitions_def is not None
+
+
+def test_a_target_without_the_strategy_yields_no_draft_and_stays_green(finished, tmp_path):
+    site = finished.site.copy(tmp_path)
+    text = site.target_file.read_text()
+    site.target_file.write_text(text[: text.index("strategies:")] + "strategies: {}\n")
+    result = site.run("train_eagle3")
+    assert result.success
+    assert set(materialized(result)) == INPUTS
+
+
+def test_an_override_of_the_run_config_makes_another_draft(finished, tmp_path):
+    site = finished.site.copy(tmp_path)
+    config = {"ops": {"eagle3_draft": {"config": {"options": {"step_decay": 0.5}, "training": {"max_steps": 6}}}}}
+    result = site.run("train_eagle3", run_config=config)
+    assert result.success
+    draft = ArtifactStore(site.var).current("eagle3_draft", "small")
+    assert draft.identity["options"]["step_decay"] == 0.5
+    assert draft.summary["steps"] == 6
+    assert json.loads((draft.path / "config.json").read_text())["options"]["step_decay"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"options": {"ttt": 3}}, "unknown key ttt"), ({"training": {"learning_rate": 1}}, "unknown key learning_rate")],
+)
+def test_a_wrong_override_ends_the_step_with_one_clear_message(finished, tmp_path, config, message):
+    site = finished.site.copy(tmp_path)
+    result = site.run("train_eagle3", run_config={"ops": {"eagle3_draft": {"config": config}}})
+    assert not result.success
+    failure = result.failure_data_for_node("eagle3_draft")
+    assert message in failure.user_failure_data.description
+
+
+def test_a_second_run_on_the_same_partition_is_told_so(finished, tmp_path):
+    from filelock import FileLock
+
+    site = finished.site.copy(tmp_path)
+    with FileLock(site.var / "conversations" / "small" / ".lock"):
+        result = site.run("prepare")
+    assert (
+        "being materialized by another run"
+        in result.failure_data_for_node("conversations").user_failure_data.description
+    )
