@@ -127,7 +127,7 @@ def test_an_override_of_the_run_config_makes_another_draft(finished, tmp_path):
     draft = ArtifactStore(site.var).current("eagle3_draft", "small")
     assert draft.identity["options"]["step_decay"] == 0.5
     assert draft.summary["steps"] == 6
-    assert json.loads((draft.path / "config.json").read_text())["options"]["step_decay"] == 0.5
+    assert json.loads((draft.path / "config.json").read_text())["draft"]["options"]["step_decay"] == 0.5
 
 
 @pytest.mark.parametrize(

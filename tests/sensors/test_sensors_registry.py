@@ -1,0 +1,74 @@
+"""The registry sensor asks for exactly the targets that moved, once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from resources.workspace import Workspace
+from sensors.registry import registry_sensor
+
+
+@pytest.fixture
+def registry(tmp_path: Path, tiny_folder: Path) -> Path:
+    root = tmp_path / "registry"
+    for folder in ("targets", "datasets"):
+        (root / folder).mkdir(parents=True)
+    (root / "datasets" / "chats.yaml").write_text("files: [chats.jsonl]\n")
+    (root / "chats.jsonl").write_text("{}\n")
+    for name in ("one", "two"):
+        (root / "targets" / f"{name}.yaml").write_text(f"model: {tiny_folder}\ndataset: chats\nmax_length: 64\n")
+    return root
+
+
+def tick(registry: Path, cursor: str | None = None) -> dg.SensorResult | dg.SkipReason:
+    context = dg.build_sensor_context(cursor=cursor, resources={"workspace": Workspace(registry_root=str(registry))})
+    return registry_sensor(context)
+
+
+def requested(result: dg.SensorResult) -> list[str]:
+    return [request.partition_key for request in result.run_requests]
+
+
+def test_the_first_tick_asks_for_all_and_the_second_for_none(registry):
+    first = tick(registry)
+    assert requested(first) == ["one", "two"]
+    assert isinstance(tick(registry, first.cursor), dg.SkipReason)
+
+
+def test_a_changed_option_asks_for_its_own_target(registry):
+    cursor = tick(registry).cursor
+    path = registry / "targets" / "two.yaml"
+    path.write_text(path.read_text().replace("64", "65"))
+    assert requested(tick(registry, cursor)) == ["two"]
+
+
+def test_changed_data_asks_for_all_that_use_it(registry):
+    cursor = tick(registry).cursor
+    (registry / "chats.jsonl").write_text("{}\n{}\n")
+    assert requested(tick(registry, cursor)) == ["one", "two"]
+
+
+def test_a_broken_entry_does_not_hide_the_others(registry):
+    cursor = tick(registry).cursor
+    (registry / "targets" / "one.yaml").write_text("model: [")
+    path = registry / "targets" / "two.yaml"
+    path.write_text(path.read_text().replace("64", "65"))
+    result = tick(registry, cursor)
+    assert requested(result) == ["two"]
+    assert isinstance(tick(registry, result.cursor), dg.SkipReason)
+
+
+def test_run_keys_name_what_is_new(registry):
+    first = tick(registry)
+    path = registry / "targets" / "two.yaml"
+    path.write_text(path.read_text().replace("64", "65"))
+    second = tick(registry, first.cursor)
+    keys = {request.run_key for result in (first, second) for request in result.run_requests}
+    assert len(keys) == 3
+
+
+def test_it_is_off_by_default():
+    assert registry_sensor.default_status is dg.DefaultSensorStatus.STOPPED

@@ -1,0 +1,107 @@
+"""From the command line and over GraphQL, as CI and the UI use it: exit codes and messages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+DAGSTER = Path(sys.executable).with_name("dagster")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def execute(site, job: str, partition: str) -> subprocess.CompletedProcess:
+    home = site.root / "dagster_home"
+    home.mkdir(exist_ok=True)
+    command = [str(DAGSTER), "job", "execute", "-f", str(site.module()), "-j", job]
+    command += ["--tags", f'{{"dagster/partition": "{partition}"}}', "-c", str(ROOT / "jobs" / "console.yaml")]
+    return subprocess.run(
+        command, env={**os.environ, "DAGSTER_HOME": str(home)}, cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+
+
+@pytest.mark.slow
+def test_the_main_job_runs_from_the_command_line_and_again_as_hits(site):
+    first = execute(site, "everything", "small")
+    assert first.returncode == 0, first.stderr[-3000:]
+    second = execute(site, "everything", "small")
+    assert second.returncode == 0
+    assert second.stderr.count("unchanged, nothing to do") == 9
+    assert "made in" not in second.stderr
+
+
+def test_an_unknown_partition_fails_with_its_name(site):
+    finished = execute(site, "resolve", "smal")
+    assert finished.returncode != 0
+    assert "smal.yaml: no such file; did you mean small?" in finished.stderr
+
+
+def test_a_failing_step_gives_its_message_and_a_non_zero_exit_code(site):
+    site.target_file.write_text(site.target_file.read_text().replace("max_length", "max_lenght"))
+    finished = execute(site, "resolve", "small")
+    assert finished.returncode == 1
+    assert "unknown key max_lenght; did you mean max_length?" in finished.stderr
+
+
+def test_draftworks_check_lists_every_problem(site):
+    command = [sys.executable, "-m", "draftworks.programs.cli", "check", "--registry", str(site.registry)]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    for name in ("one", "two"):
+        (site.registry / "targets" / f"{name}.yaml").write_text("model: m\n")
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "one.yaml: key dataset is missing" in found.stderr
+    assert "two.yaml: key dataset is missing" in found.stderr
+
+
+def test_draftworks_summary_shows_results_and_acceptance(finished):
+    command = [
+        sys.executable,
+        "-m",
+        "draftworks.programs.cli",
+        "summary",
+        "small",
+        "--registry",
+        str(finished.site.registry),
+    ]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.returncode == 0
+    for word in ("training_features", "trained", "untrained", "bigram", "simulated_acc_len"):
+        assert word in shown.stdout
+    command[4] = "smal"
+    unknown = subprocess.run(command, capture_output=True, text=True)
+    assert unknown.returncode == 1
+    assert "did you mean small" in unknown.stderr
+
+
+PARTITIONS = (
+    '{ assetNodeOrError(assetKey: {path: ["eagle3_draft"]}) { ... on AssetNode { partitionKeys groupName kinds } } }'
+)
+NODES = "{ assetNodes { assetKey { path } hasAssetChecks } }"
+
+
+def test_the_ui_sees_every_asset_and_its_partitions(site):
+    pytest.importorskip("httpx")
+    from dagster._core.workspace.context import WorkspaceProcessContext
+    from dagster._core.workspace.load_target import PythonFileTarget
+    from dagster_webserver.webserver import DagsterWebserver
+    from starlette.testclient import TestClient
+
+    target = PythonFileTarget(
+        str(site.module()), attribute=None, working_directory=str(ROOT), location_name="draftworks"
+    )
+    with (
+        dg.instance_for_test() as instance,
+        WorkspaceProcessContext(instance, target) as workspace,
+        TestClient(DagsterWebserver(workspace).create_asgi_app()) as client,
+    ):
+        draft = client.post("/graphql", json={"query": PARTITIONS}).json()["data"]["assetNodeOrError"]
+        nodes = client.post("/graphql", json={"query": NODES}).json()["data"]["assetNodes"]
+    assert draft == {"partitionKeys": ["small"], "groupName": "drafts", "kinds": draft["kinds"]}
+    assert set(draft["kinds"]) == {"pytorch", "safetensors"}
+    checked = {node["assetKey"]["path"][-1] for node in nodes if node["hasAssetChecks"]}
+    assert {"eagle3_draft", "tokenized_train", "training_features"} <= checked

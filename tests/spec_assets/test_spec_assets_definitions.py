@@ -1,0 +1,82 @@
+"""The code location loads quickly, without heavy modules, whatever the registry holds."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from spec_assets.definitions import REGISTRY, build_definitions
+
+HEAVY = ("torch", "transformers", "sglang", "pyarrow", "matplotlib")
+
+LOAD = """
+import sys
+from pathlib import Path
+from spec_assets.definitions import build_definitions
+defs = build_definitions(Path(sys.argv[1]))
+assert len(defs.resolve_all_asset_specs()) >= 12
+print([name for name in sys.argv[2:] if name in sys.modules])
+"""
+
+
+def loaded_heavy_modules(registry: Path) -> str:
+    command = [sys.executable, "-c", LOAD, str(registry), *HEAVY]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_definitions_are_loadable():
+    dg.Definitions.validate_loadable(build_definitions(REGISTRY))
+
+
+def test_loading_imports_no_heavy_module():
+    assert loaded_heavy_modules(REGISTRY) == "[]"
+
+
+def test_a_thousand_targets_load_in_under_three_seconds(tmp_path: Path):
+    """Processor time of the whole process, so that other work on the machine does not count."""
+    (tmp_path / "targets").mkdir()
+    for number in range(1000):
+        (tmp_path / "targets" / f"target-{number:04}.yaml").write_text("model: m\ndataset: d\n")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert loaded_heavy_modules(tmp_path) == "[]"
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 3
+
+
+def test_every_registry_entry_is_a_partition(site):
+    (site.registry / "targets" / "second.yaml").write_text("not: [valid")
+    keys = {tuple(spec.partitions_def.get_partition_keys()) for spec in site.definitions().resolve_all_asset_specs()}
+    assert keys == {("second", "small")}
+
+
+def test_a_broken_entry_stops_its_own_target_only(site):
+    (site.registry / "targets" / "second.yaml").write_text("model: [")
+    assert site.run("resolve").success
+    broken = site.run("resolve", partition="second")
+    assert "second.yaml: not valid YAML" in broken.failure_data_for_node("recipe").user_failure_data.description
+
+
+def test_the_jobs_are_those_of_the_design():
+    names = {job.name for job in build_definitions(REGISTRY).resolve_all_job_defs()} - {"__ASSET_JOB"}
+    assert names == {"resolve", "prepare", "train_eagle3", "evaluate", "everything"}
+
+
+def test_the_inputs_are_part_of_every_job(site):
+    defs = site.definitions()
+    for name in ("resolve", "prepare", "train_eagle3", "evaluate", "everything"):
+        keys = {key.to_user_string() for key in defs.resolve_job_def(name).asset_layer.selected_asset_keys}
+        assert {"target_model", "dataset", "recipe"} <= keys, name
+
+
+@pytest.mark.parametrize("path", ["workspace.yaml", ".dagster/dagster.yaml"])
+def test_telemetry_is_off_and_the_code_location_is_found_from_anywhere(path):
+    text = (REGISTRY.parent / path).read_text()
+    if path == "workspace.yaml":
+        assert "relative_path: spec_assets/definitions.py" in text
+    else:
+        assert text.count("enabled: false") >= 2
