@@ -16,12 +16,13 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo ui test lint check clean
 
 demo: $(VENV)/ready .dagster/ready
-	$(BIN)/dagster job execute -m spec_assets.definitions -j everything --tags '{"dagster/partition": "$(TARGET)"}' \
-		-c jobs/console.yaml
+	@mkdir -p var
+	PYTHONWARNINGS=ignore $(BIN)/dagster job execute -m spec_assets.definitions -j everything --tags '{"dagster/partition": "$(TARGET)"}' \
+		-c jobs/console.yaml > var/demo.log
 	@$(BIN)/draftworks summary $(TARGET)
 
 ui: $(VENV)/ready .dagster/ready
-	$(BIN)/dagster dev -h 127.0.0.1 -p 3000
+	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1 -p 3000
 
 test: $(VENV)/ready .dagster/ready lint
 	$(BIN)/python -m pytest
@@ -44,6 +45,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 .dagster/ready: $(VENV)/ready .dagster/dagster.yaml
 	@$(BIN)/dagster instance info > /dev/null 2>&1
 	@$(BIN)/dagster run list --limit 1 > /dev/null 2>&1
+	@$(BIN)/dagster instance concurrency set gpu 1 > /dev/null 2>&1
 	@touch $@
 
 clean:

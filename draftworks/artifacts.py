@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from draftworks.errors import StoreError
 from draftworks.identity import digest
+from draftworks.publishing import fsync, fsync_tree, publish_json
 from draftworks.specs import checked_name
 
 SCHEMA_VERSION = 1
@@ -83,7 +84,7 @@ class ArtifactStore:
             artifact = self._read(final, hit=True) if final.exists() and not start_over else None
             if artifact is None or (still_good is not None and not still_good(artifact)):
                 artifact = self._build(final, asset, target, identity, build, start_over)
-            _write_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
+            publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
         return artifact
 
     def current(self, asset: str, target: str) -> Artifact:
@@ -150,12 +151,12 @@ class ArtifactStore:
             "seconds": round(time.time() - started, 3),
             **asdict(built),
         }
-        _write_json(partial / RECORD, record)
+        publish_json(partial / RECORD, record)
         fsync_tree(partial)
         if final.exists():
             shutil.rmtree(final)
         os.replace(partial, final)
-        fsync_path(final.parent)
+        fsync(final.parent)
         return self._read(final)
 
     def _read(self, folder: Path, hit: bool = False) -> Artifact:
@@ -178,30 +179,3 @@ class ArtifactStore:
             raise StoreError(
                 f"{folder}: not a complete result ({error}). Delete the folder and materialize again"
             ) from error
-
-
-def _write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file atomically and durably."""
-    staging = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with staging.open("w") as stream:
-        json.dump(value, stream, indent=1, sort_keys=True)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(staging, path)
-    fsync_path(path.parent)
-
-
-def fsync_tree(folder: Path) -> None:
-    """Flush every file and directory below `folder` to the disk."""
-    for path in folder.rglob("*"):
-        fsync_path(path)
-    fsync_path(folder)
-
-
-def fsync_path(path: Path) -> None:
-    """Flush one file or directory; a directory's entries are what makes a rename survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

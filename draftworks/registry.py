@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftworks.errors import ConfigError
 from draftworks.specs import DatasetSpec, DeploymentSpec, TargetSpec, checked_name, load_yaml
@@ -80,3 +81,16 @@ class Registry:
             hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(names[:20]) or 'none'}"
             raise ConfigError(f"{path}: no such file; {hint}")
         return path
+
+
+def resolved_options(target: TargetSpec) -> dict[str, Any]:
+    """Every option of a target as JSON, with the defaults filled in: its recipe."""
+    options = target.model_dump(mode="json", include={"max_length", "data", "responses", "capture"})
+    options["strategies"] = {
+        name: {
+            "options": resolve_strategy(name).parse_options(entry.options, where=f"target {target.name}").model_dump(),
+            "training": entry.training.model_dump(mode="json"),
+        }
+        for name, entry in target.strategies.items()
+    }
+    return options

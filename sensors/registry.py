@@ -6,8 +6,8 @@ import dagster as dg
 
 from draftworks.errors import DraftworksError
 from draftworks.identity import digest
+from draftworks.registry import resolved_options
 from resources.workspace import Workspace
-from spec_assets.inputs import resolved_options
 
 
 @dg.sensor(job_name="resolve", minimum_interval_seconds=60, default_status=dg.DefaultSensorStatus.STOPPED)

@@ -100,5 +100,6 @@ def launch(
         args=(str(path),),
         procs_per_node=processes,
         gpus_per_node=0 if device == "cpu" else processes,
+        env={"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
     )
     return launcher.run(context=context, job=job, run_dir=folder)

@@ -4,9 +4,8 @@ marks as stale exactly what was made from something else."""
 import dagster as dg
 
 from draftworks.identity import digest
+from draftworks.registry import resolved_options
 from draftworks.sources import matching_files
-from draftworks.specs import TargetSpec
-from draftworks.strategies import resolve_strategy
 from resources.workspace import Workspace
 from spec_assets.common import asset
 
@@ -57,16 +56,3 @@ def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Materi
     return dg.MaterializeResult(
         data_version=dg.DataVersion(digest(options)), metadata={"options": dg.MetadataValue.json(options)}
     )
-
-
-def resolved_options(target: TargetSpec) -> dict:
-    """The recipe as JSON, strategy options with their defaults."""
-    options = target.model_dump(mode="json", include={"max_length", "data", "responses", "capture"})
-    options["strategies"] = {
-        name: {
-            "options": resolve_strategy(name).parse_options(entry.options, where=f"target {target.name}").model_dump(),
-            "training": entry.training.model_dump(mode="json"),
-        }
-        for name, entry in target.strategies.items()
-    }
-    return options

@@ -48,7 +48,7 @@ def recheck(
     Raises:
         StoreError: a sample is not in the store as its reference says.
     """
-    chosen = refs[:: max(1, len(refs) // count)][:count]
+    chosen = refs[:: -(-len(refs) // count)]
     rows = [tokens.row(ref.metadata["row"]).input_ids.tolist() for ref in chosen]
     pairs = [_Pair.of(engine, store, ref, row) for ref, row in zip(chosen, rows, strict=True)]
     dtype = chosen[0].feature_specs["last"].dtype

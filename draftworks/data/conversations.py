@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftworks.data.publishing import publish_json, published
 from draftworks.data.split import hash_fraction
 from draftworks.errors import DataError, StoreError
 from draftworks.identity import canonical_json, digest, file_digest
+from draftworks.publishing import publish_json, published
 
 ROLES = ("system", "user", "assistant", "tool")
 CONVERSATIONS_FILE = "conversations.parquet"

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Item
 from draftworks.data.formats import RowError, format_of, parse_conversation, parse_tokens
-from draftworks.data.publishing import published
 from draftworks.data.rows import RawRow, Rejection, read_rows, reject
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
+from draftworks.publishing import published
 from draftworks.sources import matching_files
 from draftworks.specs import DatasetSpec
 

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftworks.data.conversations import SUMMARY_FILE, check_file, read_summary
-from draftworks.data.publishing import publish_json, published
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError, StoreError
 from draftworks.identity import DIGEST_LENGTH, canonical_json, file_digest
+from draftworks.publishing import publish_json, published
 
 TOKENS_FILE = "tokens.parquet"
 SCHEMA_VERSION = 1

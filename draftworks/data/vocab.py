@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from draftworks.data.publishing import published
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.identity import digest
+from draftworks.publishing import published
 
 
 @dataclass(frozen=True, eq=False)

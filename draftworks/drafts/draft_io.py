@@ -13,10 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from draftworks.data.publishing import publish_json, published
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import StoreError
 from draftworks.identity import file_digest
+from draftworks.publishing import publish_json, published
 
 SCHEMA_VERSION = 1
 WEIGHTS = "model.safetensors"

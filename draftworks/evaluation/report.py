@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftworks.data.publishing import publish_json, published
 from draftworks.errors import StoreError
 from draftworks.evaluation.plots import acceptance_plot
 from draftworks.evaluation.result import EvalResult
+from draftworks.publishing import publish_json, published
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -12,8 +11,8 @@ from typing import Any
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
-from draftworks.features.shards import fsync
 from draftworks.identity import DIGEST_LENGTH, digest
+from draftworks.publishing import publish_json, published
 
 MANIFEST_SCHEMA = "draftworks.features.1"
 REFS = "refs.jsonl"
@@ -63,8 +62,9 @@ def write_feature_set(
         refs=tuple(refs),
     )
     fields = {name: value for name, value in asdict(manifest).items() if name != "refs"}
-    _publish(folder / REFS, lines)
-    _publish(folder / MANIFEST, (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode())
+    with published(folder / REFS) as staging:
+        staging.write_bytes(lines)
+    publish_json(folder / MANIFEST, fields)
     return manifest
 
 
@@ -106,11 +106,3 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _digest(content: bytes) -> str:
     return sha256(content).hexdigest()[:DIGEST_LENGTH]
-
-
-def _publish(path: Path, content: bytes) -> None:
-    staging = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    staging.write_bytes(content)
-    fsync(staging)
-    os.replace(staging, path)
-    fsync(path.parent)

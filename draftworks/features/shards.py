@@ -27,6 +27,7 @@ from torch import Tensor
 
 from draftworks.errors import StoreError
 from draftworks.identity import digest
+from draftworks.publishing import fsync
 
 SHARD_SCHEMA = "draftworks.shard.1"
 CHECKSUM_LENGTH = 16
@@ -260,12 +261,3 @@ def staging_owner_is_dead(name: str) -> bool | None:
     except PermissionError:
         return False
     return False
-
-
-def fsync(path: Path) -> None:
-    """Force a file or a directory entry to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from draftworks.data.publishing import published
 from draftworks.drafts.draft_io import DraftConfig, save_draft
 from draftworks.errors import ConfigError
 from draftworks.evaluation.collectives import gather_from_ranks
@@ -14,6 +13,7 @@ from draftworks.features.loader import FeatureDataLoader
 from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes
 from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
+from draftworks.publishing import published
 from draftworks.runs import TrainRun
 from draftworks.training.backend import process_group_of_one
 from draftworks.training.history import History

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftworks.data.publishing import publish_json
 from draftworks.errors import StoreError
 from draftworks.evaluation.result import EvalResult
+from draftworks.publishing import publish_json
 
 SCHEMA_VERSION = 1
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from draftworks.data.publishing import publish_json, published
+from draftworks.publishing import publish_json, published
 
 
 def test_an_interrupted_write_leaves_what_was_there_and_nothing_beside_it(tmp_path):

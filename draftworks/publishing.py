@@ -17,9 +17,9 @@ def published(path: Path) -> Iterator[Path]:
     staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield staging
-        _fsync(staging)
+        fsync(staging)
         os.replace(staging, path)
-        _fsync(path.parent)
+        fsync(path.parent)
     finally:
         staging.unlink(missing_ok=True)
 
@@ -30,7 +30,15 @@ def publish_json(path: Path, value: Any) -> None:
         staging.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _fsync(path: Path) -> None:
+def fsync_tree(folder: Path) -> None:
+    """Flush every file and folder below `folder`, and itself, to the disk."""
+    for path in folder.rglob("*"):
+        fsync(path)
+    fsync(folder)
+
+
+def fsync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk: without the latter a rename may not survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,0 +1,58 @@
+"""A few stored samples, captured again: sound features pass, and what has drifted, or was damaged, is seen."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from capture_toys import ToyTokens, capture_run, random_rows
+
+from draftworks.capture.hf import HFTargetEngine
+from draftworks.capture.recheck import recheck
+from draftworks.capture.session import capture_features
+from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.manifest import read_feature_set
+
+
+@pytest.fixture
+def captured(tiny_target, tmp_path: Path, watched):
+    """Capture ten samples with an engine; a function that rechecks them with another."""
+    tokens = ToyTokens(random_rows(10))
+
+    def capture(dtype: str = "float32", damage=None):
+        watched.damage = damage
+        run = capture_run(tiny_target, tmp_path, dtype=dtype)
+        capture_features(run, watched, tokens)
+        watched.damage = None
+        return lambda engine: recheck(engine, LocalFeatureStore(run.store), read_feature_set(run.out).refs, tokens)
+
+    return capture
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sound_features_pass_in_either_dtype(captured, watched, dtype):
+    found = captured(dtype)(watched)
+    assert found.samples == 4
+    assert found.rows_equal_tokens
+    assert found.finite
+    assert found.features_as_captured
+    assert found.head_equals_logits
+    assert 0 <= found.feature_difference < 1e-2
+
+
+def test_an_engine_whose_numbers_drifted_is_seen(captured, tiny_engine):
+    drifted = copy.deepcopy(tiny_engine.model)
+    with torch.no_grad():
+        drifted.model.layers[0].mlp.down_proj.weight.mul_(1.01)
+    found = captured()(HFTargetEngine(drifted, tiny_engine.identity, context=512))
+    assert not found.features_as_captured
+    assert found.finite
+
+
+def test_a_tap_shifted_by_one_layer_is_seen(captured, watched):
+    def swapped(streams):
+        return {**streams, "hf2": streams["hf4"]}
+
+    assert not captured(damage=swapped)(watched).features_as_captured
