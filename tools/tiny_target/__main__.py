@@ -31,7 +31,7 @@ def corpus(folder: Path = FOLDER) -> None:
 
 @app.command()
 def model(folder: Path = FOLDER, steps: int | None = None) -> None:
-    """Train tokenizer and weights on corpus.parquet (about 45 minutes on one core)."""
+    """Train tokenizer and weights on corpus.parquet (about 25 minutes on one core)."""
     from dataclasses import replace
 
     import torch

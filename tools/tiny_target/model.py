@@ -38,10 +38,10 @@ class Recipe:
     num_kv_heads: int = 2
     context: int = 512
     batch_size: int = 8
-    steps: int = 2800
+    steps: int = 1500
     warmup: int = 100
     lr: float = 1e-2
-    weight_decay: float = 0.1
+    weight_decay: float = 0.4
     seed: int = 20
 
 
