@@ -7,25 +7,28 @@ visible by one rename. The digest is that of the *identity*: what went in. The d
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from draftworks.errors import StoreError
-from draftworks.identity import digest
+from draftworks.identity import digest, file_digest
 from draftworks.publishing import fsync, fsync_tree, publish_json
 from draftworks.specs import checked_name
 
 SCHEMA_VERSION = 1
 RECORD = "artifact.json"
 POINTER = "current.json"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,25 @@ class Artifact:
     identity: dict[str, Any]
     data_version: str
     summary: dict[str, Any]
+    files: dict[str, str]
+    """Digest of every file, by path inside the folder."""
     created: float
     seconds: float
     hit: bool = False
     """Whether this call found it already made."""
+
+    def damage(self) -> str | None:
+        """What is wrong with the files, if anything."""
+        for name, expected in self.files.items():
+            path = self.path / name
+            if not path.is_file():
+                return f"{path} is missing"
+            if file_digest(path) != expected:
+                return f"{path} is truncated or altered"
+        return None
+
+
+Check = Callable[[Artifact], bool]
 
 
 @dataclass(frozen=True)
@@ -65,9 +83,9 @@ class ArtifactStore:
         identity: dict[str, Any],
         build: Callable[[Path], Built],
         start_over: bool = False,
-        still_good: Callable[[Artifact], bool] | None = None,
+        still_good: Check | None = None,
     ) -> Artifact:
-        """The result of this identity: found, or built once and published atomically.
+        """The result of this identity: found intact, or built once and published atomically.
 
         Args:
             build: fills the folder it is given. What an interrupted attempt left there is still there.
@@ -80,11 +98,11 @@ class ArtifactStore:
         """
         folder = self._folder(asset, target)
         final = folder / digest(identity)
-        with self._locked(folder, asset, target):
-            artifact = self._read(final, hit=True) if final.exists() and not start_over else None
-            if artifact is None or (still_good is not None and not still_good(artifact)):
+        artifact = None if start_over else self._found(final, still_good)
+        if artifact is None:
+            with self._locked(folder, asset, target):
                 artifact = self._build(final, asset, target, identity, build, start_over)
-            publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
+        publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
         return artifact
 
     def current(self, asset: str, target: str) -> Artifact:
@@ -95,14 +113,14 @@ class ArtifactStore:
         """
         pointer = self._folder(asset, target) / POINTER
         try:
-            name = json.loads(pointer.read_text())["digest"]
+            name = checked_name(json.loads(pointer.read_text())["digest"])
         except FileNotFoundError:
             raise StoreError(
                 f"{asset} of target {target} does not exist yet: materialize it first ({pointer})"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{pointer}: not a pointer to a result: {error}. Materialize {asset} again") from error
-        return self._read(pointer.parent / checked_name(name))
+        return self._read(pointer.parent / name)
 
     def find(self, asset: str, target: str) -> Artifact | None:
         """As `current`, but None where there is no result."""
@@ -110,6 +128,20 @@ class ArtifactStore:
 
     def _folder(self, asset: str, target: str) -> Path:
         return self.root / checked_name(asset) / checked_name(target)
+
+    def _found(self, final: Path, still_good: Check | None) -> Artifact | None:
+        """The result in `final` if it is whole; what is not will be built again, saying why."""
+        if not final.exists():
+            return None
+        try:
+            artifact = replace(self._read(final), hit=True)
+            problem = artifact.damage()
+        except StoreError as error:
+            artifact, problem = None, str(error)
+        if problem is not None:
+            log.warning("%s: making it again", problem)
+            return None
+        return artifact if still_good is None or still_good(artifact) else None
 
     @contextmanager
     def _locked(self, folder: Path, asset: str, target: str) -> Iterator[None]:
@@ -147,35 +179,41 @@ class ArtifactStore:
             "asset": asset,
             "target": target,
             "identity": identity,
+            "files": _swept_files(partial),
             "created": time.time(),
             "seconds": round(time.time() - started, 3),
             **asdict(built),
         }
         publish_json(partial / RECORD, record)
         fsync_tree(partial)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(partial, final)
-        fsync(final.parent)
+        _replace_folder(partial, final)
         return self._read(final)
 
-    def _read(self, folder: Path, hit: bool = False) -> Artifact:
+    def _read(self, folder: Path) -> Artifact:
         try:
             record = json.loads((folder / RECORD).read_text())
             if record["schema"] != SCHEMA_VERSION:
                 raise StoreError(f"{folder / RECORD}: schema {record['schema']}, expected {SCHEMA_VERSION}")
-            return Artifact(
-                asset=record["asset"],
-                target=record["target"],
-                path=folder,
-                identity=record["identity"],
-                data_version=record["data_version"],
-                summary=record["summary"],
-                created=record["created"],
-                seconds=record["seconds"],
-                hit=hit,
-            )
+            names = ("asset", "target", "identity", "data_version", "summary", "files", "created", "seconds")
+            return Artifact(path=folder, **{name: record[name] for name in names})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreError(
-                f"{folder}: not a complete result ({error}). Delete the folder and materialize again"
-            ) from error
+            raise StoreError(f"{folder}: not a complete result ({error}). Materialize it again") from error
+
+
+def _swept_files(folder: Path) -> dict[str, str]:
+    """Digests of what was built; staging files of writers that died on the way are removed first."""
+    for leftover in folder.rglob("*.tmp"):
+        leftover.unlink()
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / RECORD)
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
+
+
+def _replace_folder(partial: Path, final: Path) -> None:
+    """`partial` becomes `final`; an old `final` is whole until it is out of the way, so none is ever half there."""
+    old = final.with_name(final.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.replace(final, old)
+    os.replace(partial, final)
+    fsync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -60,12 +60,6 @@ class FileDigests:
             self._save()
         return self._known[stamp]
 
-    def of_directory(self, folder: Path, ignore: Iterable[str] = ()) -> str:
-        """Digest over the relative path and content of every file below `folder`, hidden ones and `ignore` left out."""
-        skipped = set(ignore)
-        files = sorted(p for p in folder.rglob("*") if p.is_file() and not _hidden(p.relative_to(folder)))
-        return digest([[p.relative_to(folder).as_posix(), self.of_file(p)] for p in files if p.name not in skipped])
-
     def _save(self) -> None:
         if self._cache_file is None:
             return
@@ -73,10 +67,6 @@ class FileDigests:
         staging = self._cache_file.with_name(f"{self._cache_file.name}.{os.getpid()}.tmp")
         staging.write_text(json.dumps(self._known))
         os.replace(staging, self._cache_file)
-
-
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
 
 
 @dataclass(frozen=True, order=True)

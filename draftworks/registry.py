@@ -84,13 +84,17 @@ class Registry:
 
 
 def resolved_options(target: TargetSpec) -> dict[str, Any]:
-    """Every option of a target as JSON, with the defaults filled in: its recipe."""
-    options = target.model_dump(mode="json", include={"max_length", "data", "responses", "capture"})
-    options["strategies"] = {
-        name: {
-            "options": resolve_strategy(name).parse_options(entry.options, where=f"target {target.name}").model_dump(),
-            "training": entry.training.model_dump(mode="json"),
-        }
-        for name, entry in target.strategies.items()
+    """The recipe of a target as JSON: every option that decides a result, with the defaults filled in."""
+    return {
+        "max_length": target.max_length,
+        "data": target.data.identity(),
+        "responses": target.responses.identity(),
+        "capture": target.capture.identity(),
+        "strategies": {
+            name: {
+                "options": resolve_strategy(name).parse_options(entry.options, f"target {target.name}").model_dump(),
+                "training": entry.training.identity(),
+            }
+            for name, entry in target.strategies.items()
+        },
     }
-    return options

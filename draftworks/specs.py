@@ -42,6 +42,9 @@ class DataSpec(Spec):
     min_supervised_share: float = Field(0.02, ge=0, le=1, description="Fewer supervised tokens than this stop the run.")
     workers: int = Field(2, ge=1, description="Tokenizer processes.")
 
+    def identity(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"workers"})
+
 
 class ResponseSpec(Spec):
     """Where the assistant's words come from. Drafts learn what the *target* says, so `regenerate` is the default."""
@@ -60,7 +63,7 @@ class ResponseSpec(Spec):
 
 
 class CaptureSpec(Spec):
-    """How the target's hidden states are captured."""
+    """How the target's hidden states are captured. `backend`, `dtype` and `compute_dtype` decide what they are."""
 
     backend: Literal["hf"] = "hf"
     dtype: Dtype = Field("bfloat16", description="Of the stored features. The target runs in `compute_dtype`.")
@@ -70,6 +73,9 @@ class CaptureSpec(Spec):
     processes: int = Field(1, ge=1, description="Ranks that share the work; each writes its own shards.")
     shard_mb: int = Field(256, gt=0, description="A shard is published when it has grown to this size.")
     budget_gb: float = Field(100.0, gt=0, description="A capture that would store more is refused before it starts.")
+
+    def identity(self) -> dict[str, Any]:
+        return self.model_dump(include={"backend", "dtype", "compute_dtype"})
 
 
 class TrainingSpec(Spec):
@@ -103,8 +109,8 @@ class TrainingSpec(Spec):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What decides the weights; how the global batch is cut into pieces does not."""
-        execution = {"processes", "micro_batch_size", "device", "log_every", "tensorboard"}
+        """What decides the weights; how the global batch is cut into pieces, and how often one looks, does not."""
+        execution = {"processes", "micro_batch_size", "device", "log_every", "eval_every", "tensorboard"}
         return self.model_dump(exclude=execution)
 
 

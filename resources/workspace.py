@@ -50,9 +50,9 @@ class Workspace(dg.ConfigurableResource):
         """Root of the target's feature store; keys are content, so every run and strategy shares it."""
         return self.var / "feature_store" / target
 
-    def answers(self, target: str, asset: str) -> Path:
+    def answers(self, target: str, part: str) -> Path:
         """Where the target's answers are kept, one conversation a record, for this run and later ones."""
-        return self.var / "answers" / target / asset
+        return self.var / "answers" / target / part
 
     def run_folder(self, run_id: str, step: str) -> Path:
         """Where a launched job of a run keeps its run file, messages and log."""

@@ -16,17 +16,25 @@ def registry_sensor(context: dg.SensorEvaluationContext, workspace: Workspace) -
 
     Digests are remembered by size, mtime and inode, so that a tick reads no weights that did not change.
     """
-    known: dict[str, str] = json.loads(context.cursor) if context.cursor else {}
-    seen: dict[str, str] = {}
+    known: dict[str, dict] = json.loads(context.cursor) if context.cursor else {}
+    seen: dict[str, dict] = {}
     for target in workspace.registry.target_names():
         try:
-            seen[target] = inputs_digest(workspace, target)
+            found = inputs_digest(workspace, target)
         except DraftworksError as error:
             context.log.warning(str(error))
             if target in known:
                 seen[target] = known[target]
-    moved = [target for target, version in seen.items() if known.get(target) != version]
-    requests = [dg.RunRequest(run_key=f"{target}:{seen[target]}", partition_key=target) for target in moved]
+            continue
+        before = known.get(target, {"digest": None, "moves": 0})
+        moved = found != before["digest"]
+        seen[target] = {"digest": found, "moves": before["moves"] + moved}
+    # The count makes a key of its own of inputs that come back to what they once were: Dagster never repeats a key.
+    requests = [
+        dg.RunRequest(run_key=f"{target}:{now['digest']}:{now['moves']}", partition_key=target)
+        for target, now in seen.items()
+        if now != known.get(target)
+    ]
     if not requests:
         return dg.SkipReason("every target's inputs are as recorded")
     return dg.SensorResult(run_requests=requests, cursor=json.dumps(seen, sort_keys=True))

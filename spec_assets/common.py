@@ -6,11 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
 
-from draftworks.artifacts import Artifact
+from draftworks.artifacts import Artifact, Built
 from draftworks.errors import DraftworksError
 from draftworks.runs import RunFile
 from resources.torch_job import TorchJob
@@ -55,6 +56,27 @@ def clear_errors() -> Generator[None, None, None]:
         yield
     except DraftworksError as error:
         raise dg.Failure(description=str(error), allow_retries=False) from None
+
+
+def obtained(
+    context: dg.AssetExecutionContext,
+    workspace: Workspace,
+    identity: dict[str, Any],
+    build: Callable[[Path], Built],
+    **options: Any,
+) -> Artifact:
+    """The result of this step's asset for this partition; its code version is part of the identity.
+
+    Options are those of `ArtifactStore.obtain`.
+    """
+    spec = context.assets_def.get_asset_spec(context.asset_key)
+    return workspace.artifacts.obtain(
+        context.asset_key.to_user_string(),
+        context.partition_key,
+        {**identity, "code_version": spec.code_version},
+        build,
+        **options,
+    )
 
 
 def shown(

@@ -8,13 +8,13 @@ from typing import Any
 import dagster as dg
 
 from draftworks.artifacts import Artifact, Built
+from draftworks.demands import draft_vocab_size
 from draftworks.errors import ConfigError
 from draftworks.runs import TOKENS_FOLDER, RegenerateRun
 from draftworks.specs import ResponseSpec, TargetSpec
-from draftworks.strategies import resolve_strategy
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, launch, shown
+from spec_assets.common import asset, launch, obtained, shown
 from spec_assets.features import GPU_POOL
 
 GROUP = "data"
@@ -39,7 +39,7 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
         "data": target.data.model_dump(include={"max_conversations", "held_out_share", "max_rejected_share"}),
         "vocab_size": files.vocab_size,
     }
-    artifact = workspace.artifacts.obtain("conversations", target.name, identity, build)
+    artifact = obtained(context, workspace, identity, build)
     metadata = {"dagster/row_count": artifact.summary["conversations"], **_figures(artifact)}
     return shown(context, artifact, metadata)
 
@@ -50,7 +50,7 @@ def responses(
 ) -> dg.MaterializeResult:
     """Training conversations as the target itself would answer them, token by token; or as they are, where so configured."""
     spec = workspace.registry.target(context.partition_key)
-    artifact = answered(context, workspace, launcher, "responses", "train", spec.responses)
+    artifact = answered(context, workspace, launcher, "train", spec.responses)
     return shown(context, artifact, {"mode": spec.responses.mode, **_figures(artifact)})
 
 
@@ -70,10 +70,9 @@ def heldout_responses(
 ) -> dg.MaterializeResult:
     """The held-out conversations, answered greedily by the target: what every draft is measured on."""
     spec = workspace.registry.target(context.partition_key)
-    greedy = spec.responses.model_copy(update={"temperature": 0.0, "repetition_penalty": 1.0})
-    artifact = answered(context, workspace, launcher, "heldout_responses", "heldout", greedy)
+    artifact = answered(context, workspace, launcher, "heldout", greedy(spec, workspace))
     check = supervised_share(artifact, "heldout_responses", spec)
-    return shown(context, artifact, {"mode": spec.responses.mode, **_figures(artifact)}, [check])
+    return shown(context, artifact, _figures(artifact), [check])
 
 
 @asset(
@@ -96,7 +95,7 @@ def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> 
 
         return _built(supervised_rows(source.path / TOKENS_FOLDER, out))
 
-    artifact = workspace.artifacts.obtain("tokenized_train", spec.name, {"responses": source.data_version}, build)
+    artifact = obtained(context, workspace, {"responses": source.data_version}, build)
     metadata = {"dagster/row_count": artifact.summary["samples"], **_figures(artifact)}
     return shown(context, artifact, metadata, [supervised_share(artifact, "tokenized_train", spec)])
 
@@ -118,7 +117,7 @@ def vocab_mapping(context: dg.AssetExecutionContext, workspace: Workspace) -> It
         return _built(map_vocabulary(tokens.path, files, size, out))
 
     identity = {"tokens": tokens.data_version, "draft_vocab_size": size, "vocab_size": files.vocab_size}
-    artifact = workspace.artifacts.obtain("vocab_mapping", spec.name, identity, build)
+    artifact = obtained(context, workspace, identity, build)
     yield shown(context, artifact, _figures(artifact))
 
 
@@ -126,7 +125,6 @@ def answered(
     context: dg.AssetExecutionContext,
     workspace: Workspace,
     launcher: TorchLauncher,
-    asset_name: str,
     part: str,
     responses: ResponseSpec,
 ) -> Artifact:
@@ -145,9 +143,10 @@ def answered(
             out=out,
             target=files,
             conversations=source.path / part,
-            answers=workspace.answers(spec.name, asset_name),
+            answers=workspace.answers(spec.name, part),
             responses=responses,
             only_last_turn=spec.data.only_last_turn,
+            max_rejected_share=spec.data.max_rejected_share,
             max_length=spec.max_length,
             device=spec.capture.device,
             compute_dtype=spec.capture.compute_dtype,
@@ -172,24 +171,17 @@ def answered(
         "compute_dtype": spec.capture.compute_dtype if responses.mode == "regenerate" else None,
     }
     build = regenerate if responses.mode == "regenerate" else pass_through
-    return workspace.artifacts.obtain(asset_name, spec.name, identity, build)
+    return obtained(context, workspace, identity, build)
 
 
-def draft_vocab_size(target: TargetSpec) -> int | None:
-    """The one reduced vocabulary that the target's strategies share; None if none of them reduces it.
+def greedy(target: TargetSpec, workspace: Workspace) -> ResponseSpec:
+    """How eval sets are answered: by the target, greedily, whatever training data it learns from.
 
-    Raises:
-        ConfigError: two strategies of the target ask for different sizes.
+    Rows that are tokenized already are the exception: they have no prompt to answer.
     """
-    sizes: dict[str, int] = {}
-    for name, entry in target.strategies.items():
-        strategy = resolve_strategy(name)
-        if strategy.uses_vocab_mapping:
-            options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
-            sizes[name] = options.draft_vocab_size
-    if len(set(sizes.values())) > 1:
-        raise ConfigError(f"target {target.name}: strategies share one draft vocabulary, but ask for sizes {sizes}")
-    return next(iter(sizes.values()), None)
+    kind = workspace.artifacts.current("conversations", target.name).summary["kind"]
+    mode = "passthrough" if kind == "tokens" else "regenerate"
+    return ResponseSpec(mode=mode, max_new_tokens=target.responses.max_new_tokens)
 
 
 def supervised_share(artifact: Artifact, asset_name: str, target: TargetSpec) -> dg.AssetCheckResult:

@@ -14,7 +14,7 @@ from draftworks.specs import StrategyEntry, TargetSpec, TrainingSpec, validated
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, launch, shown
+from spec_assets.common import asset, checked_partition, launch, obtained, shown
 from spec_assets.features import GPU_POOL
 from spec_assets.metadata import human_bytes, picture
 
@@ -94,6 +94,7 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             "tokenized_train",
             "training_features",
             "vocab_mapping",
+            "heldout_responses",
             "heldout_eval_features",
         ],
         output_required=False,
@@ -118,9 +119,7 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             job = launch(context, launcher, workspace, "train", run, training.processes, training.device)
             return Built(data_version=job.report["weights_digest"], summary=job.report)
 
-        artifact = workspace.artifacts.obtain(
-            name, target.name, inputs.identity(strategy.name), build, start_over=config.start_over
-        )
+        artifact = obtained(context, workspace, inputs.identity(strategy.name), build, start_over=config.start_over)
         yield shown(context, artifact, draft_metadata(artifact))
 
     return draft
@@ -161,11 +160,14 @@ def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     def loss_falls(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
         summary = workspace.artifacts.current(name, checked_partition(context)).summary
         first, last = summary["first_loss"], summary["last_loss"]
-        return dg.AssetCheckResult(
-            passed=bool(last < first),
-            severity=dg.AssetCheckSeverity.ERROR,
-            description=f"loss went from {first:.3f} to {last:.3f}",
-            metadata={"first_loss": first, "last_loss": last},
-        )
+        if first is None or last is None:
+            return _falls(False, "no supervised token was trained on")
+        if summary["steps"] < 2:
+            return _falls(True, "one step says nothing yet")
+        return _falls(last < first, f"loss went from {first:.3f} to {last:.3f}")
 
     return loss_falls
+
+
+def _falls(passed: bool, description: str) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(passed=bool(passed), severity=dg.AssetCheckSeverity.ERROR, description=description)

@@ -5,32 +5,17 @@ from pathlib import Path
 import dagster as dg
 
 from draftworks.artifacts import Artifact, Built
+from draftworks.demands import union_of_taps
 from draftworks.runs import TOKENS_FOLDER, CaptureRun
-from draftworks.specs import TargetSpec
-from draftworks.strategies import resolve_strategy
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, launch, shown
+from spec_assets.common import asset, launch, obtained, shown
 from spec_assets.metadata import human_bytes
 
 GROUP = "features"
 GPU_POOL = "gpu"
 VERIFIED = "features_verified"
 VERIFICATIONS = ("rows_equal_tokens", "finite", "features_as_captured", "head_equals_logits")
-
-
-def union_of_taps(target: TargetSpec, num_layers: int) -> list[int]:
-    """hf_index of every tap that any strategy of the target needs, ascending.
-
-    Raises:
-        ConfigError: a strategy's taps lie outside the target or collide.
-    """
-    taps: set[int] = set()
-    for name, entry in target.strategies.items():
-        strategy = resolve_strategy(name)
-        options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
-        taps.update(tap.hf_index for tap in strategy.taps(num_layers, options))
-    return sorted(taps)
 
 
 def captured(
@@ -60,8 +45,7 @@ def captured(
         "tokens": tokens.data_version,
         "target": files.digest,
         "taps": taps,
-        "backend": spec.capture.backend,
-        "dtype": spec.capture.dtype,
+        "capture": spec.capture.identity(),
     }
 
     def still_stored(artifact: Artifact) -> bool:
@@ -69,7 +53,7 @@ def captured(
 
         return holds_feature_set(store, artifact.path)
 
-    artifact = workspace.artifacts.obtain(asset_name, target, identity, build, still_good=still_stored)
+    artifact = obtained(context, workspace, identity, build, still_good=still_stored)
     return shown(context, artifact, features_metadata(artifact), [verified(artifact, asset_name)])
 
 

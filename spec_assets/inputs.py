@@ -3,6 +3,7 @@ marks as stale exactly what was made from something else."""
 
 import dagster as dg
 
+from draftworks.demands import check_demands
 from draftworks.identity import digest
 from draftworks.registry import resolved_options
 from draftworks.sources import matching_files
@@ -15,7 +16,9 @@ GROUP = "inputs"
 @asset(group=GROUP, kinds=["huggingface"])
 def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The large language model that is to have a draft: its weights, tokenizer and chat template."""
-    files = workspace.target_files(context.partition_key)
+    target = workspace.registry.target(context.partition_key)
+    files = workspace.target_files(target.name)
+    check_demands(target, files)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(digest([files.digest, files.tokenizer_digest])),
         metadata={

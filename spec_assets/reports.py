@@ -11,7 +11,7 @@ from draftworks.runs import TOKENS_FOLDER, VOCAB_FILE, EvaluateRun, FeatureSet
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, launch, shown
+from spec_assets.common import asset, checked_partition, launch, obtained, shown
 from spec_assets.features import GPU_POOL
 from spec_assets.metadata import picture
 
@@ -29,7 +29,8 @@ def report_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         kinds=["pytorch", "pandas"],
         name=name,
         description=f"Held-out acceptance of the {strategy.name} draft, of the same draft untrained and of a bigram table.",
-        deps=["target_model", "recipe", "tokenized_train", "heldout_eval_features", "vocab_mapping", draft_name],
+        deps=["target_model", "recipe", "tokenized_train", "vocab_mapping", "heldout_responses"]
+        + ["heldout_eval_features", draft_name],
         output_required=False,
         pool=GPU_POOL,
     )
@@ -41,6 +42,7 @@ def report_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             context.log.info(f"target {target.name} does not use {strategy.name}: nothing to do")
             return
         artifacts = workspace.artifacts
+        heldout_tokens = artifacts.current("heldout_responses", target.name)
         draft = artifacts.current(draft_name, target.name)
         heldout = artifacts.current("heldout_eval_features", target.name)
         train_tokens = artifacts.current("tokenized_train", target.name)
@@ -55,24 +57,22 @@ def report_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
                 options=draft.identity["options"],
                 draft=draft.path,
                 train_tokens=train_tokens.path,
-                heldout=FeatureSet(
-                    tokens=artifacts.current("heldout_responses", target.name).path / TOKENS_FOLDER,
-                    features=heldout.path,
-                ),
+                heldout=FeatureSet(tokens=heldout_tokens.path / TOKENS_FOLDER, features=heldout.path),
                 store=workspace.feature_store(target.name),
                 vocab_mapping=None if vocab is None else vocab.path / VOCAB_FILE,
+                micro_batch_size=training.micro_batch_size,
                 device=training.device,
-                seed=training.seed,
+                seed=draft.identity["training"]["seed"],
             )
             job = launch(context, launcher, workspace, "evaluate", run, training.processes, training.device)
             return Built(data_version=digest(job.report["drafts"]), summary=job.report)
 
         identity = {
             "draft": draft.data_version,
-            "heldout": heldout.data_version,
+            "heldout": [heldout_tokens.data_version, heldout.data_version],
             "bigram_tokens": train_tokens.data_version,
         }
-        artifact = artifacts.obtain(name, target.name, identity, build)
+        artifact = obtained(context, workspace, identity, build)
         yield shown(context, artifact, report_metadata(artifact))
 
     return report

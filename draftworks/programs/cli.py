@@ -11,8 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from draftworks.artifacts import Artifact, ArtifactStore
+from draftworks.demands import check_demands
 from draftworks.errors import DraftworksError
+from draftworks.identity import FileDigests
 from draftworks.registry import Registry
+from draftworks.resolve import resolve_target
 
 app = typer.Typer(help="Draft models for a fleet of LLMs.", add_completion=False, no_args_is_help=True)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
@@ -22,12 +25,17 @@ CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
 @app.command()
 def check(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     """Validate every registry entry; exit code 1 if any is wrong."""
-    problems = Registry(registry).problems()
+    found = Registry(registry)
+    try:
+        problems = found.problems() or unmet_demands(found)
+        names = found.target_names()
+    except DraftworksError as error:
+        problems = [str(error)]
     for problem in problems:
         typer.echo(problem, err=True)
     if problems:
         raise typer.Exit(1)
-    typer.echo(f"{len(Registry(registry).target_names())} targets in {registry}: no problems")
+    typer.echo(f"{len(names)} targets in {registry}: no problems")
 
 
 @app.command()
@@ -48,12 +56,27 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         raise typer.Exit(1) from None
 
 
+def unmet_demands(registry: Registry) -> list[str]:
+    """What entries ask for that their models cannot give. Models on the hub are not looked at."""
+    found = []
+    digests = FileDigests(registry.var() / "digests.json")
+    for name in registry.target_names():
+        target = registry.target(name)
+        try:
+            registry.dataset(target.dataset)
+            if not target.is_hub:
+                check_demands(target, resolve_target(target, registry, digests))
+        except DraftworksError as error:
+            found.append(str(error))
+    return found
+
+
 def results_table(target: str, artifacts: ArtifactStore) -> Table:
     """One row per asset that has a result, oldest first."""
     table = Table(title=f"target {target}", title_justify="left")
     for column in ("asset", "data version", "made", "seconds", "what"):
         table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
-    existing = [artifacts.find(folder.name, target) for folder in sorted(artifacts.root.iterdir()) if folder.is_dir()]
+    existing = [artifacts.find(folder.name, target) for folder in sorted(artifacts.root.glob("*/")) if folder.is_dir()]
     for artifact in sorted((a for a in existing if a is not None), key=lambda a: a.created):
         made = datetime.fromtimestamp(artifact.created).strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(artifact.asset, artifact.data_version[:16], made, f"{artifact.seconds:.1f}", figures(artifact))

@@ -99,8 +99,60 @@ def test_names_that_leave_the_root_are_refused(tmp_path: Path):
     pointer = tmp_path / "thing" / "tiny" / "current.json"
     pointer.parent.mkdir(parents=True)
     pointer.write_text(json.dumps({"digest": "../../etc"}))
-    with pytest.raises(ValueError, match="not a name"):
+    with pytest.raises(StoreError, match="not a pointer to a result"):
         ArtifactStore(tmp_path).current("thing", "tiny")
+
+
+@pytest.mark.parametrize("change", [lambda p: p.unlink(), lambda p: p.write_text("y"), lambda p: p.write_text("")])
+def test_a_result_with_a_damaged_file_is_no_hit_and_is_built_again(tmp_path: Path, change):
+    store = ArtifactStore(tmp_path)
+    change(store.obtain("thing", "tiny", IDENTITY, writing("x")).path / "data.txt")
+    again = store.obtain("thing", "tiny", IDENTITY, writing("x"))
+    assert not again.hit
+    assert again.damage() is None
+
+
+@pytest.mark.parametrize("renames", [0, 1])
+def test_a_kill_while_a_result_is_replaced_leaves_the_old_or_the_new_one(tmp_path: Path, monkeypatch, renames: int):
+    store = ArtifactStore(tmp_path)
+    final = store.obtain("thing", "tiny", IDENTITY, writing("old")).path
+    done: list[str] = []
+    rename = os.replace
+
+    def dying(source, destination):
+        folder = Path(destination).name in (final.name, final.name + ".old")
+        if folder and len(done) == renames:
+            raise KeyboardInterrupt
+        done.extend([str(destination)] if folder else [])
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "replace", dying)
+    with pytest.raises(KeyboardInterrupt):
+        store.obtain("thing", "tiny", IDENTITY, writing("new"), start_over=True)
+    monkeypatch.undo()
+    found = store.obtain("thing", "tiny", IDENTITY, writing("newest"))
+    assert found.damage() is None
+    assert found.data_version == ("old" if renames == 0 else "newest")
+
+
+def test_staging_files_of_dead_writers_are_not_published(tmp_path: Path):
+    def leaving(out: Path) -> Built:
+        (out / ".data.txt.123.tmp").write_text("half")
+        return writing("x")(out)
+
+    artifact = ArtifactStore(tmp_path).obtain("thing", "tiny", IDENTITY, leaving)
+    assert sorted(path.name for path in artifact.path.iterdir()) == ["artifact.json", "data.txt"]
+
+
+def test_a_result_that_exists_is_found_while_another_is_being_built(tmp_path: Path):
+    store = ArtifactStore(tmp_path)
+    store.obtain("thing", "tiny", {"other": 1}, writing("x"))
+    process = started_build(tmp_path, 60)
+    try:
+        assert store.obtain("thing", "tiny", {"other": 1}, writing("y")).hit
+    finally:
+        process.kill()
+        process.wait()
 
 
 SLOW_BUILD = """

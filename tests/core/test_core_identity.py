@@ -102,12 +102,3 @@ def test_a_corrupt_digest_cache_is_ignored(tmp_path: Path):
     cache = tmp_path / "cache.json"
     cache.write_text("{not json")
     assert FileDigests(cache).of_file(weights) == FileDigests().of_file(weights)
-
-
-def test_directory_digest_sees_names_and_content_but_not_hidden_files(tmp_path: Path):
-    (tmp_path / "a").write_text("1")
-    before = FileDigests().of_directory(tmp_path)
-    (tmp_path / ".hidden").write_text("x")
-    assert FileDigests().of_directory(tmp_path) == before
-    (tmp_path / "a").rename(tmp_path / "b")
-    assert FileDigests().of_directory(tmp_path) != before

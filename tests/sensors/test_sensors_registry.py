@@ -66,8 +66,10 @@ def test_run_keys_name_what_is_new(registry):
     path = registry / "targets" / "two.yaml"
     path.write_text(path.read_text().replace("64", "65"))
     second = tick(registry, first.cursor)
-    keys = {request.run_key for result in (first, second) for request in result.run_requests}
-    assert len(keys) == 3
+    path.write_text(path.read_text().replace("65", "64"))
+    back = tick(registry, second.cursor)
+    keys = {request.run_key for result in (first, second, back) for request in result.run_requests}
+    assert len(keys) == 4
 
 
 def test_it_is_off_by_default():

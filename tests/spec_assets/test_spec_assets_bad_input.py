@@ -76,6 +76,21 @@ def test_an_unknown_strategy(site):
     assert "did you mean eagle3?" in failure(site.run("resolve"), "recipe")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [("ttt_length: 2, layer_ids: [2, 2, 5]", "taps collide"), ("ttt_length: 2, layer_ids: [2, 4, 99]", "outside 0..7")],
+)
+def test_layer_ids_that_the_target_does_not_have_are_found_before_any_work(site, options, message):
+    edited(site, "ttt_length: 2", options)
+    assert message in failure(site.run("prepare"), "target_model")
+    assert not (site.var / "answers").exists()
+
+
+def test_a_draft_vocabulary_larger_than_the_targets_is_found_before_any_work(site):
+    edited(site, "draft_vocab_size: 256", "draft_vocab_size: 32000")
+    assert "larger than the model's vocabulary of 2048" in failure(site.run("prepare"), "target_model")
+
+
 def test_samples_longer_than_the_context_of_the_target(site):
     edited(site, "max_length: 96", "max_length: 4096")
     assert "max_length 4096 is longer than the model's context of 512" in failure(site.run("resolve"), "target_model")
