@@ -7,29 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.errors import ConfigError
+from draftworks.hub import hub_file
 from draftworks.identity import FileDigests, digest
 from draftworks.registry import Registry
 from draftworks.runs import TargetFiles
 from draftworks.specs import TargetSpec
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+GENERATION_CONFIG = "generation_config.json"
+"""Names the tokens that end an answer, so it counts with the tokenizer's files, though it lies with the model's."""
 
 
 def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -> TargetFiles:
     """Locate model and tokenizer, digest them, and read the shape of the model from its config.json.
 
     A directory is identified by the content of config.json and its safetensors files, a hub model by id and commit.
+    The tokenizer's digest also covers what ends an answer, the model's generation_config.json.
 
     Raises:
-        ConfigError: a path that is absent or not a model directory, a config without the usual fields, or samples that
-            would be longer than the model's context.
+        ConfigError: a path that is absent or not a model directory, a hub id that cannot be read, a config without the
+            usual fields, or samples that would be longer than the model's context.
     """
     model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
     tokenizer = spec.tokenizer or spec.model
     tokenizer_revision = spec.tokenizer_revision if spec.tokenizer else spec.revision
     tokenizer = _locate(tokenizer, tokenizer_revision, registry, f"target {spec.name}: tokenizer")
     template = _template(spec, registry)
-    config = _model_config(model, spec.revision)
+    config = _model_config(model, spec.revision, f"target {spec.name}")
     context = _field(config, model, "max_position_embeddings")
     if spec.max_length > context:
         raise ConfigError(
@@ -44,7 +48,12 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
         tokenizer_revision=tokenizer_revision,
         chat_template=None if template is None else str(template),
         digest=_weights_digest(model, spec.revision, digests),
-        tokenizer_digest=_tokenizer_digest(tokenizer, tokenizer_revision, template, digests),
+        tokenizer_digest=digest(
+            [
+                _tokenizer_digest(tokenizer, tokenizer_revision, template, digests),
+                _answer_end(model, spec.revision, digests),
+            ]
+        ),
         num_layers=_field(config, model, "num_hidden_layers"),
         hidden_size=_field(config, model, "hidden_size"),
         vocab_size=_field(config, model, "vocab_size"),
@@ -73,17 +82,21 @@ def _template(spec: TargetSpec, registry: Registry) -> Path | None:
     return path
 
 
-def _model_config(model: str, revision: str | None) -> dict[str, Any]:
-    if revision is None:
-        path = Path(model) / "config.json"
-    else:
-        from huggingface_hub import hf_hub_download
-
-        path = Path(hf_hub_download(model, "config.json", revision=revision))
+def _model_config(model: str, revision: str | None, where: str) -> dict[str, Any]:
+    path = Path(model) / "config.json"
+    if revision is not None:
+        found = hub_file(where, model, revision, "config.json")
+        if found is None:
+            raise ConfigError(
+                f"{where}: {model} at commit {revision} has no config.json: expected a Hugging Face model"
+            )
+        path = found
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: expected the config.json of a Hugging Face model: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: expected a JSON object, the config.json of a Hugging Face model")
     return config.get("text_config", config)
 
 
@@ -114,3 +127,11 @@ def _tokenizer_digest(tokenizer: str, revision: str | None, template: Path | Non
             f"{tokenizer}: expected tokenizer.json (a fast tokenizer), found {sorted(p.name for p in present)}"
         )
     return digest([[[p.name, digests.of_file(p)] for p in present], override])
+
+
+def _answer_end(model: str, revision: str | None, digests: FileDigests) -> str | None:
+    """Identity of what ends an answer, as far as the model's files say so; None if they do not."""
+    if revision is not None:
+        return digest(["hub", model, revision])
+    path = Path(model) / GENERATION_CONFIG
+    return digests.of_file(path) if path.is_file() else None

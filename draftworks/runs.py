@@ -63,6 +63,9 @@ class RegenerateRun(RunFile):
     )
     responses: ResponseSpec
     only_last_turn: bool = False
+    max_rejected_share: float = Field(
+        0.05, ge=0, le=1, description="More conversations without a response than this stop the run."
+    )
     max_length: int
     device: str = "auto"
     compute_dtype: str = "float32"
@@ -109,7 +112,7 @@ class EvaluateRun(RunFile):
     heldout: FeatureSet
     store: Path
     vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
-    micro_batch_size: int = 8
+    micro_batch_size: int = Field(8, ge=1, description="Samples per forward pass of one rank.")
     device: str = "auto"
     seed: int = 42
 

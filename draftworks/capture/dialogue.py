@@ -33,16 +33,17 @@ class Dialogue:
         self._max_length = max_length
         self._asked = _questions(conversation.turns)
         if not self._asked:
-            raise DataError(f"conversation {self.id} has no assistant turn after a user's")
+            raise DataError("no assistant turn after a user's")
+        self._questions = len(self._asked)
         self._turns = list(self._asked.pop(0))
         self.ids = chat.prompt_ids(self._turns)
         self._spans: list[tuple[int, int]] = []
+        self._unfinished = False
         self.done = False
         self.stopped: str | None = None
         if len(self.ids) >= max_length:
             raise DataError(
-                f"conversation {self.id}: its prompt has {len(self.ids)} tokens, which leaves no room for a response "
-                f"within max_length {max_length}"
+                f"its prompt has {len(self.ids)} tokens, which leaves no room for a response within max_length {max_length}"
             )
 
     def add(self, response: Generated) -> None:
@@ -53,7 +54,8 @@ class Dialogue:
         self._spans.append((len(self.ids), len(self.ids) + len(response.ids)))
         self.ids = [*self.ids, *response.ids]
         self._turns.append(Turn("assistant", self._chat.decode(response.ids)))
-        if not response.finished or not self._asked:
+        self._unfinished = not response.finished
+        if self._unfinished or not self._asked:
             self.done = True
             return
         following = self._asked.pop(0)
@@ -74,9 +76,17 @@ class Dialogue:
         return sum(end - start for start, end in self._spans)
 
     def record(self) -> dict[str, Any]:
-        """What is written to the partial file."""
-        turns = [[turn.role, turn.content] for turn in self._turns]
-        return {"id": self.id, "ids": self.ids, "generated": self._spans, "turns": turns}
+        """What is written to the partial file: the sample, whether its last answer was cut by a limit, and how many
+        answers were never written because the conversation stopped.
+        """
+        return {
+            "id": self.id,
+            "ids": self.ids,
+            "generated": self._spans,
+            "turns": [[turn.role, turn.content] for turn in self._turns],
+            "unfinished": self._unfinished,
+            "dropped_turns": self._questions - len(self._spans),
+        }
 
 
 def recorded_row(record: Mapping[str, Any], original: Conversation, only_last_turn: bool = False) -> TokenRow:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from draftworks.errors import ConfigError
@@ -100,11 +101,11 @@ def engine_identity(capture: CaptureSpec) -> EngineIdentity:
     return EngineIdentity(f"{capture.backend}-{capture.compute_dtype}", backend.numerics)
 
 
-def load_engine(target: TargetFiles, capture: CaptureSpec) -> TargetEngine:
-    """Load a target with the backend that `capture` names.
+def load_engine(target: TargetFiles, capture: CaptureSpec, device: torch.device) -> TargetEngine:
+    """Load a target with the backend that `capture` names onto `device`, which decides instead of `capture.device`.
 
     Raises:
         ConfigError: the backend is unknown, or the target is missing, unreadable or no causal language model.
     """
     module, _, attribute = find_backend(capture.backend).loader.partition(":")
-    return getattr(importlib.import_module(module), attribute)(target, capture)
+    return getattr(importlib.import_module(module), attribute)(target, capture, device)

@@ -110,15 +110,12 @@ class HFTargetEngine(TargetEngine):
                 hook.remove()
 
 
-def load_hf_engine(target: TargetFiles, capture: CaptureSpec) -> HFTargetEngine:
+def load_hf_engine(target: TargetFiles, capture: CaptureSpec, device: torch.device) -> HFTargetEngine:
     """Load a target from its directory, or from the hub at its pinned commit.
 
     Raises:
         ConfigError: the model is missing, unreadable or no causal language model.
     """
-    device = capture.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     where = f"target {target.name}: model {target.model}"
     if target.revision is None and not (Path(target.model) / "config.json").is_file():
         raise ConfigError(

@@ -1,4 +1,7 @@
-"""An append-only JSONL file of finished records, found again by id. A torn last line, left by a kill, is cut off."""
+"""An append-only JSONL file of finished records, found again by id.
+
+A torn last line, left by a kill, is cut off; any other line that is no record is an error, and the file is left alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class PartialFile:
         identity: what the records were made with; its line comes first.
 
     Raises:
-        StoreError: the file was begun with another identity.
+        StoreError: the file was begun with another identity, or a whole line of it is no record.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
@@ -28,7 +31,11 @@ class PartialFile:
         self._offsets: dict[str, int] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
-        end = self._scan(dict(identity))
+        try:
+            end = self._scan(dict(identity))
+        except StoreError:
+            self._file.close()
+            raise
         self._file.truncate(end)
         if end == 0:
             self._append([{"identity": dict(identity)}])
@@ -69,10 +76,10 @@ class PartialFile:
         """Index what is there; the end of the last whole record."""
         self._file.seek(0)
         end = 0
-        for line in self._file:
-            record = _parsed(line)
-            if record is None:
+        for number, line in enumerate(self._file, start=1):
+            if not line.endswith(b"\n"):
                 break
+            record = self._record(line, number)
             if end == 0 and record.get("identity") != identity:
                 raise StoreError(
                     f"{self._path} was begun with other settings: expected {identity}, found {record.get('identity')}. "
@@ -83,10 +90,20 @@ class PartialFile:
             end += len(line)
         return end
 
+    def _record(self, line: bytes, number: int) -> dict[str, Any]:
+        """A whole line's record. Whatever else it holds was not left by a kill: cutting there could lose good records."""
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise self._damaged(number, f"not valid JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise self._damaged(number, f"expected a JSON object, found {type(record).__name__}")
+        if number > 1 and not isinstance(record.get("id"), str):
+            raise self._damaged(number, f"expected a record with a text `id`, found {record.get('id')!r}")
+        return record
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
+    def _damaged(self, number: int, problem: str) -> StoreError:
+        return StoreError(
+            f"{self._path}, line {number}: {problem}: the file is damaged. Nothing was changed in it. Remove that line, "
+            "and only its record is made again, or remove the file."
+        )

@@ -6,33 +6,16 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
 
 from draftworks.capture.engine import engine_identity, find_backend
+from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError
 from draftworks.features.contracts import FeatureSpec
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.identity import FeatureIdentity, LayerTap, Stream, token_digest
+from draftworks.identity import FeatureIdentity, LayerTap, Stream
 from draftworks.runs import CaptureRun
 
 GB = 1e9
-
-
-class TokenRowLike(Protocol):
-    """A tokenized sample: `input_ids` (S,) integers."""
-
-    sample_id: str
-    input_ids: np.ndarray
-
-
-class TokenizedSetLike(Protocol):
-    """A tokenized set, read by position."""
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> TokenRowLike: ...
 
 
 @dataclass(frozen=True)
@@ -65,10 +48,9 @@ class StreamPlan:
     def names(self) -> tuple[str, ...]:
         return tuple(stream.name for stream in self.streams)
 
-    def keys(self, input_ids: np.ndarray) -> dict[str, str]:
+    def keys(self, token_digest: str) -> dict[str, str]:
         """Feature key by stream name: a function of the sample's tokens, never of its batch or its id."""
-        tokens = token_digest(input_ids.tolist())
-        return {stream.name: self.identity.key(tokens, stream) for stream in self.streams}
+        return {stream.name: self.identity.key(token_digest, stream) for stream in self.streams}
 
     def specs(self, num_tokens: int) -> dict[str, FeatureSpec]:
         shape = (num_tokens, self.hidden_size)
@@ -119,7 +101,7 @@ class CapturePlan:
         )
 
 
-def plan_capture(run: CaptureRun, tokens: TokenizedSetLike, store: LocalFeatureStore) -> CapturePlan:
+def plan_capture(run: CaptureRun, tokens: Sequence[TokenRow], store: LocalFeatureStore) -> CapturePlan:
     """Find out what is missing. Samples with the same tokens are captured once.
 
     Raises:
@@ -131,10 +113,9 @@ def plan_capture(run: CaptureRun, tokens: TokenizedSetLike, store: LocalFeatureS
     store.refresh()
     store.require_sound()
     jobs, planned, nbytes = [], set(), 0
-    for index in range(len(tokens)):
-        row = tokens.row(index)
+    for index, row in enumerate(tokens):
         _check_row(row, run)
-        keys = streams.keys(row.input_ids)
+        keys = streams.keys(row.token_digest)
         missing = tuple(name for name, key in keys.items() if key not in planned and not store.contains(key))
         if missing:
             planned.update(keys[name] for name in missing)
@@ -173,7 +154,7 @@ def batches(jobs: Sequence[SampleJob], batch_tokens: int) -> Iterator[list[Sampl
         yield batch
 
 
-def _check_row(row: TokenRowLike, run: CaptureRun) -> None:
+def _check_row(row: TokenRow, run: CaptureRun) -> None:
     count = len(row.input_ids)
     where = f"target {run.target.name}, sample {row.sample_id}"
     if not 0 < count <= run.target.context:

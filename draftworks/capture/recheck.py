@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from draftworks.capture.engine import TargetEngine
-from draftworks.capture.plan import TokenizedSetLike
 from draftworks.capture.verify import HEAD_TOLERANCE
+from draftworks.data.token_rows import TokenRow
 from draftworks.features.contracts import FeatureStore, SampleRef
 from draftworks.identity import LayerTap
 
@@ -41,7 +41,7 @@ class Recheck:
 
 
 def recheck(
-    engine: TargetEngine, store: FeatureStore, refs: Sequence[SampleRef], tokens: TokenizedSetLike, count: int = 4
+    engine: TargetEngine, store: FeatureStore, refs: Sequence[SampleRef], tokens: Sequence[TokenRow], count: int = 4
 ) -> Recheck:
     """Compare `count` samples, spread over the set, with a fresh capture and with the target's own logits.
 
@@ -49,7 +49,7 @@ def recheck(
         StoreError: a sample is not in the store as its reference says.
     """
     chosen = refs[:: -(-len(refs) // count)]
-    rows = [tokens.row(ref.metadata["row"]).input_ids.tolist() for ref in chosen]
+    rows = [tokens[ref.metadata["row"]].input_ids.tolist() for ref in chosen]
     pairs = [_Pair.of(engine, store, ref, row) for ref, row in zip(chosen, rows, strict=True)]
     dtype = chosen[0].feature_specs["last"].dtype
     head_tolerance = max(STORED_TOLERANCE[dtype], HEAD_TOLERANCE[getattr(torch, dtype)])

@@ -19,12 +19,13 @@ from draftworks.capture.plan import (
     CapturePlan,
     SampleJob,
     StreamPlan,
-    TokenizedSetLike,
     batches,
     plan_capture,
     require_budget,
 )
+from draftworks.capture.progress import Progress, ProgressCallback
 from draftworks.capture.verify import check_head, check_sample
+from draftworks.data.token_rows import TokenRow
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
@@ -40,26 +41,6 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class CaptureProgress:
-    """Where a rank stands. `eta_s` is None before the first batch is done."""
-
-    samples_done: int
-    samples: int
-    tokens_done: int
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens_done / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def eta_s(self) -> float | None:
-        rate = self.tokens_per_s
-        return (self.tokens - self.tokens_done) / rate if rate else None
-
-
-@dataclass(frozen=True)
 class CaptureSummary:
     """What a rank did. `samples` is the size of the set, `captured` how many this rank ran through the target."""
 
@@ -72,13 +53,12 @@ class CaptureSummary:
 
 
 EngineFactory = Callable[[], TargetEngine]
-ProgressCallback = Callable[[CaptureProgress], None]
 
 
 def capture_features(
     run: CaptureRun,
     engine: EngineFactory,
-    tokens: TokenizedSetLike,
+    tokens: Sequence[TokenRow],
     progress: ProgressCallback | None = None,
 ) -> CaptureSummary:
     """Capture what is missing and write the feature set, in one process. See `capture_missing`."""
@@ -90,7 +70,7 @@ def capture_features(
 def capture_missing(
     run: CaptureRun,
     engine: EngineFactory,
-    tokens: TokenizedSetLike,
+    tokens: Sequence[TokenRow],
     rank: int = 0,
     world: int = 1,
     progress: ProgressCallback | None = None,
@@ -118,15 +98,17 @@ def capture_missing(
         store.close()
 
 
-def write_manifest(run: CaptureRun, tokens: TokenizedSetLike) -> FeatureSetManifest:
+def write_manifest(run: CaptureRun, tokens: Sequence[TokenRow]) -> FeatureSetManifest:
     """Write refs.jsonl and manifest.json into `run.out`, once every rank has captured its share.
+
+    A reference's metadata says which tokens its features are of: the sample's `row` in the set, their digest `tokens`.
 
     Raises:
         StoreError: features are missing: a rank did not finish.
     """
     store = LocalFeatureStore(run.store)
     streams = StreamPlan.of(run)
-    refs = [_ref(run, streams, store, tokens, index) for index in range(len(tokens))]
+    refs = [_ref(run, streams, store, row, index) for index, row in enumerate(tokens)]
     lacking = [ref.sample_id for ref in refs if store.missing(ref.feature_keys.values())]
     if lacking:
         raise StoreError(
@@ -144,7 +126,7 @@ class _Session:
         run: CaptureRun,
         plan: CapturePlan,
         store: LocalFeatureStore,
-        tokens: TokenizedSetLike,
+        tokens: Sequence[TokenRow],
         jobs: Sequence[SampleJob],
         progress: ProgressCallback | None,
     ) -> None:
@@ -171,14 +153,15 @@ class _Session:
             self._tokens_done += sum(job.num_tokens for job in batch)
             if self._progress is not None:
                 seconds = time.monotonic() - loaded
-                self._progress(CaptureProgress(self._done, len(self._jobs), self._tokens_done, total, seconds))
+                share = self._tokens_done / total
+                self._progress(Progress("samples", self._done, len(self._jobs), share, self._tokens_done, seconds))
         self._store.flush()
         seconds = time.monotonic() - started
         log.info(f"captured {self._done} samples, {self._nbytes / GB:.3f} GB in {seconds:.1f} s")
         return CaptureSummary(self._plan.samples, self._done, total, self._features, self._nbytes, seconds)
 
     def _capture(self, engine: TargetEngine, batch: Sequence[SampleJob], verify_head: bool) -> None:
-        rows = [self._tokens.row(job.row).input_ids.tolist() for job in batch]
+        rows = [self._tokens[job.row].input_ids.tolist() for job in batch]
         missing = {name for job in batch for name in job.missing}
         captured = engine.capture(rows, [tap for tap in self._plan.streams.taps if tap.name in missing])
         for job, streams in zip(batch, captured, strict=True):
@@ -214,23 +197,20 @@ class _Session:
         self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _ref(
-    run: CaptureRun, streams: StreamPlan, store: LocalFeatureStore, tokens: TokenizedSetLike, index: int
-) -> SampleRef:
-    row = tokens.row(index)
+def _ref(run: CaptureRun, streams: StreamPlan, store: LocalFeatureStore, row: TokenRow, index: int) -> SampleRef:
     specs = streams.specs(len(row.input_ids))
     return SampleRef(
         sample_id=row.sample_id,
         run_id=digest(_identity(run, streams)),
         source_task_id=row.sample_id,
         feature_store_uri=store.uri,
-        feature_keys=streams.keys(row.input_ids),
+        feature_keys=streams.keys(row.token_digest),
         feature_specs=specs,
         target_model_version=run.target.digest,
         tokenizer_version=run.target.tokenizer_digest,
         num_tokens=len(row.input_ids),
         estimated_bytes=sum(spec.nbytes for spec in specs.values()),
-        metadata={"row": index},
+        metadata={"row": index, "tokens": row.token_digest},
     )
 
 

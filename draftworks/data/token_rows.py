@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,6 +28,11 @@ class TokenRow:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def token_digest(self) -> str:
+        """As `draftworks.identity.token_digest` of the ids, without making Python integers of them."""
+        return hashlib.sha256(np.asarray(self.input_ids, dtype="<i4").tobytes()).hexdigest()
 
     @property
     def supervised(self) -> int:

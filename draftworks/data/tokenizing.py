@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
+from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts
 from draftworks.data.token_rows import Fitted, TokenRow, fit
 from draftworks.errors import ConfigError, DataError
 from draftworks.runs import TargetFiles
@@ -24,18 +24,9 @@ CHUNK = 256
 """Conversations sent to a process at a time."""
 PER_PROCESS = 2000
 """A further process is started for so many conversations: it takes seconds to import the tokenizer."""
-SHOWN_REJECTIONS = 3
-KEPT_REASONS = 20
 
 Progress = Callable[[str], None]
 """Called with one line after each chunk."""
-
-
-class RejectedSample(NamedTuple):
-    """A conversation that gave no sample, and why."""
-
-    sample_id: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -49,14 +40,8 @@ class TokenizeResult:
 
     def counts(self) -> dict[str, Any]:
         """What was cut and rejected, for the summary of `write_tokens`."""
-        reasons = Counter(each.reason for each in self.rejected)
-        return {
-            "cut_samples": self.cut_samples,
-            "cut_supervised_tokens": self.cut_supervised_tokens,
-            "rejected": len(self.rejected),
-            "rejected_reasons": dict(reasons.most_common(KEPT_REASONS)),
-            "rejected_samples": {each.sample_id: each.reason for each in self.rejected[:KEPT_REASONS]},
-        }
+        cut = {"cut_samples": self.cut_samples, "cut_supervised_tokens": self.cut_supervised_tokens}
+        return {**cut, **rejection_counts(self.rejected)}
 
     @property
     def supervised_share(self) -> float:
@@ -126,24 +111,13 @@ def _collect(
             (rejected if isinstance(each, RejectedSample) else fitted).append(each)
         if progress is not None:
             progress(f"tokenized {len(fitted) + len(rejected):,} of {total:,} conversations")
-    _check_rejected(rejected, total, limit)
+    check_rejected(rejected, total, limit)
     return TokenizeResult(
         rows=tuple(each.row for each in fitted),
         cut_samples=sum(each.was_cut for each in fitted),
         cut_supervised_tokens=sum(each.cut_supervised for each in fitted),
         rejected=tuple(rejected),
     )
-
-
-def _check_rejected(rejected: Sequence[RejectedSample], total: int, limit: float) -> None:
-    if not total:
-        raise DataError("there is no conversation to tokenize")
-    if len(rejected) > limit * total or len(rejected) == total:
-        shown = "\n".join(f"  sample {each.sample_id}: {each.reason}" for each in rejected[:SHOWN_REJECTIONS])
-        raise DataError(
-            f"{len(rejected):,} of {total:,} conversations give no sample ({len(rejected) / total:.1%}),"
-            f" max_rejected_share allows {limit:.1%}. The first:\n{shown}"
-        )
 
 
 def _in_processes(work: _Work, chunks: list[list[Conversation]], processes: int) -> Iterator[list]:

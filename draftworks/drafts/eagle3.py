@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from draftworks.drafts.eagle3_model import Eagle3Draft, Eagle3Sizes
-from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
+from draftworks.drafts.strategy import ChainStrategy, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_gates, token_mean_gates
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DataError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from draftworks.data.vocab import VocabMapping
 
 
-class Eagle3Strategy(DraftStrategy):
+class Eagle3Strategy(ChainStrategy):
     """One decoder layer trained on its own outputs over `ttt_length` steps.
 
     With CE the cross-entropy of a row against the target's distribution over the draft vocabulary (0 for a row whose
@@ -32,6 +32,9 @@ class Eagle3Strategy(DraftStrategy):
     `specforge`: SpecForge's loss number for number. Rows by `specforge_gates`, the last position of every sample masked
         out; loss_sum = Σ_i decay^i (Σ_rows CE / (B·S)), padding and prompt counted in B·S; loss_weight = 1.
         `loss_denoms` is B·S at each step.
+
+    When gradients are off, both also count the acceptance rate of each step over the supervised rows whose target argmax
+    is in the draft vocabulary (`acceptance_denoms`): the sum of Σ_v min(q̃, p), see `Distilled.accepted`.
     """
 
     name = EAGLE3.name
@@ -39,11 +42,12 @@ class Eagle3Strategy(DraftStrategy):
     def __init__(self, options: Eagle3Options, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
         if vocab is None:
             raise ConfigError("eagle3 predicts over a reduced vocabulary: expected a vocabulary mapping, found none")
-        draft_ids = _checked_draft_ids(vocab, target.vocab_size)
+        _check_vocabulary(vocab, options, target)
         self.options = options
         self.feature_names = EAGLE3.features(target.num_layers, options)
         self._target = target
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
+        draft_ids = torch.from_numpy(vocab.target_ids)
         self.model = Eagle3Draft(target, self._sizes, draft_ids, torch.Generator().manual_seed(seed))
         self._step_weights = [options.step_decay**step for step in range(options.ttt_length)]
 
@@ -71,12 +75,11 @@ class Eagle3Strategy(DraftStrategy):
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """See the class for what the sums mean. `ctx` is not used: the loss follows no schedule."""
         mask = batch["loss_mask"]
+        gates = self.chain_gates(mask)
         if self.options.loss == "specforge":
-            gates = specforge_gates(mask, self.options.ttt_length)
             positions = torch.full((len(gates),), float(mask.numel()), dtype=torch.float64, device=mask.device)
             weights, loss_weight = [w / mask.numel() for w in self._step_weights], positions.new_ones(())
         else:
-            gates = token_mean_gates(mask, self.options.ttt_length)
             weights, loss_weight = self._step_weights, gates[0].sum(dtype=torch.float64)
         supervised = gates.sum(dim=(1, 2), dtype=torch.float64)
         result = self.model(batch["input_ids"], batch["features"], batch["last"], gates, weights)
@@ -86,7 +89,13 @@ class Eagle3Strategy(DraftStrategy):
             "loss_sums": result.ce_sums,
             "loss_denoms": positions if self.options.loss == "specforge" else supervised,
         }
+        if result.accepted is not None:
+            counts |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
         return StepOutput(result.loss, loss_weight.to(result.loss.dtype), counts)
+
+    def chain_gates(self, loss_mask: Tensor) -> Tensor:
+        gates = specforge_gates if self.options.loss == "specforge" else token_mean_gates
+        return gates(loss_mask, self.options.ttt_length)
 
     def fsdp_blocks(self) -> Sequence[nn.Module]:
         """None: every step of the unroll calls the one layer, so sharding it by itself would gather it T times."""
@@ -123,12 +132,12 @@ def _sizes(options: Eagle3Options, target: TargetParts, taps: int) -> Eagle3Size
     return Eagle3Sizes(heads, kv_heads, options.intermediate_size or target.intermediate_size, taps)
 
 
-def _checked_draft_ids(vocab: VocabMapping, vocab_size: int) -> Tensor:
-    """Target ids of the draft vocabulary, ascending, checked against t2d and the target's vocabulary."""
-    t2d = torch.as_tensor(vocab.t2d, dtype=torch.bool)
-    draft_ids = torch.as_tensor(vocab.d2t, dtype=torch.int64) + torch.arange(len(vocab.d2t))
-    if len(t2d) != vocab_size:
-        raise ConfigError(f"vocabulary mapping is for {len(t2d)} target tokens, the target has {vocab_size}")
-    if not torch.equal(t2d.nonzero().squeeze(1), draft_ids):
-        raise ConfigError("vocabulary mapping: d2t and t2d do not name the same tokens; make it again")
-    return draft_ids
+def _check_vocabulary(vocab: VocabMapping, options: Eagle3Options, target: TargetParts) -> None:
+    target_size, draft_size = len(vocab.t2d), len(vocab.d2t)
+    if target_size != target.vocab_size:
+        raise ConfigError(f"vocabulary mapping is for {target_size} target tokens, the target has {target.vocab_size}")
+    if draft_size != options.draft_vocab_size:
+        raise ConfigError(
+            f"eagle3: draft_vocab_size is {options.draft_vocab_size}, the vocabulary mapping holds {draft_size} tokens: "
+            "make the mapping again for this size, or set the option to the mapping's"
+        )

@@ -28,7 +28,8 @@ class StepOutput:
         loss_sum: scalar, differentiable. The loss of a window (micro-steps x ranks) is sum(loss_sum) / sum(loss_weight).
         loss_weight: scalar, no gradient: supervised tokens, or 1 in modes that normalise per micro-batch.
         counts: detached float64 sums by name, shape (T,) per draft position: `acc_corrects`, `acc_denoms` (accuracy),
-            `loss_sums`, `loss_denoms` (loss per position), and whatever else the strategy counts.
+            `loss_sums`, `loss_denoms` (loss per position), `acceptance_sums`, `acceptance_denoms` (probability that
+            rejection sampling accepts; when gradients are off), and whatever else the strategy counts.
     """
 
     loss_sum: Tensor
@@ -64,3 +65,14 @@ class DraftStrategy(ABC):
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """JSON-able description that, with the weights, rebuilds this draft."""
+
+
+class ChainStrategy(DraftStrategy):
+    """A strategy whose draft proposes one token after the other: step i of row t proposes token t+2+i.
+
+    Such a draft can be compared with a table of bigrams that makes the same proposals.
+    """
+
+    @abstractmethod
+    def chain_gates(self, loss_mask: Tensor) -> Tensor:
+        """Which rows are supervised at which step: (B, S) bool, as collated, to (T, B, S) bool."""

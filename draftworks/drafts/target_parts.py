@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftworks.errors import ConfigError, StoreError
+from draftworks.hub import hub_file
 from draftworks.runs import TargetFiles
 
 _WEIGHTS = "model.safetensors"
@@ -98,14 +97,7 @@ class _Files:
         if self._target.revision is None:
             path = Path(self._target.model) / filename
             return path if path.is_file() else None
-        try:
-            return Path(hf_hub_download(self._target.model, filename, revision=self._target.revision))
-        except LocalEntryNotFoundError as error:
-            raise ConfigError(f"{self.name}: {filename} is not in the cache and the hub cannot be reached") from error
-        except EntryNotFoundError:
-            return None
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise ConfigError(f"{self.name} at {self._target.revision}: {filename}: {error}") from error
+        return hub_file(f"target {self._target.name}", self._target.model, self._target.revision, filename)
 
 
 class _Weights:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, Attended, CausalKernel
+
 
 def ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """Attention of step i = len(keys) - 1.
@@ -31,8 +33,8 @@ def ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor
     Returns:
         (B, heads, S, D), dtype of `query`.
     """
-    if query.device.type == "cpu" and fused_kernel_works(query.dtype):
-        return _FusedTttAttention.apply(query, len(keys), *keys, *values)
+    if fused_kernel_works(query.device, query.dtype, query.shape[-1]):
+        return _FusedTttAttention.apply(CAUSAL_KERNELS[query.device.type], query, len(keys), *keys, *values)
     return plain_ttt_attention(query, keys, values)
 
 
@@ -59,20 +61,20 @@ def plain_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[
 
 
 @functools.cache
-def fused_kernel_works(dtype: torch.dtype) -> bool:
-    """Whether this torch has the private CPU kernel and it gives, merged, the plain path's output and gradients.
-
-    The operators are private, so they may change without notice: asked once per process and dtype, with a small case.
-    """
-    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-4
+def fused_kernel_works(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether there is a kernel that gives, merged, the plain path's output and gradients: tried once, on a small case."""
+    kernel = CAUSAL_KERNELS.get(device.type)
+    if kernel is None:
+        return False
+    tolerance = 0.05 if dtype.itemsize == 2 else 1e-4
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, 4, 5, 8), *[(1, 2, 5, 8), (1, 4, 5, 8)] * 2]
-    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    seed = torch.randn(shapes[0], generator=generator).to(dtype)
+    shapes = [(1, heads, 5, head_size) for heads in (4, 2, 4, 2, 4)]
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    seed = torch.randn(shapes[0], generator=generator).to(device, dtype)
     try:
         with torch.enable_grad():
             results = []
-            for attend in (_FusedTttAttention.apply, _plain_flat):
+            for attend in (functools.partial(_FusedTttAttention.apply, kernel), _plain_flat):
                 leaves = [x.clone().requires_grad_() for x in inputs]
                 output = attend(leaves[0], 2, *leaves[1:])
                 results.append([output, *torch.autograd.grad(output, leaves, seed)])
@@ -86,14 +88,12 @@ def _plain_flat(query: Tensor, steps: int, *keys_and_values: Tensor) -> Tensor:
 
 
 class _FusedTttAttention(torch.autograd.Function):
-    """`ttt_attention` with the CPU flash kernel; arguments flat, because autograd sees only tensors at top level."""
+    """`ttt_attention` with a fused kernel; arguments flat, because autograd sees only tensors at top level."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, steps: int, *keys_and_values: Tensor) -> Tensor:
+    def forward(ctx, kernel: CausalKernel, query: Tensor, steps: int, *keys_and_values: Tensor) -> Tensor:
         keys, values = keys_and_values[:steps], keys_and_values[steps:]
-        causal, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys[0], values[0], 0.0, is_causal=True
-        )
+        causal, lse, rest = kernel.forward(query, keys[0], values[0])
         wide, scale = lse.dtype, query.shape[-1] ** -0.5
         stacked = torch.stack([lse, *(_dots(query, key, wide).mul_(scale) for key in keys[1:])])
         lse = torch.logsumexp(stacked, dim=0)
@@ -103,6 +103,7 @@ class _FusedTttAttention(torch.autograd.Function):
             output.addcmul_(weight[..., None], value.to(wide))
         output = output.to(query.dtype)
         ctx.save_for_backward(query, output, lse, weights, *keys_and_values)
+        ctx.kernel, ctx.rest = kernel, rest
         return output
 
     @staticmethod
@@ -111,9 +112,8 @@ class _FusedTttAttention(torch.autograd.Function):
         query, output, lse, weights, *keys_and_values = ctx.saved_tensors
         steps = len(keys_and_values) // 2
         keys, values = keys_and_values[:steps], keys_and_values[steps:]
-        d_query, d_key, d_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, keys[0], values[0], output, lse, 0.0, True
-        )
+        merged = Attended(output, lse, ctx.rest)
+        d_query, d_key, d_value = ctx.kernel.backward(grad, query, keys[0], values[0], merged)
         d_keys, d_values = [d_key], [d_value]
         wide, scale = lse.dtype, query.shape[-1] ** -0.5
         inner = _dots(grad, output, wide) if steps > 1 else None
@@ -122,7 +122,7 @@ class _FusedTttAttention(torch.autograd.Function):
             d_query.addcmul_(d_score, key)
             d_keys.append(d_score * query)
             d_values.append(weight.to(query.dtype).unsqueeze(-1) * grad)
-        return (d_query, None, *d_keys, *d_values)
+        return (None, d_query, None, *d_keys, *d_values)
 
 
 def _dots(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,8 +19,8 @@ from draftworks.features.contracts import TrainBatch
 CHUNK_ELEMENTS = 2**22
 """Target logits held at a time."""
 
-Gates = Callable[[Tensor, int], Tensor]
-"""Loss mask (B, S) and number of steps T to gates (T, B, S), as in draftworks.drafts.supervision."""
+Gates = Callable[[Tensor], Tensor]
+"""Loss mask (B, S) to gates (T, B, S), as `ChainStrategy.chain_gates`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,19 +60,17 @@ class BigramDraft:
 
     Args:
         head: (V, H), the target's head, applied to the batch's `last`; on the device of the batches.
-        steps: tokens proposed per row.
         gates: which rows count at which step; those of the draft it is compared with.
     """
 
-    def __init__(self, table: BigramTable, head: Tensor, steps: int, gates: Gates) -> None:
+    def __init__(self, table: BigramTable, head: Tensor, gates: Gates) -> None:
         self._successor = torch.from_numpy(table.successor).to(head.device)
         self._head = head
-        self._steps = steps
         self._gates = gates
 
     def __call__(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """Counts of one batch with `input_ids` (B, S), `loss_mask` (B, S) and `last` (B, S, H)."""
-        gates = self._gates(batch["loss_mask"], self._steps)
+        gates = self._gates(batch["loss_mask"])
         plan = teacher_plan(gates)
         ids, last = batch["input_ids"].flatten()[plan.positions], batch["last"].flatten(0, 1)[plan.positions]
         # Every step that predicts from one position proposes the same token there: the table looks one token back.

@@ -21,7 +21,7 @@ class TokenRowLike(Protocol):
 
 
 class TokensById(Protocol):
-    """A tokenized set that finds a row by its id; KeyError for an unknown one."""
+    """A tokenized set that finds a row by its id; StoreError for an unknown one."""
 
     def by_id(self, sample_id: str) -> TokenRowLike: ...
 
@@ -41,10 +41,9 @@ class JoinedStore(FeatureStore):
         """StoreError also if the sample has no tokens, or a feature has not one row per token."""
         try:
             row = self._tokens.by_id(ref.sample_id)
-        except KeyError as error:
+        except StoreError as error:
             raise StoreError(
-                f"sample {ref.sample_id} has features but is not in the tokenized set: "
-                "tokens and features are of different data. Capture the features of this tokenized set."
+                f"sample {ref.sample_id} has features but no tokens: {error}. Capture the features of this tokenized set."
             ) from error
         tensors, handle = self._store.get(ref)
         count = len(row.input_ids)

@@ -52,7 +52,7 @@ class LocalFeatureStore(FeatureStore):
 
     Args:
         root: created if absent.
-        verify_reads: compare each tensor's checksum when it is read.
+        verify_reads: compare each tensor's checksum when it is read for the first time.
         shard_bytes: a shard is published by `put` once it holds this much.
         max_open: shards kept mapped.
         max_hold_age_s: leases older than this are dropped by `gc`.
@@ -184,7 +184,7 @@ class LocalFeatureStore(FeatureStore):
                 self._admit(header)
 
     def refresh(self) -> None:
-        """See the shards other processes have published or removed since; reads new headers only."""
+        """See the shards other processes have published, replaced or removed since; reads new and damaged headers only."""
         with self._lock:
             present = set(self._shards.glob("*.safetensors"))
             gone = self._headers.keys() - present
@@ -193,7 +193,7 @@ class LocalFeatureStore(FeatureStore):
                     if self._where.get(key, None) is not None and self._where[key].path == path:
                         del self._where[key]
             self._damaged = {path: text for path, text in self._damaged.items() if path in present}
-            for path in sorted(present - self._headers.keys()):
+            for path in sorted((present - self._headers.keys()) | self._damaged.keys()):
                 self._open_shard(path)
 
     def require_sound(self) -> None:
@@ -224,7 +224,6 @@ class LocalFeatureStore(FeatureStore):
             header = read_header(path)
             self._admit(header)
             header.require_complete()
-            self._damaged.pop(path, None)
         except FileNotFoundError:
             return
         except StoreError as error:
@@ -232,6 +231,7 @@ class LocalFeatureStore(FeatureStore):
 
     def _admit(self, header: ShardHeader) -> None:
         self._headers[header.path] = header
+        self._damaged.pop(header.path, None)
         for key in header.entries:
             self._where.setdefault(key, header)
 

@@ -14,7 +14,7 @@ from draftworks.features.contracts import SampleRef
 from draftworks.identity import DIGEST_LENGTH, digest
 from draftworks.publishing import publish_json, published
 
-MANIFEST_SCHEMA = "draftworks.features.1"
+MANIFEST_SCHEMA = "draftworks.features.2"
 REFS = "refs.jsonl"
 MANIFEST = "manifest.json"
 ADVICE = "Capture the features again: nothing that is stored will be captured twice."
@@ -100,7 +100,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"{path} cannot be read ({error}): it is truncated or altered. {ADVICE}") from error
     if manifest.get("schema") != MANIFEST_SCHEMA:
-        raise StoreError(f"{path} has schema {manifest.get('schema')!r}, expected {MANIFEST_SCHEMA!r}")
+        raise StoreError(f"{path} has schema {manifest.get('schema')!r}, expected {MANIFEST_SCHEMA!r}. {ADVICE}")
     return manifest
 
 

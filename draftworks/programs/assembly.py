@@ -84,15 +84,27 @@ def open_samples(features: FeatureSet, root: Path, strategy: DraftStrategy, targ
             "would give other logits. Capture the features again"
         )
     tokens = TokenizedSet.open(features.tokens)
-    known = set(tokens.sample_ids)
-    strangers = [ref.sample_id for ref in manifest.refs if ref.sample_id not in known]
+    _require_same_tokens(features, manifest, tokens)
+    refs = [ref.select(strategy.feature_names) for ref in manifest.refs]
+    return Samples(refs, JoinedStore(LocalFeatureStore(root), tokens), tokens, manifest)
+
+
+def _require_same_tokens(features: FeatureSet, manifest: FeatureSetManifest, tokens: TokenizedSet) -> None:
+    """Ids alone do not show it: an answer that was generated anew keeps the id of its conversation."""
+    found = {row.sample_id: row.token_digest for row in tokens}
+    strangers = [ref.sample_id for ref in manifest.refs if ref.sample_id not in found]
     if strangers:
         raise StoreError(
             f"{features.features}: {len(strangers)} of {len(manifest.refs)} samples are not in the tokenized set "
             f"{features.tokens}, the first is {strangers[0]}. Capture the features of this tokenized set"
         )
-    refs = [ref.select(strategy.feature_names) for ref in manifest.refs]
-    return Samples(refs, JoinedStore(LocalFeatureStore(root), tokens), tokens, manifest)
+    changed = [ref.sample_id for ref in manifest.refs if ref.metadata.get("tokens") != found[ref.sample_id]]
+    if changed:
+        raise StoreError(
+            f"{features.features}: the features of {len(changed)} of {len(manifest.refs)} samples are of other tokens "
+            f"than those in {features.tokens}, the first is {changed[0]}. Capture the features of this tokenized set: "
+            "what is stored already will not be captured again"
+        )
 
 
 def peak_rss_bytes() -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import torch.distributed as dist
-
 from draftworks.capture.engine import TargetEngine, load_engine
 from draftworks.capture.recheck import recheck
-from draftworks.capture.session import CaptureProgress, CaptureSummary, capture_missing, write_manifest
+from draftworks.capture.session import capture_missing, write_manifest
 from draftworks.data.tokenized import TokenizedSet
+from draftworks.evaluation.collectives import gather_from_ranks
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
@@ -26,14 +25,14 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
     def engine() -> TargetEngine:
         """Loaded once, and only if there is something to do."""
         if not engines:
-            engines.append(load_engine(run.target, run.capture))
+            engines.append(load_engine(run.target, run.capture, device))
         return engines[0]
 
-    with distributed(run.capture.device):
+    with distributed(run.capture.device) as device:
         summary = capture_missing(
-            run, engine, tokens, ctx.rank, ctx.world_size, progress=lambda now: ctx.progress(_line(now))
+            run, engine, tokens, ctx.rank, ctx.world_size, progress=lambda now: ctx.progress(now.line())
         )
-        summaries = _gathered(summary, ctx)
+        summaries = gather_from_ranks(summary)  # also the barrier before the manifest is written
         if not ctx.is_main:
             return {}
         manifest = write_manifest(run, tokens)
@@ -54,20 +53,6 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 2),
         "verification": check.to_json(),
     }
-
-
-def _gathered(summary: CaptureSummary, ctx: ProgramContext) -> list[CaptureSummary]:
-    """Every rank's summary; also the barrier before the manifest is written."""
-    if ctx.world_size == 1:
-        return [summary]
-    found: list[Any] = [None] * ctx.world_size
-    dist.all_gather_object(found, summary)
-    return found
-
-
-def _line(now: CaptureProgress) -> dict[str, float | int | str]:
-    eta = "?" if now.eta_s is None else f"{now.eta_s:.0f}s"
-    return {"samples": f"{now.samples_done}/{now.samples}", "tokens/s": round(now.tokens_per_s), "eta": eta}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Measure a draft beside the same draft untrained and a bigram table: `-m draftworks.programs.evaluate FILE`."""
+"""Measure a draft beside the same draft untrained and a bigram table: `-m draftworks.programs.evaluate FILE`.
+
+The table makes a chain of proposals, so it is left out where the strategy does not.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ import torch
 
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.drafts.draft_io import load_draft
-from draftworks.drafts.supervision import specforge_gates, token_mean_gates
-from draftworks.errors import DataError
+from draftworks.drafts.strategy import ChainStrategy
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
 from draftworks.evaluation.evaluator import Evaluator, Forward
 from draftworks.evaluation.report import Report
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader
-from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes
+from draftworks.programs.assembly import Draft, build_draft, open_samples, peak_rss_bytes
+from draftworks.programs.loaders import evaluation_loader, nothing_to_measure
 from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runs import EvaluateRun
@@ -26,17 +29,20 @@ EVAL_SET = "heldout"
 
 
 def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Evaluate all three on the held-out set; rank 0 writes the report into `run.out`."""
+    """Evaluate all of them on the held-out set; rank 0 writes the report into `run.out`."""
     started = time.perf_counter()
     with distributed(run.device) as device:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.seed)
-        draft.strategy.model.to(device)
-        samples = open_samples(run.heldout, run.store, draft.strategy, run.target)
-        measure = partial(_measure, run, ctx, draft, samples, device)
-        untrained = measure("untrained", draft.strategy.forward_loss)
-        config = load_draft(run.draft, draft.strategy, run.target.digest)
-        trained = measure("trained", draft.strategy.forward_loss)
-        bigram = measure("bigram", _bigram(run, draft, device))
+        strategy = draft.strategy
+        strategy.model.to(device)
+        samples = open_samples(run.heldout, run.store, strategy, run.target)
+        loader = evaluation_loader(samples, strategy, run.micro_batch_size, ctx)
+        measure = partial(_measure, run, loader, ctx, device)
+        untrained = measure("untrained", strategy.forward_loss)
+        config = load_draft(run.draft, strategy, run.target.digest)
+        drafts = {"trained": measure("trained", strategy.forward_loss), "untrained": untrained}
+        if isinstance(strategy, ChainStrategy):
+            drafts["bigram"] = measure("bigram", _bigram(run, draft, strategy, device))
     provenance = {
         "target_digest": run.target.digest,
         "weights_digest": config.weights_digest,
@@ -44,7 +50,6 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         "eval_features": samples.manifest.data_version,
         "untrained_seed": run.seed,
     }
-    drafts = {"trained": trained, "untrained": untrained, "bigram": bigram}
     report = Report(run.target.name, run.strategy, EVAL_SET, drafts, provenance)
     if ctx.is_main:
         report.save(run.out)
@@ -57,34 +62,24 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
 
 def _measure(
     run: EvaluateRun,
+    loader: FeatureDataLoader,
     ctx: ProgramContext,
-    draft: Draft,
-    samples: Samples,
     device: torch.device,
     name: str,
     forward: Forward,
 ) -> EvalResult:
-    loader = FeatureDataLoader.for_evaluation(
-        samples.refs,
-        samples.store,
-        run.micro_batch_size,
-        draft.strategy.collate,
-        rank=ctx.rank,
-        world=ctx.world_size,
-    )
     result = Evaluator(device).run(forward, loader)
     if result is None:
-        raise DataError(f"{run.heldout.tokens}: the eval set has no supervised token a draft could be measured on")
+        raise nothing_to_measure(run.heldout)
     if ctx.is_main:
         ctx.log(f"{name}: simulated_acc_len {result.simulated_acc_len:.3f} (rung 1), accuracy {result.avg_acc:.3f}")
     return result
 
 
-def _bigram(run: EvaluateRun, draft: Draft, device: torch.device) -> BigramDraft:
-    """The table, counted like the draft: as many steps, and the rows that the draft's loss mode supervises."""
+def _bigram(run: EvaluateRun, draft: Draft, strategy: ChainStrategy, device: torch.device) -> BigramDraft:
+    """The table, counted as the draft is: the same rows at the same steps."""
     table = BigramTable.count(TokenizedSet.open(run.train_tokens), draft.parts.vocab_size)
-    gates = specforge_gates if draft.options.loss == "specforge" else token_mean_gates
-    return BigramDraft(table, draft.parts.head.to(device), draft.options.ttt_length, gates)
+    return BigramDraft(table, draft.parts.head.to(device), strategy.chain_gates)
 
 
 if __name__ == "__main__":

@@ -82,10 +82,11 @@ class ProgramContext:
         if self.pipes is not None:
             self.pipes.log.info(message)
 
-    def progress(self, values: Mapping[str, float | int | str]) -> None:
-        """How far we are, as one line `step=10 loss=2.31`. Rank 0 only, and at most one line every two seconds."""
+    def progress(self, values: Mapping[str, float | int | str], *, force: bool = False) -> None:
+        """How far we are, as one line `step=10 loss=2.31`. Rank 0 only, and at most one line every two seconds,
+        except for lines that `force` their way: those that must not be missed."""
         now = time.monotonic()
-        if not self.is_main or now - self._last_progress_s < _PROGRESS_INTERVAL_S:
+        if not self.is_main or not (force or now - self._last_progress_s >= _PROGRESS_INTERVAL_S):
             return
         self._last_progress_s = now
         self.log(" ".join(f"{key}={_short(value)}" for key, value in values.items()))

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from draftworks.drafts.draft_io import DraftConfig, save_draft
-from draftworks.errors import ConfigError
 from draftworks.evaluation.collectives import gather_from_ranks
-from draftworks.features.loader import FeatureDataLoader
 from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes
+from draftworks.programs.loaders import evaluation_loader, nothing_to_measure, training_loader
 from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.publishing import published
@@ -33,14 +32,16 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         run.out.mkdir(parents=True, exist_ok=True)
         trainer = Trainer(
             draft.strategy,
-            _train_loader(run, ctx, draft, samples),
-            _eval_loader(run, ctx, draft, held_out),
+            training_loader(samples, draft.strategy, run.training, ctx),
+            evaluation_loader(held_out, draft.strategy, run.training.micro_batch_size, ctx),
             run.training,
             device,
             _observers(run, ctx),
         )
         if ctx.is_main:
             ctx.log(_plan(run, draft, samples, trainer))
+        if not trainer.can_evaluate():
+            raise nothing_to_measure(run.heldout)
         history = trainer.fit()
         weights = trainer.weights()
         peaks = gather_from_ranks(peak_rss_bytes())
@@ -52,41 +53,6 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
     with published(run.out / PLOT) as staging:
         staging.write_bytes(training_plot(history, f"{run.strategy} draft of {run.target.name}"))
     return _report(history, config, peaks)
-
-
-def _train_loader(run: TrainRun, ctx: ProgramContext, draft: Draft, samples: Samples) -> FeatureDataLoader:
-    training = run.training
-    if len(samples.refs) < training.global_batch_size:
-        raise ConfigError(
-            f"{run.train.features}: {len(samples.refs)} samples, fewer than global_batch_size "
-            f"{training.global_batch_size}: lower it, or give more data"
-        )
-    if training.global_batch_size % (training.micro_batch_size * ctx.world_size):
-        raise ConfigError(
-            f"global_batch_size {training.global_batch_size} is not a multiple of micro_batch_size "
-            f"{training.micro_batch_size} x {ctx.world_size} processes"
-        )
-    return FeatureDataLoader.for_training(
-        samples.refs,
-        samples.store,
-        training.micro_batch_size,
-        draft.strategy.collate,
-        global_batch_size=training.global_batch_size,
-        rank=ctx.rank,
-        world=ctx.world_size,
-        seed=training.seed,
-    )
-
-
-def _eval_loader(run: TrainRun, ctx: ProgramContext, draft: Draft, samples: Samples) -> FeatureDataLoader:
-    return FeatureDataLoader.for_evaluation(
-        samples.refs,
-        samples.store,
-        run.training.micro_batch_size,
-        draft.strategy.collate,
-        rank=ctx.rank,
-        world=ctx.world_size,
-    )
 
 
 def _observers(run: TrainRun, ctx: ProgramContext) -> list[TrainingObserver]:
@@ -120,7 +86,6 @@ def _provenance(run: TrainRun, ctx: ProgramContext, draft: Draft, samples: Sampl
 
 
 def _report(history: History, config: DraftConfig, peaks: list[int]) -> dict[str, Any]:
-    final = history.evals[-1].result.metrics() if history.evals else {}
     return {
         "strategy": config.strategy,
         "weights_digest": config.weights_digest,
@@ -130,7 +95,7 @@ def _report(history: History, config: DraftConfig, peaks: list[int]) -> dict[str
         "tokens_per_s": history.tokens_per_s,
         "first_loss": history.first_loss(),
         "last_loss": history.last_loss(),
-        "heldout": final,
+        "heldout": history.evals[-1].result.metrics(),
         "world_size": len(peaks),
         "peak_rss_bytes": max(peaks),
     }

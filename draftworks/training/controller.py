@@ -16,7 +16,10 @@ from draftworks.training.observers import TrainingObserver
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to train, and how often to look. Steps are optimizer steps; `eval_every` 0 evaluates at the end only."""
+    """How long to train, and how often to look. Steps are optimizer steps; `eval_every` 0 evaluates at the end only.
+
+    Beside every `log_every`-th step, the first and the last are recorded: a curve begins where training begins.
+    """
 
     total_steps: int
     steps_per_epoch: int
@@ -80,8 +83,8 @@ class TrainerController:
 
     def _after_step(self, result: StepResult) -> None:
         self._totals = self._totals + result.totals
-        is_last = self.global_step == self._plan.total_steps
-        if self.global_step % self._plan.log_every == 0 or is_last:
+        is_end = self.global_step in (1, self._plan.total_steps)
+        if is_end or self.global_step % self._plan.log_every == 0:
             self._record(result)
         if self._plan.eval_every and self.global_step % self._plan.eval_every == 0:
             self._clock.stop()
@@ -93,7 +96,7 @@ class TrainerController:
         point = TrainPoint(
             step=self.global_step,
             epoch=self.global_step / self._plan.steps_per_epoch,
-            loss=totals.avg_loss,
+            loss=totals.avg_loss if totals.supervised_tokens else None,
             accuracy=totals.avg_acc,
             simulated_acc_len=totals.simulated_acc_len,
             lr=last.lr,

@@ -20,7 +20,7 @@ class TrainPoint:
 
     Attributes:
         epoch: share of the data seen so far, in epochs.
-        loss: over the supervised tokens of these steps; None if there were none.
+        loss: of these steps, as the strategy weighs it; None if nothing was supervised.
         accuracy, simulated_acc_len: rungs 0 (first position) and 1 of the acceptance ladder, on training data.
         lr, grad_norm: of the last step; the norm is before clipping.
         tokens: all tokens of these steps over all ranks, without padding.
@@ -74,11 +74,14 @@ class History:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def first_loss(self, share: float = 0.1) -> float | None:
-        """Mean loss of the first `share` of the recorded points."""
+        """Mean loss of the first `share` of the recorded points, at least one; None if nothing was supervised.
+
+        After one step, the first loss is also the last.
+        """
         return _mean(self._losses()[: self._count(share)])
 
     def last_loss(self, share: float = 0.1) -> float | None:
-        """Mean loss of the last `share` of the recorded points."""
+        """Mean loss of the last `share` of the recorded points, at least one; None if nothing was supervised."""
         return _mean(self._losses()[-self._count(share) :])
 
     def _losses(self) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,10 +18,16 @@ class TrainingObserver(Protocol):
     def on_eval(self, point: EvalPoint) -> None: ...
 
 
-class ProgressReport:
-    """Hands each point as short named values to `tell`, e.g. a program's progress line."""
+class Tell(Protocol):
+    """Shows short named values; may leave out some that come fast after one another, but none with `force`."""
 
-    def __init__(self, tell: Callable[[Mapping[str, Any]], None]) -> None:
+    def __call__(self, values: Mapping[str, Any], *, force: bool = False) -> None: ...
+
+
+class ProgressReport:
+    """Hands each point to `tell`, e.g. a program's progress line. Evaluations and the last step are never left out."""
+
+    def __init__(self, tell: Tell) -> None:
         self._tell = tell
 
     def on_train(self, point: TrainPoint, total_steps: int) -> None:
@@ -35,7 +41,8 @@ class ProgressReport:
                 "grad_norm": point.grad_norm,
                 "tokens/s": round(point.tokens_per_s),
                 "eta_s": round(eta_seconds(point, total_steps)),
-            }
+            },
+            force=point.step == total_steps,
         )
 
     def on_eval(self, point: EvalPoint) -> None:
@@ -43,7 +50,7 @@ class ProgressReport:
         values: dict[str, Any] = {"step": point.step, "heldout_acc_len_rung1": result.simulated_acc_len}
         if result.avg_loss is not None:
             values["heldout_loss"] = result.avg_loss
-        self._tell({**values, "heldout_acc": result.avg_acc})
+        self._tell({**values, "heldout_acc": result.avg_acc}, force=True)
 
 
 class TensorBoardLog:

@@ -9,10 +9,19 @@ from draftworks.training.history import History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 def training_plot(history: History, title: str) -> bytes:
-    """Loss and simulated acceptance length over optimizer steps, on training and held-out data, as PNG."""
+    """`training_figure` as PNG."""
+    return as_png(training_figure(history, title))
+
+
+def training_figure(history: History, title: str) -> Figure:
+    """Loss and simulated acceptance length over optimizer steps, on training and held-out data.
+
+    What a loss is made of is the strategy's affair (EAGLE-3 adds up weighted draft steps), so it is given no unit.
+    """
     figure = new_figure(9.0, 3.6)
     left, right = figure.subplots(1, 2)
     _curves(
@@ -20,7 +29,7 @@ def training_plot(history: History, title: str) -> bytes:
         [(point.step, point.loss) for point in history.train],
         [(point.step, point.result.avg_loss) for point in history.evals],
     )
-    label(left, title, "optimizer step", "loss (nats per supervised token)")
+    label(left, title, "optimizer step", "loss (training objective)")
     _curves(
         right,
         [(point.step, point.simulated_acc_len) for point in history.train],
@@ -28,7 +37,7 @@ def training_plot(history: History, title: str) -> bytes:
     )
     right.set_ylim(bottom=0)
     label(right, "", "optimizer step", "simulated_acc_len (rung 1)")
-    return as_png(figure)
+    return figure
 
 
 def _curves(axes: Axes, train: list[tuple[int, float | None]], held_out: list[tuple[int, float | None]]) -> None:

@@ -61,6 +61,13 @@ class Trainer:
         self._eval_loader = eval_loader
         self._evaluator = Evaluator(device)
 
+    def can_evaluate(self) -> bool:
+        """Whether the held-out set has anything to measure a draft on: better known before training. A collective.
+
+        Batch by batch, so that normally one forward is the price.
+        """
+        return any(self._evaluator.run(self.strategy, [batch]) is not None for batch in self._eval_loader)
+
     def fit(self) -> History:
         """Train to the end and evaluate. A collective."""
         return self.controller.fit()

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from draftworks.capture.engine import Generated, TargetEngine
+from draftworks.data.token_rows import TokenRow
 from draftworks.identity import EngineIdentity, LastHidden
 from draftworks.runs import CaptureRun, TargetFiles
 from draftworks.specs import CaptureSpec
 
 
-@dataclass(frozen=True)
-class ToyRow:
-    sample_id: str
-    input_ids: np.ndarray
-
-
-class ToyTokens:
-    """A tokenized set in memory."""
-
-    def __init__(self, rows: Sequence[ToyRow]) -> None:
-        self._rows = list(rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, index: int) -> ToyRow:
-        return self._rows[index]
-
-
-def random_rows(count: int, seed: int = 0, longest: int = 30, vocab: int = 2000) -> list[ToyRow]:
+def random_rows(count: int, seed: int = 0, longest: int = 30, vocab: int = 2000) -> list[TokenRow]:
     rng = np.random.default_rng(seed)
-    return [
-        ToyRow(f"s{seed}-{i}", rng.integers(5, vocab, int(rng.integers(1, longest))).astype(np.int32))
-        for i in range(count)
-    ]
+    ids = [rng.integers(5, vocab, int(rng.integers(1, longest))).astype(np.int32) for _ in range(count)]
+    return [TokenRow(f"s{seed}-{i}", row, np.ones(len(row), np.bool_)) for i, row in enumerate(ids)]
 
 
 def capture_run(target: TargetFiles, folder: Path, **capture) -> CaptureRun:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
-from capture_toys import ToyTokens, random_rows
+from capture_toys import random_rows
 
 from draftworks.capture.engine import load_engine
 from draftworks.capture.session import capture_missing
@@ -15,11 +15,11 @@ from draftworks.runs import CaptureRun
 if __name__ == "__main__":
     torch.set_num_threads(1)
     run = CaptureRun.load(Path(sys.argv[1]))
-    tokens = ToyTokens(random_rows(int(sys.argv[2]), seed=1, longest=40))
+    tokens = random_rows(int(sys.argv[2]), seed=1, longest=40)
     print("started", flush=True)
     capture_missing(
         run,
-        lambda: load_engine(run.target, run.capture),
+        lambda: load_engine(run.target, run.capture, torch.device("cpu")),
         tokens,
-        progress=lambda at: print(at.samples_done, flush=True),
+        progress=lambda at: print(at.done, flush=True),
     )

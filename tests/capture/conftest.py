@@ -15,7 +15,7 @@ from draftworks.specs import CaptureSpec
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_target: TargetFiles) -> HFTargetEngine:
     torch.set_num_threads(1)
-    return load_engine(tiny_target, CaptureSpec(compute_dtype="float32", device="cpu"))
+    return load_engine(tiny_target, CaptureSpec(compute_dtype="float32", device="cpu"), torch.device("cpu"))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from draftworks.errors import CaptureError, ConfigError
 from draftworks.identity import EngineIdentity, LayerTap
 from draftworks.specs import CaptureSpec
 
+CPU = torch.device("cpu")
 FP32 = CaptureSpec(compute_dtype="float32", device="cpu")
 ROWS = [row.input_ids.tolist() for row in random_rows(7)]
 
@@ -87,20 +88,20 @@ def test_tap_outside_the_target_is_refused(tiny_engine):
 def test_missing_directory_is_named(tiny_target, tmp_path: Path):
     missing = tiny_target.model_copy(update={"model": str(tmp_path / "nowhere")})
     with pytest.raises(ConfigError, match=r"nowhere is missing: expected a directory with config.json"):
-        load_engine(missing, FP32)
+        load_engine(missing, FP32, CPU)
 
 
 def test_truncated_weights_are_named(tiny_target, tiny_folder: Path, tmp_path: Path):
     (tmp_path / "config.json").write_bytes((tiny_folder / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes((tiny_folder / "model.safetensors").read_bytes()[:9999])
     with pytest.raises(ConfigError, match=r"target tiny: model .* cannot be read: SafetensorError"):
-        load_engine(tiny_target.model_copy(update={"model": str(tmp_path)}), FP32)
+        load_engine(tiny_target.model_copy(update={"model": str(tmp_path)}), FP32, CPU)
 
 
 def test_model_that_is_no_causal_lm_is_refused(tiny_target, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(ConfigError, match="is not a causal language model"):
-        load_engine(tiny_target.model_copy(update={"model": str(tmp_path)}), FP32)
+        load_engine(tiny_target.model_copy(update={"model": str(tmp_path)}), FP32, CPU)
 
 
 def test_unknown_backend_names_the_known_ones():
@@ -114,7 +115,7 @@ def test_compute_dtype_is_part_of_the_engine_identity(tiny_engine):
 
 
 def test_bfloat16_compute_is_loaded_as_such(tiny_target):
-    engine = load_engine(tiny_target, CaptureSpec(compute_dtype="bfloat16", device="cpu"))
+    engine = load_engine(tiny_target, CaptureSpec(compute_dtype="bfloat16"), CPU)
     assert engine.capture([[5, 6]], [LayerTap(2)])[0]["hf2"].dtype == torch.bfloat16
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from capture_toys import ToyTokens, capture_run, random_rows
+from capture_toys import capture_run, random_rows
 
 from draftworks.capture.hf import HFTargetEngine
 from draftworks.capture.recheck import recheck
@@ -19,7 +19,7 @@ from draftworks.features.manifest import read_feature_set
 @pytest.fixture
 def captured(tiny_target, tmp_path: Path, watched):
     """Capture ten samples with an engine; a function that rechecks them with another."""
-    tokens = ToyTokens(random_rows(10))
+    tokens = random_rows(10)
 
     def capture(dtype: str = "float32", damage=None):
         watched.damage = damage

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from capture_toys import WatchedEngine
 
-from draftworks.capture.partial import PartialFile
-from draftworks.capture.regenerate import CONVERSATIONS, TOKENS, RegenerateProgress, answers_file, regenerate
+from draftworks.capture.answers import CONVERSATIONS, answers_file
+from draftworks.capture.engine import KNOWN_BACKENDS
+from draftworks.capture.progress import Progress
+from draftworks.capture.regenerate import regenerate
 from draftworks.data.chat import ChatTokenizer
-from draftworks.data.conversations import Conversation, Turn, read_conversations, write_conversations
+from draftworks.data.conversations import (
+    QUARANTINE_FILE,
+    Conversation,
+    Turn,
+    read_conversations,
+    write_conversations,
+)
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.errors import DataError, StoreError
-from draftworks.runs import RegenerateRun, TargetFiles
+from draftworks.errors import DataError
+from draftworks.runs import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.specs import ResponseSpec
 
 
@@ -60,7 +69,7 @@ def test_samples_are_prompt_then_generated_ids(tiny_target, tmp_path: Path, watc
     sources = [conversation(i) for i in range(7)]
     run = make_run(tiny_target, tmp_path, sources)
     summary = regenerate(run, watched, chat)
-    tokens = TokenizedSet.open(run.out / TOKENS)
+    tokens = TokenizedSet.open(run.out / TOKENS_FOLDER)
     answered = list(read_conversations(run.out / CONVERSATIONS))
     assert list(tokens.sample_ids) == [each.id for each in answered] == [each.id for each in sources]
     for index, source in enumerate(sources):
@@ -79,7 +88,7 @@ def test_later_turns_follow_the_generated_ones_token_for_token(tiny_target, tmp_
     engine = Ending(tiny_engine)
     source = conversation(1, exchanges=3)
     regenerate(make_run(tiny_target, tmp_path, [source, conversation(2)]), engine, chat)
-    row = TokenizedSet.open(tmp_path / "out" / TOKENS).by_id(source.id)
+    row = TokenizedSet.open(tmp_path / "out" / TOKENS_FOLDER).by_id(source.id)
     runs = np.flatnonzero(np.diff(np.r_[0, row.loss_mask.astype(int), 0])).reshape(-1, 2)
     assert len(runs) == 3
     turns = list(source.turns[:1])
@@ -97,7 +106,7 @@ def test_later_turns_follow_the_generated_ones_token_for_token(tiny_target, tmp_
 def test_only_last_turn_masks_only_the_last(tiny_target, tmp_path: Path, tiny_engine, chat):
     run = make_run(tiny_target, tmp_path, [conversation(1, exchanges=2)], only_last_turn=True)
     regenerate(run, Ending(tiny_engine), chat)
-    mask = TokenizedSet.open(run.out / TOKENS).row(0).loss_mask
+    mask = TokenizedSet.open(run.out / TOKENS_FOLDER).row(0).loss_mask
     assert np.count_nonzero(np.diff(mask.astype(int)) == 1) == 1
     assert mask[-1]
 
@@ -112,7 +121,7 @@ def test_max_length_is_never_passed(tiny_target, tmp_path: Path, tiny_engine, ch
     prompt = len(chat.prompt_ids(conversation(1).turns[:1]))
     run = make_run(tiny_target, tmp_path, [conversation(1, exchanges=9)], max_length=prompt + 40)
     regenerate(run, Ending(tiny_engine), chat)
-    row = TokenizedSet.open(run.out / TOKENS).row(0)
+    row = TokenizedSet.open(run.out / TOKENS_FOLDER).row(0)
     assert len(row) <= prompt + 40
     assert row.loss_mask[-1]
 
@@ -125,7 +134,7 @@ def test_resumed_equals_straight(tiny_target, tmp_path: Path, watched, chat, tem
     regenerate(straight, watched, chat)
     broken = make_run(tiny_target, tmp_path / "b", sources, **options)
 
-    def stop(at: RegenerateProgress) -> None:
+    def stop(at: Progress) -> None:
         if at.done >= 4:
             raise KeyboardInterrupt
 
@@ -135,7 +144,7 @@ def test_resumed_equals_straight(tiny_target, tmp_path: Path, watched, chat, tem
         stream.write(b'{"id": "torn')
     summary = regenerate(broken, watched, chat)
     assert summary.resumed == 4
-    sets = [TokenizedSet.open(run.out / TOKENS).digest for run in (straight, broken)]
+    sets = [TokenizedSet.open(run.out / TOKENS_FOLDER).digest for run in (straight, broken)]
     assert sets[0] == sets[1]
 
 
@@ -158,48 +167,74 @@ def test_answers_of_other_settings_are_not_used(tiny_target, tmp_path: Path, wat
     assert regenerate(run.model_copy(update={"max_length": 99}), watched, chat).resumed == 0
 
 
-def test_a_file_begun_with_other_settings_is_refused(tmp_path: Path):
-    path = tmp_path / "answers.jsonl"
-    PartialFile(path, {"target": "a"}).__exit__(None, None, None)
-    with pytest.raises(StoreError, match=r"answers.jsonl was begun with other settings"):
-        PartialFile(path, {"target": "b"})
+SILENT = Conversation.of([Turn("user", "Is anybody there?")])
+LONG = Conversation.of([Turn("user", "words and " * 300), Turn("assistant", "Yes.")])
 
 
 def test_conversations_without_a_response_are_dropped_with_their_reason(tiny_target, tmp_path: Path, watched, chat):
-    silent = Conversation.of([Turn("user", "Is anybody there?")])
-    long = Conversation.of([Turn("user", "words and " * 300), Turn("assistant", "Yes.")])
-    run = make_run(tiny_target, tmp_path, [silent, conversation(1), long])
+    run = make_run(tiny_target, tmp_path, [SILENT, conversation(1), LONG], max_rejected_share=0.7)
     summary = regenerate(run, watched, chat)
-    assert "has no assistant turn" in summary.dropped[silent.id]
-    assert "leaves no room for a response within max_length 200" in summary.dropped[long.id]
     assert summary.tokens["samples"] == 1
+    assert summary.tokens["rejected"] == 2
+    assert sum(summary.tokens["rejected_reasons"].values()) == 2
+    lines = [json.loads(line) for line in (run.out / QUARANTINE_FILE).read_text().splitlines()]
+    assert [line["sample_id"] for line in lines] == [SILENT.id, LONG.id]
+    assert "no assistant turn after a user's" in lines[0]["reason"]
+    assert "leaves no room for a response within max_length 200" in lines[1]["reason"]
+
+
+def test_more_dropped_conversations_than_allowed_are_an_error(tiny_target, tmp_path: Path, watched, chat):
+    run = make_run(tiny_target, tmp_path, [SILENT, *map(conversation, range(3)), LONG], max_rejected_share=0.2)
+    with pytest.raises(DataError, match=r"2 of 5 conversations give no sample \(40.0%\).* allows 20.0%") as raised:
+        regenerate(run, watched, chat)
+    file = run.out / QUARANTINE_FILE
+    assert SILENT.id in str(raised.value)
+    assert f"All of them are in {file}" in str(raised.value)
+    assert len(file.read_text().splitlines()) == 2
+    assert not (run.out / TOKENS_FOLDER).exists()
+    allowed = regenerate(run.model_copy(update={"max_rejected_share": 0.4}), watched, chat)
+    assert (allowed.tokens["samples"], allowed.generated_tokens) == (3, 0)
+
+
+def test_what_was_not_said_is_counted_also_after_a_resume(tiny_target, tmp_path: Path, watched, chat):
+    sources = [conversation(1, exchanges=3), conversation(2), conversation(3, exchanges=2)]
+    run = make_run(tiny_target, tmp_path, sources, responses={"max_new_tokens": 1})
+    for resumed in (0, 3):
+        summary = regenerate(run, watched, chat)
+        assert summary.resumed == resumed
+        counts = TokenizedSet.open(run.out / TOKENS_FOLDER).summary
+        assert (counts["unfinished_answers"], counts["dropped_turns"], counts["rejected"]) == (3, 2 + 0 + 1, 0)
+
+
+def test_turns_for_which_there_is_no_room_are_counted(tiny_target, tmp_path: Path, tiny_engine, chat):
+    source = conversation(1, exchanges=9)
+    prompt = len(chat.prompt_ids(source.turns[:1]))
+    regenerate(make_run(tiny_target, tmp_path, [source], max_length=prompt + 40), Ending(tiny_engine), chat)
+    counts = TokenizedSet.open(tmp_path / "out" / TOKENS_FOLDER).summary
+    written = next(iter(read_conversations(tmp_path / "out" / CONVERSATIONS))).turns
+    spoken = sum(turn.role == "assistant" for turn in written)
+    assert 0 < spoken < 9
+    assert (counts["unfinished_answers"], counts["dropped_turns"]) == (0, 9 - spoken)
+
+
+def test_answers_of_other_numerics_are_not_used(tiny_target, tmp_path: Path, watched, chat, monkeypatch):
+    run = make_run(tiny_target, tmp_path, [conversation(1)])
+    regenerate(run, watched, chat)
+    raised = replace(KNOWN_BACKENDS["hf"], numerics=KNOWN_BACKENDS["hf"].numerics + 1)
+    monkeypatch.setitem(KNOWN_BACKENDS, "hf", raised)
+    assert regenerate(run, watched, chat).resumed == 0
 
 
 def test_nothing_but_dropped_conversations_is_an_error(tiny_target, tmp_path: Path, watched, chat):
-    run = make_run(tiny_target, tmp_path, [Conversation.of([Turn("user", "Is anybody there?")])])
-    with pytest.raises(DataError, match="no conversation got a response; the first: .* has no assistant turn"):
+    run = make_run(tiny_target, tmp_path, [SILENT], max_rejected_share=1.0)
+    with pytest.raises(DataError, match="1 of 1 conversations give no sample.*(?s:.)*no assistant turn"):
         regenerate(run, watched, chat)
     assert watched.loads == 0
 
 
 def test_progress_ends_complete(tiny_target, tmp_path: Path, watched, chat):
-    seen: list[RegenerateProgress] = []
+    seen: list[Progress] = []
     regenerate(make_run(tiny_target, tmp_path, [conversation(i) for i in range(5)]), watched, chat, seen.append)
-    assert seen[-1].done == seen[-1].conversations == 5
+    assert seen[-1].done == seen[-1].total == 5
     assert seen[-1].eta_s == 0
     assert seen[-1].tokens_per_s > 0
-
-
-def test_partial_file_torn_anywhere_keeps_its_whole_records(tmp_path: Path):
-    path = tmp_path / "partial.jsonl"
-    with PartialFile(path, {"a": 1}) as partial:
-        partial.extend([{"id": "x", "n": 1}, {"id": "y", "n": 2}])
-    whole = path.read_bytes()
-    starts = [whole.index(b'{"id": "x"'), whole.index(b'{"id": "y"'), len(whole)]
-    for length in range(len(whole)):
-        path.write_bytes(whole[:length])
-        with PartialFile(path, {"a": 1}) as partial:
-            assert [name in partial for name in "xy"] == [length >= starts[1], length >= starts[2]]
-            partial.extend([{"id": "z", "n": 3}])
-            assert partial["z"]["n"] == 3
-        assert all(json.loads(line) for line in path.read_text().splitlines())

@@ -12,18 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from capture_toys import ToyRow, ToyTokens, WatchedEngine, capture_run, random_rows
+from capture_toys import WatchedEngine, capture_run, random_rows
 
 from draftworks.capture.plan import batches, plan_capture
-from draftworks.capture.session import CaptureProgress, capture_features, capture_missing, write_manifest
+from draftworks.capture.progress import Progress
+from draftworks.capture.session import capture_features, capture_missing, write_manifest
+from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError, StoreError
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import read_feature_set
+from draftworks.identity import token_digest
 
 
 def contents(run, tokens) -> dict[str, dict[str, torch.Tensor]]:
     refs = read_feature_set(run.out).refs
-    assert [ref.sample_id for ref in refs] == [tokens.row(i).sample_id for i in range(len(tokens))]
+    assert [ref.sample_id for ref in refs] == [row.sample_id for row in tokens]
     store = LocalFeatureStore(run.store)
     return {ref.sample_id: store.get(ref)[0] for ref in refs}
 
@@ -36,7 +39,7 @@ def assert_close(one, other):
 
 
 def test_features_are_those_of_the_engine(tiny_target, tmp_path: Path, watched: WatchedEngine):
-    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(12))
+    run, tokens = capture_run(tiny_target, tmp_path), random_rows(12)
     summary = capture_features(run, watched, tokens)
     stored = contents(run, tokens)
     expected = {row.sample_id: watched.capture([row.input_ids.tolist()], [])[0] for row in random_rows(12)}
@@ -48,14 +51,21 @@ def test_features_are_those_of_the_engine(tiny_target, tmp_path: Path, watched: 
     assert summary.nbytes == 3 * 128 * 4 * summary.tokens
 
 
+def test_refs_name_the_tokens_they_are_of(tiny_target, tmp_path: Path, watched):
+    run, tokens = capture_run(tiny_target, tmp_path), random_rows(3)
+    capture_features(run, watched, tokens)
+    named = [ref.metadata["tokens"] for ref in read_feature_set(run.out).refs]
+    assert named == [token_digest(row.input_ids.tolist()) for row in tokens]
+
+
 def test_stored_dtype_is_as_configured(tiny_target, tmp_path: Path, watched):
-    run, tokens = capture_run(tiny_target, tmp_path, dtype="bfloat16"), ToyTokens(random_rows(2))
+    run, tokens = capture_run(tiny_target, tmp_path, dtype="bfloat16"), random_rows(2)
     capture_features(run, watched, tokens)
     assert all(t.dtype == torch.bfloat16 for streams in contents(run, tokens).values() for t in streams.values())
 
 
 def test_second_run_loads_no_engine(tiny_target, tmp_path: Path, watched):
-    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(5))
+    run, tokens = capture_run(tiny_target, tmp_path), random_rows(5)
     capture_features(run, watched, tokens)
     before = read_feature_set(run.out)
     assert capture_features(run, watched, tokens).captured == 0
@@ -65,15 +75,15 @@ def test_second_run_loads_no_engine(tiny_target, tmp_path: Path, watched):
 
 def test_five_percent_new_samples_capture_five_percent(tiny_target, tmp_path: Path, watched):
     run, rows = capture_run(tiny_target, tmp_path), random_rows(42, longest=8)
-    capture_features(run, watched, ToyTokens(rows[:40]))
+    capture_features(run, watched, rows[:40])
     watched.rows.clear()
-    summary = capture_features(run, watched, ToyTokens(rows))
+    summary = capture_features(run, watched, rows)
     assert summary.captured == len(watched.rows) == 2
-    assert len(contents(run, ToyTokens(rows))) == 42
+    assert len(contents(run, rows)) == 42
 
 
 def test_second_tap_set_captures_only_missing_taps(tiny_target, tmp_path: Path, watched):
-    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(4))
+    run, tokens = capture_run(tiny_target, tmp_path), random_rows(4)
     capture_features(run, watched, tokens)
     watched.taps.clear()
     wider = run.model_copy(update={"taps": [1, 2, 4]})
@@ -85,7 +95,7 @@ def test_second_tap_set_captures_only_missing_taps(tiny_target, tmp_path: Path, 
 
 def test_repeated_tokens_are_captured_once(tiny_target, tmp_path: Path, watched):
     rows = random_rows(3)
-    tokens = ToyTokens([*rows, *(replace(row, sample_id=f"again-{row.sample_id}") for row in rows)])
+    tokens = [*rows, *(replace(row, sample_id=f"again-{row.sample_id}") for row in rows)]
     run = capture_run(tiny_target, tmp_path)
     assert capture_features(run, watched, tokens).captured == 3
     assert len(contents(run, tokens)) == 6
@@ -95,7 +105,7 @@ def test_keys_do_not_depend_on_batches_order_or_ranks(tiny_target, tmp_path: Pat
     rows, versions = random_rows(9), []
     for number, batch_tokens in enumerate((1, 64, 10_000)):
         run = capture_run(tiny_target, tmp_path / str(number), batch_tokens=batch_tokens)
-        tokens = ToyTokens(rows[:: 1 if number else -1])
+        tokens = rows[:: 1 if number else -1]
         for rank in range(number + 1):
             capture_missing(run, watched, tokens, rank, number + 1)
         versions.append(write_manifest(run, tokens).data_version)
@@ -103,7 +113,7 @@ def test_keys_do_not_depend_on_batches_order_or_ranks(tiny_target, tmp_path: Pat
 
 
 def test_ranks_share_the_work_without_overlap(tiny_target, tmp_path: Path, watched):
-    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(20))
+    run, tokens = capture_run(tiny_target, tmp_path), random_rows(20)
     first = capture_missing(run, watched, tokens, 0, 2)
     with pytest.raises(StoreError, match="samples lack features"):
         write_manifest(run, tokens)
@@ -114,7 +124,7 @@ def test_ranks_share_the_work_without_overlap(tiny_target, tmp_path: Path, watch
 
 
 def test_batches_hold_similar_lengths_within_the_token_limit(tiny_target, tmp_path: Path):
-    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(40))
+    run, tokens = capture_run(tiny_target, tmp_path), random_rows(40)
     plan = plan_capture(run, tokens, LocalFeatureStore(run.store))
     made = list(batches(plan.jobs, 90))
     assert sorted(job.row for batch in made for job in batch) == list(range(40))
@@ -122,22 +132,22 @@ def test_batches_hold_similar_lengths_within_the_token_limit(tiny_target, tmp_pa
 
 
 def test_progress_ends_complete(tiny_target, tmp_path: Path, watched):
-    seen: list[CaptureProgress] = []
-    capture_features(capture_run(tiny_target, tmp_path), watched, ToyTokens(random_rows(12)), seen.append)
-    assert seen[-1].samples_done == seen[-1].samples == 12
+    seen: list[Progress] = []
+    capture_features(capture_run(tiny_target, tmp_path), watched, random_rows(12), seen.append)
+    assert seen[-1].done == seen[-1].total == 12
     assert seen[-1].eta_s == 0
     assert seen[-1].tokens_per_s > 0
 
 
 def test_resumed_equals_straight(tiny_target, tmp_path: Path, watched):
-    tokens, straight, broken = ToyTokens(random_rows(30)), *(capture_run(tiny_target, tmp_path / n) for n in "ab")
+    tokens, straight, broken = random_rows(30), *(capture_run(tiny_target, tmp_path / n) for n in "ab")
     capture_features(straight, watched, tokens)
 
     class Stop(Exception):
         pass
 
-    def stop(at: CaptureProgress) -> None:
-        if at.samples_done >= 10:
+    def stop(at: Progress) -> None:
+        if at.done >= 10:
             raise Stop
 
     with pytest.raises(Stop):
@@ -160,7 +170,7 @@ def test_kill_at_any_moment_leaves_a_store_that_completes(tiny_target, tmp_path:
     process.kill()
     process.wait()
     process.stdout.close()
-    tokens = ToyTokens(random_rows(150, seed=1, longest=40))
+    tokens = random_rows(150, seed=1, longest=40)
     assert LocalFeatureStore(run.store).verify().ok
     capture_features(run, watched, tokens)
     assert not list((run.store / "staging").iterdir())
@@ -171,11 +181,11 @@ def test_kill_at_any_moment_leaves_a_store_that_completes(tiny_target, tmp_path:
 def test_budget_is_refused_before_the_engine_is_loaded(tiny_target, tmp_path: Path, watched):
     rows = random_rows(5)
     run = capture_run(tiny_target, tmp_path)
-    capture_features(run, watched, ToyTokens(rows[:1]))
+    capture_features(run, watched, rows[:1])
     before = sorted((path, path.stat().st_mtime_ns) for path in run.store.rglob("*"))
     small = run.model_copy(update={"capture": run.capture.model_copy(update={"budget_gb": 1e-6})})
     with pytest.raises(CaptureError, match=r"would store 0.\d+ GB, more than capture.budget_gb = 1e-06"):
-        capture_features(small, watched, ToyTokens(rows))
+        capture_features(small, watched, rows)
     assert watched.loads == 1
     assert sorted((path, path.stat().st_mtime_ns) for path in run.store.rglob("*")) == before
 
@@ -191,19 +201,23 @@ def test_budget_is_refused_before_the_engine_is_loaded(tiny_target, tmp_path: Pa
 )
 def test_bad_samples_are_named_before_the_engine_is_loaded(tiny_target, tmp_path: Path, watched, ids, message):
     with pytest.raises(CaptureError, match=message):
-        capture_features(capture_run(tiny_target, tmp_path), watched, ToyTokens([*random_rows(2), ToyRow("bad", ids)]))
+        capture_features(
+            capture_run(tiny_target, tmp_path),
+            watched,
+            [*random_rows(2), TokenRow("bad", ids, np.ones(len(ids), np.bool_))],
+        )
     assert watched.loads == 0
 
 
 def test_taps_outside_the_target_are_refused(tiny_target, tmp_path: Path, watched):
     run = capture_run(tiny_target, tmp_path).model_copy(update={"taps": [2, 8]})
     with pytest.raises(CaptureError, match=r"layer taps \[8\] are outside it, expected 0..7"):
-        capture_features(run, watched, ToyTokens(random_rows(2)))
+        capture_features(run, watched, random_rows(2))
     assert watched.loads == 0
 
 
 def test_damaged_shard_stops_capture_before_the_engine_is_loaded(tiny_target, tmp_path: Path, watched):
-    run, tokens = capture_run(tiny_target, tmp_path), ToyTokens(random_rows(3))
+    run, tokens = capture_run(tiny_target, tmp_path), random_rows(3)
     capture_features(run, watched, tokens)
     shard = next((run.store / "shards").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -226,5 +240,5 @@ def test_wrong_features_are_not_stored(tiny_target, tmp_path: Path, watched, dam
     run = capture_run(tiny_target, tmp_path)
     watched.damage = damage
     with pytest.raises(CaptureError, match=message):
-        capture_features(run, watched, ToyTokens(random_rows(3)))
+        capture_features(run, watched, random_rows(3))
     assert LocalFeatureStore(run.store).health()["tensors"] == 0

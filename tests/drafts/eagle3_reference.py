@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -83,6 +85,26 @@ def reference_token_mean(states, w, loss_mask: Tensor, last: Tensor, head: Tenso
                     sums[i] += float(ce.detach())
                     loss = loss + decay**i * ce
     return loss, rows_at_0, sums, corrects, denoms
+
+
+class Acceptance(NamedTuple):
+    """Σ pm·Σ_v min(q̃, softmax z_d) and Σ pm of every step."""
+
+    sums: list[float]
+    denoms: list[int]
+
+
+def reference_acceptance(states, w, gates: Tensor, last: Tensor, head: Tensor) -> Acceptance:
+    """Row by row: q̃ = exp(z[t2d] − logsumexp(z)), pm on where the row is supervised and the target's argmax in t2d."""
+    sums, denoms = [0.0] * len(states), [0] * len(states)
+    for i, b, t in gates.nonzero().tolist():
+        z = last[b, t + 1 + i] @ head.T
+        if w["t2d"][z.argmax()]:
+            q = torch.exp(z[w["t2d"]] - torch.logsumexp(z, -1))
+            p = torch.softmax(states[i][b, t] @ w["lm_head.weight"].T, -1)
+            sums[i] += float(torch.minimum(q, p).sum())
+            denoms[i] += 1
+    return Acceptance(sums, denoms)
 
 
 def _shift_left(x: Tensor) -> Tensor:

@@ -50,3 +50,19 @@ def test_draft_equal_to_the_teacher_has_no_gradient_and_is_always_right(case):
     assert result.corrects.tolist() == (plan.rows >= 0).sum(1).tolist()
     for grad in torch.autograd.grad(result.loss, [head, *states]):
         torch.testing.assert_close(grad, torch.zeros_like(grad))
+
+
+def test_acceptance_does_not_depend_on_the_chunk_size_and_is_certain_for_the_teacher_itself(case, monkeypatch):
+    leaves, teacher, plan, weights = case
+    everything = torch.arange(len(teacher.head))
+    whole_vocabulary = teacher._replace(draft_ids=everything, draft_index=everything)
+    own_states = [teacher.last.roll(-1 - step, 0) for step in range(len(weights))]
+    with torch.no_grad():
+        whole = distill(leaves[1:], leaves[0], teacher, plan, weights)
+        perfect = distill(own_states, teacher.head, whole_vocabulary, plan, weights)
+        monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
+        monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", 3)
+        pieces = distill(leaves[1:], leaves[0], teacher, plan, weights)
+    torch.testing.assert_close(pieces, whole)
+    assert (whole.accepted < whole.taught).all()
+    torch.testing.assert_close(perfect.accepted, perfect.taught)

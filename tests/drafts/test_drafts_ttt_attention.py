@@ -6,7 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftworks.drafts import ttt_attention
+from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, CudaFlash
 from draftworks.drafts.ttt_attention import _FusedTttAttention, fused_kernel_works, plain_ttt_attention
+
+CPU = torch.device("cpu")
 
 
 def random_inputs(batch, kv_heads, group, length, dim, steps, dtype):
@@ -26,13 +29,13 @@ def outputs_and_gradients(attend, size, dtype):
 
 
 def fused(query, keys, values):
-    return _FusedTttAttention.apply(query, len(keys), *keys, *values)
+    return _FusedTttAttention.apply(CAUSAL_KERNELS["cpu"], query, len(keys), *keys, *values)
 
 
 sizes = st.tuples(*(st.integers(low, high) for low, high in ((1, 3), (1, 2), (1, 3), (1, 40), (1, 9), (1, 8))))
 
 
-@pytest.mark.skipif(not fused_kernel_works(torch.float64), reason="this torch lacks the fused CPU kernel")
+@pytest.mark.skipif(not fused_kernel_works(CPU, torch.float64, 4), reason="this torch lacks the fused CPU kernel")
 @settings(max_examples=30, deadline=None)
 @given(size=sizes, dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_fused_equals_plain_in_value_and_every_gradient(size, dtype):
@@ -74,8 +77,44 @@ def test_without_the_private_kernel_the_plain_path_is_taken(monkeypatch):
 
     monkeypatch.setattr(_FusedTttAttention, "forward", staticmethod(absent))
     try:
-        assert not fused_kernel_works(torch.float64)
+        assert not fused_kernel_works(CPU, torch.float64, 4)
         for found, value in zip(outputs_and_gradients(ttt_attention.ttt_attention, size, torch.float64), expected):
             torch.testing.assert_close(found, value)
     finally:
         fused_kernel_works.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("head_size", [6, 64, 128])
+def test_probe_accepts_a_right_kernel_at_every_head_size(dtype, head_size):
+    assert fused_kernel_works(CPU, dtype, head_size)
+
+
+def test_device_without_a_kernel_takes_the_plain_path():
+    assert not fused_kernel_works(torch.device("meta"), torch.bfloat16, 8)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_cuda_adapter_fits_the_declarations_of_its_operators(steps):
+    """Shapes and arguments only, on the meta device: numbers need a GPU."""
+    leaves, (query, *rest) = random_inputs(2, 2, 2, 10, 8, steps, torch.bfloat16)
+    moved = [x.detach().to("meta").requires_grad_() for x in (query, *rest)]
+    output = _FusedTttAttention.apply(CudaFlash(), moved[0], steps, *moved[1:])
+    assert output.shape == query.shape
+    for grad, leaf in zip(torch.autograd.grad(output, moved, torch.empty_like(output)), moved, strict=True):
+        assert grad.shape == leaf.shape
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cuda_kernel_equals_plain(dtype):
+    device = torch.device("cuda")
+    assert fused_kernel_works(device, dtype, 64)
+    _, inputs = random_inputs(2, 2, 2, 300, 64, 3, dtype)
+    results = []
+    for attend in (ttt_attention.ttt_attention, plain_ttt_attention):
+        leaves = [x.detach().to(device).requires_grad_() for x in inputs]
+        output = attend(leaves[0], leaves[1:4], leaves[4:])
+        results.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)

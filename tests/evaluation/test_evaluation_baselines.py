@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +62,7 @@ def example_batch(ids: list[list[int]], mask: list[list[int]], argmax: list[list
 
 def test_hand_made_example() -> None:
     table = BigramTable(np.array([1, 2, 3, 4, 5, 0]))
-    draft = BigramDraft(table, torch.eye(VOCAB), steps=2, gates=token_mean_gates)
+    draft = BigramDraft(table, torch.eye(VOCAB), partial(token_mean_gates, steps=2))
     #            position  0  1  2  3  4
     batch = example_batch([[0, 1, 2, 3, 3]], [[0, 1, 1, 1, 1]], [[1, 2, 3, 0, 0]])
     # Step 0: rows 0, 1, 2 propose after tokens 1, 2, 3 (positions 1 to 3): 2 ok, 3 ok, 4 where the target says 0.
@@ -78,7 +79,7 @@ def test_counts_are_those_of_the_definition(seed: int, steps: int) -> None:
     ids, argmax = torch.randint(0, VOCAB, (2, 2, 9), generator=generator)
     mask = torch.rand(2, 9, generator=generator) < 0.7
     table = torch.randint(0, VOCAB, (VOCAB,), generator=generator)
-    draft = BigramDraft(BigramTable(table.numpy()), torch.eye(VOCAB), steps, token_mean_gates)
+    draft = BigramDraft(BigramTable(table.numpy()), torch.eye(VOCAB), partial(token_mean_gates, steps=steps))
     output = draft(example_batch(ids.tolist(), mask.int().tolist(), argmax.tolist()), StepContext())
     for step in range(steps):
         supervised = correct = 0

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef, TrainBatch
 from draftworks.features.local_store import LocalFeatureStore
 
@@ -45,6 +46,8 @@ class ToyTokens:
         self._lengths = {ref.sample_id: ref.num_tokens + extra for ref in refs}
 
     def by_id(self, sample_id: str) -> ToyRow:
+        if sample_id not in self._lengths:
+            raise StoreError(f"sample {sample_id} is not here")
         length = self._lengths[sample_id]
         return ToyRow(np.arange(length, dtype=np.int32), np.ones(length, dtype=np.bool_))
 

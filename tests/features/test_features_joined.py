@@ -35,5 +35,5 @@ def test_rows_must_equal_tokens(tmp_path: Path):
 
 def test_unknown_sample_is_named(tmp_path: Path):
     store, refs = filled_store(tmp_path, 3)
-    with pytest.raises(StoreError, match="sample s1 has features but is not in the tokenized set"):
+    with pytest.raises(StoreError, match="sample s1 has features but no tokens: sample s1 is not here"):
         JoinedStore(store, ToyTokens([toy_ref(0)])).get(refs[1])

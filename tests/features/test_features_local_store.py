@@ -160,6 +160,50 @@ def test_verify_reports_every_bad_file(tmp_path: Path):
     assert all(any(shard.name in text for text in check.problems) for shard in shards[:3])
 
 
+def test_good_shard_in_the_place_of_a_damaged_one_makes_the_store_sound(tmp_path: Path):
+    _, refs = filled_store(tmp_path, 2)
+    shard = next((tmp_path / "shards").iterdir())
+    shard.write_bytes(b"no header")
+    store = LocalFeatureStore(tmp_path)
+    for ref in refs:
+        store.put(ref, toy_tensors(ref))
+    store.flush()
+    assert [path.name for path in (tmp_path / "shards").iterdir()] == [shard.name]
+    store.require_sound()
+    assert torch.equal(store.get(refs[0])[0]["last"], toy_tensors(refs[0])["last"])
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-1], lambda whole: b"no header"])
+def test_shard_that_another_process_replaced_is_sound_after_refresh(tmp_path: Path, damage):
+    _, refs = filled_store(tmp_path, 2)
+    shard = next((tmp_path / "shards").iterdir())
+    whole = shard.read_bytes()
+    shard.write_bytes(damage(whole))
+    store = LocalFeatureStore(tmp_path)
+    store.refresh()
+    assert store.health()["damaged"]
+    shard.unlink()
+    shard.write_bytes(whole)
+    store.refresh()
+    assert not store.missing(refs[0].feature_keys.values())
+
+
+def test_a_tensor_is_verified_once_by_a_store(tmp_path: Path):
+    _, refs = filled_store(tmp_path, 1)
+    store = LocalFeatureStore(tmp_path)
+    store.get(refs[0])
+    shard = next((tmp_path / "shards").iterdir())
+    with shard.open("r+b") as stream:
+        stream.seek(-1, 2)
+        byte = stream.read(1)[0]
+        stream.seek(-1, 2)
+        stream.write(bytes([byte ^ 1]))
+    store.get(refs[0])
+    assert not store.verify().ok
+    with pytest.raises(StoreError, match="altered"):
+        LocalFeatureStore(tmp_path).get(refs[0])
+
+
 WRITER = """
 import json, sys, torch
 from pathlib import Path

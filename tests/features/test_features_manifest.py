@@ -60,6 +60,6 @@ def test_truncated_manifest_is_noticed(written: Path):
 
 
 def test_other_schema_is_refused(written: Path):
-    (written / MANIFEST).write_text((written / MANIFEST).read_text().replace("features.1", "features.9"))
-    with pytest.raises(StoreError, match=r"expected 'draftworks.features.1'"):
+    (written / MANIFEST).write_text((written / MANIFEST).read_text().replace("features.2", "features.9"))
+    with pytest.raises(StoreError, match=r"expected 'draftworks.features.2'"):
         read_feature_set(written)

@@ -35,8 +35,8 @@ class RunFiles:
     @classmethod
     def make(cls, folder: Path, target: TargetFiles) -> RunFiles:
         files = cls(folder, target)
-        files._feature_set("train", samples=9, seed=1)
-        files._feature_set("heldout", samples=3, seed=2)
+        files.feature_set("train", samples=9, seed=1)
+        files.feature_set("heldout", samples=3, seed=2)
         counts = supervised_counts(TokenizedSet.open(folder / "train-tokens"), target.vocab_size)
         build_vocab_mapping(counts, OPTIONS["draft_vocab_size"]).save(folder / "vocab.safetensors")
         for out in ("draft", "report"):
@@ -75,19 +75,24 @@ class RunFiles:
     def _set(self, name: str) -> FeatureSet:
         return FeatureSet(tokens=self.folder / f"{name}-tokens", features=self.folder / f"{name}-features")
 
-    def _feature_set(self, name: str, samples: int, seed: int) -> None:
+    def feature_set(self, name: str, samples: int, seed: int, first_supervised: int = 3) -> FeatureSet:
+        """Tokens and features of samples of 8 to 23 tokens, supervised from `first_supervised` on."""
         generator = torch.Generator().manual_seed(seed)
         store = LocalFeatureStore(self.folder / "store")
         rows, refs = [], []
         for index in range(samples):
             length = int(torch.randint(8, 24, (), generator=generator))
             ids = torch.randint(0, 100, (length,), generator=generator)
-            rows.append(TokenRow(f"{name}{index}", ids.int().numpy(), np.arange(length) > 2))
+            rows.append(TokenRow(f"{name}{index}", ids.int().numpy(), np.arange(length) >= first_supervised))
             keys = {stream: f"{name}-{index}-{stream}" for stream in STREAMS}
-            ref = SampleRef(f"{name}{index}", "run", name, store.uri, keys, {}, target_model_version=self.target.digest)
+            ref = SampleRef(
+                f"{name}{index}", "run", name, store.uri, keys, {}, target_model_version=self.target.digest,
+                metadata={"tokens": rows[-1].token_digest},
+            )  # fmt: skip
             width = self.target.hidden_size
             refs.append(store.put(ref, {s: torch.randn(length, width, generator=generator) for s in STREAMS}))
         store.flush()
         store.close()
         write_tokens(self.folder / f"{name}-tokens", rows)
         write_feature_set(self.folder / f"{name}-features", refs, {"dtype": "float32"}, STREAMS, store.uri)
+        return self._set(name)

@@ -121,6 +121,16 @@ def test_progress_is_limited_and_from_rank_0(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "step=0 loss=1.235\n"
 
 
+def test_forced_progress_is_never_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    main, other = ProgramContext(), ProgramContext(rank=1, world_size=2)
+    main.progress({"step": 1})
+    for context in (main, other):
+        context.progress({"heldout": 2}, force=True)
+        context.progress({"step": 3}, force=True)
+    main.progress({"step": 4})
+    assert capsys.readouterr().out == "step=1\nheldout=2\nstep=3\n"
+
+
 def test_error_file_keeps_what_was_written_and_reads_torchelastics_own(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
     failure = RankFailure.of(ConfigError("no"), rank=3)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from draft_run_files import OPTIONS, TRAINING, RunFiles
 from safetensors.torch import load_file
 
+from draftworks import strategies
 from draftworks.drafts.draft_io import read_config
-from draftworks.errors import ConfigError, DraftworksError, StoreError
+from draftworks.errors import ConfigError, DataError, DraftworksError, StoreError
 from draftworks.evaluation.report import Report
 from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.programs.evaluate import evaluate
@@ -128,12 +130,71 @@ def test_features_without_tokens_are_refused(files: RunFiles) -> None:
 
 def test_too_few_samples_are_refused(files: RunFiles) -> None:
     training = TRAINING.model_copy(update={"global_batch_size": 16})
-    assert_refused(files, ConfigError, "9 samples, fewer than global_batch_size 16", training=training)
+    assert_refused(files, ConfigError, "global_batch_size 16 is larger than the set of 9 samples", training=training)
 
 
 def test_ranks_that_do_not_divide_the_batch_are_refused(files: RunFiles) -> None:
     training = TRAINING.model_copy(update={"micro_batch_size": 3})
-    assert_refused(files, ConfigError, "4 is not a multiple of micro_batch_size 3 x 1 processes", training=training)
+    assert_refused(files, ConfigError, "4 is not a multiple of micro_batch_size 3 x ranks 1", training=training)
+
+
+def test_mapping_of_another_size_than_the_option_is_refused(files: RunFiles) -> None:
+    options = {**OPTIONS, "draft_vocab_size": 65}
+    message = "draft_vocab_size is 65, the vocabulary mapping holds 64 tokens"
+    assert_refused(files, ConfigError, message, options=options)
+
+
+def test_held_out_set_without_anything_to_measure_is_refused_before_training(
+    files: RunFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heldout = files.feature_set("silent", samples=3, seed=2, first_supervised=100)
+    assert_refused(files, DataError, "silent-tokens: the held-out set has no supervised token", heldout=heldout)
+    assert "step=" not in capsys.readouterr().out
+
+
+def test_evaluations_and_the_last_step_are_shown_however_fast_they_come(
+    files: RunFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(files.train_run(), ProgramContext())
+    out = capsys.readouterr().out
+    assert "step=8/8" in out
+    assert out.count("heldout_acc_len_rung1=") == 2
+
+
+def test_short_training_has_two_losses(files: RunFiles) -> None:
+    training = TRAINING.model_copy(update={"log_every": 50, "max_steps": 6})
+    report = train(files.train_run(training=training), ProgramContext())
+    points = History.load(files.folder / "draft" / "history.json").train
+    assert [point.step for point in points] == [1, 6]
+    assert (report["first_loss"], report["last_loss"]) == (points[0].loss, points[1].loss)
+
+
+def test_training_of_nothing_has_no_loss_and_is_still_evaluated(files: RunFiles) -> None:
+    silent = files.feature_set("silent", samples=9, seed=2, first_supervised=100)
+    for loss in ("token_mean", "specforge"):
+        report = train(files.train_run(train=silent, options={**OPTIONS, "loss": loss}), ProgramContext())
+        assert (report["first_loss"], report["last_loss"]) == (None, None)
+        assert report["heldout"]["eval/simulated_acc_len"] >= 0
+
+
+def test_micro_batch_size_of_an_evaluation_changes_nothing(files: RunFiles) -> None:
+    train(files.train_run(), ProgramContext())
+    first, second = (evaluate(files.evaluate_run(micro_batch_size=n), ProgramContext())["drafts"] for n in (1, 3))
+    for name, metrics in first.items():
+        assert metrics["eval/per_position_acc"] == second[name]["eval/per_position_acc"]
+    rates = [second["trained"][f"eval/acceptance_rate_{step}"] for step in range(OPTIONS["ttt_length"])]
+    assert all(0 < rate < 1 for rate in rates)
+    assert first["trained"]["eval/acceptance_rate_0"] == pytest.approx(rates[0], rel=1e-4)
+
+
+def test_strategy_that_makes_no_chain_is_not_compared_with_bigrams(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unchained = replace(strategies.EAGLE3, factory="unchained_strategy:Unchained")
+    monkeypatch.setitem(strategies._REGISTRY, "eagle3", unchained)
+    train(files.train_run(), ProgramContext())
+    report = evaluate(files.evaluate_run(), ProgramContext())
+    assert list(report["drafts"]) == ["trained", "untrained"]
 
 
 def test_draft_of_other_options_is_not_evaluated(files: RunFiles) -> None:

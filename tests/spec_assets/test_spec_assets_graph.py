@@ -146,6 +146,7 @@ def test_a_second_run_on_the_same_partition_is_told_so(finished, tmp_path):
     from filelock import FileLock
 
     site = finished.site.copy(tmp_path)
+    site.write_chats(61)
     with FileLock(site.var / "conversations" / "small" / ".lock"):
         result = site.run("prepare")
     assert (

@@ -13,7 +13,7 @@ from draftworks.errors import ConfigError, StoreError
 from draftworks.evaluation.result import EvalResult
 from draftworks.training.history import EvalPoint, History, TrainPoint
 from draftworks.training.observers import ProgressReport, TensorBoardLog, eta_seconds
-from draftworks.training.plots import training_plot
+from draftworks.training.plots import training_figure, training_plot
 
 RESULT = EvalResult(20.0, 10.0, 30, {"acc_corrects": (5.0, 2.0), "acc_denoms": (10.0, 8.0)})
 
@@ -41,12 +41,21 @@ def history() -> History:
 
 def test_progress_has_loss_speed_and_time_left() -> None:
     told = []
-    report = ProgressReport(told.append)
+    report = ProgressReport(lambda values, *, force=False: told.append(values))
     report.on_train(point(4, 1.0), total_steps=8)
     report.on_eval(EvalPoint(4, 8.0, RESULT))
     assert told[0]["step"] == "4/8"
     assert (told[0]["loss"], told[0]["tokens/s"], told[0]["eta_s"]) == (1.0, 50, 8)
     assert told[1]["heldout_loss"] == 2.0
+
+
+def test_evaluations_and_the_last_step_force_their_way() -> None:
+    forced = []
+    report = ProgressReport(lambda values, *, force=False: forced.append(force))
+    report.on_train(point(7, 1.0), total_steps=8)
+    report.on_eval(EvalPoint(7, 8.0, RESULT))
+    report.on_train(point(8, 1.0), total_steps=8)
+    assert forced == [False, True, True]
 
 
 def test_time_left_is_zero_at_the_end() -> None:
@@ -61,8 +70,23 @@ def test_smoothed_losses_leave_out_points_without_loss(history: History) -> None
 
 def test_losses_of_nothing_are_none() -> None:
     empty = History(3)
-    assert empty.first_loss() is None
+    unsupervised = History(3, [point(1, None), point(3, None)])
+    for history in (empty, unsupervised):
+        assert history.first_loss() is None
+        assert history.last_loss() is None
     assert empty.tokens_per_s == 0.0
+
+
+def test_first_and_last_loss_differ_from_two_points_on() -> None:
+    history = History(3, [point(1, 4.0)])
+    assert (history.first_loss(), history.last_loss()) == (4.0, 4.0)
+    history.train.append(point(3, 2.0))
+    assert (history.first_loss(), history.last_loss()) == (4.0, 2.0)
+
+
+def test_plot_claims_no_unit_for_a_loss_only_the_strategy_knows(history: History) -> None:
+    labels = [axes.get_ylabel() for axes in training_figure(history, "").axes]
+    assert labels == ["loss (training objective)", "simulated_acc_len (rung 1)"]
 
 
 def test_history_without_evaluation_is_drawn(history: History) -> None:

@@ -230,3 +230,22 @@ def test_history_round_trip(tmp_path: Path) -> None:
     history.save(tmp_path / "history.json")
     assert History.load(tmp_path / "history.json") == history
     assert all(math.isfinite(point.loss) for point in history.train)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("log_every", "expected"), [(50, [1, 15]), (7, [1, 7, 14, 15]), (1, list(range(1, 16)))])
+def test_first_and_last_step_are_always_recorded(log_every: int, expected: list[int]) -> None:
+    history = trained(micro=4, spec=SPEC.model_copy(update={"log_every": log_every})).controller.history
+    assert [point.step for point in history.train] == expected
+    assert history.tokens == trained(micro=4).controller.history.tokens
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("supervised", [True, False])
+def test_whether_there_is_anything_to_evaluate_is_known_before_training(supervised: bool) -> None:
+    strategy = ToyStrategy()
+    held_out = ragged_samples(5, supervised=supervised)
+    trainer = Trainer(
+        strategy, train_loader(strategy, ragged_samples(9), 4, GLOBAL), eval_loader(strategy, held_out, 2), SPEC, CPU
+    )
+    assert trainer.can_evaluate() == supervised

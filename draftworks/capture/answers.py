@@ -1,0 +1,110 @@
+"""Finished answers: where they are kept, what they depend on, and how they become a set to train on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftworks.capture.dialogue import recorded_conversation, recorded_row
+from draftworks.capture.engine import engine_identity
+from draftworks.capture.partial import PartialFile
+from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
+from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts, write_rejected
+from draftworks.data.tokenized import write_tokens
+from draftworks.identity import digest
+from draftworks.runs import TOKENS_FOLDER, RegenerateRun
+from draftworks.specs import CaptureSpec
+
+CONVERSATIONS = "conversations"
+RECORD_SCHEMA = 2
+"""Of a kept answer: what `Dialogue.record` writes. Another number begins another file."""
+SHOWN_REJECTIONS = 5
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What the target did not say: conversations without any answer, answers cut by a limit, turns never written."""
+
+    rejected: tuple[RejectedSample, ...]
+    unfinished_answers: int
+    dropped_turns: int
+
+    def counts(self) -> dict[str, Any]:
+        """For the summary of the tokenized set."""
+        return {
+            **rejection_counts(self.rejected),
+            "unfinished_answers": self.unfinished_answers,
+            "dropped_turns": self.dropped_turns,
+        }
+
+
+@dataclass(frozen=True)
+class Published:
+    """The sets that were written: what was lost on the way, and the summary of the tokenized one."""
+
+    losses: Losses
+    tokens: dict[str, Any]
+
+
+def answers_file(run: RegenerateRun) -> Path:
+    """Where finished answers are kept: one file for each identity of answers."""
+    return run.answers / f"{digest(answers_identity(run))}.jsonl"
+
+
+def capture_spec(run: RegenerateRun) -> CaptureSpec:
+    """How to load the engine of a run."""
+    return CaptureSpec(compute_dtype=run.compute_dtype)
+
+
+def answers_identity(run: RegenerateRun) -> dict[str, Any]:
+    """What decides the answers."""
+    engine = engine_identity(capture_spec(run))
+    return {
+        "schema": RECORD_SCHEMA,
+        "target": run.target.digest,
+        "tokenizer": run.target.tokenizer_digest,
+        "engine": engine.name,
+        "numerics": engine.numerics,
+        "responses": run.responses.identity(),
+        "max_length": run.max_length,
+    }
+
+
+def publish_answers(run: RegenerateRun, answers: PartialFile) -> Published:
+    """Write `out/conversations` and `out/tokens` in the order of the input, and first `out/quarantine.jsonl`.
+
+    Raises:
+        DataError: more than `run.max_rejected_share` of the conversations have no answer, or all.
+    """
+    ids = [each.id for each in read_conversations(run.conversations)]
+    losses = _losses(answers[each] for each in ids)
+    quarantine = run.out / QUARANTINE_FILE
+    write_rejected(quarantine, losses.rejected)
+    check_rejected(losses.rejected, len(ids), run.max_rejected_share, quarantine)
+    for each in losses.rejected[:SHOWN_REJECTIONS]:
+        log.warning("conversation %s has no answer: %s", each.sample_id, each.reason)
+    said = (recorded_conversation(answers[each.id], each) for each in _answered(run, losses))
+    write_conversations(run.out / CONVERSATIONS, said, {"dropped": len(losses.rejected)})
+    rows = (recorded_row(answers[each.id], each, run.only_last_turn) for each in _answered(run, losses))
+    return Published(losses, write_tokens(run.out / TOKENS_FOLDER, rows, losses.counts()))
+
+
+def _losses(records: Iterable[dict[str, Any]]) -> Losses:
+    rejected, unfinished, dropped_turns = [], 0, 0
+    for record in records:
+        if "dropped" in record:
+            rejected.append(RejectedSample(record["id"], record["dropped"]))
+        else:
+            unfinished += record["unfinished"]
+            dropped_turns += record["dropped_turns"]
+    return Losses(tuple(rejected), unfinished, dropped_turns)
+
+
+def _answered(run: RegenerateRun, losses: Losses) -> Iterator[Conversation]:
+    without = {each.sample_id for each in losses.rejected}
+    return (each for each in read_conversations(run.conversations) if each.id not in without)

@@ -1,0 +1,51 @@
+"""Conversations that gave no sample: how many are too many, and how they are written down."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from draftworks.errors import DataError
+from draftworks.identity import canonical_json
+from draftworks.publishing import published
+
+SHOWN_REJECTIONS = 3
+KEPT_REASONS = 20
+
+
+class RejectedSample(NamedTuple):
+    """A conversation that gave no sample, and why."""
+
+    sample_id: str
+    reason: str
+
+
+def rejection_counts(rejected: Sequence[RejectedSample]) -> dict[str, Any]:
+    """How many and why, for the summary of `write_tokens`."""
+    reasons = Counter(each.reason for each in rejected)
+    return {
+        "rejected": len(rejected),
+        "rejected_reasons": dict(reasons.most_common(KEPT_REASONS)),
+        "rejected_samples": {each.sample_id: each.reason for each in rejected[:KEPT_REASONS]},
+    }
+
+
+def write_rejected(path: Path, rejected: Sequence[RejectedSample]) -> None:
+    """All of them, one JSON object per line."""
+    with published(path) as staging:
+        staging.write_text("".join(canonical_json(each._asdict()) + "\n" for each in rejected))
+
+
+def check_rejected(rejected: Sequence[RejectedSample], total: int, limit: float, file: Path | None = None) -> None:
+    """DataError if they are more than the share `limit` of all conversations, or all; `file` has all of them."""
+    if not total:
+        raise DataError("there is no conversation to tokenize")
+    if len(rejected) > limit * total or len(rejected) == total:
+        shown = "\n".join(f"  sample {each.sample_id}: {each.reason}" for each in rejected[:SHOWN_REJECTIONS])
+        where = "" if file is None else f"\nAll of them are in {file}: repair them, or raise max_rejected_share"
+        raise DataError(
+            f"{len(rejected):,} of {total:,} conversations give no sample ({len(rejected) / total:.1%}),"
+            f" max_rejected_share allows {limit:.1%}. The first:\n{shown}{where}"
+        )

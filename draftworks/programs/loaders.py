@@ -1,0 +1,48 @@
+"""The loaders of the programs that run a draft over stored features."""
+
+from __future__ import annotations
+
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.errors import DataError
+from draftworks.features.loader import FeatureDataLoader
+from draftworks.programs.assembly import Samples
+from draftworks.programs.program import ProgramContext
+from draftworks.runs import FeatureSet
+from draftworks.specs import TrainingSpec
+
+
+def training_loader(
+    samples: Samples, strategy: DraftStrategy, training: TrainingSpec, ctx: ProgramContext
+) -> FeatureDataLoader:
+    """This rank's shuffled micro-batches.
+
+    Raises:
+        ConfigError: the global batch does not divide into micro-batches, or is larger than the set.
+    """
+    return FeatureDataLoader.for_training(
+        samples.refs,
+        samples.store,
+        training.micro_batch_size,
+        strategy.collate,
+        global_batch_size=training.global_batch_size,
+        rank=ctx.rank,
+        world=ctx.world_size,
+        seed=training.seed,
+    )
+
+
+def evaluation_loader(
+    samples: Samples, strategy: DraftStrategy, micro_batch_size: int, ctx: ProgramContext
+) -> FeatureDataLoader:
+    """This rank's share of every sample once, in order."""
+    return FeatureDataLoader.for_evaluation(
+        samples.refs, samples.store, micro_batch_size, strategy.collate, rank=ctx.rank, world=ctx.world_size
+    )
+
+
+def nothing_to_measure(heldout: FeatureSet) -> DataError:
+    """The error of a held-out set on which no draft can be measured."""
+    return DataError(
+        f"{heldout.tokens}: the held-out set has no supervised token a draft could be measured on: expected at least one "
+        "answer longer than that of a single token. Give other held-out data"
+    )

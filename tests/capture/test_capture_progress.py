@@ -1,0 +1,15 @@
+"""What a run says of how far it has come."""
+
+from __future__ import annotations
+
+from draftworks.capture.progress import Progress
+
+
+def test_rest_takes_as_long_as_its_share_says():
+    at = Progress("samples", done=3, total=12, share=0.25, tokens=100, seconds=10.0)
+    assert at.eta_s == 30
+    assert at.line() == {"samples": "3/12", "tokens/s": 10, "eta": "30s"}
+
+
+def test_nothing_is_promised_before_anything_is_done():
+    assert Progress("samples", done=0, total=12, share=0.0, tokens=0, seconds=0.0).line()["eta"] == "?"

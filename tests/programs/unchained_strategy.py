@@ -1,0 +1,30 @@
+"""EAGLE-3 that does not say it proposes a chain: what a strategy of another kind is to the evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from draftworks.drafts.eagle3 import Eagle3Strategy
+from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
+from draftworks.features.contracts import TrainBatch
+
+
+class Unchained(DraftStrategy):
+    def __init__(self, *arguments: Any) -> None:
+        self._inner = Eagle3Strategy(*arguments)
+        self.name, self.model, self.feature_names = self._inner.name, self._inner.model, self._inner.feature_names
+
+    def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
+        return self._inner.collate(samples, sample_ids)
+
+    def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
+        return self._inner.forward_loss(batch, ctx)
+
+    def fsdp_blocks(self) -> Sequence[nn.Module]:
+        return self._inner.fsdp_blocks()
+
+    def config(self) -> dict[str, Any]:
+        return self._inner.config()
