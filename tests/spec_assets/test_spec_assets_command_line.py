@@ -47,6 +47,17 @@ def test_a_failing_step_gives_its_message_and_a_non_zero_exit_code(site):
     assert "unknown key max_lenght; did you mean max_length?" in finished.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["check", "defs"], 0), (["launch", "--job", "resolve", "--partition", "smal"], 1)]
+)
+def test_dg_finds_the_project_and_refuses_an_unknown_partition(arguments, code, tmp_path):
+    command = [str(DAGSTER.with_name("dg")), *arguments]
+    environment = {**os.environ, "DAGSTER_HOME": str(tmp_path)}
+    finished = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == code
+    assert code == 0 or "Could not find a partition with key `smal`" in finished.stdout + finished.stderr
+
+
 def test_draftworks_check_lists_every_problem(site):
     command = [sys.executable, "-m", "draftworks.programs.cli", "check", "--registry", str(site.registry)]
     assert subprocess.run(command, capture_output=True).returncode == 0
