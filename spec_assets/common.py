@@ -14,6 +14,7 @@ import dagster as dg
 from draftworks.artifacts import Artifact, Built
 from draftworks.errors import DraftworksError
 from draftworks.runs import RunFile
+from resources.dead_runs import end_with_run_process
 from resources.torch_job import TorchJob
 from resources.torch_launcher import JobResult, TorchLauncher
 from resources.workspace import Workspace
@@ -22,21 +23,25 @@ OWNERS = ["team:drafts"]
 
 
 def asset(*, group: str, kinds: Iterable[str], code_version: str = "1", **options: Any) -> Callable[..., Any]:
-    """`dg.asset` with this project's defaults; a DraftworksError becomes a failure with its message and no retry."""
+    """`dg.asset` with this project's defaults.
+
+    A DraftworksError becomes a failure with its message and no retry, and the step does not outlive its run's process.
+    """
 
     def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
         return dg.asset(group_name=group, kinds=set(kinds), owners=OWNERS, code_version=code_version, **options)(
-            _with_clear_errors(function)
+            _guarded(function)
         )
 
     return decorate
 
 
-def _with_clear_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.isgeneratorfunction(function):
 
         @functools.wraps(function)
         def generate(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+            end_with_run_process()
             with clear_errors():
                 yield from function(*args, **kwargs)
 
@@ -44,6 +49,7 @@ def _with_clear_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        end_with_run_process()
         with clear_errors():
             return function(*args, **kwargs)
 

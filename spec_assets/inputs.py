@@ -7,6 +7,7 @@ from draftworks.demands import check_demands
 from draftworks.identity import digest
 from draftworks.registry import resolved_options
 from draftworks.sources import matching_files
+from resources.dead_runs import release_dead_runs
 from resources.workspace import Workspace
 from spec_assets.common import asset
 
@@ -16,6 +17,8 @@ GROUP = "inputs"
 @asset(group=GROUP, kinds=["huggingface"])
 def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The large language model that is to have a draft: its weights, tokenizer and chat template."""
+    for run_id in release_dead_runs(context.instance):  # here, because every job begins with the inputs
+        context.log.warning(f"run {run_id} was killed: it counts as failed now, and what it held of the pools is free")
     target = workspace.registry.target(context.partition_key)
     files = workspace.target_files(target.name)
     check_demands(target, files)

@@ -1,0 +1,57 @@
+"""`kill -9` of a run that a terminal started: nothing of it goes on, and the next run is not kept waiting."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_spec_assets_command_line import DAGSTER, ROOT
+
+PARTITION = '{"dagster/partition": "small"}'
+
+
+def start(site, home: Path) -> subprocess.Popen:
+    command = [str(DAGSTER), "job", "execute", "-f", str(site.module()), "-j", "prepare", "--tags", PARTITION]
+    with (home / "err.log").open("ab") as log:
+        return subprocess.Popen(command, env={**os.environ, "DAGSTER_HOME": str(home)}, cwd=ROOT, stderr=log)
+
+
+def commands_of(home: Path) -> list[str]:
+    """Command lines of all living processes that work for this Dagster home."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ", "status"]):
+        mine = (process.info["environ"] or {}).get("DAGSTER_HOME") == str(home)
+        if mine and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(" ".join(process.info["cmdline"] or []))
+    return found
+
+
+def wait_until(condition, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return condition()
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(site):
+    site.write_chats(20)
+    home = site.root / "dagster_home"
+    home.mkdir()
+    shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)
+    run = start(site, home)
+    program = "draftworks.programs.regenerate"
+    assert wait_until(lambda: any(program in command for command in commands_of(home)), 100)
+
+    run.kill()
+    run.wait()
+
+    assert wait_until(lambda: commands_of(home) == [], 30), commands_of(home)
+    following = start(site, home)
+    assert following.wait(200) == 0
+    assert "was killed: it counts as failed now" in (home / "err.log").read_text()
