@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.errors import ConfigError
-from draftworks.specs import DatasetSpec, DeploymentSpec, TargetSpec, checked_name, load_yaml
-from draftworks.strategies import resolve_strategy
+from draftworks.specs import (
+    DatasetSpec,
+    DeploymentSpec,
+    StrategyEntry,
+    TargetSpec,
+    TrainingSpec,
+    checked_name,
+    load_yaml,
+    validated,
+)
+from draftworks.strategies import StrategySpec, resolve_strategy
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,20 @@ class Registry:
             hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(names[:20]) or 'none'}"
             raise ConfigError(f"{path}: no such file; {hint}")
         return path
+
+
+def with_overrides(
+    target: str, strategy: StrategySpec, entry: StrategyEntry, options: dict[str, Any], training: dict[str, Any]
+) -> StrategyEntry:
+    """A target's strategy with every option filled in: the registry's, and over them those of one run.
+
+    Raises:
+        ConfigError: unknown option or setting, or a bad value.
+    """
+    where = f"target {target}: {strategy.name}"
+    typed = strategy.parse_options({**entry.options, **options}, where=f"{where} options")
+    merged = validated(TrainingSpec, {**entry.training.model_dump(), **training}, where=f"{where} training")
+    return StrategyEntry(options=typed.model_dump(), training=merged)
 
 
 def resolved_options(target: TargetSpec) -> dict[str, Any]:

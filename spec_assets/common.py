@@ -93,6 +93,7 @@ def shown(
 ) -> dg.MaterializeResult:
     """A published result as Dagster sees it: content version, where it is, what a person wants to know."""
     context.log.info("unchanged, nothing to do" if artifact.hit else f"made in {artifact.seconds:.1f} s")
+    checks = [told(context, check) for check in checks]
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.data_version),
         metadata={
@@ -102,8 +103,21 @@ def shown(
             "path": dg.MetadataValue.path(artifact.path),
             "seconds_to_build": artifact.seconds,
         },
-        check_results=list(checks),
+        check_results=checks,
     )
+
+
+def told(
+    context: dg.AssetExecutionContext | dg.AssetCheckExecutionContext, check: dg.AssetCheckResult
+) -> dg.AssetCheckResult:
+    """The result of a check, its failure also in the log: Dagster's own line says only that some check failed."""
+    if not check.passed:
+        log = context.log.error if check.severity is dg.AssetCheckSeverity.ERROR else context.log.warning
+        figures = ", ".join(f"{key}: {value.value}" for key, value in (check.metadata or {}).items())
+        log(
+            f"check {check.check_name or context.op_execution_context.op_handle.name} failed: {check.description or figures}"
+        )
+    return check
 
 
 def checked_partition(context: dg.AssetCheckExecutionContext) -> str:

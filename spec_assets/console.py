@@ -26,6 +26,8 @@ def _cause(record: logging.LogRecord) -> str:
         return ""  # a run that failed because of a step, which has said it already
     described = getattr(getattr(data, "user_failure_data", None), "description", None)
     error = getattr(data, "error", None)
+    if error and error.cls_name == dg.DagsterExecutionInterruptedError.__name__:
+        return "\ninterrupted\n"
     cause = described or (error.to_string() if error else "")
     return f"\n{cause}\n" if cause else ""
 
@@ -37,5 +39,6 @@ def console(init_context: dg.InitLoggerContext) -> logging.Logger:
     logger = logging.Logger("draftworks", level=init_context.logger_config)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ShortFormatter())
+    handler.addFilter(lambda record: not record.getMessage().endswith("successfully opened dagster pipes."))
     logger.addHandler(handler)
     return logger

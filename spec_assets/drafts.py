@@ -9,17 +9,19 @@ import dagster as dg
 from pydantic import Field
 
 from draftworks.artifacts import Artifact, ArtifactStore, Built
+from draftworks.registry import with_overrides
 from draftworks.runs import TOKENS_FOLDER, VOCAB_FILE, FeatureSet, TargetFiles, TrainRun
-from draftworks.specs import StrategyEntry, TargetSpec, TrainingSpec, validated
+from draftworks.specs import StrategyEntry, TargetSpec, TrainingSpec
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, launch, obtained, shown
+from spec_assets.common import asset, checked_partition, launch, obtained, shown, told
 from spec_assets.features import GPU_POOL
 from spec_assets.metadata import human_bytes, picture
 
 GROUP = "drafts"
 LOSS_FALLS = "loss_falls"
+ENOUGH_STEPS = 20  # before that, warm-up and the luck of a batch decide whether the loss falls
 
 
 class DraftConfig(dg.Config):
@@ -63,14 +65,12 @@ def draft_inputs(
     workspace: Workspace, strategy: StrategySpec, target: TargetSpec, entry: StrategyEntry, config: DraftConfig
 ) -> DraftInputs:
     """Resolve the inputs of a draft; clear errors for unknown options and for assets that do not exist yet."""
-    where = f"target {target.name}: {strategy.name}"
-    options = strategy.parse_options({**entry.options, **config.options}, where=f"{where} options")
-    training = validated(TrainingSpec, {**entry.training.model_dump(), **config.training}, where=f"{where} training")
+    chosen = with_overrides(target.name, strategy, entry, config.options, config.training)
     artifacts: ArtifactStore = workspace.artifacts
     return DraftInputs(
         files=workspace.target_files(target.name),
-        options=options.model_dump(),
-        training=training,
+        options=chosen.options,
+        training=chosen.training,
         train_tokens=artifacts.current("tokenized_train", target.name),
         train_features=artifacts.current("training_features", target.name),
         heldout_tokens=artifacts.current("heldout_responses", target.name),
@@ -158,16 +158,20 @@ def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
 
     @dg.asset_check(asset=name, name=LOSS_FALLS, blocking=True, description="Training loss ends below where it began.")
     def loss_falls(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
-        summary = workspace.artifacts.current(name, checked_partition(context)).summary
-        first, last = summary["first_loss"], summary["last_loss"]
-        if first is None or last is None:
-            return _falls(False, "no supervised token was trained on")
-        if summary["steps"] < 2:
-            return _falls(True, "one step says nothing yet")
-        return _falls(last < first, f"loss went from {first:.3f} to {last:.3f}")
+        return told(context, _falls(workspace.artifacts.current(name, checked_partition(context)).summary))
 
     return loss_falls
 
 
-def _falls(passed: bool, description: str) -> dg.AssetCheckResult:
-    return dg.AssetCheckResult(passed=bool(passed), severity=dg.AssetCheckSeverity.ERROR, description=description)
+def _falls(summary: dict[str, Any]) -> dg.AssetCheckResult:
+    first, last, steps = summary["first_loss"], summary["last_loss"], summary["steps"]
+    if first is None or last is None:
+        return _verdict(False, "no supervised token was trained on: see min_supervised_share and the loss masks")
+    course = f"loss went from {first:.3f} to {last:.3f} in {steps} steps"
+    if last < first or steps < ENOUGH_STEPS:
+        return _verdict(True, course)
+    return _verdict(False, f"{course}. Lower lr, or look at the curves on the draft's materialization")
+
+
+def _verdict(passed: bool, description: str) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(passed=passed, severity=dg.AssetCheckSeverity.ERROR, description=description)

@@ -5,8 +5,9 @@ import dagster as dg
 
 from draftworks.demands import check_demands
 from draftworks.identity import digest
-from draftworks.registry import resolved_options
+from draftworks.registry import resolved_options, with_overrides
 from draftworks.sources import matching_files
+from draftworks.strategies import resolve_strategy
 from resources.dead_runs import release_dead_runs
 from resources.workspace import Workspace
 from spec_assets.common import asset
@@ -57,8 +58,16 @@ def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Mater
 
 @asset(group=GROUP, kinds=["yaml"])
 def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
-    """Every option of the target with defaults filled in: data, responses, capture, strategies and their training."""
-    options = resolved_options(workspace.registry.target(context.partition_key))
+    """Every option of the target with defaults filled in: data, responses, capture, strategies and their training.
+
+    Also looks at what the run itself overrides, so that a mistake there is found before anything is captured.
+    """
+    target = workspace.registry.target(context.partition_key)
+    for name, entry in target.strategies.items():
+        config = context.run.run_config.get("ops", {}).get(f"{name}_draft", {}).get("config", {})
+        overrides = (config.get("options", {}), config.get("training", {}))
+        with_overrides(target.name, resolve_strategy(name), entry, *overrides)
+    options = resolved_options(target)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(digest(options)), metadata={"options": dg.MetadataValue.json(options)}
     )

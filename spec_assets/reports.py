@@ -11,7 +11,7 @@ from draftworks.runs import TOKENS_FOLDER, VOCAB_FILE, EvaluateRun, FeatureSet
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, launch, obtained, shown
+from spec_assets.common import asset, checked_partition, launch, obtained, shown, told
 from spec_assets.features import GPU_POOL
 from spec_assets.metadata import picture
 
@@ -103,8 +103,7 @@ def report_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     def beats_baselines(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
         found = scores(workspace.artifacts.current(name, checked_partition(context)))
         baselines = [score for draft, score in found.items() if draft != "trained"]
-        return dg.AssetCheckResult(
-            passed=bool(found["trained"] > max(baselines)), severity=dg.AssetCheckSeverity.WARN, metadata=found
-        )
+        better = bool(found["trained"] > max(baselines))
+        return told(context, dg.AssetCheckResult(passed=better, severity=dg.AssetCheckSeverity.WARN, metadata=found))
 
     return beats_baselines

@@ -16,6 +16,7 @@ from draftworks.errors import DraftworksError
 from draftworks.identity import FileDigests
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
+from draftworks.sources import matching_files
 
 app = typer.Typer(help="Draft models for a fleet of LLMs.", add_completion=False, no_args_is_help=True)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
@@ -29,8 +30,11 @@ def check(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     try:
         problems = found.problems() or unmet_demands(found)
         names = found.target_names()
+        notes = [] if problems else missing_data(found)
     except DraftworksError as error:
-        problems = [str(error)]
+        problems, notes = [str(error)], []
+    for note in notes:
+        typer.echo(f"note: {note}")
     for problem in problems:
         typer.echo(problem, err=True)
     if problems:
@@ -46,7 +50,11 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         found = Registry(registry)
         spec = found.target(target)
         artifacts = ArtifactStore(found.var())
-        console.print(results_table(target, artifacts))
+        results = results_table(target, artifacts)
+        if not results.row_count:
+            console.print(f"target {target}: nothing made yet. Run the job `everything` for this partition.")
+            return
+        console.print(results)
         for strategy in spec.strategies:
             report = artifacts.find(f"{strategy}_report", target)
             if report is not None:
@@ -68,6 +76,17 @@ def unmet_demands(registry: Registry) -> list[str]:
                 check_demands(target, resolve_target(target, registry, digests))
         except DraftworksError as error:
             found.append(str(error))
+    return found
+
+
+def missing_data(registry: Registry) -> list[str]:
+    """Data sets without a file yet: no mistake of the registry, but a run would stop at them."""
+    found = []
+    for name in sorted({registry.target(target).dataset for target in registry.target_names()}):
+        try:
+            matching_files(registry.dataset(name).files, registry.root)
+        except DraftworksError as error:
+            found.append(f"data set {name}: {error}")
     return found
 
 

@@ -130,3 +130,16 @@ def test_a_lost_result_of_an_earlier_step_says_what_to_materialize(finished, tmp
     copy = finished.site.copy(tmp_path)
     shutil.rmtree(copy.var / "training_features")
     assert "materialize it first" in failure(copy.run("train_eagle3"), "eagle3_draft")
+
+
+@pytest.mark.parametrize(
+    ("config", "hint"),
+    [
+        ({"options": {"ttt_lenght": 7}}, "ttt_length"),
+        ({"training": {"learning_rate": 1.0}}, "unknown key learning_rate"),
+    ],
+)
+def test_a_misspelt_override_of_a_run_is_found_before_any_work(site, config, hint):
+    found = site.run("everything", run_config={"ops": {"eagle3_draft": {"config": config}}})
+    assert hint in failure(found, "recipe")
+    assert not (site.var / "answers").exists()

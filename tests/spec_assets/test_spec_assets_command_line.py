@@ -61,12 +61,23 @@ def test_dg_finds_the_project_and_refuses_an_unknown_partition(arguments, code, 
 def test_draftworks_check_lists_every_problem(site):
     command = [sys.executable, "-m", "draftworks.programs.cli", "check", "--registry", str(site.registry)]
     assert subprocess.run(command, capture_output=True).returncode == 0
+    site.chats.rename(site.chats.with_name("moved"))
+    without_data = subprocess.run(command, capture_output=True, text=True)
+    assert without_data.returncode == 0
+    assert "note: data set chats: 'chats.jsonl' matches no file" in without_data.stdout
     for name in ("one", "two"):
         (site.registry / "targets" / f"{name}.yaml").write_text("model: m\n")
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 1
     assert "one.yaml: key dataset is missing" in found.stderr
     assert "two.yaml: key dataset is missing" in found.stderr
+
+
+def test_draftworks_summary_of_a_target_without_results_says_so(site):
+    command = [sys.executable, "-m", "draftworks.programs.cli", "summary", "small", "--registry", str(site.registry)]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.returncode == 0
+    assert "nothing made yet" in shown.stdout
 
 
 def test_draftworks_summary_shows_results_and_acceptance(finished):

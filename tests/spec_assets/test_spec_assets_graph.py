@@ -6,7 +6,6 @@ import json
 import shutil
 
 import dagster as dg
-import pytest
 
 from draftworks.artifacts import ArtifactStore
 
@@ -128,18 +127,6 @@ def test_an_override_of_the_run_config_makes_another_draft(finished, tmp_path):
     assert draft.identity["options"]["step_decay"] == 0.5
     assert draft.summary["steps"] == 6
     assert json.loads((draft.path / "config.json").read_text())["draft"]["options"]["step_decay"] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [({"options": {"ttt": 3}}, "unknown key ttt"), ({"training": {"learning_rate": 1}}, "unknown key learning_rate")],
-)
-def test_a_wrong_override_ends_the_step_with_one_clear_message(finished, tmp_path, config, message):
-    site = finished.site.copy(tmp_path)
-    result = site.run("train_eagle3", run_config={"ops": {"eagle3_draft": {"config": config}}})
-    assert not result.success
-    failure = result.failure_data_for_node("eagle3_draft")
-    assert message in failure.user_failure_data.description
 
 
 def test_a_second_run_on_the_same_partition_is_told_so(finished, tmp_path):
