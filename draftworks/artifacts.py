@@ -33,10 +33,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Built:
-    """What a build says of its result: the version of its content, and figures worth keeping."""
+    """What a build says of its result.
+
+    Attributes:
+        data_version: of its content.
+        summary: figures worth keeping.
+        own_digests: folders inside it whose files carry digests of their own, and are not read again for every hit.
+    """
 
     data_version: str
     summary: dict[str, Any] = field(default_factory=dict)
+    own_digests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -179,7 +186,7 @@ class ArtifactStore:
             "asset": asset,
             "target": target,
             "identity": identity,
-            "files": _swept_files(partial),
+            "files": _swept_files(partial, built.own_digests),
             "created": time.time(),
             "seconds": round(time.time() - started, 3),
             **asdict(built),
@@ -200,12 +207,13 @@ class ArtifactStore:
             raise StoreError(f"{folder}: not a complete result ({error}). Materialize it again") from error
 
 
-def _swept_files(folder: Path) -> dict[str, str]:
+def _swept_files(folder: Path, own_digests: tuple[str, ...]) -> dict[str, str]:
     """Digests of what was built; staging files of writers that died on the way are removed first."""
     for leftover in folder.rglob("*.tmp"):
         leftover.unlink()
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / RECORD)
-    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    counted = (name for name in files if name != Path(RECORD) and name.parts[0] not in own_digests)
+    return {name.as_posix(): file_digest(folder / name) for name in counted}
 
 
 def _replace_folder(partial: Path, final: Path) -> None:

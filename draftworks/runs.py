@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from draftworks.specs import CaptureSpec, ResponseSpec, Spec, SpecType, TrainingSpec, load_yaml
+from draftworks.specs import CaptureSpec, ResponseSpec, Spec, SpecType, TrainingSpec, checked_name, load_yaml
 
 TOKENS_FOLDER = "tokens"
 """The tokenized set in the folder of a `responses` result."""
 VOCAB_FILE = "vocab.safetensors"
 """The mapping in the folder of a `vocab_mapping` result."""
+
+
+CHECKPOINTS_FOLDER = "checkpoints"
+"""A training's checkpoints in the folder of its draft."""
 
 
 class TargetFiles(Spec):
@@ -89,7 +93,10 @@ class FeatureSet(Spec):
 
 
 class TrainRun(RunFile):
-    """Train one draft: writes model.safetensors, config.json and history.json into `out`."""
+    """Train one draft: writes model.safetensors, config.json and history.json into `out`, checkpoints into `out/checkpoints`.
+
+    Where `out` has a checkpoint of this run, the training goes on from the newest.
+    """
 
     target: TargetFiles
     strategy: str
@@ -99,6 +106,17 @@ class TrainRun(RunFile):
     heldout: FeatureSet
     store: Path
     vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
+    run_id: str = Field("draft", description="Name of the training among others with the same checkpoints folder.")
+    resume_from: Path | None = Field(None, description="A checkpoint to go on from instead of the newest of `out`.")
+
+    @field_validator("run_id")
+    @classmethod
+    def _valid_name(cls, value: str) -> str:
+        return checked_name(value)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / CHECKPOINTS_FOLDER
 
 
 class EvaluateRun(RunFile):

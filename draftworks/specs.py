@@ -87,8 +87,12 @@ class TrainingSpec(Spec):
     epochs: float = Field(1.0, gt=0)
     max_steps: int | None = Field(None, gt=0, description="Stops earlier than `epochs` would.")
     lr: float = Field(1e-4, gt=0)
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="After warm-up. wsd: stable, then linear decay over the last `decay_ratio` of the steps."
+    )
     warmup_ratio: float = Field(0.015, ge=0, lt=1)
+    decay_ratio: float = Field(0.2, gt=0, le=1, description="Of wsd.")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where the schedule ends, as a share of lr.")
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(0.5, gt=0)
     compute_dtype: Dtype = Field("bfloat16", description="Of forward and backward; master weights are always fp32.")
@@ -96,6 +100,16 @@ class TrainingSpec(Spec):
     seed: int = 42
     log_every: int = Field(10, ge=1, description="Optimizer steps between progress reports.")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0 = only at the end.")
+    publish: Literal["best", "last"] = Field("best", description="Which of the evaluated drafts becomes the result.")
+    best_metric: str = Field("eval/simulated_acc_len", description="Of an evaluation: decides which draft is the best.")
+    best_mode: Literal["max", "min"] = Field("max", description="min for a metric like eval/avg_loss.")
+    best_min_delta: float = Field(0.0, ge=0, description="A draft better by no more than this is not better.")
+    patience: int = Field(0, ge=0, description="End after so many evaluations without a better one; 0 = never.")
+    save_every: int = Field(
+        200, ge=0, description="Optimizer steps between checkpoints; 0 = only the best and the last."
+    )
+    keep_checkpoints: int = Field(2, ge=1, description="How many of the newest to keep, beside the best.")
+    save_async: bool = Field(False, description="Write checkpoints while training goes on, from a copy of the state.")
     tensorboard: bool = False
 
     @model_validator(mode="after")
@@ -108,10 +122,18 @@ class TrainingSpec(Spec):
             )
         return self
 
+    @model_validator(mode="after")
+    def _patience_looks(self) -> TrainingSpec:
+        if self.patience and not self.eval_every:
+            raise ValueError(f"patience {self.patience} counts evaluations, but eval_every is 0: set eval_every too")
+        return self
+
     def identity(self) -> dict[str, Any]:
-        """What decides the weights; how the global batch is cut into pieces, and how often one looks, does not."""
-        execution = {"processes", "micro_batch_size", "device", "log_every", "eval_every", "tensorboard"}
-        return self.model_dump(exclude=execution)
+        """What decides the weights; how the global batch is cut into pieces and how it is kept safe does not. How often
+        one evaluates does: the best of the evaluated drafts is the result.
+        """
+        execution = {"processes", "micro_batch_size", "device", "log_every", "tensorboard"}
+        return self.model_dump(exclude=execution | {"save_every", "keep_checkpoints", "save_async"})
 
 
 class StrategyEntry(Spec):

@@ -27,6 +27,8 @@ def failure_of_job(job: TorchJob, files: RunDir, status: JobStatus, metadata: Ma
         return dg.Failure(f"{description}\n{_last_words(files)}", metadata)
     first = ranks[0]
     metadata["failed_ranks"] = "\n".join(_headline(failure) for failure in ranks)
+    if first.interrupted:
+        return dg.Failure(f"{first.message}. Run it again: it goes on from there.", metadata)
     if first.user_error:
         return dg.Failure(first.message, metadata, allow_retries=False)
     return dg.Failure(f"{_headline(first)}\n\n{first.traceback}", metadata)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,18 @@ from pydantic import Field
 
 from draftworks.artifacts import Artifact, ArtifactStore, Built
 from draftworks.registry import with_overrides
-from draftworks.runs import TOKENS_FOLDER, VOCAB_FILE, FeatureSet, TargetFiles, TrainRun
+from draftworks.runs import CHECKPOINTS_FOLDER, TOKENS_FOLDER, VOCAB_FILE, FeatureSet, TargetFiles, TrainRun
 from draftworks.specs import StrategyEntry, TargetSpec, TrainingSpec
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, checked_partition, launch, obtained, shown, told
 from spec_assets.features import GPU_POOL
-from spec_assets.metadata import human_bytes, picture
+from spec_assets.metadata import human_bytes, picture, table
 
 GROUP = "drafts"
 LOSS_FALLS = "loss_falls"
+RETRIES = dg.RetryPolicy(max_retries=3, delay=5)  # each goes on from the newest checkpoint; a user's mistake has none
 ENOUGH_STEPS = 20  # before that, warm-up and the luck of a batch decide whether the loss falls
 
 
@@ -33,7 +35,9 @@ class DraftConfig(dg.Config):
     training: dict[str, Any] = Field(
         default_factory=dict, description="Training settings that differ from the registry's."
     )
-    start_over: bool = Field(False, description="Train again even if this very draft exists.")
+    start_over: bool = Field(
+        False, description="Train from the first step, even if this very draft exists or was interrupted."
+    )
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class DraftInputs:
             "tokens": self.train_tokens.data_version,
             "features": self.train_features.data_version,
             "vocab_mapping": None if self.vocab_mapping is None else self.vocab_mapping.data_version,
+            "heldout": [self.heldout_tokens.data_version, self.heldout_features.data_version],
         }
 
 
@@ -88,6 +93,7 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         kinds=["pytorch", "safetensors"],
         name=name,
         description=f"A trained draft model. {strategy.description}",
+        retry_policy=RETRIES,
         deps=[
             "target_model",
             "recipe",
@@ -117,7 +123,7 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             run = train_run(out, strategy.name, inputs, workspace.feature_store(target.name))
             training = inputs.training
             job = launch(context, launcher, workspace, "train", run, training.processes, training.device)
-            return Built(data_version=job.report["weights_digest"], summary=job.report)
+            return Built(job.report["weights_digest"], job.report, own_digests=(CHECKPOINTS_FOLDER,))
 
         artifact = obtained(context, workspace, inputs.identity(strategy.name), build, start_over=config.start_over)
         yield shown(context, artifact, draft_metadata(artifact))
@@ -140,16 +146,47 @@ def train_run(out: Path, strategy: str, inputs: DraftInputs, store: Path) -> Tra
 
 
 def draft_metadata(artifact: Artifact) -> dict[str, Any]:
-    """Figures of the training, the last held-out evaluation, and the curves as a picture."""
+    """Figures of the training, the published draft's held-out evaluation, checkpoints, and the curves as a picture."""
     summary = artifact.summary
-    figures = ("steps", "tokens", "tokens_per_s", "first_loss", "last_loss", "world_size")
+    figures = (
+        "steps",
+        "published_step",
+        "ended_early",
+        "tokens",
+        "tokens_per_s",
+        "first_loss",
+        "last_loss",
+        "world_size",
+    )
+    best = summary["best"]
     return {
         **{name: summary[name] for name in figures},
+        **(
+            {}
+            if best is None
+            else {"best_score": best["score"], "best_metric": best["metric"], "best_step": best["step"]}
+        ),
+        "checkpoints": checkpoints_table(artifact),
+        "resume_history": table(("from step", "ranks", "started"), map(session_row, summary["sessions"])),
         "peak_memory": human_bytes(summary["peak_rss_bytes"]),
         "simulated_acc_len": summary["heldout"]["eval/simulated_acc_len"],
         "heldout": dg.MetadataValue.json(summary["heldout"]),
         "curves": picture(artifact.path / "training.png", "loss and acceptance while training"),
     }
+
+
+def checkpoints_table(artifact: Artifact) -> dg.MarkdownMetadataValue:
+    """What is left to go on from, or to look at."""
+    folder = artifact.path / CHECKPOINTS_FOLDER
+    rows = [
+        (c["step"], human_bytes(c["bytes"]), c["ranks"], folder / c["name"]) for c in artifact.summary["checkpoints"]
+    ]
+    return table(("step", "size", "ranks", "folder"), rows)
+
+
+def session_row(session: dict[str, Any]) -> tuple[Any, ...]:
+    started = datetime.fromtimestamp(session["started"], UTC)
+    return session["from_step"], session["ranks"], f"{started:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 
@@ -15,6 +17,12 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> dg.MarkdownMetadataValue:
+    """A Markdown table."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return dg.MetadataValue.md("\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines))
 
 
 def picture(path: Path, title: str) -> dg.MarkdownMetadataValue:

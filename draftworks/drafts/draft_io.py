@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import StoreError
@@ -101,17 +101,34 @@ def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str) -> Dra
     expected = _as_json(strategy.config())
     for key in sorted(expected.keys() | config.draft.keys()):
         _require(folder / CONFIG, f"draft.{key}", expected.get(key), config.draft.get(key))
-    weights = _read_weights(folder / WEIGHTS, config.weights_digest)
-    _require_same_tensors(folder / WEIGHTS, strategy.model.state_dict(), weights)
-    strategy.model.load_state_dict(weights)
+    _require(folder / WEIGHTS, "digest", config.weights_digest, _digest_of(folder / WEIGHTS))
+    load_weights(folder / WEIGHTS, strategy.model)
     return config
 
 
-def _read_weights(path: Path, digest: str) -> dict[str, Tensor]:
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Load weights whose file is known to be whole into a model that is not wrapped yet.
+
+    Raises:
+        StoreError: unreadable, or tensors are missing, unexpected or of another shape. The model is as it was.
+    """
+    weights = read_weights(path)
+    _require_same_tensors(path, model.state_dict(), weights)
+    model.load_state_dict(weights)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file. Raises StoreError."""
     try:
-        _require(path, "digest", digest, file_digest(path))
         return load_file(path)
     except (OSError, SafetensorError) as error:
+        raise StoreError(f"{path}: weights cannot be read ({error}). Train the draft again") from error
+
+
+def _digest_of(path: Path) -> str:
+    try:
+        return file_digest(path)
+    except OSError as error:
         raise StoreError(f"{path}: weights cannot be read ({error}). Train the draft again") from error
 
 

@@ -1,12 +1,17 @@
-"""Sums and small values over the processes of a run. Without a process group there is one rank, and nothing to do."""
+"""Sums, small values and errors over the processes of a run. Without a process group there is one rank, and nothing to do."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from draftworks.errors import DraftworksError, StoreError
+
+Result = TypeVar("Result")
 
 
 def rank() -> int:
@@ -27,13 +32,55 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total.to(values.device)
 
 
-def gather_from_ranks(value: Any) -> list[Any]:
+def max_over_ranks(value: int) -> int:
+    """The largest of the ranks' numbers. A collective."""
+    if world_size() == 1:
+        return value
+    found = torch.tensor([value], dtype=torch.int64)
+    found = found.to(_comm_device(found))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
+def gather_from_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's small Python value, by rank. A collective: every rank calls it."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
+
+
+def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's small Python value, on every rank. A collective."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=0, group=group)
+    return values[0]
+
+
+def on_every_rank(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Run `action`, which must not communicate; what goes wrong on any rank is raised on all of them. A collective.
+
+    Without it the ranks that fared well would wait for the one that raised until the collective times out.
+
+    Raises:
+        StoreError: another rank's error, named; this rank's own DraftworksError and OSError keep what they say.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except (OSError, DraftworksError) as caught:
+        error = caught
+    said = None if error is None else f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+    errors = {number: text for number, text in enumerate(gather_from_ranks(said, group)) if text is not None}
+    if isinstance(error, DraftworksError):
+        raise error
+    if errors:
+        first, text = next(iter(errors.items()))
+        raise StoreError(f"rank {first}: {text}" if world_size() > 1 else text) from error
+    return result  # type: ignore[return-value]
 
 
 def _comm_device(values: Tensor) -> torch.device:

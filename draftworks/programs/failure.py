@@ -21,23 +21,30 @@ _NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank's error. `user_error`: a `DraftworksError`, whose message says it all and which no retry can mend."""
+    """One rank's error.
+
+    Attributes:
+        user_error: a `DraftworksError`, whose message says it all and which no retry can mend.
+        interrupted: a signal asked the rank to stop, and it did in an orderly way: a retry goes on where it stopped.
+    """
 
     message: str
     traceback: str
     time_ns: int
     rank: int | None = None
     user_error: bool = False
+    interrupted: bool = False
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> RankFailure:
-        user_error = isinstance(error, DraftworksError)
+        user_error, interrupted = isinstance(error, DraftworksError), isinstance(error, KeyboardInterrupt)
         return cls(
-            message=str(error) if user_error else f"{type(error).__name__}: {error}",
+            message=str(error) if user_error or interrupted else f"{type(error).__name__}: {error}",
             traceback="".join(traceback.format_exception(error)),
             time_ns=time.time_ns(),
             rank=rank,
             user_error=user_error,
+            interrupted=interrupted,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -47,6 +54,7 @@ class RankFailure:
             "time_ns": self.time_ns,
             "rank": self.rank,
             "user_error": self.user_error,
+            "interrupted": self.interrupted,
         }
         return {"message": {"message": self.message, "extraInfo": extra}}
 
@@ -64,6 +72,7 @@ class RankFailure:
                 time_ns=int(extra.get("time_ns", int(extra["timestamp"]) * _NS)),
                 rank=extra.get("rank"),
                 user_error=extra.get("user_error", False),
+                interrupted=extra.get("interrupted", False),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -45,12 +45,40 @@ RunType = TypeVar("RunType", bound=RunFile)
 class Interrupted(KeyboardInterrupt):
     """SIGTERM or SIGINT arrived. Save what is worth saving within the launcher's grace and let it pass on.
 
-    A second signal ends the process at once. The exit code is 128 plus the signal's number.
+    A second signal ends the process at once. The exit code is 128 plus the signal's number, and torchelastic's error
+    file says so too.
     """
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+    def __init__(self, signum: int, more: str = "") -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}{more}")
         self.signum = signum
+
+
+@dataclass
+class StopRequest:
+    """The signal that asked this process to stop, or 0."""
+
+    signum: int = 0
+
+
+@contextmanager
+def deferred_signals() -> Iterator[StopRequest]:
+    """Within, the first SIGTERM or SIGINT is only noted; the second ends the process at once.
+
+    For work that has to come to an orderly stop on all ranks together; who is asked raises `Interrupted` when it has.
+    """
+    request = StopRequest()
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_DFL)
+        request.signum = signum
+
+    before = {signum: signal.signal(signum, note) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield request
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @dataclass
@@ -122,6 +150,7 @@ def run_program(
         sys.exit(EXIT_USER_ERROR)
     except Interrupted as interrupt:
         print(interrupt, file=sys.stderr, flush=True)
+        _RankErrorHandler().record_exception(interrupt)
         sys.exit(_SIGNAL_EXIT_BASE + interrupt.signum)
 
 

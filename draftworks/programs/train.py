@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,21 +12,26 @@ from draftworks.evaluation.collectives import gather_from_ranks
 from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes
 from draftworks.programs.loaders import evaluation_loader, nothing_to_measure, training_loader
 from draftworks.programs.process_group import distributed
-from draftworks.programs.program import ProgramContext, run_program
+from draftworks.programs.program import Interrupted, ProgramContext, deferred_signals, run_program
 from draftworks.publishing import published
 from draftworks.runs import TrainRun
 from draftworks.training.backend import process_group_of_one
-from draftworks.training.history import History
+from draftworks.training.best import BestRule
+from draftworks.training.checkpoint_files import read_record
+from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.observers import ProgressReport, TensorBoardLog, TrainingObserver
 from draftworks.training.plots import training_plot
-from draftworks.training.trainer import Trainer
+from draftworks.training.trainer import Persistence, TrainedWeights, Trainer
 
 HISTORY, PLOT = "history.json", "training.png"
 
 
 def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Train as the run file says; rank 0 writes the draft, its history and a picture of it into `run.out`."""
-    with distributed(run.training.device) as device, process_group_of_one(device):
+    """Train as the run file says; rank 0 writes the draft, its history and a picture of it into `run.out`.
+
+    SIGTERM and SIGINT end the training after the step it is in, with a checkpoint. The same run file goes on from there.
+    """
+    with distributed(run.training.device) as device, process_group_of_one(device), deferred_signals() as stop:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.training.seed)
         samples = open_samples(run.train, run.store, draft.strategy, run.target)
         held_out = open_samples(run.heldout, run.store, draft.strategy, run.target)
@@ -37,22 +43,44 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
             run.training,
             device,
             _observers(run, ctx),
+            _persistence(run, _identity(run, draft, samples, held_out)),
+            lambda: stop.signum,
         )
         if ctx.is_main:
             ctx.log(_plan(run, draft, samples, trainer))
         if not trainer.can_evaluate():
             raise nothing_to_measure(run.heldout)
-        history = trainer.fit()
-        weights = trainer.weights()
+        trainer.fit()
+        _stop_if_asked(trainer)
+        weights = trainer.trained_weights()
         peaks = gather_from_ranks(peak_rss_bytes())
-    if not ctx.is_main:
-        return {}
-    provenance = _provenance(run, ctx, draft, samples, history)
-    config = save_draft(run.out, draft.strategy, run.target.digest, weights, provenance)
-    history.save(run.out / HISTORY)
-    with published(run.out / PLOT) as staging:
-        staging.write_bytes(training_plot(history, f"{run.strategy} draft of {run.target.name}"))
-    return _report(history, config, peaks)
+    return _publish(run, ctx, trainer, weights, peaks) if ctx.is_main else {}
+
+
+def _persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:
+    training = run.training
+    rule = BestRule(training.best_metric, training.best_mode == "min", training.best_min_delta)
+    manager = CheckpointManager(
+        run.checkpoints,
+        run.run_id,
+        max_checkpoints=training.keep_checkpoints,
+        rule=rule,
+        save_async=training.save_async,
+    )
+    return Persistence(manager, identity, run.resume_from or manager.latest_dir())
+
+
+def _identity(run: TrainRun, draft: Draft, samples: Samples, held_out: Samples) -> dict[str, Any]:
+    """What decides the weights. A checkpoint of anything else is not resumed."""
+    return {
+        "strategy": run.strategy,
+        "options": draft.options.model_dump(mode="json"),
+        "training": run.training.identity(),
+        "target": run.target.digest,
+        "vocab_mapping": draft.vocab.digest if draft.vocab else None,
+        "train": {"tokens": samples.tokens.digest, "features": samples.manifest.data_version},
+        "heldout": {"tokens": held_out.tokens.digest, "features": held_out.manifest.data_version},
+    }
 
 
 def _observers(run: TrainRun, ctx: ProgramContext) -> list[TrainingObserver]:
@@ -64,41 +92,70 @@ def _observers(run: TrainRun, ctx: ProgramContext) -> list[TrainingObserver]:
 
 def _plan(run: TrainRun, draft: Draft, samples: Samples, trainer: Trainer) -> str:
     parameters = sum(p.numel() for p in draft.strategy.model.parameters())
-    plan = trainer.controller.history
+    resumed = trainer.persistence.resume_from if trainer.persistence else None
+    begin = f"; going on from {resumed.name}" if resumed else ""
     return (
         f"training {run.strategy} for {run.target.name}: {parameters / 1e6:.2f} M parameters, "
-        f"{len(samples.refs)} samples, {plan.total_steps} steps of {run.training.global_batch_size} samples "
-        f"({trainer.core.accumulation_steps} micro-steps of {run.training.micro_batch_size} per rank)"
+        f"{len(samples.refs)} samples, {trainer.controller.history.total_steps} steps of "
+        f"{run.training.global_batch_size} samples ({trainer.core.accumulation_steps} micro-steps of "
+        f"{run.training.micro_batch_size} per rank){begin}"
     )
 
 
-def _provenance(run: TrainRun, ctx: ProgramContext, draft: Draft, samples: Samples, history: History) -> dict[str, Any]:
-    return {
+def _stop_if_asked(trainer: Trainer) -> None:
+    controller = trainer.controller
+    if controller.stopped_by:
+        raise Interrupted(controller.stopped_by, f" after step {controller.global_step}; its checkpoint is saved")
+
+
+def _publish(
+    run: TrainRun, ctx: ProgramContext, trainer: Trainer, weights: TrainedWeights, peaks: list[int]
+) -> dict[str, Any]:
+    """Write what the training gives; returns its report."""
+    history, identity = trainer.controller.history, dict(trainer.persistence.identity)
+    provenance = {
+        **identity,
         "target": run.target.name,
         "training": run.training.model_dump(mode="json"),
-        "train_tokens": samples.tokens.digest,
-        "train_features": samples.manifest.data_version,
-        "vocab_mapping": draft.vocab.digest if draft.vocab else None,
         "steps": history.steps,
+        "published_step": weights.step,
         "world_size": ctx.world_size,
         "torch": torch.__version__,
     }
+    config = save_draft(run.out, trainer.strategy, run.target.digest, weights.tensors, provenance)
+    history.save(run.out / HISTORY)
+    with published(run.out / PLOT) as staging:
+        staging.write_bytes(training_plot(history, f"{run.strategy} draft of {run.target.name}", weights.step))
+    return {**_report(trainer, config, weights.step), "world_size": len(peaks), "peak_rss_bytes": max(peaks)}
 
 
-def _report(history: History, config: DraftConfig, peaks: list[int]) -> dict[str, Any]:
+def _report(trainer: Trainer, config: DraftConfig, published_step: int) -> dict[str, Any]:
+    history, manager = trainer.controller.history, trainer.persistence.manager
+    evaluation = history.evaluated(published_step) or history.evals[-1].result
+    best = manager.best
     return {
         "strategy": config.strategy,
         "weights_digest": config.weights_digest,
         "steps": history.steps,
+        "published_step": published_step,
+        "ended_early": trainer.controller.ended_early,
         "tokens": history.tokens,
         "seconds": history.seconds,
         "tokens_per_s": history.tokens_per_s,
         "first_loss": history.first_loss(),
         "last_loss": history.last_loss(),
-        "heldout": history.evals[-1].result.metrics(),
-        "world_size": len(peaks),
-        "peak_rss_bytes": max(peaks),
+        "heldout": evaluation.metrics(),
+        "best": None if best is None else {"step": best.step, "metric": best.metric, "score": best.score},
+        "sessions": [
+            {"from_step": s.start_step, "ranks": s.world_size, "started": s.started} for s in history.sessions
+        ],
+        "checkpoints": [_described(manager.folder.final(step)) for step in manager.steps()],
     }
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    record = read_record(folder)
+    return {"name": folder.name, "step": record.step, "bytes": record.bytes, "ranks": record.world_size}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -31,8 +31,8 @@ class TrainingBackend(ABC):
         """Add the gradient of `loss`; only at a boundary are the ranks' gradients summed."""
 
     @abstractmethod
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """Trainable parameters, as the optimizer is to see them: fp32, this rank's share."""
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Trainable parameters by name, as the optimizer is to see them: fp32, this rank's share."""
 
     @abstractmethod
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ class TrainingBackend(ABC):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply what has been summed, before it is clipped."""
-        for parameter in self.parameters():
+        for parameter in self.parameters().values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
@@ -60,7 +60,7 @@ class FSDPTrainingBackend(TrainingBackend):
         # Inputs stay as they are: a teacher's hidden states in bf16 would have other argmaxes. Models cast what they need.
         self._policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         self._model: FSDPModule | None = None
-        self._parameters: list[nn.Parameter] = []
+        self._parameters: dict[str, nn.Parameter] = {}
 
     def prepare_model(self, strategy: DraftStrategy) -> None:
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
@@ -74,7 +74,7 @@ class FSDPTrainingBackend(TrainingBackend):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
         self._model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     @property
     def model(self) -> FSDPModule:
@@ -87,7 +87,7 @@ class FSDPTrainingBackend(TrainingBackend):
         self.model.set_reshard_after_backward(is_boundary)
         loss.backward()
 
-    def parameters(self) -> Sequence[nn.Parameter]:
+    def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._parameters
 
     def full_state_dict(self) -> dict[str, Tensor]:

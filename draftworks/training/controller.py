@@ -1,37 +1,72 @@
-"""The loop over epochs and steps: when to record, when to evaluate, when to stop."""
+"""The loop over epochs and steps: when to record, to save, to evaluate, to stop."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draftworks.drafts.strategy import StepContext
+from draftworks.evaluation.collectives import max_over_ranks, world_size
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader
+from draftworks.training.checkpointer import Checkpointer
 from draftworks.training.core import StepResult, TrainerCore
-from draftworks.training.history import EvalPoint, History, TrainPoint
+from draftworks.training.history import EvalPoint, History, Session, TrainPoint
 from draftworks.training.observers import TrainingObserver
+from draftworks.training.position import Position
+from draftworks.training.resume import ResumeState
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to train, and how often to look. Steps are optimizer steps; `eval_every` 0 evaluates at the end only.
+    """How long to train, and how often to look and to save. Steps are optimizer steps.
 
-    Beside every `log_every`-th step, the first and the last are recorded: a curve begins where training begins.
+    Beside every `log_every`-th step, the first and the last are recorded: a curve begins where training begins. The
+    last step is always saved and evaluated.
+
+    Attributes:
+        eval_every, save_every: 0 leaves only the end.
+        patience: evaluations in a row without a better one after which training ends; 0 never ends it.
     """
 
     total_steps: int
     steps_per_epoch: int
     log_every: int = 10
     eval_every: int = 0
+    save_every: int = 0
+    patience: int = 0
+
+    def records(self, step: int) -> bool:
+        return step in (1, self.total_steps) or step % self.log_every == 0
+
+    def evaluates(self, step: int) -> bool:
+        return step == self.total_steps or (self.eval_every > 0 and step > 0 and step % self.eval_every == 0)
+
+    def saves(self, step: int) -> bool:
+        return step == self.total_steps or (self.save_every > 0 and step % self.save_every == 0)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the controller asks of its surroundings, all on every rank.
+
+    Attributes:
+        evaluate: the held-out result of the draft as it is, or None; called on every rank at the same steps.
+        stop_signal: number of the signal that asks this rank to stop, or 0; looked at after every step.
+    """
+
+    evaluate: Callable[[StepContext], EvalResult | None]
+    stop_signal: Callable[[], int] = lambda: 0
+    observers: Sequence[TrainingObserver] = field(default_factory=tuple)
 
 
 class TrainerController:
     """Drives a `TrainerCore` through a plan.
 
-    Args:
-        evaluate: the held-out result of the draft as it is, or None; called on every rank at the same steps.
+    Attributes:
+        stopped_by: the signal that ended `fit` early, after a checkpoint; 0 if none did.
+        ended_early: whether `patience` ended it.
     """
 
     def __init__(
@@ -39,60 +74,96 @@ class TrainerController:
         core: TrainerCore,
         loader: FeatureDataLoader,
         plan: Plan,
-        evaluate: Callable[[StepContext], EvalResult | None],
-        observers: Sequence[TrainingObserver] = (),
+        position: Position,
+        hooks: Hooks,
+        checkpointer: Checkpointer | None = None,
     ) -> None:
-        self.global_step = 0
+        self.position = position
         self.history = History(plan.total_steps)
+        self.stopped_by = 0
+        self.ended_early = False
         self._core = core
         self._loader = loader
         self._plan = plan
-        self._evaluate = evaluate
-        self._observers = observers
+        self._hooks = hooks
+        self._checkpointer = checkpointer
         self._clock = _StopWatch()
-        self._totals = EvalResult.nothing()
+        self._window = EvalResult.nothing()
+
+    @property
+    def global_step(self) -> int:
+        return self.position.global_step
+
+    def restore(self, state: ResumeState) -> None:
+        """Go on where a checkpoint was saved."""
+        self.position, self.history, self._window = state.position, state.history, state.window
+        self._clock = _StopWatch(state.seconds)
+        if self._checkpointer is not None:
+            self._checkpointer.saved_step = self.global_step
 
     def fit(self) -> History:
-        """Train until `total_steps`, evaluate at the end; returns at once if that many steps are done already."""
-        if self.global_step >= self._plan.total_steps:
-            return self.history
-        while self.global_step < self._plan.total_steps:
-            self._epoch()
-        if not self.history.evals or self.history.evals[-1].step != self.global_step:
+        """Train until the plan's end, early or not, or until a signal. A collective.
+
+        Reads no training data if that many steps are done already. A step whose evaluation an interruption cut off is
+        evaluated first.
+        """
+        self.history.sessions.append(Session(self.global_step, world_size(), time.time()))
+        if self._plan.evaluates(self.global_step) and self.history.evaluated(self.global_step) is None:
             self._evaluation()
+        self.ended_early = self._has_stalled()
+        while not self._is_over():
+            self._epoch()
+        if self._checkpointer is not None:
+            self._checkpointer.manager.wait()
         return self.history
+
+    def _is_over(self) -> bool:
+        return self.global_step >= self._plan.total_steps or self.ended_early or bool(self.stopped_by)
 
     def _context(self) -> StepContext:
         return StepContext(self.global_step, self._plan.total_steps)
 
     def _epoch(self) -> None:
-        """Train the rest of the epoch that `global_step` is in."""
-        epoch, done = divmod(self.global_step, self._plan.steps_per_epoch)
-        self._loader.set_epoch(epoch)
-        self._loader.seek(done * self._core.accumulation_steps)
+        """Train the rest of the epoch that the position is in."""
+        self._loader.set_epoch(self.position.epoch)
+        self._loader.seek(self.position.epoch_steps * self._core.accumulation_steps)
         self._clock.start()
         for batch in self._loader:
             result = self._core.train_step(batch, self._context())
             if result is None:
                 continue
-            self.global_step += 1
+            self.position = self.position.after_step()
             self._after_step(result)
-            if self.global_step == self._plan.total_steps:
+            if self._is_over():
                 break
         self._clock.stop()
 
     def _after_step(self, result: StepResult) -> None:
-        self._totals = self._totals + result.totals
-        is_end = self.global_step in (1, self._plan.total_steps)
-        if is_end or self.global_step % self._plan.log_every == 0:
+        self._window = self._window + result.totals
+        if self._plan.records(self.global_step):
             self._record(result)
-        if self._plan.eval_every and self.global_step % self._plan.eval_every == 0:
-            self._clock.stop()
+        self._clock.stop()
+        # Saved before it is evaluated: evaluations are long, and whoever goes on from here will make up for it.
+        if self._plan.saves(self.global_step):
+            self._save()
+        if self._plan.evaluates(self.global_step):
             self._evaluation()
-            self._clock.start()
+            if self.ended_early and self._window.tokens:
+                self._record(result)
+        self._stop_if_asked()
+        self._clock.start()
+
+    def _stop_if_asked(self) -> None:
+        self.stopped_by = max_over_ranks(self._hooks.stop_signal())
+        if self.stopped_by or self.ended_early:
+            self._save()
+
+    def _save(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.save(self.position, self.history, self._window, self._clock.seconds())
 
     def _record(self, last: StepResult) -> None:
-        totals, seconds = self._totals, self._clock.seconds()
+        totals, seconds = self._window, self._clock.seconds()
         point = TrainPoint(
             step=self.global_step,
             epoch=self.global_step / self._plan.steps_per_epoch,
@@ -106,25 +177,42 @@ class TrainerController:
             seconds=seconds,
         )
         self.history.train.append(point)
-        self._totals = EvalResult.nothing()
-        for observer in self._observers:
+        self._window = EvalResult.nothing()
+        for observer in self._hooks.observers:
             observer.on_train(point, self._plan.total_steps)
 
     def _evaluation(self) -> None:
-        result = self._evaluate(self._context())
+        """Evaluate, remember the best, and end the training if it has not become better for too long.
+
+        A best off the save cadence is saved first, without this evaluation in its history: whoever goes on from there
+        evaluates again, and so finds the best again if this process dies before it is recorded.
+        """
+        result = self._hooks.evaluate(self._context())
+        metrics = {} if result is None else result.metrics()
+        if self._checkpointer is not None and self._checkpointer.manager.is_better(metrics):
+            self._save()
+            self._checkpointer.manager.update_best(self.global_step, metrics)
         if result is None:
             return
         point = EvalPoint(self.global_step, self._clock.seconds(), result)
         self.history.evals.append(point)
-        for observer in self._observers:
+        self.ended_early = self._has_stalled()
+        for observer in self._hooks.observers:
             observer.on_eval(point)
+
+    def _has_stalled(self) -> bool:
+        """Whether `patience` evaluations in a row have not been better."""
+        best = None if self._checkpointer is None else self._checkpointer.manager.best
+        if best is None or not self._plan.patience:
+            return False
+        return sum(point.step > best.step for point in self.history.evals) >= self._plan.patience
 
 
 class _StopWatch:
     """Seconds while it runs."""
 
-    def __init__(self) -> None:
-        self._before = 0.0
+    def __init__(self, before: float = 0.0) -> None:
+        self._before = before
         self._since: float | None = None
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ from draftworks.errors import StoreError
 from draftworks.evaluation.result import EvalResult
 from draftworks.publishing import publish_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,16 @@ class EvalPoint:
     result: EvalResult
 
 
+@dataclass(frozen=True)
+class Session:
+    """One process group's part of a training: it began, or went on, after `start_step` steps."""
+
+    start_step: int
+    world_size: int
+    started: float
+    """Unix time, in seconds."""
+
+
 @dataclass
 class History:
     """What `Trainer.fit` returns. `total_steps` is what was planned; `steps` what was done."""
@@ -56,6 +66,7 @@ class History:
     total_steps: int
     train: list[TrainPoint] = field(default_factory=list)
     evals: list[EvalPoint] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -72,6 +83,10 @@ class History:
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def evaluated(self, step: int) -> EvalResult | None:
+        """The held-out result after this step, if there is one."""
+        return next((point.result for point in self.evals if point.step == step), None)
 
     def first_loss(self, share: float = 0.1) -> float | None:
         """Mean loss of the first `share` of the recorded points, at least one; None if nothing was supervised.
@@ -101,6 +116,7 @@ class History:
             "total_steps": self.total_steps,
             "train": [asdict(point) for point in self.train],
             "evals": evals,
+            "sessions": [asdict(session) for session in self.sessions],
         }
 
     @classmethod
@@ -109,6 +125,7 @@ class History:
             total_steps=values["total_steps"],
             train=[TrainPoint(**point) for point in values["train"]],
             evals=[EvalPoint(e["step"], e["seconds"], EvalResult.from_json(e["result"])) for e in values["evals"]],
+            sessions=[Session(**session) for session in values["sessions"]],
         )
 
     def save(self, path: Path) -> None:

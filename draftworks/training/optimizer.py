@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from draftworks.errors import TrainingError
+from draftworks.training.schedules import LrSchedule
 
-Schedule = Literal["cosine", "linear", "constant"]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -25,36 +25,46 @@ class OptimizerStep:
     lr: float
 
 
+@dataclass(frozen=True)
+class OptimizerCounters:
+    """`steps` moves the schedule; `updates` counts AdamW's own steps by parameter, for its bias correction. They differ
+    by the steps without a supervised token, and a parameter that never had a gradient has no updates.
+    """
+
+    steps: int = 0
+    updates: dict[str, int] = field(default_factory=dict)
+
+
 class BF16Optimizer:
     """Clip, step, advance the schedule. The name is the reference's; FSDP2's sharded fp32 parameters are the masters.
 
     Args:
-        parameters: this rank's fp32 shards (DTensors) or plain parameters.
-        total_steps: optimizer steps of the whole training, for warm-up and decay.
+        parameters: this rank's fp32 shards (DTensors) or plain parameters, by name.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
+        schedule: LrSchedule,
         *,
-        lr: float,
-        total_steps: int,
-        schedule: Schedule = "cosine",
-        warmup_ratio: float = 0.015,
         weight_decay: float = 0.0,
         max_grad_norm: float = 0.5,
     ) -> None:
-        self._parameters = list(parameters)
+        self._named = dict(parameters)
+        self._parameters = list(self._named.values())
         self._max_grad_norm = max_grad_norm
-        self._peak = lr
-        self._factor = lr_factor(schedule, total_steps, warmup_ratio)
+        self._schedule = schedule
         self._steps = 0
         self._adamw = torch.optim.AdamW(self._parameters, lr=self.lr, weight_decay=weight_decay, fused=True)
 
     @property
+    def names(self) -> list[str]:
+        return list(self._named)
+
+    @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return self._peak * self._factor(self._steps)
+        return self._schedule.lr(self._steps)
 
     def grad_norm(self) -> float:
         """Euclidean norm of the whole gradient, over all shards. A collective."""
@@ -87,24 +97,24 @@ class BF16Optimizer:
         self._advance()
         return done
 
+    def counters(self) -> OptimizerCounters:
+        known = {name: self._adamw.state.get(p, {}) for name, p in self._named.items()}
+        return OptimizerCounters(self._steps, {name: int(state["step"]) for name, state in known.items() if state})
+
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's moments by `{parameter}.{moment}`, sharded as their parameters are; not copies."""
+        known = {name: self._adamw.state.get(p, {}) for name, p in self._named.items()}
+        return {f"{name}.{moment}": state[moment] for name, state in known.items() if state for moment in MOMENTS}
+
+    def restore(self, counters: OptimizerCounters) -> dict[str, Tensor]:
+        """Go on after so many steps. Returns moments of zeros, to be filled in place; see `moments`."""
+        self._steps = counters.steps
+        for name, updates in counters.updates.items():
+            parameter = self._named[name]
+            step = torch.tensor(float(updates), device=parameter.device)  # where fused AdamW keeps it
+            self._adamw.state[parameter] = {"step": step, **{m: torch.zeros_like(parameter) for m in MOMENTS}}
+        return self.moments()
+
     def _advance(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
         self._steps += 1
-
-
-def lr_factor(schedule: Schedule, total_steps: int, warmup_ratio: float) -> Callable[[int], float]:
-    """The learning rate of step s (from 0) as a share of the peak: linear warm-up, then the schedule, floor 0.
-
-    Warm-up takes `int(warmup_ratio * total_steps)` steps, step s at (s + 1) / warmup, as in SpecForge.
-    """
-    warmup = int(warmup_ratio * total_steps)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        if schedule == "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-        return 1.0 - progress if schedule == "linear" else 1.0
-
-    return factor

@@ -12,15 +12,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def training_plot(history: History, title: str) -> bytes:
+def training_plot(history: History, title: str, published_step: int | None = None) -> bytes:
     """`training_figure` as PNG."""
-    return as_png(training_figure(history, title))
+    return as_png(training_figure(history, title, published_step))
 
 
-def training_figure(history: History, title: str) -> Figure:
+def training_figure(history: History, title: str, published_step: int | None = None) -> Figure:
     """Loss and simulated acceptance length over optimizer steps, on training and held-out data.
 
-    What a loss is made of is the strategy's affair (EAGLE-3 adds up weighted draft steps), so it is given no unit.
+    What a loss is made of is the strategy's affair (EAGLE-3 adds up weighted draft steps), so it is given no unit. A
+    vertical line is where the training was resumed, a ring the evaluation of the draft that was published.
     """
     figure = new_figure(9.0, 3.6)
     left, right = figure.subplots(1, 2)
@@ -36,6 +37,14 @@ def training_figure(history: History, title: str) -> Figure:
         [(point.step, point.result.simulated_acc_len) for point in history.evals],
     )
     right.set_ylim(bottom=0)
+    for session in history.sessions[1:]:
+        for axes in (left, right):
+            axes.axvline(session.start_step, color="0.8", linewidth=0.8, zorder=0)
+    published = None if published_step is None else history.evaluated(published_step)
+    if published is not None:
+        ring = {"marker": "o", "s": 90, "facecolors": "none", "edgecolors": COLOURS[1], "zorder": 3}
+        left.scatter([published_step], [published.avg_loss], **ring)
+        right.scatter([published_step], [published.simulated_acc_len], **ring)
     label(right, "", "optimizer step", "simulated_acc_len (rung 1)")
     return figure
 

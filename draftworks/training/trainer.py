@@ -1,24 +1,58 @@
-"""`Trainer`: a strategy, its data and hyper-parameters, put together and trained."""
+"""`Trainer`: a strategy, its data and hyper-parameters, put together, trained and, if asked, resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftworks.drafts.draft_io import read_weights
 from draftworks.drafts.strategy import DraftStrategy, StepContext
+from draftworks.evaluation.collectives import rank
 from draftworks.evaluation.evaluator import Evaluator
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.schedule import TrainSchedule
 from draftworks.specs import TrainingSpec
 from draftworks.training.backend import FSDPTrainingBackend
-from draftworks.training.controller import Plan, TrainerController
+from draftworks.training.checkpoint_manager import CheckpointManager
+from draftworks.training.checkpointer import Checkpointer
+from draftworks.training.controller import Hooks, Plan, TrainerController
 from draftworks.training.core import TrainerCore
 from draftworks.training.history import History
 from draftworks.training.observers import TrainingObserver
 from draftworks.training.optimizer import BF16Optimizer
+from draftworks.training.position import Position
+from draftworks.training.resume import read_resume_state
+from draftworks.training.schedules import LrSchedule
+from draftworks.training.snapshot import WEIGHTS
+
+
+@dataclass(frozen=True)
+class Persistence:
+    """How a training survives its process.
+
+    Attributes:
+        manager: where checkpoints go.
+        identity: what decides the training's result, as JSON: only a checkpoint of the same can be resumed.
+        resume_from: the checkpoint to go on from; None starts at the beginning.
+    """
+
+    manager: CheckpointManager
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    resume_from: Path | None = None
+
+
+@dataclass(frozen=True)
+class TrainedWeights:
+    """A draft's whole state on the CPU of rank 0 (empty elsewhere), and the step it is of."""
+
+    tensors: Mapping[str, Tensor]
+    step: int
 
 
 class Trainer:
@@ -29,6 +63,11 @@ class Trainer:
         train_loader: from `FeatureDataLoader.for_training`, whose schedule says what an optimizer step is.
         eval_loader: from `FeatureDataLoader.for_evaluation`.
         device: where this rank computes.
+        persistence: without it nothing is saved, and no best is remembered.
+        stop_signal: see `Hooks`.
+
+    Raises:
+        StoreError: `resume_from` is no checkpoint of this training, or a damaged one.
     """
 
     def __init__(
@@ -39,42 +78,67 @@ class Trainer:
         training: TrainingSpec,
         device: torch.device,
         observers: Sequence[TrainingObserver] = (),
+        persistence: Persistence | None = None,
+        stop_signal: Callable[[], int] = lambda: 0,
     ) -> None:
         schedule = train_loader.schedule
         if not isinstance(schedule, TrainSchedule):
             raise TypeError(f"train_loader needs a TrainSchedule, found a {type(schedule).__name__}")
         plan = plan_of(training, schedule.steps)
+        position = Position(schedule.steps, schedule.global_batch_size)
         self.strategy = strategy
+        self.persistence = persistence
+        self._publish_best = training.publish == "best"
+        resumed = None
+        if persistence is not None and persistence.resume_from is not None:
+            resumed = read_resume_state(persistence.resume_from, persistence.identity, position)
+            resumed.load_weights(strategy.model)
         self.backend = FSDPTrainingBackend(device, getattr(torch, training.compute_dtype))
         self.backend.prepare_model(strategy)
-        optimizer = BF16Optimizer(
-            self.backend.parameters(),
-            lr=training.lr,
-            total_steps=plan.total_steps,
-            schedule=training.schedule,
-            warmup_ratio=training.warmup_ratio,
-            weight_decay=training.weight_decay,
-            max_grad_norm=training.max_grad_norm,
-        )
+        optimizer = optimizer_of(training, plan, self.backend)
         self.core = TrainerCore(strategy, self.backend, optimizer, schedule.accumulation)
-        self.controller = TrainerController(self.core, train_loader, plan, self._evaluate, observers)
+        checkpointer = None
+        if persistence is not None:
+            checkpointer = Checkpointer(persistence.manager, self.backend, optimizer, persistence.identity)
+        hooks = Hooks(self._evaluate, stop_signal, observers)
+        self.controller = TrainerController(self.core, train_loader, plan, position, hooks, checkpointer)
         self._eval_loader = eval_loader
         self._evaluator = Evaluator(device)
+        if resumed is not None:
+            resumed.restore(optimizer, device)
+            self.controller.restore(resumed)
 
     def can_evaluate(self) -> bool:
         """Whether the held-out set has anything to measure a draft on: better known before training. A collective.
 
         Batch by batch, so that normally one forward is the price.
+
+        Raises:
+            ConfigError: the metric that decides which draft is the best does not exist.
         """
-        return any(self._evaluator.run(self.strategy, [batch]) is not None for batch in self._eval_loader)
+        for batch in self._eval_loader:
+            found = self._evaluator.run(self.strategy, [batch])
+            if found is not None:
+                if self.persistence is not None:
+                    self.persistence.manager.rule.score(found.metrics())
+                return True
+        return False
 
     def fit(self) -> History:
-        """Train to the end and evaluate. A collective."""
+        """Train to the end and evaluate; `controller.stopped_by` says whether a signal ended it early. A collective."""
         return self.controller.fit()
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole draft's state on the CPU of rank 0; empty on the others. A collective."""
+        """The whole draft's state as it is now, on the CPU of rank 0; empty on the others. A collective."""
         return self.backend.full_state_dict()
+
+    def trained_weights(self) -> TrainedWeights:
+        """What this training is to give: the best evaluated draft, or the last one if so configured. A collective."""
+        best = None if self.persistence is None else self.persistence.manager.best
+        if not self._publish_best or best is None or best.step == self.controller.global_step:
+            return TrainedWeights(self.weights(), self.controller.global_step)
+        folder = self.persistence.manager.folder.final(best.step)
+        return TrainedWeights(read_weights(folder / WEIGHTS) if rank() == 0 else {}, best.step)
 
     def _evaluate(self, ctx: StepContext) -> EvalResult | None:
         return self._evaluator.run(self.strategy, self._eval_loader, ctx)
@@ -84,4 +148,25 @@ def plan_of(training: TrainingSpec, steps_per_epoch: int) -> Plan:
     """Steps as configured: `epochs` of the data, at least one step, at most `max_steps`."""
     steps = max(1, round(training.epochs * steps_per_epoch))
     total = steps if training.max_steps is None else min(steps, training.max_steps)
-    return Plan(total, steps_per_epoch, training.log_every, training.eval_every)
+    return Plan(
+        total,
+        steps_per_epoch,
+        log_every=training.log_every,
+        eval_every=training.eval_every,
+        save_every=training.save_every,
+        patience=training.patience,
+    )
+
+
+def optimizer_of(training: TrainingSpec, plan: Plan, backend: FSDPTrainingBackend) -> BF16Optimizer:
+    schedule = LrSchedule(
+        training.lr,
+        plan.total_steps,
+        training.schedule,
+        warmup_ratio=training.warmup_ratio,
+        decay_ratio=training.decay_ratio,
+        floor=training.min_lr_ratio,
+    )
+    return BF16Optimizer(
+        backend.parameters(), schedule, weight_decay=training.weight_decay, max_grad_norm=training.max_grad_norm
+    )

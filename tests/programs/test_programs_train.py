@@ -32,6 +32,7 @@ def test_training_leaves_draft_history_and_picture(files: RunFiles) -> None:
     run = files.train_run()
     report = train(run, ProgramContext())
     assert sorted(path.name for path in run.out.iterdir()) == [
+        "checkpoints",
         "config.json",
         "history.json",
         "model.safetensors",
@@ -172,7 +173,8 @@ def test_short_training_has_two_losses(files: RunFiles) -> None:
 def test_training_of_nothing_has_no_loss_and_is_still_evaluated(files: RunFiles) -> None:
     silent = files.feature_set("silent", samples=9, seed=2, first_supervised=100)
     for loss in ("token_mean", "specforge"):
-        report = train(files.train_run(train=silent, options={**OPTIONS, "loss": loss}), ProgramContext())
+        out = files.folder / loss
+        report = train(files.train_run(out=out, train=silent, options={**OPTIONS, "loss": loss}), ProgramContext())
         assert (report["first_loss"], report["last_loss"]) == (None, None)
         assert report["heldout"]["eval/simulated_acc_len"] >= 0
 

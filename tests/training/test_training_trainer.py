@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.core import TrainerCore
 from draftworks.training.history import History
 from draftworks.training.optimizer import BF16Optimizer
+from draftworks.training.schedules import LrSchedule
 from draftworks.training.trainer import Trainer, plan_of
 
 CPU = torch.device("cpu")
@@ -136,7 +138,7 @@ def test_epochs_have_their_own_order_and_steps_done_are_skipped(steps_done: int)
     strategy = _Recording()
     loader = train_loader(strategy, ragged_samples(45), 4, GLOBAL)
     trainer = Trainer(strategy, loader, eval_loader(strategy, ragged_samples(2), 2), SPEC, CPU)
-    trainer.controller.global_step = steps_done
+    trainer.controller.position = replace(trainer.controller.position, global_step=steps_done)
     trainer.fit()
     order = [index for epoch in range(3) for batch in loader.schedule.batches(epoch) for index in batch.indices]
     assert strategy.seen == [f"s{index}" for index in order[steps_done * GLOBAL :]]
@@ -153,7 +155,7 @@ def test_bf16_compute_keeps_fp32_masters() -> None:
 def core_of(strategy: ToyStrategy, accumulation: int = 1) -> TrainerCore:
     backend = FSDPTrainingBackend(CPU)
     backend.prepare_model(strategy)
-    optimizer = BF16Optimizer(backend.parameters(), lr=0.1, total_steps=10, weight_decay=0.1)
+    optimizer = BF16Optimizer(backend.parameters(), LrSchedule(0.1, 10), weight_decay=0.1)
     return TrainerCore(strategy, backend, optimizer, accumulation)
 
 
@@ -199,14 +201,14 @@ class _CountingBackend(FSDPTrainingBackend):
     def backward(self, loss: Tensor, *, is_boundary: bool = True) -> None:
         super().backward(loss, is_boundary=is_boundary)
         self.boundaries.append(is_boundary)
-        self.reduced.append(self.parameters()[0].grad is not None)
+        self.reduced.append(next(iter(self.parameters().values())).grad is not None)
 
 
 def _count_deferrals(rank: int, folder: Path) -> None:
     strategy = ToyStrategy()
     backend = _CountingBackend(CPU)
     backend.prepare_model(strategy)
-    core = TrainerCore(strategy, backend, BF16Optimizer(backend.parameters(), lr=0.1, total_steps=3), 4)
+    core = TrainerCore(strategy, backend, BF16Optimizer(backend.parameters(), LrSchedule(0.1, 3)), 4)
     steps = [core.train_step(batch_of(strategy, seed=10 * rank + i), StepContext()) for i in range(12)]
     expected = [False, False, False, True] * 3
     assert backend.boundaries == backend.reduced == [step is not None for step in steps] == expected

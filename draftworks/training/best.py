@@ -1,0 +1,93 @@
+"""Which checkpoint is the best so far, remembered beside the checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from draftworks.errors import ConfigError
+from draftworks.publishing import publish_json
+from draftworks.training.checkpoint_files import CheckpointFolder, is_complete
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BestRule:
+    """What better means: `metric` larger by more than `min_delta`, or smaller where a smaller one is better."""
+
+    metric: str = "eval/simulated_acc_len"
+    smaller: bool = False
+    min_delta: float = 0.0
+
+    def score(self, metrics: Mapping[str, Any]) -> float | None:
+        """None of an empty evaluation.
+
+        Raises:
+            ConfigError: the evaluation has no such metric, or it is not a number.
+        """
+        if not metrics:
+            return None
+        score = metrics.get(self.metric)
+        if not isinstance(score, (int, float)):
+            numbers = sorted(name for name, value in metrics.items() if isinstance(value, (int, float)))
+            raise ConfigError(
+                f"best_metric {self.metric!r} is no number of an evaluation; there are: {', '.join(numbers)}"
+            )
+        return float(score)
+
+    def is_better(self, metrics: Mapping[str, Any], best: BestRecord | None) -> bool:
+        """Nothing measured, and what is not a number, is never better."""
+        score = self.score(metrics)
+        if score is None or math.isnan(score):
+            return False
+        if best is None:
+            return True
+        gain = best.score - score if self.smaller else score - best.score
+        return gain > self.min_delta
+
+
+@dataclass(frozen=True)
+class BestRecord:
+    """The best evaluation so far; `checkpoint` is the name of its folder."""
+
+    run_id: str
+    step: int
+    checkpoint: str
+    score: float
+    metric: str
+    metrics: dict[str, Any]
+
+    def save(self, folder: CheckpointFolder) -> None:
+        publish_json(folder.best_pointer, asdict(self))
+
+
+def read_best(folder: CheckpointFolder, rule: BestRule) -> BestRecord | None:
+    """The record of an earlier process; one that is damaged, of another run or metric, or whose checkpoint is gone, is
+    ignored with a warning.
+    """
+    path = folder.best_pointer
+    if not path.exists():
+        return None
+    try:
+        record = BestRecord(**json.loads(path.read_text(encoding="utf-8")))
+        problem = _problem(record, folder, rule)
+    except (OSError, ValueError, TypeError) as error:
+        record, problem = None, f"not a record of the best checkpoint ({error})"
+    if problem is not None:
+        log.warning("%s: ignored: %s", path, problem)
+        return None
+    return record
+
+
+def _problem(record: BestRecord, folder: CheckpointFolder, rule: BestRule) -> str | None:
+    checkpoint = folder.final(record.step)
+    if record.run_id != folder.run_id or record.checkpoint != checkpoint.name:
+        return f"expected run {folder.run_id}, found {record.run_id} and {record.checkpoint}"
+    if record.metric != rule.metric:
+        return f"expected metric {rule.metric}, found {record.metric}"
+    return None if is_complete(checkpoint) else f"{checkpoint} is not a complete checkpoint"

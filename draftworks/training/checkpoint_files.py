@@ -1,0 +1,208 @@
+"""Checkpoints as folders: names, completeness, digests and pointers. No tensors, no processes; standard library only.
+
+OUTPUT_DIR/RUN-step120/            model.safetensors  optimizer/  rng/  history.json  checkpoint.json
+OUTPUT_DIR/RUN-step120.partial/    being written, or left by a process that died; never read
+OUTPUT_DIR/RUN-latest.json         the newest, by name: the folder can be copied anywhere
+OUTPUT_DIR/RUN-best.json           the best, with its score
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftworks.errors import ConfigError, StoreError
+from draftworks.identity import file_digest
+from draftworks.publishing import fsync, fsync_tree, publish_json
+from draftworks.specs import checked_name
+
+SCHEMA_VERSION = 1
+RECORD = "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """What checkpoint.json holds. It is written last: a folder without it is no checkpoint.
+
+    Attributes:
+        state: counters, position and identities, as JSON.
+        files: every other file of the checkpoint, by path inside it.
+    """
+
+    run_id: str
+    step: int
+    world_size: int
+    created: float
+    state: dict[str, Any]
+    files: dict[str, StoredFile]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """The checkpoints of one run among those of others in the same folder.
+
+    Raises:
+        ConfigError: `run_id` could be taken for a path or a pattern.
+    """
+
+    output_dir: Path
+    run_id: str
+
+    def __post_init__(self) -> None:
+        try:
+            checked_name(self.run_id)
+        except ValueError as error:
+            raise ConfigError(f"run_id: {error}") from error
+
+    def final(self, step: int) -> Path:
+        return self.output_dir / f"{self.run_id}-step{step}"
+
+    def staging(self, step: int) -> Path:
+        return self.output_dir / f"{self.run_id}-step{step}.partial"
+
+    @property
+    def latest_pointer(self) -> Path:
+        return self.output_dir / f"{self.run_id}-latest.json"
+
+    @property
+    def best_pointer(self) -> Path:
+        return self.output_dir / f"{self.run_id}-best.json"
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, ascending."""
+        return sorted(step for step, path in self._matching(r"") if is_complete(path))
+
+    def publish(self, step: int) -> None:
+        """`staging(step)` becomes `final(step)`; one that is there already is whole until it is out of the way."""
+        staging, final = self.staging(step), self.final(step)
+        fsync_tree(staging)
+        if final.exists():
+            # A second `.partial` name, so that a crash in between leaves something that is swept and not read.
+            aside = self.output_dir / f"{self.run_id}-step{step}.old.partial"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(final, aside)
+            os.replace(staging, final)
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            os.replace(staging, final)
+        fsync(self.output_dir)
+
+    def remove(self, step: int) -> None:
+        """Delete a checkpoint; a reader never sees a part of it.
+
+        Raises:
+            OSError: it cannot be deleted; what is left is not a checkpoint any more, if the folder could be renamed.
+        """
+        staging = self.staging(step)
+        shutil.rmtree(staging, ignore_errors=True)
+        os.replace(self.final(step), staging)
+        shutil.rmtree(staging)
+
+    def sweep(self) -> None:
+        """Remove what writers that died left behind."""
+        for _, path in self._matching(r"(?:\.old)?\.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def point_to(self, pointer: Path, step: int, **more: Any) -> None:
+        publish_json(pointer, {"run_id": self.run_id, "step": step, "checkpoint": self.final(step).name, **more})
+
+    def _matching(self, suffix: str) -> list[tuple[int, Path]]:
+        if not self.output_dir.is_dir():
+            return []
+        pattern = re.compile(rf"{re.escape(self.run_id)}-step(\d+){suffix}")
+        named = ((pattern.fullmatch(path.name), path) for path in self.output_dir.iterdir())
+        return [(int(match[1]), path) for match, path in named if match]
+
+
+def seal(
+    folder: Path,
+    run_id: str,
+    step: int,
+    world_size: int,
+    created: float,
+    state: Mapping[str, Any],
+    files: Mapping[str, str],
+) -> None:
+    """Write the record that makes `folder` a checkpoint. `files`: digests by path inside it."""
+    stored = {name: StoredFile((folder / name).stat().st_size, digest) for name, digest in sorted(files.items())}
+    record = CheckpointRecord(run_id, step, world_size, created, dict(state), stored)
+    publish_json(folder / RECORD, {"schema_version": SCHEMA_VERSION, **asdict(record)})
+
+
+def stored_files(folder: Path) -> list[str]:
+    """Paths of all files inside a folder, sorted, so that ranks can share the work on them."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def read_record(folder: Path) -> CheckpointRecord:
+    """The record of a checkpoint, its files counted and measured but not read.
+
+    Raises:
+        StoreError: not a checkpoint, or not a complete one.
+    """
+    path = folder / RECORD
+    if not folder.is_dir():
+        raise StoreError(
+            f"{folder}: expected the folder of a checkpoint, found {'a file' if folder.exists() else 'nothing'}"
+        )
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        schema = values.pop("schema_version")
+        files = {name: StoredFile(**file) for name, file in values.pop("files").items()}
+        record = CheckpointRecord(files=files, **values)
+    except FileNotFoundError:
+        raise StoreError(f"{folder}: not a complete checkpoint: {RECORD} is missing{_hint(folder)}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(f"{path}: not the record of a checkpoint ({error})") from error
+    if schema != SCHEMA_VERSION:
+        raise StoreError(f"{path}: schema {schema}, expected {SCHEMA_VERSION}")
+    for name, file in files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found != file.bytes:
+            size = "no such file" if found is None else f"{found} bytes"
+            raise StoreError(f"{folder / name}: truncated or missing: expected {file.bytes} bytes, found {size}")
+    return record
+
+
+def verify(folder: Path, record: CheckpointRecord, names: Iterable[str]) -> None:
+    """Read files of a checkpoint whole and compare them with the record.
+
+    Raises:
+        StoreError: a file is altered, by name.
+    """
+    for name in names:
+        expected, found = record.files[name].digest, file_digest(folder / name)
+        if found != expected:
+            raise StoreError(
+                f"{folder / name}: altered: expected digest {expected}, found {found}. Remove {folder} to go on from an "
+                "older checkpoint"
+            )
+
+
+def is_complete(folder: Path) -> bool:
+    try:
+        read_record(folder)
+    except StoreError:
+        return False
+    return True
+
+
+def _hint(folder: Path) -> str:
+    inside = sorted(path.name for path in folder.iterdir() if is_complete(path))
+    return f". It holds the checkpoints {', '.join(inside)}: name one of them" if inside else ""

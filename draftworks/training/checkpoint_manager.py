@@ -1,0 +1,176 @@
+"""`CheckpointManager`: saves, rotates and remembers checkpoints, on all ranks together."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from draftworks.errors import StoreError
+from draftworks.evaluation.collectives import from_rank_0, gather_from_ranks, on_every_rank, rank, world_size
+from draftworks.identity import file_digest
+from draftworks.publishing import publish_json
+from draftworks.training.best import BestRecord, BestRule, read_best
+from draftworks.training.checkpoint_files import CheckpointFolder, seal, stored_files
+from draftworks.training.snapshot import Snapshot, save_moments, save_plain
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """The checkpoints of one run. Every rank has one, on a folder that all of them see; methods that say so are collectives.
+
+    A checkpoint is complete or absent: written beside its place, synced, renamed. Saving step N ends the timeline there:
+    what an abandoned attempt saved at later steps is removed, and with it a best among those.
+
+    Args:
+        run_id: a name; two runs in one folder do not touch each other's checkpoints.
+        max_checkpoints: how many of the newest to keep, beside the best; 0 keeps all.
+        rule: which evaluation is better than another.
+        save_async: `save` copies the state and returns; a thread writes it while training goes on.
+
+    Raises:
+        ConfigError: `run_id` is not a name.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        run_id: str,
+        *,
+        max_checkpoints: int = 0,
+        rule: BestRule | None = None,
+        save_async: bool = False,
+    ) -> None:
+        self.folder = CheckpointFolder(output_dir, run_id)
+        self.rule = rule or BestRule()
+        self._max_checkpoints = max_checkpoints
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if save_async else None
+        self._pending: Future[None] | None = None
+        # Its own group: a thread may write while the main one trains, and gloo needs no GPU.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.best: BestRecord | None = from_rank_0(
+            read_best(self.folder, self.rule) if rank() == 0 else None, self._group
+        )
+
+    def save(self, state: Snapshot, step: int) -> None:
+        """Save the state after optimizer step `step`. A collective.
+
+        Raises:
+            StoreError: on all ranks, what any rank could not write. Earlier checkpoints are as they were. With
+                `save_async`, the error of the save before.
+        """
+        self.wait()
+        if self.best is not None and self.best.step >= step:
+            self.best = None
+        if self._writer is None:
+            self._save(state, step)
+        else:
+            self._pending = self._writer.submit(self._save, state.copied(), step)
+
+    def wait(self) -> None:
+        """Until everything is written. Raises what went wrong in a thread since the last call."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def is_better(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether an evaluation beats the best so far. A collective: rank 0 decides for all.
+
+        Raises:
+            ConfigError: the evaluation lacks the metric that decides.
+        """
+        return from_rank_0(self.rule.is_better(metrics, self.best) if rank() == 0 else None, self._group)
+
+    def update_best(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record the checkpoint of `step`, which must be saved, as the best. A collective."""
+        self.wait()
+        score = self.rule.score(metrics)
+        if score is None:
+            raise ValueError("an evaluation of nothing cannot be the best")
+        name = self.folder.final(step).name
+        record = BestRecord(self.folder.run_id, step, name, score, self.rule.metric, dict(metrics))
+        self._on_rank_0(lambda: record.save(self.folder))
+        self.best = record
+        self._on_rank_0(lambda: self._rotate(step))
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints on the disk, ascending."""
+        return self.folder.steps()
+
+    def latest_dir(self) -> Path | None:
+        """The newest complete checkpoint. A collective: rank 0 looks."""
+        steps = from_rank_0(self.steps() if rank() == 0 else None, self._group)
+        return self.folder.final(steps[-1]) if steps else None
+
+    def best_dir(self) -> Path | None:
+        return None if self.best is None else self.folder.final(self.best.step)
+
+    def _save(self, snapshot: Snapshot, step: int) -> None:
+        staging = self.folder.staging(step)
+        try:
+            self._on_rank_0(lambda: self._prepare(step))
+            self._on_all(lambda: save_plain(staging, snapshot, rank()))
+            save_moments(staging, snapshot.moments, self._group)
+            self._on_rank_0(lambda: self._write_documents(staging, snapshot))
+            digests = self._digests(staging)
+            self._on_rank_0(lambda: self._publish(step, snapshot, digests))
+        except StoreError:  # the same on all ranks; what fills a full disk does not stay there
+            if rank() == 0:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+    def _prepare(self, step: int) -> None:
+        """End the timeline at `step`, and make room for it."""
+        self.folder.output_dir.mkdir(parents=True, exist_ok=True)
+        self.folder.sweep()
+        for later in [found for found in self.folder.steps() if found > step]:
+            self.folder.remove(later)
+        if self.best is None:
+            self.folder.best_pointer.unlink(missing_ok=True)
+        self.folder.staging(step).mkdir()
+        (self.folder.staging(step) / "optimizer").mkdir()
+
+    def _write_documents(self, staging: Path, snapshot: Snapshot) -> None:
+        for name, document in snapshot.documents.items():
+            publish_json(staging / name, document)
+
+    def _digests(self, staging: Path) -> dict[str, str]:
+        """Of all files; the ranks share the reading."""
+        mine = self._on_all(
+            lambda: {n: file_digest(staging / n) for n in stored_files(staging)[rank() :: world_size()]}
+        )
+        return {name: digest for share in gather_from_ranks(mine, self._group) for name, digest in share.items()}
+
+    def _publish(self, step: int, snapshot: Snapshot, digests: dict[str, str]) -> None:
+        seal(self.folder.staging(step), self.folder.run_id, step, world_size(), time.time(), snapshot.state, digests)
+        self.folder.publish(step)
+        self.folder.point_to(self.folder.latest_pointer, step)
+        self._rotate(step)
+
+    def _rotate(self, written: int) -> None:
+        """Remove the oldest beyond `max_checkpoints`; never the best, never what has just been written."""
+        if not self._max_checkpoints:
+            return
+        kept = {written} | ({self.best.step} if self.best else set())
+        for step in self.folder.steps()[: -self._max_checkpoints]:
+            if step not in kept:
+                try:
+                    self.folder.remove(step)
+                except OSError as error:
+                    log.warning("checkpoint %s cannot be removed: %s", self.folder.final(step), error)
+
+    def _on_all(self, action: Callable[[], Any]) -> Any:
+        return on_every_rank(action, self._group)
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        on_every_rank(action if rank() == 0 else _nothing, self._group)
+
+
+def _nothing() -> None: ...

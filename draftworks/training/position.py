@@ -1,0 +1,64 @@
+"""Where a training stands in its data, counted in samples: the same on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from draftworks.errors import StoreError
+
+
+@dataclass(frozen=True)
+class Position:
+    """After `global_step` optimizer steps.
+
+    Attributes:
+        steps_per_epoch, global_batch_size: of this training; how a step is cut into micro-batches and ranks is not here.
+    """
+
+    steps_per_epoch: int
+    global_batch_size: int
+    global_step: int = 0
+
+    @property
+    def epoch(self) -> int:
+        return self.global_step // self.steps_per_epoch
+
+    @property
+    def epoch_steps(self) -> int:
+        """Optimizer steps done of this epoch."""
+        return self.global_step % self.steps_per_epoch
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples seen of this epoch, over all ranks."""
+        return self.epoch_steps * self.global_batch_size
+
+    def after_step(self) -> Position:
+        return replace(self, global_step=self.global_step + 1)
+
+    def to_json(self) -> dict[str, int]:
+        return {
+            "global_step": self.global_step,
+            "epoch": self.epoch,
+            "epoch_samples": self.epoch_samples,
+            "steps_per_epoch": self.steps_per_epoch,
+            "global_batch_size": self.global_batch_size,
+        }
+
+    def at(self, stored: Mapping[str, Any], where: Path) -> Position:
+        """This training's position where a checkpoint's was.
+
+        Raises:
+            StoreError: the checkpoint counts samples in other steps or epochs, so that some would be lost or seen twice.
+        """
+        moved = replace(self, global_step=int(stored["global_step"]))
+        for key, ours in moved.to_json().items():
+            if stored[key] != ours:
+                raise StoreError(
+                    f"{where}: position: {key}: the checkpoint has {stored[key]}, this training {ours}: it would repeat or "
+                    "skip samples"
+                )
+        return moved

@@ -1,0 +1,118 @@
+"""Going on from a checkpoint: everything that can be wrong is found before training begins, with both values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftworks.drafts.draft_io import load_weights
+from draftworks.errors import StoreError
+from draftworks.evaluation.collectives import on_every_rank, rank, world_size
+from draftworks.evaluation.result import EvalResult
+from draftworks.training.checkpoint_files import CheckpointRecord, read_record, verify
+from draftworks.training.history import History
+from draftworks.training.optimizer import BF16Optimizer, OptimizerCounters
+from draftworks.training.position import Position
+from draftworks.training.snapshot import RNG, WEIGHTS, load_moments, restore_rng
+
+HISTORY = "history.json"
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """A verified checkpoint.
+
+    Attributes:
+        window: what has been added up since the last recorded point of the history.
+        seconds: of training so far.
+    """
+
+    folder: Path
+    record: CheckpointRecord
+    position: Position
+    optimizer: OptimizerCounters
+    window: EvalResult
+    seconds: float
+    history: History
+
+    def load_weights(self, model: nn.Module) -> None:
+        """Into a model that is not wrapped yet.
+
+        Raises:
+            StoreError: tensors are missing, unexpected or of another shape.
+        """
+        load_weights(self.folder / WEIGHTS, model)
+
+    def restore(self, optimizer: BF16Optimizer, device: torch.device) -> None:
+        """Optimizer and, on as many ranks as before, the generators. A collective.
+
+        Raises:
+            StoreError: a moment is missing, unexpected or of another shape.
+        """
+        strangers = sorted(self.optimizer.updates.keys() - set(optimizer.names))
+        if strangers:
+            raise StoreError(f"{self.folder}: optimizer state of parameters that the draft does not have: {strangers}")
+        load_moments(self.folder, optimizer.restore(self.optimizer))
+        if self.record.world_size == world_size():
+            restore_rng(self.folder / RNG / f"rank{rank()}.safetensors", device)
+
+
+def read_resume_state(folder: Path, identity: Mapping[str, Any], position: Position) -> ResumeState:
+    """Read and verify a checkpoint of this very training. A collective: the ranks share the reading.
+
+    Args:
+        identity: what decides the result of this training; the checkpoint must be of the same.
+        position: of this training before its first step, which knows the data's size and the global batch.
+
+    Raises:
+        StoreError: on all ranks: not a complete checkpoint, an altered file by its name, or another training's, with
+            what differs and both values.
+    """
+    return on_every_rank(lambda: _read(folder, identity, position))
+
+
+def _read(folder: Path, identity: Mapping[str, Any], position: Position) -> ResumeState:
+    record = read_record(folder)
+    _require_same(folder, record.state.get("identity", {}), identity)
+    verify(folder, record, list(record.files)[rank() :: world_size()])
+    try:
+        return ResumeState(
+            folder,
+            record,
+            position.at(record.state["position"], folder),
+            OptimizerCounters(**record.state["optimizer"]),
+            EvalResult.from_json(record.state["window"]),
+            record.state["seconds"],
+            History.load(folder / HISTORY),
+        )
+    except (KeyError, TypeError) as error:
+        raise StoreError(f"{folder}: its record lacks {error}: not a checkpoint of a training") from error
+
+
+def _require_same(folder: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    theirs, ours = _flat(found), _flat(expected)
+    absent = "(absent)"
+    different = [
+        f"{key}: the checkpoint has {theirs.get(key, absent)}, this training {ours.get(key, absent)}"
+        for key in sorted(theirs.keys() | ours.keys())
+        if theirs.get(key, absent) != ours.get(key, absent)
+    ]
+    if different:
+        raise StoreError(
+            f"{folder}: the checkpoint of another training: {'; '.join(different)}. Resume with what it was made with, or "
+            "start over"
+        )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`{"training.lr": 0.1}` from `{"training": {"lr": 0.1}}`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat

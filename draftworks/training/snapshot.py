@@ -1,0 +1,113 @@
+"""The state of a training between two optimizer steps, and how its tensors are stored.
+
+Weights are stored whole and plain, since other programs read them; the optimizer's moments are stored sharded, by
+torch.distributed.checkpoint in its safetensors format, so that another number of ranks can read them. FSDP2's fp32
+weights are the masters: there is no second copy of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from draftworks.errors import StoreError
+
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer"
+RNG = "rng"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's share.
+
+    Attributes:
+        state: counters, position, identities; JSON, the same on every rank.
+        weights: the whole draft in fp32 on the CPU of rank 0; empty on the others.
+        moments: this rank's shards (DTensors) of the optimizer's moments, by name.
+        rng: this rank's generators: `cpu`, and `device` where it is another one.
+        documents: other JSON for people and later steps, by file name.
+    """
+
+    state: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Tensor]
+    rng: Mapping[str, Tensor]
+    documents: Mapping[str, Any]
+
+    def copied(self) -> Snapshot:
+        """With tensors of its own, so that training can go on while this is written."""
+        weights = {name: tensor.clone() for name, tensor in self.weights.items()}
+        moments = {name: tensor.clone() for name, tensor in self.moments.items()}
+        return Snapshot(self.state, weights, moments, self.rng, self.documents)
+
+
+def save_plain(folder: Path, snapshot: Snapshot, rank: int) -> None:
+    """Weights and this rank's generators. Raises OSError."""
+    (folder / RNG).mkdir(exist_ok=True)
+    save_file(dict(snapshot.rng), folder / RNG / f"rank{rank}.safetensors")
+    if rank == 0:
+        save_file({name: tensor.contiguous() for name, tensor in snapshot.weights.items()}, folder / WEIGHTS)
+
+
+def save_moments(folder: Path, moments: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Every rank its own shards. A collective.
+
+    Raises:
+        StoreError: on all ranks, what went wrong on any of them.
+    """
+    if not moments:
+        return
+    writer = dcp.HuggingFaceStorageWriter(str(folder / OPTIMIZER), save_distributed=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch of its own code: typed storages, no process group
+            dcp.save(dict(moments), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise StoreError(f"{folder / OPTIMIZER}: {_first_cause(error)}") from error
+
+
+def load_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
+    """Fill the moments, however many ranks wrote them. A collective.
+
+    Raises:
+        StoreError: on all ranks: a moment is missing, or of another shape.
+    """
+    if not moments:
+        return
+    reader = dcp.HuggingFaceStorageReader(str(folder / OPTIMIZER))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch of its own code: typed storages, no process group
+            dcp.load(dict(moments), storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise StoreError(f"{folder / OPTIMIZER}: {_first_cause(error)}") from error
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """The generators of the CPU and of the bound device."""
+    states = {"cpu": torch.get_rng_state()}
+    return states if device.type == "cpu" else states | {"device": torch.cuda.get_rng_state(device)}
+
+
+def restore_rng(path: Path, device: torch.device) -> None:
+    """Set the generators to what `rng_state` gave."""
+    states = load_file(path)
+    torch.set_rng_state(states["cpu"])
+    if "device" in states and device.type != "cpu":
+        torch.cuda.set_rng_state(states["device"], device)
+
+
+def _first_cause(error: CheckpointException) -> str:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
