@@ -64,6 +64,23 @@ def clear_errors() -> Generator[None, None, None]:
         raise dg.Failure(description=str(error), allow_retries=False) from None
 
 
+@contextmanager
+def retried(context: dg.AssetExecutionContext, times: int = 3, delay_s: float = 5.0) -> Generator[None, None, None]:
+    """Ask for the step to be tried again after a failure that a retry can mend: a rank that was killed, a pre-emption.
+
+    Not a `RetryPolicy`: with one, Dagster takes a cancelled run for a failed step and tries it again.
+    """
+    try:
+        yield
+    except dg.Failure as failure:
+        if not failure.allow_retries or context.retry_number >= times:
+            raise
+        context.log.warning(
+            f"{failure.description}\nTrying again in {delay_s:g} s: retry {context.retry_number + 1} of {times}"
+        )
+        raise dg.RetryRequested(max_retries=times, seconds_to_wait=delay_s) from failure
+
+
 def obtained(
     context: dg.AssetExecutionContext,
     workspace: Workspace,

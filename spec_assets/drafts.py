@@ -16,13 +16,12 @@ from draftworks.specs import StrategyEntry, TargetSpec, TrainingSpec
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, launch, obtained, shown, told
+from spec_assets.common import asset, checked_partition, launch, obtained, retried, shown, told
 from spec_assets.features import GPU_POOL
 from spec_assets.metadata import human_bytes, picture, table
 
 GROUP = "drafts"
 LOSS_FALLS = "loss_falls"
-RETRIES = dg.RetryPolicy(max_retries=3, delay=5)  # each goes on from the newest checkpoint; a user's mistake has none
 ENOUGH_STEPS = 20  # before that, warm-up and the luck of a batch decide whether the loss falls
 
 
@@ -93,7 +92,6 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         kinds=["pytorch", "safetensors"],
         name=name,
         description=f"A trained draft model. {strategy.description}",
-        retry_policy=RETRIES,
         deps=[
             "target_model",
             "recipe",
@@ -122,7 +120,8 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         def build(out: Path) -> Built:
             run = train_run(out, strategy.name, inputs, workspace.feature_store(target.name))
             training = inputs.training
-            job = launch(context, launcher, workspace, "train", run, training.processes, training.device)
+            with retried(context):
+                job = launch(context, launcher, workspace, "train", run, training.processes, training.device)
             return Built(job.report["weights_digest"], job.report, own_digests=(CHECKPOINTS_FOLDER,))
 
         artifact = obtained(context, workspace, inputs.identity(strategy.name), build, start_over=config.start_over)

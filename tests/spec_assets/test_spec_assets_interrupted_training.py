@@ -1,0 +1,122 @@
+"""A training that is interrupted goes on: by itself after a pre-emption, at the next materialization after a cancel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import dagster as dg
+import psutil
+import pytest
+
+from draftworks.artifacts import ArtifactStore
+
+LONG = {"epochs": 40, "save_every": 25, "log_every": 50, "eval_every": 100}
+
+
+def torchrun_of(site) -> psutil.Process | None:
+    """The torchrun that works on a run file of this site."""
+    for process in psutil.process_iter(["cmdline"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if "torch.distributed.run" in command and str(site.var) in command and "programs.train" in command:
+            return process
+    return None
+
+
+@contextmanager
+def once_saved(site, act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` from a thread, once a checkpoint of the running training exists."""
+
+    def wait_and_act() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if list(site.var.glob("eagle3_draft/small/*.partial/checkpoints/*/checkpoint.json")):
+                return act()
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    yield
+    thread.join()
+
+
+def train(site, **draft) -> dg.ExecuteInProcessResult:
+    config = {"ops": {"eagle3_draft": {"config": {"training": LONG, **draft}}}}
+    return site.run("train_eagle3", run_config=config, asset_selection=[dg.AssetKey("eagle3_draft")])
+
+
+def train_until_cancelled(site) -> None:
+    with once_saved(site, lambda: os.kill(os.getpid(), signal.SIGINT)):
+        assert not train(site).success
+    assert torchrun_of(site) is None
+
+
+def draft(site):
+    return ArtifactStore(site.var).current("eagle3_draft", "small")
+
+
+def starts(site) -> list[int]:
+    return [session["from_step"] for session in draft(site).summary["sessions"]]
+
+
+@pytest.fixture
+def prepared(finished, tmp_path):
+    """A site with features, about to train for 250 or so steps."""
+    return finished.site.copy(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(finished, tmp_path_factory) -> str:
+    """The weights that a training without any interruption gives."""
+    site = finished.site.copy(tmp_path_factory.mktemp("undisturbed"))
+    assert train(site).success
+    assert starts(site) == [0]
+    return draft(site).data_version
+
+
+@pytest.mark.slow
+def test_a_pre_empted_training_is_retried_from_its_checkpoint(prepared, undisturbed):
+    with once_saved(prepared, lambda: torchrun_of(prepared).terminate()):
+        result = train(prepared)
+    assert result.success
+    retried = [e for e in result.all_events if e.event_type is dg.DagsterEventType.STEP_UP_FOR_RETRY]
+    assert len(retried) == 1
+    assert "interrupted by SIGTERM" in retried[0].step_retry_data.error.to_string()
+    first, second = starts(prepared)
+    assert first == 0 < second
+    assert draft(prepared).data_version == undisturbed
+
+
+@pytest.mark.slow
+def test_a_cancelled_training_goes_on_at_the_next_materialization(prepared, undisturbed):
+    train_until_cancelled(prepared)
+    again = train(prepared)
+    assert again.success
+    assert starts(prepared)[1] > 0
+    assert draft(prepared).data_version == undisturbed
+    shown = {e.asset_key.to_user_string(): e.materialization for e in again.get_asset_materialization_events()}
+    metadata = shown["eagle3_draft"].metadata
+    assert metadata["resume_history"].value.count("\n") == 3
+    assert metadata["best_score"].value > 0
+    assert "checkpoints" in metadata["checkpoints"].value
+
+
+@pytest.mark.slow
+def test_start_over_forgets_an_interrupted_training(prepared, undisturbed):
+    train_until_cancelled(prepared)
+    assert train(prepared, start_over=True).success
+    assert starts(prepared) == [0]
+    assert draft(prepared).data_version == undisturbed
+
+
+@pytest.mark.slow
+def test_fewer_ranks_go_on_from_what_more_have_saved(prepared):
+    train_until_cancelled(prepared)
+    text = prepared.target_file.read_text()
+    prepared.target_file.write_text(text.replace("processes: 2", "processes: 1"))
+    assert train(prepared).success
+    assert [session["ranks"] for session in draft(prepared).summary["sessions"]] == [2, 1]
