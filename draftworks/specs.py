@@ -49,13 +49,15 @@ class DataSpec(Spec):
 class ResponseSpec(Spec):
     """Where the assistant's words come from. Drafts learn what the *target* says, so `regenerate` is the default."""
 
-    mode: Literal["regenerate", "passthrough"] = "regenerate"
-    max_new_tokens: int = Field(512, gt=0)
+    mode: Literal["regenerate", "passthrough"] = Field(
+        "regenerate", description="The target answers the prompts, or the data's own answers are taken."
+    )
+    max_new_tokens: int = Field(512, gt=0, description="Of one answer.")
     temperature: float = Field(0.0, ge=0, description="0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this mass; 1 = all.")
     top_k: int = Field(0, ge=0, description="0 = no limit.")
     repetition_penalty: float = Field(1.0, gt=0, description="Multiplicative, as in transformers; 1 = off.")
-    seed: int = 0
+    seed: int = Field(0, description="Of sampling.")
     batch_size: int = Field(64, ge=1, description="Sequences decoded together; not part of any identity.")
 
     def identity(self) -> dict[str, Any]:
@@ -65,10 +67,10 @@ class ResponseSpec(Spec):
 class CaptureSpec(Spec):
     """How the target's hidden states are captured. `backend`, `dtype` and `compute_dtype` decide what they are."""
 
-    backend: Literal["hf"] = "hf"
+    backend: Literal["hf"] = Field("hf", description="The engine that runs the target: hf is transformers.")
     dtype: Dtype = Field("bfloat16", description="Of the stored features. The target runs in `compute_dtype`.")
-    compute_dtype: Dtype = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    compute_dtype: Dtype = Field("bfloat16", description="Of the target's weights and activations.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one.")
     batch_tokens: int = Field(16384, gt=0, description="Tokens, padding included, of one forward pass.")
     processes: int = Field(1, ge=1, description="Ranks that share the work; each writes its own shards.")
     shard_mb: int = Field(256, gt=0, description="A shard is published when it has grown to this size.")
@@ -84,20 +86,20 @@ class TrainingSpec(Spec):
     processes: int = Field(1, ge=1, description="torchrun ranks.")
     global_batch_size: int = Field(8, ge=1, description="Samples per optimizer step over all ranks.")
     micro_batch_size: int = Field(1, ge=1, description="Samples per forward pass of one rank.")
-    epochs: float = Field(1.0, gt=0)
+    epochs: float = Field(1.0, gt=0, description="Passes over the data; a share of one is allowed.")
     max_steps: int | None = Field(None, gt=0, description="Stops earlier than `epochs` would.")
-    lr: float = Field(1e-4, gt=0)
+    lr: float = Field(1e-4, gt=0, description="Of AdamW, at its peak.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="After warm-up. wsd: stable, then linear decay over the last `decay_ratio` of the steps."
     )
-    warmup_ratio: float = Field(0.015, ge=0, lt=1)
+    warmup_ratio: float = Field(0.015, ge=0, lt=1, description="Share of the steps with linear warm-up.")
     decay_ratio: float = Field(0.2, gt=0, le=1, description="Of wsd.")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where the schedule ends, as a share of lr.")
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(0.5, gt=0)
+    weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
+    max_grad_norm: float = Field(0.5, gt=0, description="Gradients are clipped to this norm.")
     compute_dtype: Dtype = Field("bfloat16", description="Of forward and backward; master weights are always fp32.")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    seed: int = 42
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one.")
+    seed: int = Field(42, description="Of initial weights and sample order.")
     log_every: int = Field(10, ge=1, description="Optimizer steps between progress reports.")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0 = only at the end.")
     publish: Literal["best", "last"] = Field("best", description="Which of the evaluated drafts becomes the result.")
@@ -110,7 +112,7 @@ class TrainingSpec(Spec):
     )
     keep_checkpoints: int = Field(2, ge=1, description="How many of the newest to keep, beside the best.")
     save_async: bool = Field(False, description="Write checkpoints while training goes on, from a copy of the state.")
-    tensorboard: bool = False
+    tensorboard: bool = Field(False, description="Also write event files beside the draft.")
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainingSpec:
@@ -147,7 +149,7 @@ class TargetSpec(Spec):
     """A large language model that is to have drafts: one file `registry/targets/NAME.yaml`, one Dagster partition."""
 
     name: str
-    description: str = ""
+    description: str = Field("", description="For people.")
     model: str = Field(description="A directory, relative to the registry, or a Hugging Face hub id.")
     revision: str | None = Field(None, description="Commit (40 hex digits) of the hub id; not for a directory.")
     tokenizer: str | None = Field(None, description="As `model`, if the tokenizer lies elsewhere.")

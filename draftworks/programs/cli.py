@@ -14,6 +14,7 @@ from draftworks.artifacts import Artifact, ArtifactStore
 from draftworks.demands import check_demands
 from draftworks.errors import DraftworksError
 from draftworks.identity import FileDigests
+from draftworks.programs.keys import FILES, keys_of
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
 from draftworks.sources import matching_files
@@ -62,6 +63,18 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     except DraftworksError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+@app.command()
+def keys(file: Annotated[str, typer.Argument(help="target, dataset or deployment")] = "target") -> None:
+    """Every key of a registry file: type, default, meaning."""
+    if file not in FILES:
+        typer.echo(f"error: {file!r} is no registry file; there are: {', '.join(FILES)}", err=True)
+        raise typer.Exit(1)
+    table = Table("key", "type", "default", "meaning", title=f"registry: {file}", title_justify="left")
+    for key in keys_of(file):
+        table.add_row(*key)
+    Console(width=None if Console().is_terminal else 160).print(table)
 
 
 def unmet_demands(registry: Registry) -> list[str]:

@@ -41,9 +41,9 @@ class BestRule:
         return float(score)
 
     def is_better(self, metrics: Mapping[str, Any], best: BestRecord | None) -> bool:
-        """Nothing measured, and what is not a number, is never better."""
+        """Nothing measured, and what is not finite, is never better."""
         score = self.score(metrics)
-        if score is None or math.isnan(score):
+        if score is None or not math.isfinite(score):
             return False
         if best is None:
             return True
@@ -85,6 +85,12 @@ def read_best(folder: CheckpointFolder, rule: BestRule) -> BestRecord | None:
 
 
 def _problem(record: BestRecord, folder: CheckpointFolder, rule: BestRule) -> str | None:
+    if (
+        not isinstance(record.step, int)
+        or not isinstance(record.score, (int, float))
+        or not math.isfinite(record.score)
+    ):
+        return f"expected numbers, found step {record.step!r} and score {record.score!r}"
     checkpoint = folder.final(record.step)
     if record.run_id != folder.run_id or record.checkpoint != checkpoint.name:
         return f"expected run {folder.run_id}, found {record.run_id} and {record.checkpoint}"

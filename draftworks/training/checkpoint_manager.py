@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from draftworks.errors import StoreError
 from draftworks.evaluation.collectives import from_rank_0, gather_from_ranks, on_every_rank, rank, world_size
-from draftworks.identity import file_digest
 from draftworks.publishing import publish_json
 from draftworks.training.best import BestRecord, BestRule, read_best
-from draftworks.training.checkpoint_files import CheckpointFolder, seal, stored_files
+from draftworks.training.checkpoint_files import CheckpointFolder, seal, stored_files, sync_and_sum
 from draftworks.training.snapshot import Snapshot, save_moments, save_plain
 
 log = logging.getLogger(__name__)
@@ -84,9 +83,12 @@ class CheckpointManager:
         """Whether an evaluation beats the best so far. A collective: rank 0 decides for all.
 
         Raises:
-            ConfigError: the evaluation lacks the metric that decides.
+            ConfigError: the evaluation lacks the metric that decides; on the other ranks a StoreError that says so.
+            StoreError: with `save_async`, the error of the save before.
         """
-        return from_rank_0(self.rule.is_better(metrics, self.best) if rank() == 0 else None, self._group)
+        self.wait()  # the thread talks over the same group
+        verdict = self._on_all(lambda: self.rule.is_better(metrics, self.best) if rank() == 0 else None)
+        return from_rank_0(verdict, self._group)
 
     def update_best(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the checkpoint of `step`, which must be saved, as the best. A collective."""
@@ -106,6 +108,7 @@ class CheckpointManager:
 
     def latest_dir(self) -> Path | None:
         """The newest complete checkpoint. A collective: rank 0 looks."""
+        self.wait()
         steps = from_rank_0(self.steps() if rank() == 0 else None, self._group)
         return self.folder.final(steps[-1]) if steps else None
 
@@ -119,8 +122,8 @@ class CheckpointManager:
             self._on_all(lambda: save_plain(staging, snapshot, rank()))
             save_moments(staging, snapshot.moments, self._group)
             self._on_rank_0(lambda: self._write_documents(staging, snapshot))
-            digests = self._digests(staging)
-            self._on_rank_0(lambda: self._publish(step, snapshot, digests))
+            sums = self._sync_and_sum(staging)
+            self._on_rank_0(lambda: self._publish(step, snapshot, sums))
         except StoreError:  # the same on all ranks; what fills a full disk does not stay there
             if rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -141,15 +144,13 @@ class CheckpointManager:
         for name, document in snapshot.documents.items():
             publish_json(staging / name, document)
 
-    def _digests(self, staging: Path) -> dict[str, str]:
-        """Of all files; the ranks share the reading."""
-        mine = self._on_all(
-            lambda: {n: file_digest(staging / n) for n in stored_files(staging)[rank() :: world_size()]}
-        )
-        return {name: digest for share in gather_from_ranks(mine, self._group) for name, digest in share.items()}
+    def _sync_and_sum(self, staging: Path) -> dict[str, str]:
+        """Checksums of all files, which are on the disk then; the ranks share the work."""
+        mine = self._on_all(lambda: sync_and_sum(staging, stored_files(staging)[rank() :: world_size()]))
+        return {name: found for share in gather_from_ranks(mine, self._group) for name, found in share.items()}
 
-    def _publish(self, step: int, snapshot: Snapshot, digests: dict[str, str]) -> None:
-        seal(self.folder.staging(step), self.folder.run_id, step, world_size(), time.time(), snapshot.state, digests)
+    def _publish(self, step: int, snapshot: Snapshot, sums: dict[str, str]) -> None:
+        seal(self.folder.staging(step), self.folder.run_id, step, world_size(), time.time(), snapshot.state, sums)
         self.folder.publish(step)
         self.folder.point_to(self.folder.latest_pointer, step)
         self._rotate(step)

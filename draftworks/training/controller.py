@@ -22,8 +22,8 @@ from draftworks.training.resume import ResumeState
 class Plan:
     """How long to train, and how often to look and to save. Steps are optimizer steps.
 
-    Beside every `log_every`-th step, the first and the last are recorded: a curve begins where training begins. The
-    last step is always saved and evaluated.
+    Beside every `log_every`-th step, the first and the last are recorded: a curve begins where training begins. With
+    `patience` so is every evaluated one, since it may be the last. The last step is always saved and evaluated.
 
     Attributes:
         eval_every, save_every: 0 leaves only the end.
@@ -38,7 +38,8 @@ class Plan:
     patience: int = 0
 
     def records(self, step: int) -> bool:
-        return step in (1, self.total_steps) or step % self.log_every == 0
+        may_end = self.patience > 0 and self.evaluates(step)
+        return step in (1, self.total_steps) or step % self.log_every == 0 or may_end
 
     def evaluates(self, step: int) -> bool:
         return step == self.total_steps or (self.eval_every > 0 and step > 0 and step % self.eval_every == 0)
@@ -148,8 +149,6 @@ class TrainerController:
             self._save()
         if self._plan.evaluates(self.global_step):
             self._evaluation()
-            if self.ended_early and self._window.tokens:
-                self._record(result)
         self._stop_if_asked()
         self._clock.start()
 

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from draftworks.errors import StoreError
+from draftworks.training.shard_writer import ShardWriter
 
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer"
@@ -47,17 +49,23 @@ class Snapshot:
 
     def copied(self) -> Snapshot:
         """With tensors of its own, so that training can go on while this is written."""
-        weights = {name: tensor.clone() for name, tensor in self.weights.items()}
-        moments = {name: tensor.clone() for name, tensor in self.moments.items()}
-        return Snapshot(self.state, weights, moments, self.rng, self.documents)
+        weights, moments, rng = (
+            {name: tensor.clone() for name, tensor in tensors.items()}
+            for tensors in (self.weights, self.moments, self.rng)
+        )
+        return Snapshot(self.state, weights, moments, rng, self.documents)
 
 
 def save_plain(folder: Path, snapshot: Snapshot, rank: int) -> None:
-    """Weights and this rank's generators. Raises OSError."""
+    """Weights and this rank's generators.
+
+    Raises:
+        StoreError, OSError: they cannot be written.
+    """
     (folder / RNG).mkdir(exist_ok=True)
-    save_file(dict(snapshot.rng), folder / RNG / f"rank{rank}.safetensors")
+    _save_tensors(folder / RNG / f"rank{rank}.safetensors", snapshot.rng)
     if rank == 0:
-        save_file({name: tensor.contiguous() for name, tensor in snapshot.weights.items()}, folder / WEIGHTS)
+        _save_tensors(folder / WEIGHTS, snapshot.weights)
 
 
 def save_moments(folder: Path, moments: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
@@ -68,7 +76,7 @@ def save_moments(folder: Path, moments: Mapping[str, Tensor], group: dist.Proces
     """
     if not moments:
         return
-    writer = dcp.HuggingFaceStorageWriter(str(folder / OPTIMIZER), save_distributed=True)
+    writer = ShardWriter(folder / OPTIMIZER)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch of its own code: typed storages, no process group
@@ -106,6 +114,13 @@ def restore_rng(path: Path, device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if "device" in states and device.type != "cpu":
         torch.cuda.set_rng_state(states["device"], device)
+
+
+def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:  # a full disk too: it is no OSError
+        raise StoreError(f"{path}: cannot be written: {error}") from error
 
 
 def _first_cause(error: CheckpointException) -> str:

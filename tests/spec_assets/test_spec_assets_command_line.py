@@ -73,6 +73,24 @@ def test_draftworks_check_lists_every_problem(site):
     assert "two.yaml: key dataset is missing" in found.stderr
 
 
+def test_draftworks_keys_names_every_key_that_a_target_may_have():
+    from draftworks.programs.keys import keys_of
+    from draftworks.registry import Registry
+
+    known = {key.name for key in keys_of("target")}
+    given = Registry(ROOT / "registry").target("tiny").model_dump()
+    flat = set(_flat({name: value for name, value in given.items() if name != "name"}))
+    assert flat <= known
+    assert [key.name for key in keys_of("target") if not key.meaning] == []
+
+
+def _flat(values: dict, prefix: str = "") -> list[str]:
+    names = []
+    for key, value in values.items():
+        names += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [f"{prefix}{key}"]
+    return names
+
+
 def test_draftworks_summary_of_a_target_without_results_says_so(site):
     command = [sys.executable, "-m", "draftworks.programs.cli", "summary", "small", "--registry", str(site.registry)]
     shown = subprocess.run(command, capture_output=True, text=True)
