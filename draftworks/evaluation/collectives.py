@@ -66,14 +66,20 @@ def on_every_rank(action: Callable[[], Result], group: dist.ProcessGroup | None 
     Without it the ranks that fared well would wait for the one that raised until the collective times out.
 
     Raises:
-        StoreError: another rank's error, named; this rank's own DraftworksError and OSError keep what they say.
+        StoreError: another rank's error, named; this rank's own DraftworksError as it is.
     """
     result, error = None, None
     try:
         result = action()
-    except (OSError, DraftworksError) as caught:
+    except (OSError, ValueError, DraftworksError) as caught:
         error = caught
-    said = None if error is None else f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+    said = (
+        None
+        if error is None
+        else str(error)
+        if isinstance(error, DraftworksError)
+        else f"{type(error).__name__}: {error}"
+    )
     errors = {number: text for number, text in enumerate(gather_from_ranks(said, group)) if text is not None}
     if isinstance(error, DraftworksError):
         raise error

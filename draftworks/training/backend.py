@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from draftworks.drafts.strategy import DraftStrategy
 
@@ -69,6 +69,8 @@ class FSDPTrainingBackend(TrainingBackend):
             parameter.data = parameter.data.float()
         for module in [*strategy.fsdp_blocks(), model]:
             fully_shard(module, mesh=mesh, mp_policy=self._policy, reshard_after_forward=False)
+        for method in strategy.model_methods:
+            register_fsdp_forward_method(model, method)
         for module in _sharded(model):
             # Order matters: gloo knows no pre-multiplied sum, which a divide factor would otherwise select.
             module.set_force_sum_reduction_for_comms(True)

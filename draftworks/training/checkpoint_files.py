@@ -165,7 +165,7 @@ def seal(
     """Write the record that makes `folder` a checkpoint. `files`: checksums by path inside it."""
     stored = {name: StoredFile((folder / name).stat().st_size, found) for name, found in sorted(files.items())}
     record = CheckpointRecord(run_id, step, world_size, created, dict(state), stored)
-    document = {"schema_version": SCHEMA_VERSION, **asdict(record)}
+    document = json.loads(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(record)}))  # as it will be read
     publish_json(folder / RECORD, {**document, "digest": digest(document)})
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from draftworks import artifacts
 from draftworks.artifacts import ArtifactStore, Built
 from draftworks.errors import StoreError
 
@@ -133,6 +134,26 @@ def test_a_kill_while_a_result_is_replaced_leaves_the_old_or_the_new_one(tmp_pat
     found = store.obtain("thing", "tiny", IDENTITY, writing("newest"))
     assert found.damage() is None
     assert found.data_version == ("old" if renames == 0 else "newest")
+
+
+def test_a_folder_with_digests_of_its_own_is_neither_digested_nor_read_again(tmp_path: Path, monkeypatch):
+    digested, digest_of = [], artifacts.file_digest
+    monkeypatch.setattr(artifacts, "file_digest", lambda path: digested.append(path.name) or digest_of(path))
+
+    def build(out: Path) -> Built:
+        (out / "checkpoints" / "step1").mkdir(parents=True)
+        (out / "checkpoints" / "step1" / "large.bin").write_text("large")
+        (out / "checkpoints.txt").write_text("of the same name, almost")
+        return Built("x", own_digests=("checkpoints",))
+
+    store = ArtifactStore(tmp_path)
+    built = store.obtain("thing", "tiny", IDENTITY, build)
+    assert (built.path / "checkpoints" / "step1" / "large.bin").read_text() == "large"
+    (built.path / "checkpoints" / "step1" / "large.bin").write_text("damage that its own digest finds")
+    found = store.obtain("thing", "tiny", IDENTITY, build)
+    assert found.hit
+    assert built.files.keys() == found.files.keys() == {"checkpoints.txt"}
+    assert digested == ["checkpoints.txt", "checkpoints.txt"]
 
 
 def test_staging_files_of_dead_writers_are_not_published(tmp_path: Path):
