@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from draftworks.drafts.eagle3_drafter import Eagle3Drafter
 from draftworks.drafts.eagle3_model import Eagle3Draft, Eagle3Sizes
-from draftworks.drafts.strategy import ChainStrategy, StepContext, StepOutput
+from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_gates, token_mean_gates
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DataError
@@ -38,6 +39,7 @@ class Eagle3Strategy(ChainStrategy):
     """
 
     name = EAGLE3.name
+    model_methods = ("propose",)
 
     def __init__(self, options: Eagle3Options, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
         if vocab is None:
@@ -96,6 +98,12 @@ class Eagle3Strategy(ChainStrategy):
     def chain_gates(self, loss_mask: Tensor) -> Tensor:
         gates = specforge_gates if self.options.loss == "specforge" else token_mean_gates
         return gates(loss_mask, self.options.ttt_length)
+
+    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
+        return self.model.propose(batch["input_ids"], batch["features"], rows, count)
+
+    def drafter(self) -> Drafter:
+        return Eagle3Drafter(self.model, self.feature_names[:-1])
 
     def fsdp_blocks(self) -> Sequence[nn.Module]:
         """None: every step of the unroll calls the one layer, so sharding it by itself would gather it T times."""

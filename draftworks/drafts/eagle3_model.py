@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from draftworks.drafts.rows import ActiveRows
 from draftworks.drafts.supervision import teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.drafts.ttt_attention import per_query_head, ttt_attention
+
+Say = Callable[[Tensor], Tensor]
 
 
 class Eagle3Sizes(NamedTuple):
@@ -58,6 +60,11 @@ class Eagle3Attention(nn.Module):
         joint = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
         return ProjectionHalves(*joint.chunk(2, dim=1))
 
+    def attend(self, heads: Heads) -> Tensor:
+        """Plain attention of few queries over all of the keys: (B, S, heads · D)."""
+        out = F.scaled_dot_product_attention(*heads, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
     def heads(self, joint: Tensor, rotation: Rotation) -> Heads:
         """Split (B, S, all heads · D) into heads; rotate queries and keys."""
         heads = joint.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -80,7 +87,7 @@ class Eagle3Layer(nn.Module):
     def unroll(
         self, embedded: Tensor, hidden: Tensor, rotation: Rotation, steps: int, active: ActiveRows
     ) -> Iterator[Tensor]:
-        """Hidden states (R, H) of the active rows, step after step.
+        """Hidden states (R, H) of the active rows, step after step, on tokens that are known beforehand.
 
         Step i reads the tokens from i on, so what the projections make of a token serves all steps. Other rows
         matter only for the keys and values of step 0.
@@ -92,14 +99,51 @@ class Eagle3Layer(nn.Module):
         """
         halves, length = self.self_attn.halves(), hidden.shape[1]
         tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
-        joint = F.linear(self.hidden_norm(hidden), halves.states) + tokens[:, :length]
+
+        def known(step: int, _: Tensor) -> Tensor:
+            return active.take(tokens[:, step : step + length])
+
+        yield from self._steps(halves, tokens[:, :length], hidden, rotation, steps, active, known)
+
+    def run_free(
+        self, embedded: Tensor, hidden: Tensor, rotation: Rotation, steps: int, active: ActiveRows, say: Say
+    ) -> None:
+        """The same on the draft's own words.
+
+        Args:
+            embedded: (B, S, H), tokens of step 0.
+            say: from the hidden states of a step (R, H) to the embeddings (R, H) of what they propose, which the
+                next step reads. Called `steps` times.
+        """
+        halves = self.self_attn.halves()
+        tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
+
+        def said(step: int, hidden: Tensor) -> Tensor:
+            return F.linear(self.input_layernorm(say(hidden)), halves.tokens)
+
+        *_, last = self._steps(halves, tokens, hidden, rotation, steps, active, said)
+        say(last)
+
+    def _steps(
+        self,
+        halves: ProjectionHalves,
+        tokens: Tensor,
+        hidden: Tensor,
+        rotation: Rotation,
+        steps: int,
+        active: ActiveRows,
+        next_tokens: Callable[[int, Tensor], Tensor],
+    ) -> Iterator[Tensor]:
+        """`next_tokens`: from a step's number and the states before it to its tokens, projected, (R, all heads · D)."""
+        length = hidden.shape[1]
+        joint = F.linear(self.hidden_norm(hidden), halves.states) + tokens
         hidden = active.take(hidden)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(steps):
             if step > 0:
                 own = F.linear(self.hidden_norm(hidden), halves.states)
-                joint = active.spread(own + active.take(tokens[:, step : step + length]))
+                joint = active.spread(own + next_tokens(step, hidden))
             heads = self.self_attn.heads(joint, rotation.window(step, length))
             keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
             values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
@@ -135,6 +179,39 @@ class Eagle3Draft(nn.Module):
         self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
 
     @property
+    def draft_ids(self) -> Tensor:
+        """(V_d,) int64: the target's ids of what `lm_head` predicts."""
+        return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings of the target in the draft's dtype."""
+        return F.embedding(ids, self.embed_tokens).to(self.fc.weight.dtype)
+
+    @torch.no_grad()
+    def propose(self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int) -> Tensor:
+        """Greedy chains from many rows at once, each as a server would make it there.
+
+        Args:
+            rows: (B, S) bool: row t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
+
+        Returns:
+            (B, S, count) int64 ids of the target; -1 in other rows.
+        """
+        active, length = ActiveRows.where(rows), input_ids.shape[1]
+        draft_ids, said = self.draft_ids, []
+
+        def say(hidden: Tensor) -> Tensor:
+            said.append(draft_ids[self.lm_head(self.norm(hidden)).argmax(-1)])
+            return self.embed(said[-1])
+
+        first = self.embed(F.pad(input_ids[:, 1:], (0, 1)))
+        rotation = self.rotary(length + count, first.dtype)
+        self.midlayer.run_free(first, self.fc(features.to(first.dtype)), rotation, count, active, say)
+        proposals = input_ids.new_full((input_ids.numel(), count), -1)
+        proposals[active.index] = torch.stack(said, dim=-1)
+        return proposals.unflatten(0, input_ids.shape)
+
+    @property
     def target_head(self) -> Tensor:
         return self.embed_tokens if self.own_target_head is None else self.own_target_head
 
@@ -165,7 +242,7 @@ class Eagle3Draft(nn.Module):
         """
         active = ActiveRows.where(gates.any(0))
         states = self.unroll(input_ids, features, gates.shape[0], active)
-        draft_ids = self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
+        draft_ids = self.draft_ids
         draft_index = torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
         teacher = Teacher(last.flatten(0, 1), self.target_head, draft_ids, draft_index)
         plan = teacher_plan(gates)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from draftworks.features.contracts import TrainBatch
 
@@ -49,6 +49,8 @@ class DraftStrategy(ABC):
     """Trainable. Frozen tensors of the target are non-persistent buffers, so that checkpoints do not hold them."""
     feature_names: tuple[str, ...]
     """Stored features a sample needs, beside `input_ids` and `loss_mask`."""
+    model_methods: tuple[str, ...] = ()
+    """Methods of `model`, beside its forward, that compute with its parameters: FSDP gathers them for these too."""
 
     @abstractmethod
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
@@ -59,12 +61,58 @@ class DraftStrategy(ABC):
         """Loss and counts of one micro-batch. Goes through `self.model(...)` once, so that FSDP hooks run."""
 
     @abstractmethod
+    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
+        """What the draft proposes when a server asks it at a row, greedily and on its own words.
+
+        Args:
+            rows: (B, S) bool. At row t the target has said tokens up to t+1, and its features are known up to t.
+            count: proposals per row.
+
+        Returns:
+            (B, S, count) int64, ids of the target: [b, t, i] is for token t+2+i. -1 in rows that were not asked.
+        """
+
+    @abstractmethod
+    def drafter(self) -> Drafter:
+        """A draft at work on a new sequence, on the device of the model."""
+
+    @abstractmethod
     def fsdp_blocks(self) -> Sequence[nn.Module]:
         """Submodules that FSDP shards on their own, before the whole model."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """JSON-able description that, with the weights, rebuilds this draft."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A chain of proposed tokens. (A tree would say for each token which one it follows; a chain follows the last.)
+
+    Attributes:
+        tokens: (k,) int64, ids of the target.
+        probabilities: (k, V), what each was drawn from; None where the draft took its best guess.
+    """
+
+    tokens: Tensor
+    probabilities: Tensor | None = None
+
+
+class Drafter(ABC):
+    """A draft at work on one sequence, with its own caches: what a server holds for a request."""
+
+    @abstractmethod
+    def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
+        """The target has said more.
+
+        Args:
+            features: (n, H) each, of the n positions that follow those given so far.
+            next_tokens: (n,) int64, the token after each of these positions.
+        """
+
+    @abstractmethod
+    def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
+        """Tokens after the last one that `extend` was given. At temperature 0 the draft's best guesses."""
 
 
 class ChainStrategy(DraftStrategy):

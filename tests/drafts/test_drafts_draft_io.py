@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftworks.drafts.draft_io import CONFIG, WEIGHTS, load_draft, read_config, save_draft
-from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
+from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.errors import StoreError
 from draftworks.features.contracts import TrainBatch
 
@@ -36,6 +36,12 @@ class Small(DraftStrategy):
         raise NotImplementedError
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
+        raise NotImplementedError
+
+    def propose(self, batch: TrainBatch, rows: torch.Tensor, count: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def drafter(self) -> Drafter:
         raise NotImplementedError
 
     def fsdp_blocks(self) -> Sequence[nn.Module]:

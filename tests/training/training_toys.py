@@ -11,7 +11,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
+from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
+from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef, TrainBatch
 from draftworks.features.loader import FeatureDataLoader
 
@@ -58,6 +59,13 @@ class ToyStrategy(DraftStrategy):
         counts = {"acc_corrects": correct[None], "acc_denoms": mask.sum(dtype=torch.float64)[None]}
         return StepOutput(loss_sum, mask.sum(), counts)
 
+    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
+        said = self.model(batch["last"]).argmax(-1)
+        return torch.where(rows, said, -1)[..., None].expand(-1, -1, count)
+
+    def drafter(self) -> Drafter:
+        raise NotImplementedError
+
     def fsdp_blocks(self) -> Sequence[nn.Module]:
         return (self.model.block,)
 
@@ -93,6 +101,21 @@ class MemoryStore(FeatureStore):
         return 0
 
 
+class CountingStore(MemoryStore):
+    """Counts what is read, and breaks down when `limit` samples have been."""
+
+    def __init__(self, samples: Mapping[str, dict[str, Tensor]], limit: int | None = None) -> None:
+        super().__init__(samples)
+        self.reads = 0
+        self.limit = limit
+
+    def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
+        if self.reads == self.limit:
+            raise StoreError(f"the store broke down after {self.reads} samples")
+        self.reads += 1
+        return super().get(ref)
+
+
 def ragged_samples(count: int, seed: int = 1, supervised: bool = True) -> dict[str, dict[str, Tensor]]:
     """Samples of 4 to 15 tokens whose labels can be learned from their hidden states."""
     generator = torch.Generator().manual_seed(seed)
@@ -120,10 +143,11 @@ def train_loader(
     global_batch: int,
     rank: int = 0,
     world: int = 1,
+    store: FeatureStore | None = None,
 ) -> FeatureDataLoader:
     return FeatureDataLoader.for_training(
         refs_of(samples),
-        MemoryStore(samples),
+        store or MemoryStore(samples),
         micro,
         strategy.collate,
         global_batch_size=global_batch,
@@ -135,10 +159,15 @@ def train_loader(
 
 
 def eval_loader(
-    strategy: DraftStrategy, samples: Mapping[str, dict[str, Tensor]], micro: int, rank: int = 0, world: int = 1
+    strategy: DraftStrategy,
+    samples: Mapping[str, dict[str, Tensor]],
+    micro: int,
+    rank: int = 0,
+    world: int = 1,
+    store: FeatureStore | None = None,
 ) -> FeatureDataLoader:
     return FeatureDataLoader.for_evaluation(
-        refs_of(samples), MemoryStore(samples), micro, strategy.collate, rank=rank, world=world, prefetch=0
+        refs_of(samples), store or MemoryStore(samples), micro, strategy.collate, rank=rank, world=world, prefetch=0
     )
 
 
