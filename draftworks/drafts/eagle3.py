@@ -46,6 +46,7 @@ class Eagle3Strategy(ChainStrategy):
             raise ConfigError("eagle3 predicts over a reduced vocabulary: expected a vocabulary mapping, found none")
         _check_vocabulary(vocab, options, target)
         self.options = options
+        self.draft_tokens = options.ttt_length
         self.feature_names = EAGLE3.features(target.num_layers, options)
         self._target = target
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)

@@ -49,6 +49,8 @@ class DraftStrategy(ABC):
     """Trainable. Frozen tensors of the target are non-persistent buffers, so that checkpoints do not hold them."""
     feature_names: tuple[str, ...]
     """Stored features a sample needs, beside `input_ids` and `loss_mask`."""
+    draft_tokens: int = 1
+    """How many tokens it is made to propose in one go: what a server would ask for."""
     model_methods: tuple[str, ...] = ()
     """Methods of `model`, beside its forward, that compute with its parameters: FSDP gathers them for these too."""
 

@@ -74,7 +74,7 @@ class BigramDraft:
         plan = teacher_plan(gates)
         ids, last = batch["input_ids"].flatten()[plan.positions], batch["last"].flatten(0, 1)[plan.positions]
         # Every step that predicts from one position proposes the same token there: the table looks one token back.
-        correct = self._successor[ids] == self._argmax(last)
+        correct = self._successor[ids] == argmax_of_head(self._head, last)
         counts = {
             "acc_corrects": ((plan.rows >= 0) & correct).sum(1, dtype=torch.float64),
             "acc_denoms": gates.sum(dim=(1, 2), dtype=torch.float64),
@@ -82,7 +82,8 @@ class BigramDraft:
         nothing = torch.zeros((), device=ids.device)
         return StepOutput(nothing, nothing, counts)
 
-    def _argmax(self, last: Tensor) -> Tensor:
-        """The target's own next tokens, (N, H) -> (N,). The head runs in its own dtype, as in the target itself."""
-        rows = max(1, CHUNK_ELEMENTS // self._head.shape[0])
-        return torch.cat([F.linear(part.to(self._head.dtype), self._head).argmax(-1) for part in last.split(rows)])
+
+def argmax_of_head(head: Tensor, last: Tensor) -> Tensor:
+    """The target's own next tokens, (N, H) -> (N,). The head (V, H) runs in its own dtype, as in the target itself."""
+    rows = max(1, CHUNK_ELEMENTS // head.shape[0])
+    return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in last.split(rows)])

@@ -13,6 +13,7 @@ from draftworks.drafts.strategy import StepOutput
 from draftworks.evaluation.collectives import gather_from_ranks, sum_over_ranks
 
 CORRECT, SUPERVISED = "acc_corrects", "acc_denoms"
+BLOCK_METRIC, WALK_METRIC = "eval/rung2_block_acc_len", "eval/rung3_walk_acc_len"
 SCALARS = ("loss_sum", "loss_weight", "tokens")
 
 
@@ -89,6 +90,15 @@ class EvalResult:
         rates = _ratios(self.counts.get("acceptance_sums", ()), self.counts.get("acceptance_denoms", ()))
         named |= {f"eval/ploss_{i}": loss for i, loss in enumerate(losses)}
         named |= {f"eval/acceptance_rate_{i}": rate for i, rate in enumerate(rates)}
+        return named | self._replayed_metrics()
+
+    def _replayed_metrics(self) -> dict[str, float]:
+        """Rungs 2 and 3, where the evaluation replayed them; see `draftworks.evaluation.replay`."""
+        named = {}
+        for metric, rung in ((BLOCK_METRIC, "block"), (WALK_METRIC, "walk")):
+            passes = sum(self.counts.get(f"{rung}_passes", ()))
+            if passes:
+                named[metric] = sum(self.counts[f"{rung}_accepted"]) / passes
         return named
 
     def __add__(self, other: EvalResult) -> EvalResult:

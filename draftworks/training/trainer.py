@@ -14,7 +14,8 @@ from draftworks.drafts.draft_io import read_weights
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.evaluation.collectives import rank
 from draftworks.evaluation.evaluator import Evaluator
-from draftworks.evaluation.result import EvalResult
+from draftworks.evaluation.replay import with_replay
+from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, EvalResult
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.schedule import TrainSchedule
 from draftworks.specs import TrainingSpec
@@ -104,6 +105,9 @@ class Trainer:
         self.controller = TrainerController(self.core, train_loader, plan, position, hooks, checkpointer)
         self._eval_loader = eval_loader
         self._evaluator = Evaluator(device)
+        self._forward = self.strategy.forward_loss
+        if training.best_metric in (BLOCK_METRIC, WALK_METRIC):
+            self._forward = with_replay(strategy, strategy.draft_tokens)
         if resumed is not None:
             resumed.restore(optimizer, device)
             self.controller.restore(resumed)
@@ -117,7 +121,7 @@ class Trainer:
             ConfigError: the metric that decides which draft is the best does not exist.
         """
         for batch in self._eval_loader:
-            found = self._evaluator.run(self.strategy, [batch])
+            found = self._evaluator.run(self._forward, [batch])
             if found is not None:
                 if self.persistence is not None:
                     self.persistence.manager.rule.score(found.metrics())
@@ -141,7 +145,7 @@ class Trainer:
         return TrainedWeights(read_weights(folder / WEIGHTS) if rank() == 0 else {}, best.step)
 
     def _evaluate(self, ctx: StepContext) -> EvalResult | None:
-        return self._evaluator.run(self.strategy, self._eval_loader, ctx)
+        return self._evaluator.run(self._forward, self._eval_loader, ctx)
 
 
 def plan_of(training: TrainingSpec, steps_per_epoch: int) -> Plan:

@@ -16,7 +16,7 @@ class Unchained(DraftStrategy):
     def __init__(self, *arguments: Any) -> None:
         self._inner = Eagle3Strategy(*arguments)
         self.name, self.model, self.feature_names = self._inner.name, self._inner.model, self._inner.feature_names
-        self.model_methods = self._inner.model_methods
+        self.model_methods, self.draft_tokens = self._inner.model_methods, self._inner.draft_tokens
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         return self._inner.collate(samples, sample_ids)

@@ -1,0 +1,168 @@
+"""Rung 4 of the acceptance ladder: real speculative decoding with the target, beside plain decoding, one prompt at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Generator, Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from draftworks.drafts.sampling import Verdict, distribution, draw, verify
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.errors import ConfigError
+from draftworks.evaluation.prompt_acceptance import PromptAcceptance
+from draftworks.identity import LayerTap
+
+
+@dataclass(frozen=True)
+class DecodingLimits:
+    """When an answer ends: at one of `stop_ids`, which belongs to it, or after `max_new_tokens`."""
+
+    max_new_tokens: int
+    stop_ids: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An answer, and the seconds it took, prefill included."""
+
+    tokens: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Speculated(Decoded):
+    """`acceptance` counts the passes after the prefill, which gives the first token."""
+
+    acceptance: PromptAcceptance
+
+
+class TargetSession:
+    """A target at work on one sequence, with its cache.
+
+    Args:
+        taps: residual streams to hand over with the logits; `last` always is.
+    """
+
+    def __init__(self, model: PreTrainedModel, taps: Sequence[LayerTap] = ()) -> None:
+        self._model = model
+        self._taps = tuple(taps)
+        self._cache = DynamicCache(config=model.config)
+
+    @torch.no_grad()
+    def read(self, tokens: Sequence[int]) -> TargetPass:
+        """One pass over the tokens that follow those in the cache."""
+        ids = torch.tensor([list(tokens)], device=self._model.device)
+        out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, output_hidden_states=True)
+        features = {tap.name: out.hidden_states[tap.hf_index][0] for tap in self._taps}
+        return TargetPass(out.logits[0], {**features, "last": out.hidden_states[-1][0]})
+
+    def keep(self, tokens: int) -> None:
+        """Forget everything after so many tokens."""
+        surplus = self._cache.get_seq_length() - tokens
+        if surplus:
+            self._cache.crop(-surplus)
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """Of n tokens: logits (n, V), features (n, H) by name."""
+
+    logits: Tensor
+    features: dict[str, Tensor]
+
+
+@dataclass
+class _Answer:
+    """What has been said, and whether it is over."""
+
+    limits: DecodingLimits
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        return len(self.tokens) >= self.limits.max_new_tokens or (
+            bool(self.tokens) and self.tokens[-1] in self.limits.stop_ids
+        )
+
+    def say(self, tokens: Sequence[int]) -> int:
+        """As many of these as belong to the answer; returns how many."""
+        before = len(self.tokens)
+        for token in tokens:
+            if self.over:
+                break
+            self.tokens.append(token)
+        return len(self.tokens) - before
+
+
+def decode(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    limits: DecodingLimits,
+    temperature: float = 0.0,
+    generator: Generator | None = None,
+) -> Decoded:
+    """Plain decoding with a cache."""
+    started = time.perf_counter()
+    session, answer = TargetSession(model), _Answer(limits)
+    logits = session.read(prompt).logits[-1]
+    answer.say([_next(logits, temperature, generator)])
+    while not answer.over:
+        logits = session.read(answer.tokens[-1:]).logits[-1]
+        answer.say([_next(logits, temperature, generator)])
+    return Decoded(tuple(answer.tokens), time.perf_counter() - started)
+
+
+def speculate(
+    model: PreTrainedModel,
+    strategy: DraftStrategy,
+    taps: Sequence[LayerTap],
+    prompt: Sequence[int],
+    limits: DecodingLimits,
+    count: int,
+    temperature: float = 0.0,
+    generator: Generator | None = None,
+    sample_id: str = "",
+) -> Speculated:
+    """Speculative decoding: the draft proposes `count` tokens, the target verifies them in one pass.
+
+    Greedy, the answer is that of `decode` token for token, to rounding of the target's logits; at a temperature it has the
+    same distribution.
+
+    Raises:
+        ConfigError: an empty prompt.
+    """
+    if not prompt:
+        raise ConfigError("a prompt of no tokens: speculative decoding begins at the last prompt position")
+    started = time.perf_counter()
+    session, answer, drafter = TargetSession(model, taps), _Answer(limits), strategy.drafter()
+    seen = session.read(prompt)
+    answer.say([_next(seen.logits[-1], temperature, generator)])
+    following = torch.tensor([*prompt[1:], answer.tokens[-1]], device=model.device)
+    known = len(prompt)
+    accepted: list[int] = []
+    emitted = 0
+    while not answer.over:
+        drafter.extend(seen.features, following)
+        proposal = drafter.propose(count, temperature, generator)
+        proposed = proposal.tokens.tolist()
+        seen = session.read([answer.tokens[-1], *proposed])
+        verdict: Verdict = verify(proposal, seen.logits, temperature, generator)
+        said = [*proposed[: verdict.accepted], verdict.next_token]
+        counted = answer.say(said)
+        emitted += counted
+        accepted.append(min(verdict.accepted, counted))
+        rows = verdict.accepted + 1
+        known += rows
+        session.keep(known)
+        seen = TargetPass(seen.logits[:rows], {name: stream[:rows] for name, stream in seen.features.items()})
+        following = torch.tensor(said, device=model.device)
+    acceptance = PromptAcceptance.of_passes(sample_id, accepted, emitted)
+    return Speculated(tuple(answer.tokens), time.perf_counter() - started, acceptance)
+
+
+def _next(logits: Tensor, temperature: float, generator: Generator | None) -> int:
+    return int(logits.argmax() if temperature == 0 else draw(distribution(logits, temperature), generator))

@@ -1,0 +1,98 @@
+"""The embedded target in float64, prompts, its greedy answers, their features, and a draft that has learned a little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from draftworks.capture.hf import HFTargetEngine
+from draftworks.data.vocab import build_vocab_mapping
+from draftworks.drafts.eagle3 import Eagle3Strategy
+from draftworks.drafts.strategy import StepContext
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.evaluation.decoding import DecodingLimits, decode
+from draftworks.features.contracts import TrainBatch
+from draftworks.identity import EngineIdentity, LayerTap
+from draftworks.runs import TargetFiles
+from draftworks.strategies import Eagle3Options
+
+TTT = 4
+TAPS = (LayerTap(2), LayerTap(4), LayerTap(5))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and the target's greedy answer to it, with the features of both."""
+
+    name: str
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    features: dict[str, Tensor]
+
+    def tensors(self) -> dict[str, Tensor]:
+        ids = torch.tensor([*self.prompt, *self.answer])
+        mask = torch.arange(len(ids)) >= len(self.prompt)
+        return {"input_ids": ids, "loss_mask": mask, **self.features}
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Everything that rungs 3 and 4 need, in one precision."""
+
+    model: LlamaForCausalLM
+    strategy: Eagle3Strategy
+    samples: list[Sample]
+    limits: DecodingLimits
+
+    def batch(self, samples: list[Sample]) -> TrainBatch:
+        return self.strategy.collate([s.tensors() for s in samples], [s.name for s in samples])
+
+
+def build_ladder(folder: Path, target: TargetFiles, prompts: int, max_new_tokens: int, steps: int) -> Ladder:
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    limits = DecodingLimits(max_new_tokens, (tokenizer.eos_token_id,))
+    samples = [_answered(model, tokenizer, row, limits) for row in _rows(folder, prompts)]
+    strategy = _draft(target, samples)
+    ladder = Ladder(model, strategy, samples, limits)
+    _teach(ladder, steps)
+    strategy.model.double()
+    return ladder
+
+
+def _rows(folder: Path, count: int) -> list[dict]:
+    rows = pq.read_table(folder / "corpus.parquet").to_pylist()
+    return [row for row in rows[:: len(rows) // count] if len(row["messages"][0]["content"]) < 120][:count]
+
+
+def _answered(model: LlamaForCausalLM, tokenizer, row: dict, limits: DecodingLimits) -> Sample:
+    prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    answer = decode(model, prompt, limits).tokens
+    engine = HFTargetEngine(model, EngineIdentity("hf"), context=512)
+    return Sample(row["id"], tuple(prompt), answer, engine.capture([[*prompt, *answer]], TAPS)[0])
+
+
+def _draft(target: TargetFiles, samples: list[Sample]) -> Eagle3Strategy:
+    parts = TargetParts.load(target)
+    counts = np.bincount([token for sample in samples for token in sample.answer], minlength=parts.vocab_size)
+    options = Eagle3Options(ttt_length=TTT, draft_vocab_size=400, layer_ids=[tap.hf_index for tap in TAPS])
+    return Eagle3Strategy(options, parts, build_vocab_mapping(counts, 400), seed=1)
+
+
+def _teach(ladder: Ladder, steps: int) -> None:
+    model = ladder.strategy.model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    batch = ladder.batch(ladder.samples)
+    for step in range(steps):
+        output = ladder.strategy.forward_loss(batch, StepContext(step, steps))
+        (output.loss_sum / output.loss_weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -1,0 +1,82 @@
+"""Rung 3 is rung 4, count for count; rung 4 says what the target alone would say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ladder_toys import TAPS, TTT, Ladder, build_ladder
+
+from draftworks.evaluation.decoding import DecodingLimits, decode, speculate
+from draftworks.evaluation.replay import replay
+
+
+@pytest.fixture(scope="module")
+def ladder(tiny_folder, tiny_target) -> Ladder:
+    torch.set_num_threads(1)
+    return build_ladder(tiny_folder, tiny_target, prompts=16, max_new_tokens=48, steps=60)
+
+
+def test_the_walk_equals_the_real_loop_count_for_count(ladder: Ladder):
+    replayed = {r.walk.sample_id: r.walk for r in replay(ladder.strategy, ladder.batch(ladder.samples), TTT)}
+    accepted = 0
+    for sample in ladder.samples:
+        spoken = speculate(
+            ladder.model, ladder.strategy, TAPS, sample.prompt, ladder.limits, TTT, sample_id=sample.name
+        )
+        assert spoken.tokens == sample.answer
+        assert replayed[sample.name] == spoken.acceptance
+        accepted += spoken.acceptance.accepted
+    assert accepted > 100
+
+
+def test_proposing_at_every_row_equals_proposing_on_a_live_sequence(ladder: Ladder):
+    sample = ladder.samples[0]
+    batch = ladder.batch([sample])
+    rows = torch.ones_like(batch["input_ids"], dtype=torch.bool)
+    at_once = ladder.strategy.propose(batch, rows, TTT)[0]
+    drafter, ids = ladder.strategy.drafter(), batch["input_ids"][0]
+    for row in range(len(ids) - 1):
+        features = {tap.name: sample.features[tap.name][row : row + 1] for tap in TAPS}
+        drafter.extend(features, ids[row + 1 : row + 2])
+        assert torch.equal(drafter.propose(TTT, 0.0, None).tokens, at_once[row])
+
+
+def test_rows_that_are_not_asked_propose_nothing(ladder: Ladder):
+    batch = ladder.batch(ladder.samples[:2])
+    rows = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+    rows[0, 3] = rows[1, 7] = True
+    proposals = ladder.strategy.propose(batch, rows, 2)
+    assert (proposals[~rows] == -1).all()
+    assert (proposals[rows] >= 0).all()
+
+
+def test_replay_does_not_depend_on_the_batch(ladder: Ladder):
+    together = replay(ladder.strategy, ladder.batch(ladder.samples), TTT)
+    alone = [replay(ladder.strategy, ladder.batch([sample]), TTT)[0] for sample in ladder.samples]
+    assert together == alone
+    assert len({len(sample.answer) for sample in ladder.samples}) > 1
+
+
+def test_fewer_proposals_are_a_prefix_of_more(ladder: Ladder):
+    batch = ladder.batch(ladder.samples)
+    long, short = (replay(ladder.strategy, batch, count) for count in (TTT, 2))
+    for more, fewer in zip(long, short):
+        assert fewer.blocks.accepted <= more.blocks.accepted
+        assert fewer.walk.passes >= more.walk.passes
+        assert fewer.walk.emitted == more.walk.emitted
+
+
+def test_every_pass_but_the_last_emits_what_it_accepted_and_one_more(ladder: Ladder):
+    for sample in ladder.samples:
+        walk = replay(ladder.strategy, ladder.batch([sample]), TTT)[0].walk
+        assert walk.emitted == len(sample.answer) - 1
+        assert walk.accepted + walk.passes - walk.emitted in (0, 1)
+
+
+def test_token_limits_and_stop_tokens_end_an_answer_as_in_plain_decoding(ladder: Ladder):
+    sample = ladder.samples[0]
+    for limits in (DecodingLimits(1), DecodingLimits(7), DecodingLimits(20, sample.answer[5:6])):
+        plain = decode(ladder.model, sample.prompt, limits)
+        spoken = speculate(ladder.model, ladder.strategy, TAPS, sample.prompt, limits, TTT)
+        assert spoken.tokens == plain.tokens
+        assert spoken.acceptance.emitted == len(plain.tokens) - 1
