@@ -40,7 +40,7 @@ from draftworks.training.snapshot import WEIGHTS
 
 BYTES_PER_PARAMETER = 12  # fp32 weights and two moments
 WIDTH = 2048
-START = Position(steps_per_epoch=1_000, global_batch_size=8)
+START = Position(samples=8_000, global_batch_size=8)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class _Training:
         self.optimizer.step()
 
     def save(self, manager: CheckpointManager, step: int) -> None:
-        position = Position(START.steps_per_epoch, START.global_batch_size, step)
+        position = Position(START.samples, START.global_batch_size, step)
         checkpointer = Checkpointer(manager, self.backend, self.optimizer, {})
         checkpointer.save(position, History(1_000), EvalResult.nothing(), 0.0)
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+import psutil
 from dagster_pipes import PipesContext, PipesEnvVarParamsLoader, open_dagster_pipes
 from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
@@ -140,7 +141,7 @@ def run_program(
     """
     path = _parse_arguments(main, arguments)
     if is_torchelastic_launched():
-        die_with_parent()
+        _die_with_torchrun()
     _raise_on_signals()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stdout)
     try:
@@ -152,6 +153,14 @@ def run_program(
         print(interrupt, file=sys.stderr, flush=True)
         _RankErrorHandler().record_exception(interrupt)
         sys.exit(_SIGNAL_EXIT_BASE + interrupt.signum)
+
+
+def _die_with_torchrun() -> None:
+    """Also if torchrun was killed while this rank was still importing: its place as parent is init's then."""
+    parent = psutil.Process(os.getppid())
+    if parent.pid == 1 and not any(name in " ".join(parent.cmdline()) for name in ("torchrun", "python")):
+        sys.exit(_SIGNAL_EXIT_BASE + signal.SIGKILL)
+    die_with_parent()
 
 
 def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict[str, Any]], path: Path) -> None:

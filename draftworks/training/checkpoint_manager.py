@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from draftworks.errors import StoreError
 from draftworks.evaluation.collectives import from_rank_0, gather_from_ranks, on_every_rank, rank, world_size
 from draftworks.publishing import publish_json
 from draftworks.training.best import BestRecord, BestRule, read_best
-from draftworks.training.checkpoint_files import CheckpointFolder, seal, stored_files, sync_and_sum
+from draftworks.training.checkpoint_files import CheckpointFolder, read_record, seal, stored_files, sync_and_sum
 from draftworks.training.snapshot import Snapshot, save_moments, save_plain
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,18 @@ class CheckpointManager:
         self.best = record
         self._on_rank_0(lambda: self._rotate(step))
 
+    def resume(self, checkpoint: Path, step: int) -> None:
+        """Go on from a checkpoint, perhaps of another folder. A collective.
+
+        A best of later steps, which this timeline will not have seen, is forgotten; the best that the checkpoint's own
+        folder knows of is copied here, so that a training never ends worse than the best it had.
+        """
+        if self.best is not None and self.best.step > step:
+            self.best = None
+        if checkpoint.resolve().parent != self.folder.output_dir.resolve():
+            self._on_rank_0(lambda: self._adopt_best(checkpoint, step))
+            self.best = from_rank_0(self.best, self._group)
+
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints on the disk, ascending."""
         return self.folder.steps()
@@ -139,6 +152,19 @@ class CheckpointManager:
             self.folder.best_pointer.unlink(missing_ok=True)
         self.folder.staging(step).mkdir()
         (self.folder.staging(step) / "optimizer").mkdir()
+
+    def _adopt_best(self, checkpoint: Path, step: int) -> None:
+        theirs = CheckpointFolder(checkpoint.parent, read_record(checkpoint).run_id)
+        best = read_best(theirs, self.rule)
+        if best is None or best.step > step:
+            return
+        staging = self.folder.staging(best.step)
+        self.folder.output_dir.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.copytree(theirs.final(best.step), staging)
+        self.folder.publish(best.step)
+        self.best = replace(best, run_id=self.folder.run_id, checkpoint=self.folder.final(best.step).name)
+        self.best.save(self.folder)
 
     def _write_documents(self, staging: Path, snapshot: Snapshot) -> None:
         for name, document in snapshot.documents.items():

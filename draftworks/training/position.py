@@ -15,12 +15,16 @@ class Position:
     """After `global_step` optimizer steps.
 
     Attributes:
-        steps_per_epoch, global_batch_size: of this training; how a step is cut into micro-batches and ranks is not here.
+        samples, global_batch_size: of this training; how a step is cut into micro-batches and ranks is not here.
     """
 
-    steps_per_epoch: int
+    samples: int
     global_batch_size: int
     global_step: int = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.samples // self.global_batch_size
 
     @property
     def epoch(self) -> int:
@@ -44,7 +48,7 @@ class Position:
             "global_step": self.global_step,
             "epoch": self.epoch,
             "epoch_samples": self.epoch_samples,
-            "steps_per_epoch": self.steps_per_epoch,
+            "samples": self.samples,
             "global_batch_size": self.global_batch_size,
         }
 

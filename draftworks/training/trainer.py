@@ -86,13 +86,14 @@ class Trainer:
         if not isinstance(schedule, TrainSchedule):
             raise TypeError(f"train_loader needs a TrainSchedule, found a {type(schedule).__name__}")
         plan = plan_of(training, schedule.steps)
-        position = Position(schedule.steps, schedule.global_batch_size)
+        position = Position(schedule.samples, schedule.global_batch_size)
         self.strategy = strategy
         self.persistence = persistence
         self._publish_best = training.publish == "best"
         resumed = None
         if persistence is not None and persistence.resume_from is not None:
             resumed = read_resume_state(persistence.resume_from, persistence.identity, position)
+            persistence.manager.resume(resumed.folder, resumed.position.global_step)
             resumed.load_weights(strategy.model)
         self.backend = FSDPTrainingBackend(device, getattr(torch, training.compute_dtype))
         self.backend.prepare_model(strategy)

@@ -190,34 +190,6 @@ def test_nan_loss_stops_training_and_names_the_samples() -> None:
     assert_same_weights(core.backend.full_state_dict(), before)
 
 
-class _CountingBackend(FSDPTrainingBackend):
-    """Counts how often the reduction was deferred, as FSDP itself sees it."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.boundaries: list[bool] = []
-        self.reduced: list[bool] = []
-
-    def backward(self, loss: Tensor, *, is_boundary: bool = True) -> None:
-        super().backward(loss, is_boundary=is_boundary)
-        self.boundaries.append(is_boundary)
-        self.reduced.append(next(iter(self.parameters().values())).grad is not None)
-
-
-def _count_deferrals(rank: int, folder: Path) -> None:
-    strategy = ToyStrategy()
-    backend = _CountingBackend(CPU)
-    backend.prepare_model(strategy)
-    core = TrainerCore(strategy, backend, BF16Optimizer(backend.parameters(), LrSchedule(0.1, 3)), 4)
-    steps = [core.train_step(batch_of(strategy, seed=10 * rank + i), StepContext()) for i in range(12)]
-    expected = [False, False, False, True] * 3
-    assert backend.boundaries == backend.reduced == [step is not None for step in steps] == expected
-
-
-def test_reduction_is_deferred_on_all_but_the_last_micro_step(tmp_path: Path) -> None:
-    on_ranks(2, tmp_path, _count_deferrals, tmp_path)
-
-
 def test_plan_counts_optimizer_steps() -> None:
     assert plan_of(SPEC, steps_per_epoch=10).total_steps == 30
     assert plan_of(SPEC.model_copy(update={"max_steps": 7}), 10).total_steps == 7

@@ -1,0 +1,86 @@
+"""A small EAGLE-3 training of the embedded target on random features, ready to be run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import TokenizedSet, write_tokens
+from draftworks.data.vocab import build_vocab_mapping, supervised_counts
+from draftworks.features.contracts import SampleRef
+from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.manifest import write_feature_set
+from draftworks.runs import FeatureSet, TargetFiles, TrainRun
+from draftworks.specs import TrainingSpec
+
+TINY = Path(__file__).resolve().parents[1] / "registry" / "models" / "tiny"
+STREAMS = ("hf2", "hf4", "hf5", "last")
+RANKS = 2
+
+
+def random_training(folder: Path, steps: int) -> TrainRun:
+    """Random features for the embedded target, and a run file over them that saves after every step."""
+    target = TargetFiles(
+        name="tiny",
+        model=str(TINY),
+        tokenizer=str(TINY),
+        digest="0" * 16,
+        tokenizer_digest="0" * 16,
+        num_layers=8,
+        hidden_size=128,
+        vocab_size=2048,
+        context=512,
+    )
+    train, heldout = (random_set(folder, name, samples, target) for name, samples in (("train", 33), ("heldout", 24)))
+    vocab = folder / "vocab.safetensors"
+    build_vocab_mapping(supervised_counts(TokenizedSet.open(train.tokens), target.vocab_size), 64).save(vocab)
+    training = TrainingSpec(
+        processes=RANKS,
+        global_batch_size=8,
+        micro_batch_size=2,
+        epochs=steps,
+        max_steps=steps,
+        lr=1e-3,
+        compute_dtype="float32",
+        device="cpu",
+        eval_every=2,
+        save_every=1,
+    )
+    return TrainRun(
+        out=folder,
+        target=target,
+        strategy="eagle3",
+        options={"ttt_length": 3, "draft_vocab_size": 64, "intermediate_size": 64},
+        training=training,
+        train=train,
+        heldout=heldout,
+        store=folder / "store",
+        vocab_mapping=vocab,
+    )
+
+
+def random_set(folder: Path, name: str, samples: int, target: TargetFiles) -> FeatureSet:
+    """Tokens and features of samples of 8 to 39 tokens."""
+    generator = torch.Generator().manual_seed(samples)
+    store = LocalFeatureStore(folder / "store")
+    rows, refs = [], []
+    for index in range(samples):
+        length = int(torch.randint(8, 40, (), generator=generator))
+        tokens = torch.randint(0, 100, (length,), generator=generator)
+        row = TokenRow(f"{name}{index}", tokens.int().numpy(), np.arange(length) >= 3)
+        keys = {stream: f"{name}-{index}-{stream}" for stream in STREAMS}
+        ref = SampleRef(
+            row.sample_id, "kills", name, store.uri, keys, {}, target_model_version=target.digest,
+            metadata={"tokens": row.token_digest},
+        )  # fmt: skip
+        tensors = {stream: torch.randn(length, target.hidden_size, generator=generator) for stream in STREAMS}
+        rows.append(row)
+        refs.append(store.put(ref, tensors))
+    store.close()
+    found = FeatureSet(tokens=folder / f"{name}-tokens", features=folder / f"{name}-features")
+    write_tokens(found.tokens, rows)
+    write_feature_set(found.features, refs, {"dtype": "float32"}, STREAMS, store.uri)
+    return found
