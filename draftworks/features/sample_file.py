@@ -1,0 +1,150 @@
+"""One sample in one safetensors file that says whose it is and seals itself.
+
+The header's `__metadata__` has two entries: `record`, JSON that names the sample, its generation and for each tensor
+dtype, shape and SHA-256; and `seal`, taken over all bytes of the header with the seal's own digits as zeros. So any
+altered byte of the file is found out, and with a shared secret nobody else can make a file that is accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftworks.errors import StoreError
+from draftworks.features.sealing import AuthPolicy
+from draftworks.identity import canonical_json
+
+SAMPLE_SCHEMA = "draftworks.sample.1"
+MAX_HEADER_BYTES = 64 << 20
+_BLANK = b"0" * 64
+# Quotes inside a JSON string are escaped, so neither a sample id nor a tensor's name can look like this.
+_SEAL = re.compile(rb'"seal":"([0-9a-f]{64})"')
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """What a sample file says of one tensor. `dtype` is torch's name; `sha256` is of its bytes in row-major order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SampleHeader:
+    """The sealed part of a sample file, checked; `spans` are the places of the tensors' bytes in the file."""
+
+    path: Path
+    sample_id: str
+    generation: int
+    tensors: Mapping[str, TensorRecord]
+    spans: Mapping[str, slice]
+
+
+def write_sample(
+    path: Path, sample_id: str, generation: int, tensors: Mapping[str, Tensor], policy: AuthPolicy
+) -> None:
+    """Write a sample file at `path`, neither synced nor published: that is the store's."""
+    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    record = {
+        "schema": SAMPLE_SCHEMA,
+        "sample_id": sample_id,
+        "generation": generation,
+        "sealed_by": policy.kind,
+        "tensors": {
+            name: asdict(TensorRecord(str(t.dtype).removeprefix("torch."), tuple(t.shape), _sha256(t)))
+            for name, t in own.items()
+        },
+    }
+    save_file(own, path, metadata={"record": canonical_json(record), "seal": _BLANK.decode()})
+    with path.open("r+b") as stream:
+        header = _header_bytes(stream)
+        place = _SEAL.search(header)
+        if place is None:
+            raise StoreError(f"{path}: safetensors wrote a header without the seal's place")
+        stream.seek(8 + place.start(1))
+        stream.write(policy.seal(header).encode())
+
+
+def read_sample_header(stream: BinaryIO, path: Path, policy: AuthPolicy) -> SampleHeader:
+    """Read and check the header of an open sample file, and that the file is as long as it says.
+
+    Raises:
+        StoreError: truncated, altered, of another schema, or not sealed as `policy` asks.
+    """
+    try:
+        header = _header_bytes(stream)
+        fields = json.loads(header)
+        record = json.loads(fields.pop("__metadata__")["record"])
+        seal = _SEAL.search(header)
+        if seal is None:
+            raise ValueError("it has no seal")
+        blank = header[: seal.start(1)] + _BLANK + header[seal.end(1) :]
+        policy.require(str(record["sealed_by"]), seal[1].decode(), blank, str(path))
+        found = _parsed(path, record, fields, data_start=8 + len(header))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise StoreError(f"{path} has no readable header ({error!r}): it is truncated or altered") from error
+    expected = max((span.stop for span in found.spans.values()), default=8 + len(header))
+    size = os.fstat(stream.fileno()).st_size
+    if size != expected:
+        raise StoreError(f"{path} is truncated or has grown: expected {expected} bytes, found {size}")
+    return found
+
+
+def read_tensor(stream: BinaryIO, header: SampleHeader, name: str) -> Tensor:
+    """A tensor in memory of its own: a mapped file may vanish below its reader when another machine frees it.
+
+    Raises:
+        StoreError: its bytes are not those that were stored.
+    """
+    record, span = header.tensors[name], header.spans[name]
+    content = bytearray(span.stop - span.start)
+    stream.seek(span.start)
+    read = stream.readinto(content)
+    found = sha256(content).hexdigest()
+    if read != len(content) or found != record.sha256:
+        raise StoreError(
+            f"{header.path}, tensor {name}, is altered: expected checksum {record.sha256[:16]}, found {found[:16]}"
+        )
+    dtype = getattr(torch, record.dtype)
+    if not content:
+        return torch.empty(record.shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=dtype).reshape(record.shape)
+
+
+def _parsed(path: Path, record: dict[str, Any], fields: dict[str, Any], data_start: int) -> SampleHeader:
+    if record["schema"] != SAMPLE_SCHEMA:
+        raise StoreError(f"{path} has schema {record['schema']!r}, expected {SAMPLE_SCHEMA!r}")
+    tensors = {
+        name: TensorRecord(value["dtype"], tuple(value["shape"]), value["sha256"])
+        for name, value in record["tensors"].items()
+    }
+    offsets = {name: fields[name]["data_offsets"] for name in tensors}
+    spans = {name: slice(data_start + first, data_start + last) for name, (first, last) in offsets.items()}
+    return SampleHeader(path, record["sample_id"], record["generation"], tensors, spans)
+
+
+def _header_bytes(stream: BinaryIO) -> bytes:
+    stream.seek(0)
+    (length,) = struct.unpack("<Q", stream.read(8))
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header should be {length} bytes, the most allowed is {MAX_HEADER_BYTES}")
+    header = stream.read(length)
+    if len(header) != length:
+        raise ValueError(f"its header should be {length} bytes, the file has {len(header)} of them")
+    return header
+
+
+def _sha256(tensor: Tensor) -> str:
+    return sha256(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())).hexdigest()

@@ -1,0 +1,261 @@
+"""A feature store in a folder that several machines share (NFS, Lustre): one file per sample and generation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from draftworks.errors import StoreError
+from draftworks.features.contracts import FeatureHandle, FeatureSpec, FeatureStore, SampleRef
+from draftworks.features.sample_file import SampleHeader, read_sample_header, read_tensor, write_sample
+from draftworks.features.sample_folder import Place, SampleFolder, age_s, remove, sample_key, size_of
+from draftworks.features.sealing import AuthPolicy
+from draftworks.publishing import fsync
+
+
+@dataclass(frozen=True)
+class _Lease:
+    place: Place
+    since: float
+
+
+class SharedDirFeatureStore(FeatureStore):
+    """Samples that any number of processes on any number of machines put and get. Safe between threads.
+
+    `put` publishes a whole sample at once and supersedes what was put for it before. Leases belong to the process:
+    with `retain_on_release=False` the last release here frees the file, whoever else has read it. Tensors are copies
+    in memory, valid beyond their lease.
+
+    Args:
+        root: created if absent. Its file system must have hard links.
+        retain_on_release: keep a sample when its last lease is released, to be read again (evaluation, epochs).
+        policy: with a secret, every file must be sealed with it, and a store that was made otherwise is refused.
+        max_hold_age_s: leases older than this are dropped by `gc`.
+        staging_age_s: a staging file not written to for this long is a crashed writer's.
+        max_sample_age_s: samples older than this that nobody here leases are removed by `gc`; None keeps them.
+    """
+
+    lease_bound = False
+
+    def __init__(
+        self,
+        root: Path,
+        retain_on_release: bool = False,
+        policy: AuthPolicy | None = None,
+        max_hold_age_s: float = 3600.0,
+        staging_age_s: float = 3600.0,
+        max_sample_age_s: float | None = None,
+    ) -> None:
+        self.retain_on_release = retain_on_release
+        self._policy = policy or AuthPolicy()
+        self._folder = SampleFolder(root, self._policy)
+        self._max_hold_age_s = max_hold_age_s
+        self._staging_age_s = staging_age_s
+        self._max_sample_age_s = max_sample_age_s
+        self._leases: dict[str, _Lease] = {}
+        self._aborts: Counter[str] = Counter()
+        self._lock = RLock()
+
+    @property
+    def root(self) -> Path:
+        return self._folder.root
+
+    @property
+    def uri(self) -> str:
+        """The same on every machine, wherever each mounts the folder."""
+        return f"disagg://{self._folder.store_id}"
+
+    def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
+        """Publish all features of a sample; the returned ref's keys are `{file name}/{feature}`.
+
+        Raises:
+            StoreError: not the features that the ref names, the disk refuses, or the sample was aborted meanwhile.
+        """
+        _require_whole(ref, tensors)
+        specs = {name: _spec(ref, name, tensor) for name, tensor in tensors.items()}
+        size = sum(spec.nbytes for spec in specs.values())
+        place = self._publish(ref.sample_id, tensors)
+        self._folder.remove_below(place.sample_key, self._folder.newest(place.sample_key))
+        keys = {name: f"{place.file_name}/{name}" for name in tensors}
+        return replace(ref, feature_store_uri=self.uri, feature_keys=keys, feature_specs=specs, estimated_bytes=size)
+
+    def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
+        """Tensors by feature name; StoreError also where the ref is of another store or was superseded."""
+        place = self._place_of(ref)
+        handle = FeatureHandle(ref.sample_id, place.generation, uuid.uuid4().hex)
+        with self._lock:
+            self._leases[handle.lease_token] = _Lease(place, time.monotonic())
+        try:
+            return self._read(ref, place), handle
+        except BaseException:
+            with self._lock:
+                self._leases.pop(handle.lease_token, None)
+            raise
+
+    def release(self, handle: FeatureHandle) -> None:
+        """Without `retain_on_release`, the last release of a generation frees its file, and older ones left behind."""
+        with self._lock:
+            lease = self._leases.pop(handle.lease_token, None)
+            if lease is None or self.retain_on_release or lease.place in self._leased():
+                return
+            self._folder.remove_below(lease.place.sample_key, lease.place.generation + 1)
+
+    def abort(self, sample_id: str) -> None:
+        """Fail a put of the sample that is under way, and void the leases on it: releasing them frees nothing, so that
+        the sample can be read again. What is published stays."""
+        key = sample_key(sample_id)
+        with self._lock:
+            self._aborts[key] += 1
+            self._leases = {token: lease for token, lease in self._leases.items() if lease.place.sample_key != key}
+
+    def gc(self) -> int:
+        """Drop old leases; remove crashed staging, generations that a crash left behind, and samples beyond their age.
+
+        A staging file's age decides, not whether its writer lives: processes of other machines, or of containers that
+        share this one's name, cannot be asked.
+        """
+        oldest = time.monotonic() - self._max_hold_age_s
+        with self._lock:
+            self._leases = {token: lease for token, lease in self._leases.items() if lease.since >= oldest}
+            leased = self._leased()
+        crashed = [path for path in self._folder.staging_files() if age_s(path) > self._staging_age_s]
+        places = self._folder.places()
+        newest: dict[str, int] = {}
+        for place in places:
+            newest[place.sample_key] = max(place.generation, newest.get(place.sample_key, 0))
+        superseded = {place for place in places if place.generation < newest[place.sample_key]}
+        expired = {place for place in places if place not in leased and self._expired(place)}
+        return sum(map(remove, crashed)) + sum(remove(self._folder.path(place)) for place in superseded | expired)
+
+    def health(self) -> dict[str, Any]:
+        places = self._folder.places()
+        with self._lock:
+            leases = len(self._leases)
+        return {
+            "root": str(self.root),
+            "uri": self.uri,
+            "samples": len({place.sample_key for place in places}),
+            "bytes": sum(size_of(self._folder.path(place)) for place in places),
+            "staging_files": len(self._folder.staging_files()),
+            "leases": leases,
+            "sealed_by": self._policy.kind,
+            "retain_on_release": self.retain_on_release,
+        }
+
+    def estimate_bytes(self, ref: SampleRef) -> int:
+        return sum(spec.nbytes for spec in ref.feature_specs.values())
+
+    def _publish(self, sample_id: str, tensors: Mapping[str, Tensor]) -> Place:
+        key = sample_key(sample_id)
+        aborts = self._aborts[key]
+        while True:
+            place = self._folder.next_place(key)
+            try:
+                with self._folder.staged() as staged:
+                    write_sample(staged, sample_id, place.generation, tensors, self._policy)
+                    fsync(staged)
+                    with self._lock:
+                        if self._aborts[key] != aborts:
+                            raise StoreError(f"sample {sample_id} was aborted while it was being put")
+                        if self._folder.publish(staged, self._folder.path(place)):
+                            return place
+            except (OSError, SafetensorError) as error:
+                raise StoreError(
+                    f"sample {sample_id} cannot be written to {self._folder.path(place)}: {error}"
+                ) from error
+
+    def _place_of(self, ref: SampleRef) -> Place:
+        if ref.feature_store_uri != self.uri:
+            raise StoreError(
+                f"sample {ref.sample_id} is in the store {ref.feature_store_uri or 'of nobody'}, "
+                f"expected {self.uri} ({self.root})"
+            )
+        places = {Place.parse(key.partition("/")[0]) for key in ref.feature_keys.values()}
+        place = places.pop() if len(places) == 1 else None
+        if place is None or place.sample_key != sample_key(ref.sample_id):
+            raise StoreError(
+                f"sample {ref.sample_id}: expected feature keys of one file of this sample, "
+                f"{sample_key(ref.sample_id)}.g<generation>.safetensors/<feature>, "
+                f"found {sorted(ref.feature_keys.values())}"
+            )
+        return place
+
+    def _read(self, ref: SampleRef, place: Place) -> dict[str, Tensor]:
+        path = self._folder.path(place)
+        try:
+            with path.open("rb") as stream:
+                # Opened first: a folder's listing may be older than a name on a network file system.
+                if self._folder.newest(place.sample_key) > place.generation:
+                    raise StoreError(self._absent(place))
+                header = read_sample_header(stream, path, self._policy)
+                stored = {name: key.partition("/")[2] for name, key in ref.feature_keys.items()}
+                _require_agreement(ref, place, header, stored)
+                return {name: read_tensor(stream, header, at) for name, at in stored.items()}
+        except FileNotFoundError as error:
+            raise StoreError(f"sample {ref.sample_id}: {self._absent(place)}") from error
+        except StoreError as error:
+            raise StoreError(f"sample {ref.sample_id}: {error}") from error
+        except OSError as error:
+            raise StoreError(f"sample {ref.sample_id}: {path} cannot be read: {error}") from error
+
+    def _absent(self, place: Place) -> str:
+        where = f"generation {place.generation} in {self.root}"
+        newest = self._folder.newest(place.sample_key)
+        if newest not in (0, place.generation):
+            return (
+                f"{where} is superseded by generation {newest}, which was put later. Use the ref that this put returned"
+            )
+        kept = "removed by hand or by gc" if self.retain_on_release else "released for the last time, or removed by gc"
+        return f"{where} is gone ({place.file_name}): {kept}. Put it again"
+
+    def _leased(self) -> set[Place]:
+        return {lease.place for lease in self._leases.values()}
+
+    def _expired(self, place: Place) -> bool:
+        return self._max_sample_age_s is not None and age_s(self._folder.path(place)) > self._max_sample_age_s
+
+
+def _require_whole(ref: SampleRef, tensors: Mapping[str, Tensor]) -> None:
+    """StoreError unless `tensors` are the ref's features, under names that a safetensors file can carry."""
+    if tensors.keys() != ref.feature_keys.keys():
+        raise StoreError(
+            f"sample {ref.sample_id}: expected the features {sorted(ref.feature_keys)} at once, since a sample is one "
+            f"file, found {sorted(tensors)}"
+        )
+    bad = [name for name in tensors if not name.isprintable() or name == "__metadata__"]
+    if bad:
+        raise StoreError(f"sample {ref.sample_id}: features cannot be named {bad}")
+
+
+def _spec(ref: SampleRef, name: str, tensor: Tensor) -> FeatureSpec:
+    """What the ref says of a feature (its `target_repr`), with the shape and dtype of what was put."""
+    known = ref.feature_specs.get(name, FeatureSpec(name, (), ""))
+    return replace(known, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+
+def _require_agreement(ref: SampleRef, place: Place, header: SampleHeader, stored: Mapping[str, str]) -> None:
+    """StoreError unless the file is this sample's, has the ref's features, in the ref's shapes and dtypes."""
+    if (header.sample_id, header.generation) != (ref.sample_id, place.generation):
+        raise StoreError(
+            f"{header.path} holds sample {header.sample_id!r} of generation {header.generation}, expected "
+            f"{ref.sample_id!r} of generation {place.generation}: it was renamed"
+        )
+    for name, at in stored.items():
+        record = header.tensors.get(at)
+        if record is None:
+            raise StoreError(f"{header.path} has no feature {at}, it has {sorted(header.tensors)}")
+        spec = ref.feature_specs.get(name)
+        if spec is not None and (tuple(spec.shape), spec.dtype) != (record.shape, record.dtype):
+            raise StoreError(
+                f"{header.path}, feature {name}: expected shape {tuple(spec.shape)} of {spec.dtype}, "
+                f"found {record.shape} of {record.dtype}"
+            )
