@@ -64,7 +64,7 @@ class _Training:
         count = max(1, round(megabytes * 1e6 / BYTES_PER_PARAMETER / WIDTH**2))
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
         self.backend = FSDPTrainingBackend(torch.device("cpu"))
-        self.backend.prepare_model(SimpleNamespace(model=model, fsdp_blocks=lambda: []))
+        self.backend.prepare_model(SimpleNamespace(model=model, model_methods=(), fsdp_blocks=lambda: []))
         self.optimizer = BF16Optimizer(self.backend.parameters(), LrSchedule(1e-3, 1_000))
         for parameter in self.backend.parameters().values():
             parameter.grad = torch.randn_like(parameter)

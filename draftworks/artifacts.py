@@ -27,6 +27,9 @@ from draftworks.specs import checked_name
 SCHEMA_VERSION = 1
 RECORD = "artifact.json"
 POINTER = "current.json"
+PARTIAL, REPLACED = ".partial", ".old"
+UNPUBLISHED = (PARTIAL, REPLACED)
+"""Endings of folders that are not results: one being built, and one that another has taken the place of."""
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +136,18 @@ class ArtifactStore:
         """As `current`, but None where there is no result."""
         return self.current(asset, target) if (self._folder(asset, target) / POINTER).exists() else None
 
+    def all(self, asset: str, target: str) -> list[Artifact]:
+        """Every result of an asset for a target, newest first; one whose record cannot be read is left out."""
+        found = []
+        for folder in sorted(self._folder(asset, target).glob("*/")):
+            if folder.suffix in UNPUBLISHED:
+                continue
+            try:
+                found.append(self._read(folder))
+            except StoreError as error:
+                log.warning("%s", error)
+        return sorted(found, key=lambda artifact: -artifact.created)
+
     def _folder(self, asset: str, target: str) -> Path:
         return self.root / checked_name(asset) / checked_name(target)
 
@@ -175,7 +190,7 @@ class ArtifactStore:
         build: Callable[[Path], Built],
         start_over: bool,
     ) -> Artifact:
-        partial = final.with_name(final.name + ".partial")
+        partial = final.with_name(final.name + PARTIAL)
         if start_over:
             shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(exist_ok=True)
@@ -218,7 +233,7 @@ def _swept_files(folder: Path, own_digests: tuple[str, ...]) -> dict[str, str]:
 
 def _replace_folder(partial: Path, final: Path) -> None:
     """`partial` becomes `final`; an old `final` is whole until it is out of the way, so none is ever half there."""
-    old = final.with_name(final.name + ".old")
+    old = final.with_name(final.name + REPLACED)
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
         os.replace(final, old)

@@ -11,6 +11,7 @@ from draftworks.errors import ConfigError
 from draftworks.specs import (
     DatasetSpec,
     DeploymentSpec,
+    EvalSpec,
     StrategyEntry,
     TargetSpec,
     TrainingSpec,
@@ -19,6 +20,9 @@ from draftworks.specs import (
     validated,
 )
 from draftworks.strategies import StrategySpec, resolve_strategy
+
+HELDOUT = "heldout"
+"""The built-in eval set: rows split off a target's own conversations."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,15 @@ class Registry:
     def dataset(self, name: str) -> DatasetSpec:
         return load_yaml(self._path("datasets", name), DatasetSpec, name=name)
 
+    def eval_names(self) -> list[str]:
+        """Names of all eval sets, sorted; `heldout` is built in and not among them."""
+        return self._names("evals")
+
+    def eval(self, name: str) -> EvalSpec:
+        if name == HELDOUT:
+            raise ConfigError(f"{self.root / 'evals'}: {HELDOUT} is the built-in eval set: give yours another name")
+        return load_yaml(self._path("evals", name), EvalSpec, name=name)
+
     def deployment(self) -> DeploymentSpec:
         """The deployment; defaults where there is no file."""
         path = self.root / "deployment.yaml"
@@ -65,8 +78,9 @@ class Registry:
     def problems(self) -> list[str]:
         """Everything wrong with any entry, a message each."""
         found = []
-        for kind, load in (("targets", self.target), ("datasets", self.dataset)):
-            for name in self._names(kind):
+        names = {"targets": self.target_names(), "datasets": self._names("datasets"), "evals": self.eval_names()}
+        for kind, load in (("targets", self.target), ("datasets", self.dataset), ("evals", self.eval)):
+            for name in names[kind]:
                 try:
                     load(name)
                 except ConfigError as error:
@@ -75,6 +89,8 @@ class Registry:
 
     def _names(self, kind: str) -> list[str]:
         folder = self.root / kind
+        if not folder.is_dir() and kind == "evals":
+            return []
         if not folder.is_dir():
             raise ConfigError(f"{folder}: expected a folder of YAML files, found none. Is {self.root} a registry?")
         return sorted(path.stem for path in folder.glob("*.yaml"))
@@ -113,6 +129,8 @@ def resolved_options(target: TargetSpec) -> dict[str, Any]:
         "data": target.data.identity(),
         "responses": target.responses.identity(),
         "capture": target.capture.identity(),
+        "evals": sorted(target.evals),
+        "evaluation": target.evaluation.identity(),
         "strategies": {
             name: {
                 "options": resolve_strategy(name).parse_options(entry.options, f"target {target.name}").model_dump(),

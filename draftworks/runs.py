@@ -12,10 +12,21 @@ from typing import Any
 import yaml
 from pydantic import Field, field_validator
 
-from draftworks.specs import CaptureSpec, ResponseSpec, Spec, SpecType, TrainingSpec, checked_name, load_yaml
+from draftworks.specs import (
+    CaptureSpec,
+    EvaluationSpec,
+    ResponseSpec,
+    Spec,
+    SpecType,
+    TrainingSpec,
+    checked_name,
+    load_yaml,
+)
 
 TOKENS_FOLDER = "tokens"
 """The tokenized set in the folder of a `responses` result."""
+EVAL_PART = "all"
+"""The one part of a named eval set's conversations."""
 VOCAB_FILE = "vocab.safetensors"
 """The mapping in the folder of a `vocab_mapping` result."""
 
@@ -130,6 +141,9 @@ class EvaluateRun(RunFile):
     heldout: FeatureSet
     store: Path
     vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
+    eval_set: str = "heldout"
+    max_new_tokens: int = Field(512, gt=0, description="Where the eval set's answers end at the latest.")
     micro_batch_size: int = Field(8, ge=1, description="Samples per forward pass of one rank.")
     device: str = "auto"
     seed: int = 42

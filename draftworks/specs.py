@@ -14,11 +14,14 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from draftworks.cron import checked_cron, checked_timezone
 from draftworks.errors import ConfigError
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 Dtype = Literal["float32", "bfloat16"]
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The one in C where PyYAML has it: a registry of a thousand targets is read in under a second."""
 
 
 class Spec(BaseModel):
@@ -103,7 +106,10 @@ class TrainingSpec(Spec):
     log_every: int = Field(10, ge=1, description="Optimizer steps between progress reports.")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0 = only at the end.")
     publish: Literal["best", "last"] = Field("best", description="Which of the evaluated drafts becomes the result.")
-    best_metric: str = Field("eval/simulated_acc_len", description="Of an evaluation: decides which draft is the best.")
+    best_metric: str = Field(
+        "eval/simulated_acc_len",
+        description="Of an evaluation: decides which draft is the best. eval/rung3_walk_acc_len replays greedy serving.",
+    )
     best_mode: Literal["max", "min"] = Field("max", description="min for a metric like eval/avg_loss.")
     best_min_delta: float = Field(0.0, ge=0, description="A draft better by no more than this is not better.")
     patience: int = Field(0, ge=0, description="End after so many evaluations without a better one; 0 = never.")
@@ -138,6 +144,51 @@ class TrainingSpec(Spec):
         return self.model_dump(exclude=execution | {"save_every", "keep_checkpoints", "save_async"})
 
 
+class LoopSpec(Spec):
+    """Rung 4 of the acceptance ladder: real speculative decoding, one prompt at a time."""
+
+    prompts: int = Field(16, ge=0, description="Held-out prompts to decode; 0 leaves the rung out.")
+    temperatures: list[float] = Field(default=[0.0], description="0 is greedy; others sample.")
+    compute_dtype: Dtype = Field("float32", description="Of the target.")
+
+    @field_validator("temperatures")
+    @classmethod
+    def _not_negative(cls, value: list[float]) -> list[float]:
+        if any(temperature < 0 for temperature in value):
+            raise ValueError(f"a temperature is at least 0, found {value}")
+        return value
+
+
+class EvaluationSpec(Spec):
+    """How the target's drafts are measured, and when again without being asked."""
+
+    cron: str | None = Field(
+        None, description="When to measure again, as minute hour day month weekday; None = at no fixed time."
+    )
+    cron_timezone: str = Field("UTC", description="Of `cron`: an IANA name such as Europe/Berlin.")
+    draft_tokens: int | None = Field(None, ge=1, description="Proposals per pass; default what the draft was trained for.")
+    loop: LoopSpec = Field(default_factory=LoopSpec)
+    confidence: float = Field(0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")
+    resamples: int = Field(2000, ge=100, description="Of the bootstrap.")
+    slices: list[str] = Field(
+        default=["length"], description="Columns of the eval data by which acceptance is told apart; length is in tokens."
+    )
+
+    @field_validator("cron")
+    @classmethod
+    def _valid_cron(cls, value: str | None) -> str | None:
+        return None if value is None else checked_cron(value)
+
+    @field_validator("cron_timezone")
+    @classmethod
+    def _valid_timezone(cls, value: str) -> str:
+        return checked_timezone(value)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the figures."""
+        return self.model_dump(include={"draft_tokens", "loop", "confidence", "resamples", "slices"})
+
+
 class StrategyEntry(Spec):
     """One draft of a target: the strategy's own options (checked by the strategy) and training overrides."""
 
@@ -164,6 +215,8 @@ class TargetSpec(Spec):
     data: DataSpec = Field(default_factory=DataSpec)
     responses: ResponseSpec = Field(default_factory=ResponseSpec)
     capture: CaptureSpec = Field(default_factory=CaptureSpec)
+    evals: list[str] = Field(default_factory=list, description="Entries of registry/evals/ to measure on, beside heldout.")
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     strategies: dict[str, StrategyEntry] = Field(default_factory=lambda: {"eagle3": StrategyEntry()})
 
     @field_validator("name", "dataset")
@@ -187,7 +240,7 @@ class DatasetSpec(Spec):
     """A source of conversations: one file `registry/datasets/NAME.yaml`."""
 
     name: str
-    description: str = ""
+    description: str = Field("", description="For people.")
     files: list[str] = Field(
         min_length=1, description="JSONL, JSON or Parquet, relative to the registry; globs allowed."
     )
@@ -195,6 +248,20 @@ class DatasetSpec(Spec):
     licence: str = ""
 
     @field_validator("name")
+    @classmethod
+    def _valid_name(cls, value: str) -> str:
+        return checked_name(value)
+
+
+class EvalSpec(Spec):
+    """A named eval set: one file `registry/evals/NAME.yaml`. Targets that list it are measured on it beside `heldout`."""
+
+    name: str
+    description: str = Field("", description="For people.")
+    dataset: str = Field(description="Name of an entry in registry/datasets/; all of it is evaluated, nothing trained on.")
+    max_conversations: int | None = Field(None, gt=0, description="Use only so many, chosen by hash; None = all.")
+
+    @field_validator("name", "dataset")
     @classmethod
     def _valid_name(cls, value: str) -> str:
         return checked_name(value)
@@ -213,6 +280,8 @@ class DeploymentSpec(Spec):
 
     var: str = Field("../var", description="Where runs write, relative to the registry.")
     launcher: LauncherSpec = Field(default_factory=LauncherSpec)
+    automation: bool = Field(False, description="Drafts are evaluated again by themselves: by time, and after changes.")
+    reevaluation_interval_s: int = Field(60, ge=1, description="Seconds between two looks for such changes.")
 
 
 def checked_name(value: str) -> str:
@@ -229,7 +298,7 @@ def load_yaml(path: Path, model: type[SpecType], **extra: Any) -> SpecType:
         ConfigError: unreadable file, bad YAML, unknown key (closest names suggested) or bad value.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except yaml.YAMLError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import dagster as dg
 
 from draftworks.strategies import available_strategies
@@ -9,15 +11,17 @@ from draftworks.strategies import available_strategies
 INPUTS = dg.AssetSelection.groups("inputs")
 
 
-def all_jobs() -> list:
-    """`resolve`, `prepare`, `train_{strategy}` for each strategy, `evaluate` and `everything`."""
+def all_jobs(evals: Sequence[str]) -> list:
+    """`resolve`, `prepare`, `train_{strategy}` for each strategy, `evaluate`, `leaderboard` and `everything`."""
     prepare = INPUTS | dg.AssetSelection.groups("data", "features")
-    evaluate = INPUTS | dg.AssetSelection.groups("reports") | dg.AssetSelection.assets("heldout_eval_features")
+    eval_data = [f"{name}_{kind}" for name in ["heldout", *evals] for kind in ("responses", "eval_features")]
+    evaluate = INPUTS | dg.AssetSelection.groups("reports") | dg.AssetSelection.assets(*eval_data)
     return [
         _job("resolve", INPUTS, "Look at the inputs again and record what they are now."),
         _job("prepare", prepare, "From conversations to captured features."),
         *(_train_job(strategy) for strategy in available_strategies()),
         _job("evaluate", evaluate, "Measure the drafts that exist."),
+        _job("leaderboard", dg.AssetSelection.assets("leaderboard"), "Where every draft of every target stands now."),
         _job("everything", dg.AssetSelection.all(), "From conversations to measured drafts."),
     ]
 

@@ -1,9 +1,30 @@
-"""What starts by itself. Off by default: switch a sensor on in the UI."""
+"""What starts by itself: sensors and schedules.
+
+Off by default. `automation: true` in registry/deployment.yaml starts the re-evaluation, by changes and by time; each of
+them can also be switched on and off in the UI, which then counts.
+"""
 
 from __future__ import annotations
 
+import dagster as dg
+
+from draftworks.registry import Registry
+from sensors.reevaluation import reevaluation_sensor
 from sensors.registry import registry_sensor
+from sensors.schedules import evaluation_schedules
 
 
-def all_sensors() -> list:
-    return [registry_sensor]
+def all_sensors(registry: Registry) -> list[dg.SensorDefinition]:
+    deployment = registry.deployment()
+    status = dg.DefaultSensorStatus.RUNNING if deployment.automation else dg.DefaultSensorStatus.STOPPED
+    return [
+        registry_sensor(registry.target_names()),
+        reevaluation_sensor(registry.target_names(), status, deployment.reevaluation_interval_s),
+    ]
+
+
+def all_schedules(registry: Registry) -> list[dg.ScheduleDefinition]:
+    automation = registry.deployment().automation
+    return evaluation_schedules(
+        registry, dg.DefaultScheduleStatus.RUNNING if automation else dg.DefaultScheduleStatus.STOPPED
+    )

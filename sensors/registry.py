@@ -1,6 +1,7 @@
 """Notices that a target's inputs are no longer what was last recorded, and asks for them to be resolved again."""
 
 import json
+from collections.abc import Sequence
 
 import dagster as dg
 
@@ -10,15 +11,32 @@ from draftworks.registry import resolved_options
 from resources.workspace import Workspace
 
 
-@dg.sensor(job_name="resolve", minimum_interval_seconds=60, default_status=dg.DefaultSensorStatus.STOPPED)
-def registry_sensor(context: dg.SensorEvaluationContext, workspace: Workspace) -> dg.SensorResult | dg.SkipReason:
+def registry_sensor(targets: Sequence[str]) -> dg.SensorDefinition:
+    """The sensor over the targets that the code location knows as partitions: one added since would be an unknown one."""
+
+    @dg.sensor(
+        name="registry_sensor",
+        job_name="resolve",
+        minimum_interval_seconds=60,
+        default_status=dg.DefaultSensorStatus.STOPPED,
+        description="Resolves a target again when its weights, tokenizer, data files or options have changed.",
+    )
+    def resolve(context: dg.SensorEvaluationContext, workspace: Workspace) -> dg.SensorResult | dg.SkipReason:
+        return moved_targets(context, workspace, targets)
+
+    return resolve
+
+
+def moved_targets(
+    context: dg.SensorEvaluationContext, workspace: Workspace, targets: Sequence[str]
+) -> dg.SensorResult | dg.SkipReason:
     """Requests `resolve` for each target whose weights, tokenizer, data files or options have changed.
 
     Digests are remembered by size, mtime and inode, so that a tick reads no weights that did not change.
     """
     known: dict[str, dict] = json.loads(context.cursor) if context.cursor else {}
     seen: dict[str, dict] = {}
-    for target in workspace.registry.target_names():
+    for target in targets:
         try:
             found = inputs_digest(workspace, target)
         except DraftworksError as error:

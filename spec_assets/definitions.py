@@ -6,15 +6,17 @@ from pathlib import Path
 
 import dagster as dg
 
-from draftworks.registry import Registry
+from draftworks.registry import HELDOUT, Registry
 from draftworks.strategies import available_strategies, resolve_strategy
 from jobs import all_jobs
 from resources.launchers import launcher_for
 from resources.workspace import Workspace
-from sensors import all_sensors
+from sensors import all_schedules, all_sensors
 from spec_assets import data, features, inputs
 from spec_assets.console import console
 from spec_assets.drafts import draft_asset, draft_check
+from spec_assets.evals import eval_features_asset, eval_features_check, eval_set_assets
+from spec_assets.leaderboard import leaderboard_asset
 from spec_assets.partitions import partitioned, target_partitions
 from spec_assets.reports import report_asset, report_check
 
@@ -24,18 +26,25 @@ REGISTRY = Path(__file__).resolve().parents[1] / "registry"
 def build_definitions(registry_root: Path) -> dg.Definitions:
     """Definitions for any registry; another deployment is another folder."""
     registry = Registry(registry_root)
-    targets = target_partitions(registry)
+    targets, evals = target_partitions(registry), checked_eval_names(registry)
     strategies = [resolve_strategy(name) for name in available_strategies()]
     assets = [
         *dg.load_assets_from_modules([inputs, data, features]),
+        *(made for name in evals for made in eval_set_assets(name)),
+        *(eval_features_asset(name) for name in [HELDOUT, *evals]),
         *(draft_asset(strategy) for strategy in strategies),
-        *(report_asset(strategy) for strategy in strategies),
+        *(report_asset(strategy, evals) for strategy in strategies),
     ]
     return dg.Definitions(
-        assets=partitioned(assets, targets),
-        asset_checks=[*map(draft_check, strategies), *map(report_check, strategies)],
-        jobs=all_jobs(),
-        sensors=all_sensors(),
+        assets=[*partitioned(assets, targets), leaderboard_asset(strategies)],
+        asset_checks=[
+            *map(eval_features_check, [HELDOUT, *evals]),
+            *map(draft_check, strategies),
+            *map(report_check, strategies),
+        ],
+        jobs=all_jobs(evals),
+        sensors=all_sensors(registry),
+        schedules=all_schedules(registry),
         resources={
             "workspace": Workspace(registry_root=str(registry_root)),
             "launcher": launcher_for(registry.deployment().launcher),
@@ -43,6 +52,14 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
         executor=dg.multiprocess_executor.configured({"max_concurrent": 2}),
         loggers={"console": console},
     )
+
+
+def checked_eval_names(registry: Registry) -> list[str]:
+    """Their assets are named after them, so a name that is taken cannot wait for a step to say so."""
+    names = registry.eval_names()
+    if HELDOUT in names:
+        registry.eval(HELDOUT)
+    return names
 
 
 defs = build_definitions(REGISTRY)

@@ -10,13 +10,14 @@ import dagster as dg
 from pydantic import Field
 
 from draftworks.artifacts import Artifact, ArtifactStore, Built
-from draftworks.registry import with_overrides
-from draftworks.runs import CHECKPOINTS_FOLDER, TOKENS_FOLDER, VOCAB_FILE, FeatureSet, TargetFiles, TrainRun
+from draftworks.registry import HELDOUT, with_overrides
+from draftworks.runs import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, TargetFiles, TrainRun
 from draftworks.specs import StrategyEntry, TargetSpec, TrainingSpec
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, checked_partition, launch, obtained, retried, shown, told
+from spec_assets.evals import eval_data_versions, feature_set
 from spec_assets.features import GPU_POOL
 from spec_assets.metadata import human_bytes, picture, table
 
@@ -48,8 +49,8 @@ class DraftInputs:
     training: TrainingSpec
     train_tokens: Artifact
     train_features: Artifact
-    heldout_tokens: Artifact
-    heldout_features: Artifact
+    heldout: FeatureSet
+    heldout_versions: list[str]
     vocab_mapping: Artifact | None
 
     def identity(self, strategy: str) -> dict[str, Any]:
@@ -61,7 +62,7 @@ class DraftInputs:
             "tokens": self.train_tokens.data_version,
             "features": self.train_features.data_version,
             "vocab_mapping": None if self.vocab_mapping is None else self.vocab_mapping.data_version,
-            "heldout": [self.heldout_tokens.data_version, self.heldout_features.data_version],
+            "heldout": self.heldout_versions,
         }
 
 
@@ -77,8 +78,8 @@ def draft_inputs(
         training=chosen.training,
         train_tokens=artifacts.current("tokenized_train", target.name),
         train_features=artifacts.current("training_features", target.name),
-        heldout_tokens=artifacts.current("heldout_responses", target.name),
-        heldout_features=artifacts.current("heldout_eval_features", target.name),
+        heldout=feature_set(workspace, target.name, HELDOUT),
+        heldout_versions=eval_data_versions(workspace, target.name, HELDOUT),
         vocab_mapping=artifacts.current("vocab_mapping", target.name) if strategy.uses_vocab_mapping else None,
     )
 
@@ -138,7 +139,7 @@ def train_run(out: Path, strategy: str, inputs: DraftInputs, store: Path) -> Tra
         options=inputs.options,
         training=inputs.training,
         train=FeatureSet(tokens=inputs.train_tokens.path, features=inputs.train_features.path),
-        heldout=FeatureSet(tokens=inputs.heldout_tokens.path / TOKENS_FOLDER, features=inputs.heldout_features.path),
+        heldout=inputs.heldout,
         store=store,
         vocab_mapping=None if inputs.vocab_mapping is None else inputs.vocab_mapping.path / VOCAB_FILE,
     )

@@ -67,6 +67,8 @@ def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Materi
         config = context.run.run_config.get("ops", {}).get(f"{name}_draft", {}).get("config", {})
         overrides = (config.get("options", {}), config.get("training", {}))
         with_overrides(target.name, resolve_strategy(name), entry, *overrides)
+    for name in target.evals:
+        workspace.registry.eval(name)
     options = resolved_options(target)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(digest(options)), metadata={"options": dg.MetadataValue.json(options)}

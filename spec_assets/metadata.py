@@ -9,6 +9,8 @@ from typing import Any
 
 import dagster as dg
 
+from draftworks.artifacts import Artifact
+
 
 def human_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'."""
@@ -17,6 +19,12 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def summary_figures(artifact: Artifact) -> dict[str, Any]:
+    """The scalar figures of a result's summary; digests and schema numbers are for machines."""
+    hidden = {"schema", "digest", "file_digest"}
+    return {k: v for k, v in artifact.summary.items() if k not in hidden and isinstance(v, (str, int, float))}
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> dg.MarkdownMetadataValue:

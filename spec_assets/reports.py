@@ -1,17 +1,25 @@
 """Reports: what a draft is worth, next to drafts that cost nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 
 from draftworks.artifacts import Artifact, Built
+from draftworks.evaluation.report_summary import ReportSummary
 from draftworks.identity import digest
-from draftworks.runs import TOKENS_FOLDER, VOCAB_FILE, EvaluateRun, FeatureSet
+from draftworks.model_card import CARD, CardSubject, model_card, page_of
+from draftworks.publishing import published
+from draftworks.registry import HELDOUT
+from draftworks.runs import VOCAB_FILE, EvaluateRun
+from draftworks.specs import TargetSpec
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, checked_partition, launch, obtained, shown, told
+from spec_assets.evals import eval_data_versions, eval_names_of, feature_set
 from spec_assets.features import GPU_POOL
 from spec_assets.metadata import picture
 
@@ -19,18 +27,19 @@ GROUP = "reports"
 BEATS_BASELINES = "beats_baselines"
 
 
-def report_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
-    """The asset `{strategy}_report`."""
-    name = f"{strategy.name}_report"
+def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefinition:
+    """The asset `{strategy}_report`, over `heldout` and those of the named eval sets that a target lists."""
     draft_name = f"{strategy.name}_draft"
+    eval_data = [f"{name}_{kind}" for name in [HELDOUT, *evals] for kind in ("responses", "eval_features")]
 
     @asset(
         group=GROUP,
         kinds=["pytorch", "pandas"],
-        name=name,
-        description=f"Held-out acceptance of the {strategy.name} draft, of the same draft untrained and of a bigram table.",
-        deps=["target_model", "recipe", "tokenized_train", "vocab_mapping", "heldout_responses"]
-        + ["heldout_eval_features", draft_name],
+        name=f"{strategy.name}_report",
+        description=f"Acceptance of the {strategy.name} draft on every eval set, rung by rung, beside the same draft "
+        "untrained and a bigram table.",
+        code_version="3",
+        deps=["target_model", "recipe", "tokenized_train", "vocab_mapping", draft_name, *eval_data],
         output_required=False,
         pool=GPU_POOL,
     )
@@ -41,48 +50,103 @@ def report_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         if strategy.name not in target.strategies:
             context.log.info(f"target {target.name} does not use {strategy.name}: nothing to do")
             return
-        artifacts = workspace.artifacts
-        heldout_tokens = artifacts.current("heldout_responses", target.name)
-        draft = artifacts.current(draft_name, target.name)
-        heldout = artifacts.current("heldout_eval_features", target.name)
-        train_tokens = artifacts.current("tokenized_train", target.name)
-        vocab = artifacts.current("vocab_mapping", target.name) if strategy.uses_vocab_mapping else None
-        training = target.strategies[strategy.name].training
+        subject = ReportSubject.of(workspace, strategy, target)
 
         def build(out: Path) -> Built:
-            run = EvaluateRun(
-                out=out,
-                target=workspace.target_files(target.name),
-                strategy=strategy.name,
-                options=draft.identity["options"],
-                draft=draft.path,
-                train_tokens=train_tokens.path,
-                heldout=FeatureSet(tokens=heldout_tokens.path / TOKENS_FOLDER, features=heldout.path),
-                store=workspace.feature_store(target.name),
-                vocab_mapping=None if vocab is None else vocab.path / VOCAB_FILE,
-                micro_batch_size=training.micro_batch_size,
-                device=training.device,
-                seed=draft.identity["training"]["seed"],
+            training = target.strategies[strategy.name].training
+            reports: dict[str, Any] = {}
+            for name in eval_names_of(target):
+                run = subject.run(workspace, name, out / name)
+                job = launch(context, launcher, workspace, "evaluate", run, training.processes, training.device)
+                reports[name] = job.report
+            subject.publish_card(workspace, out)
+            summary = {**reports[HELDOUT], "evals": reports}
+            return Built(
+                data_version=digest({name: figures(found) for name, found in reports.items()}), summary=summary
             )
-            job = launch(context, launcher, workspace, "evaluate", run, training.processes, training.device)
-            return Built(data_version=digest(job.report["drafts"]), summary=job.report)
 
-        identity = {
-            "draft": draft.data_version,
-            "heldout": [heldout_tokens.data_version, heldout.data_version],
-            "bigram_tokens": train_tokens.data_version,
-        }
-        artifact = obtained(context, workspace, identity, build)
+        artifact = obtained(context, workspace, subject.identity(workspace), build)
         yield shown(context, artifact, report_metadata(artifact))
 
     return report
 
 
+@dataclass(frozen=True)
+class ReportSubject:
+    """A draft and what it is measured with, resolved."""
+
+    strategy: StrategySpec
+    target: TargetSpec
+    draft: Artifact
+    train_tokens: Artifact
+    vocab: Artifact | None
+
+    @classmethod
+    def of(cls, workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> "ReportSubject":
+        current = workspace.artifacts.current
+        return cls(
+            strategy,
+            target,
+            draft=current(f"{strategy.name}_draft", target.name),
+            train_tokens=current("tokenized_train", target.name),
+            vocab=current("vocab_mapping", target.name) if strategy.uses_vocab_mapping else None,
+        )
+
+    def identity(self, workspace: Workspace) -> dict[str, Any]:
+        return {
+            "draft": self.draft.data_version,
+            "heldout": eval_data_versions(workspace, self.target.name, HELDOUT),
+            "evals": {name: eval_data_versions(workspace, self.target.name, name) for name in self.target.evals},
+            "evaluation": self.target.evaluation.identity(),
+            "max_new_tokens": self.target.responses.max_new_tokens,
+            "bigram_tokens": self.train_tokens.data_version,
+        }
+
+    def run(self, workspace: Workspace, name: str, out: Path) -> EvaluateRun:
+        training = self.target.strategies[self.strategy.name].training
+        return EvaluateRun(
+            out=out,
+            target=workspace.target_files(self.target.name),
+            strategy=self.strategy.name,
+            options=self.draft.identity["options"],
+            draft=self.draft.path,
+            train_tokens=self.train_tokens.path,
+            heldout=feature_set(workspace, self.target.name, name),
+            eval_set=name,
+            store=workspace.feature_store(self.target.name),
+            vocab_mapping=None if self.vocab is None else self.vocab.path / VOCAB_FILE,
+            evaluation=self.target.evaluation,
+            max_new_tokens=self.target.responses.max_new_tokens,
+            micro_batch_size=training.micro_batch_size,
+            device=training.device,
+            seed=self.draft.identity["training"]["seed"],
+        )
+
+    def publish_card(self, workspace: Workspace, out: Path) -> None:
+        """The model card, from the reports in `out`."""
+        reports = [ReportSummary.load(out / name) for name in eval_names_of(self.target)]
+        files, dataset = workspace.target_files(self.target.name), workspace.registry.dataset(self.target.dataset)
+        with published(out / CARD) as staging:
+            staging.write_text(model_card(CardSubject(self.draft, reports, files, dataset)), encoding="utf-8")
+
+
 def report_metadata(artifact: Artifact) -> dict:
+    """The held-out report first, then those of the named sets."""
+    shown_reports: dict[str, Any] = {}
+    for name in artifact.summary["evals"]:
+        suffix = "" if name == HELDOUT else f"_{name}"
+        folder = artifact.path / name
+        shown_reports[f"report{suffix}"] = dg.MetadataValue.md((folder / "report.md").read_text())
+        shown_reports[f"acceptance{suffix}"] = picture(folder / "acceptance.png", f"acceptance on {name}")
+    shown_reports["model_card"] = dg.MetadataValue.md(page_of((artifact.path / CARD).read_text(encoding="utf-8")))
+    return {**shown_reports, **{f"simulated_acc_len_{draft}": score for draft, score in scores(artifact).items()}}
+
+
+def figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What was measured of every draft, without clocks: equal for equal content."""
     return {
-        "table": dg.MetadataValue.md((artifact.path / "report.md").read_text()),
-        "acceptance": picture(artifact.path / "acceptance.png", "acceptance per draft position"),
-        **{f"simulated_acc_len_{draft}": score for draft, score in scores(artifact).items()},
+        draft: {name: value for name, value in metrics.items() if not name.endswith("speed_up")}
+        for draft, metrics in report["drafts"].items()
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ from draftworks.data.tokenizing import Progress, fit_rows, tokenize
 from draftworks.data.vocab import build_vocab_mapping, supervised_counts
 from draftworks.errors import DataError
 from draftworks.identity import digest
-from draftworks.runs import TOKENS_FOLDER, VOCAB_FILE, TargetFiles
+from draftworks.runs import EVAL_PART, TOKENS_FOLDER, VOCAB_FILE, TargetFiles
 from draftworks.specs import DatasetSpec, DataSpec
 
 Part = Literal["train", "heldout"]
@@ -28,32 +30,61 @@ def prepare_conversations(
     Raises:
         DataError: no usable rows, too many rejected ones, or a part without any.
     """
-    kind = kind_of(dataset, root)
-    if kind == "tokens":
-        loaded = load_tokens(dataset, root, out, data.max_rejected_share, target.vocab_size)
-        items: tuple[Any, ...] = loaded.rows
-    else:
-        loaded = load_conversations(dataset, root, out, data.max_rejected_share)
-        items = loaded.conversations
-    chosen = select(items, data.max_conversations)
+    chosen = _chosen(dataset, data.max_conversations, data.max_rejected_share, root, target, out)
     parts: dict[str, list[Any]] = {part: [] for part in PARTS}
-    for item in chosen:
+    for item in chosen.items:
         parts["heldout" if is_held_out(item.id, data.held_out_share) else "train"].append(item)
     for part, members in parts.items():
         if not members:
             raise DataError(
-                f"data set {dataset.name}: none of {len(chosen)} conversations falls into the {part} part "
+                f"data set {dataset.name}: none of {len(chosen.items)} conversations falls into the {part} part "
                 f"(held_out_share {data.held_out_share}). Give more conversations or change the share"
             )
-    write = write_tokens if kind == "tokens" else write_conversations
-    summaries = {part: write(out / part, members) for part, members in parts.items()}
+    summaries = {part: chosen.write(out / part, members) for part, members in parts.items()}
     return {
-        "kind": kind,
-        "conversations": len(chosen),
+        "kind": chosen.kind,
+        "conversations": len(chosen.items),
         **{part: len(members) for part, members in parts.items()},
-        **loaded.report.counts(),
+        **chosen.counts,
         "digest": digest([summaries[part]["digest"] for part in PARTS]),
     }
+
+
+def prepare_eval_set(
+    dataset: DatasetSpec, max_conversations: int | None, data: DataSpec, root: Path, target: TargetFiles, out: Path
+) -> dict[str, Any]:
+    """Read, validate and choose what is only evaluated: `out/all` and `out/quarantine.jsonl`.
+
+    Raises:
+        DataError: no usable rows, or too many rejected ones.
+    """
+    chosen = _chosen(dataset, max_conversations, data.max_rejected_share, root, target, out)
+    summary = chosen.write(out / EVAL_PART, chosen.items)
+    return {"kind": chosen.kind, "conversations": len(chosen.items), **chosen.counts, "digest": summary["digest"]}
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Usable rows of a data set: conversations, or rows that are tokenized already."""
+
+    kind: str
+    items: tuple[Any, ...]
+    counts: dict[str, Any]
+
+    def write(self, folder: Path, members: Sequence[Any]) -> dict[str, Any]:
+        write = write_tokens if self.kind == "tokens" else write_conversations
+        return write(folder, members)
+
+
+def _chosen(
+    dataset: DatasetSpec, count: int | None, max_rejected_share: float, root: Path, target: TargetFiles, out: Path
+) -> _Chosen:
+    kind = kind_of(dataset, root)
+    if kind == "tokens":
+        loaded = load_tokens(dataset, root, out, max_rejected_share, target.vocab_size)
+        return _Chosen(kind, tuple(select(loaded.rows, count)), loaded.report.counts())
+    loaded = load_conversations(dataset, root, out, max_rejected_share)
+    return _Chosen(kind, tuple(select(loaded.conversations, count)), loaded.report.counts())
 
 
 def tokenize_part(

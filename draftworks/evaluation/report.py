@@ -1,117 +1,215 @@
-"""What came of an evaluation, for people and for programs: JSON, a table in Parquet, markdown, a picture."""
+"""What came of an evaluation, for people and for programs: JSON, tables in Parquet, markdown, pictures."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from draftworks.errors import StoreError
-from draftworks.evaluation.plots import acceptance_plot
+import pandas as pd
+
+from draftworks.errors import ConfigError, StoreError
+from draftworks.evaluation import report_files as files
+from draftworks.evaluation.measurement import DraftMeasurement, LoopMeasurement
+from draftworks.evaluation.plots import acceptance_plot, slices_plot
+from draftworks.evaluation.prompt_acceptance import PromptAcceptance, ratio
+from draftworks.evaluation.report_findings import Comparison, Finding, compared_on_walk, findings_of, metric_name
+from draftworks.evaluation.report_markdown import report_markdown
+from draftworks.evaluation.report_summary import TRAINED
+from draftworks.evaluation.report_tables import (
+    PromptsByRung,
+    prompts_table,
+    publish_table,
+    read_prompts,
+    slices_table,
+    summary_table,
+    worth_showing,
+)
 from draftworks.evaluation.result import EvalResult
+from draftworks.evaluation.slices import slices
+from draftworks.evaluation.statistics import BY_DEFAULT, Resampling
+from draftworks.identity import file_digest
 from draftworks.publishing import publish_json, published
 
-if TYPE_CHECKING:
-    import pandas as pd
+TIMED = ("temperature", "seconds", "plain_seconds", "tokens", "plain_tokens")
 
-SCHEMA_VERSION = 1
-REPORT, TABLE, MARKDOWN, PLOT = "report.json", "report.parquet", "report.md", "acceptance.png"
-METRIC, RUNG = "simulated_acc_len", 1
-RUNG_NOTE = (
-    "Rung 1 of the acceptance ladder: `simulated_acc_len` = a1 + a1 a2 + a1 a2 a3 + ..., where a_i (rung 0) is the "
-    "teacher-forced accuracy at draft position i. It counts draft tokens only and takes positions as independent."
-)
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The results of several drafts on one eval set of one target, best known first.
+    """What was measured of several drafts on one eval set of one target.
 
     Attributes:
-        drafts: results by name, e.g. trained, untrained, bigram.
+        drafts: by name: trained, and what it is compared with, e.g. untrained, bigram.
+        draft_tokens: tokens proposed per pass on rungs 2 to 4.
+        label_agreement: share of answer tokens that are the target's own argmax, None if it is not known: rungs 2 and 3 are
+            exact only at 1.
+        columns: what is known of the samples (task, length, ...), indexed by sample id: slices are made by all of them.
+        resampling: how intervals are made.
         provenance: digests and settings worth knowing.
     """
 
     target: str
     strategy: str
     eval_set: str
-    drafts: Mapping[str, EvalResult]
+    drafts: Mapping[str, DraftMeasurement]
+    draft_tokens: int
+    label_agreement: float | None = None
+    columns: pd.DataFrame | None = field(default=None, compare=False)
+    resampling: Resampling = BY_DEFAULT
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    created: datetime = field(default_factory=_now)
 
-    def table(self) -> pd.DataFrame:
-        """One row per draft: what was measured, on which rung, then the accuracy at each position (acc_1 ...)."""
-        import pandas as pd
+    def __post_init__(self) -> None:
+        if TRAINED not in self.drafts:
+            raise ConfigError(f"drafts of a report: expected {TRAINED!r} among them, found {', '.join(self.drafts)}")
+        if self.label_agreement is not None and not 0 <= self.label_agreement <= 1:
+            raise ConfigError(f"label_agreement: expected a share between 0 and 1, found {self.label_agreement}")
 
-        return pd.DataFrame([self._row(name, result) for name, result in self.drafts.items()])
+    @property
+    def title(self) -> str:
+        return f"{self.strategy} draft of {self.target}, {self.eval_set}"
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """Every draft on every rung; made once, since the intervals of large eval sets take seconds."""
+        return findings_of(self.drafts, self.resampling)
+
+    @cached_property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """The trained draft against the others on the walk."""
+        return compared_on_walk(self.drafts, self.resampling)
+
+    @cached_property
+    def walk_slices(self) -> pd.DataFrame:
+        """The walk of the trained draft by every column of the eval data."""
+        if self.columns is None:
+            return slices((), pd.DataFrame(), ())
+        return slices(self.drafts[TRAINED].walk, self.columns, list(self.columns), self.resampling)
+
+    @property
+    def headline(self) -> Finding:
+        """The trained draft's walk; without one, its highest greedy rung that has a value."""
+        known = [found for found in self.findings if found.draft == TRAINED and found.value is not None]
+        greedy = [found for found in known if not found.temperature]
+        return max(greedy, key=lambda found: (found.rung == 3, found.rung))
 
     def markdown(self) -> str:
-        """The table as a person reads it, and what its numbers mean."""
-        shown = self.table().drop(columns=["target", "strategy", "eval_set", "metric", "rung"])
-        shown = shown.rename(columns={"value": f"{METRIC} (rung {RUNG})", "avg_loss": "loss"})
-        shown["loss"] = [f"{loss:.3f}" if loss is not None and loss == loss else "" for loss in shown["loss"]]
-        text = shown.to_markdown(index=False, floatfmt=".3f", intfmt=",")
-        title = f"**{self.strategy}** draft of **{self.target}** on `{self.eval_set}`"
-        return f"{title}\n\n{text}\n\n{RUNG_NOTE}\n"
-
-    def plot(self) -> bytes:
-        """Accuracy per position of every draft, PNG."""
-        return acceptance_plot(self.drafts, f"{self.strategy} draft of {self.target}, {self.eval_set}")
+        return report_markdown(self)
 
     def save(self, folder: Path) -> None:
         """Write all forms into `folder`, each atomically, report.json last."""
         folder.mkdir(parents=True, exist_ok=True)
-        with published(folder / TABLE) as staging:
-            self.table().to_parquet(staging, index=False)
-        with published(folder / MARKDOWN) as staging:
+        heading = {"target": self.target, "strategy": self.strategy, "eval_set": self.eval_set}
+        publish_table(folder / files.TABLE, summary_table(heading, self.findings))
+        publish_table(folder / files.PROMPTS, prompts_table(self.drafts))
+        publish_table(folder / files.SLICES, slices_table(self.walk_slices))
+        with published(folder / files.MARKDOWN) as staging:
             staging.write_text(self.markdown(), encoding="utf-8")
-        with published(folder / PLOT) as staging:
-            staging.write_bytes(self.plot())
-        publish_json(folder / REPORT, self.to_json())
+        with published(folder / files.PLOT) as staging:
+            staging.write_bytes(acceptance_plot(self.drafts, self.draft_tokens, self.title))
+        self._save_slices_plot(folder / files.SLICES_PLOT)
+        digests = {name: file_digest(folder / name) for name in (files.TABLE, files.PROMPTS, files.SLICES)}
+        publish_json(folder / files.REPORT, {**self.to_json(), "files": digests})
+
+    def _save_slices_plot(self, path: Path) -> None:
+        """None where there is nothing to compare."""
+        shown = worth_showing(self.walk_slices)
+        if not shown["passes"].any():
+            path.unlink(missing_ok=True)
+            return
+        with published(path) as staging:
+            staging.write_bytes(slices_plot(shown, self.title))
 
     def to_json(self) -> dict[str, Any]:
-        drafts = {
-            name: {"result": result.to_json(), "metrics": result.metrics()} for name, result in self.drafts.items()
-        }
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": files.SCHEMA_VERSION,
+            "created": self.created.isoformat(),
             "target": self.target,
             "strategy": self.strategy,
             "eval_set": self.eval_set,
-            "metric": METRIC,
-            "rung": RUNG,
-            "drafts": drafts,
+            "draft_tokens": self.draft_tokens,
+            "label_agreement": self.label_agreement,
+            "resampling": asdict(self.resampling),
+            "drafts": {name: self._draft_json(name, measured) for name, measured in self.drafts.items()},
+            "comparisons": [comparison.to_json() for comparison in self.comparisons],
             "provenance": dict(self.provenance),
+        }
+
+    def _draft_json(self, name: str, measured: DraftMeasurement) -> dict[str, Any]:
+        return {
+            "result": measured.result.to_json(),
+            "metrics": measured.result.metrics(),
+            "rungs": [found.to_json() for found in self.findings if found.draft == name],
+            "loops": [_loop_json(loop) for loop in measured.loops if loop.prompts],
         }
 
     @classmethod
     def load(cls, folder: Path) -> Report:
-        """Read report.json.
+        """All of a saved report except the columns of the eval data, which it does not hold.
 
         Raises:
-            StoreError: missing, damaged, or of another schema.
+            StoreError: missing, damaged, altered, or of another schema.
         """
-        path = folder / REPORT
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if values["schema_version"] != SCHEMA_VERSION:
-                raise StoreError(f"{path}: schema {values['schema_version']}, expected {SCHEMA_VERSION}")
-            drafts = {name: EvalResult.from_json(draft["result"]) for name, draft in values["drafts"].items()}
-            return cls(values["target"], values["strategy"], values["eval_set"], drafts, values["provenance"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{path}: not an evaluation report ({error!r}). Evaluate the draft again") from error
+        values = files.read_report(folder)
+        prompts = _saved_prompts(folder)
+        with files.reading(folder / files.REPORT):
+            return cls(
+                target=values["target"],
+                strategy=values["strategy"],
+                eval_set=values["eval_set"],
+                drafts={name: _measurement(name, draft, prompts) for name, draft in values["drafts"].items()},
+                draft_tokens=values["draft_tokens"],
+                label_agreement=values["label_agreement"],
+                resampling=Resampling(**values["resampling"]),
+                provenance=values["provenance"],
+                created=datetime.fromisoformat(values["created"]),
+            )
 
-    def _row(self, name: str, result: EvalResult) -> dict[str, Any]:
-        return {
-            "target": self.target,
-            "strategy": self.strategy,
-            "eval_set": self.eval_set,
-            "draft": name,
-            "metric": METRIC,
-            "rung": RUNG,
-            "value": result.simulated_acc_len,
-            "avg_loss": result.avg_loss,
-            "supervised_tokens": result.supervised_tokens,
-            **{f"acc_{i}": accuracy for i, accuracy in enumerate(result.per_position_acc, start=1)},
-        }
+    @staticmethod
+    def load_prompts(folder: Path, draft: str, rung: int, temperature: float = 0.0) -> tuple[PromptAcceptance, ...]:
+        """One draft's prompts on rung 2, 3 or 4, for `paired_difference` with another draft's.
+
+        Args:
+            temperature: of rung 4.
+
+        Raises:
+            StoreError: missing, damaged, altered, of another schema, or not measured.
+        """
+        prompts = _saved_prompts(folder)
+        wanted = (draft, metric_name(rung, temperature))
+        if wanted not in prompts:
+            measured = ", ".join(map(" ".join, prompts)) or "none"
+            raise StoreError(f"{folder / files.PROMPTS}: expected prompts of {' '.join(wanted)}, found {measured}")
+        return prompts[wanted]
+
+
+def _saved_prompts(folder: Path) -> PromptsByRung:
+    path = files.checked_prompts(folder)
+    with files.reading(path):
+        return read_prompts(path)
+
+
+def _loop_json(loop: LoopMeasurement) -> dict[str, Any]:
+    """`TIMED`, and what follows from it and from the prompts."""
+    passes, emitted = (sum(getattr(prompt, name) for prompt in loop.prompts) for name in ("passes", "emitted"))
+    timed = {name: getattr(loop, name) for name in TIMED}
+    return {**timed, "speed_up": loop.speed_up, "tokens_per_pass": ratio(emitted, passes)}
+
+
+def _measurement(name: str, values: Mapping[str, Any], prompts: PromptsByRung) -> DraftMeasurement:
+    loops = [{name: loop[name] for name in TIMED} for loop in values["loops"]]
+    return DraftMeasurement(
+        result=EvalResult.from_json(values["result"]),
+        blocks=prompts.get((name, metric_name(2)), ()),
+        walk=prompts.get((name, metric_name(3)), ()),
+        loops=tuple(
+            LoopMeasurement(prompts=prompts[name, metric_name(4, loop["temperature"])], **loop) for loop in loops
+        ),
+    )

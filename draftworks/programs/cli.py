@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from draftworks.artifacts import Artifact, ArtifactStore
 from draftworks.demands import check_demands
 from draftworks.errors import DraftworksError
 from draftworks.identity import FileDigests
+from draftworks.leaderboard import Fleet
+from draftworks.leaderboard_views import CAPTION, cells
 from draftworks.programs.keys import FILES, keys_of
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
@@ -21,6 +25,7 @@ from draftworks.sources import matching_files
 
 app = typer.Typer(help="Draft models for a fleet of LLMs.", add_completion=False, no_args_is_help=True)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
+WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
 CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
 
 
@@ -63,6 +68,23 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     except DraftworksError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+@app.command()
+def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
+    """Where every draft of every target stands: acceptance, age, the best ever, what it is stale against."""
+    try:
+        standings = Fleet.of(Registry(registry)).standings()
+    except DraftworksError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    rows = [cells(standing, time.time()) for standing in standings]
+    table = Table(title="leaderboard", title_justify="left", caption=CAPTION, caption_justify="left")
+    for column in rows[0] if rows else ():
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row.values()))
+    Console(width=None if Console().is_terminal else 200).print(table)
 
 
 @app.command()
@@ -137,15 +159,15 @@ def acceptance_table(strategy: str, report: Artifact) -> Table:
     positions = max(len(metrics["eval/per_position_acc"]) for metrics in drafts.values())
     table = Table(title=f"{strategy}: held-out acceptance", title_justify="left", caption_justify="left")
     table.caption = (
-        "simulated_acc_len is rung 1 of the acceptance ladder, acc_i the accuracy at draft position i (rung 0)"
+        f"accepted draft tokens per pass of the target, {report.summary['draft_tokens']} proposed: simulated (rung 1 of the "
+        "acceptance ladder), replayed greedy serving (rung 3), real decoding (rung 4); acc_i: accuracy at position i (rung 0)"
     )
-    table.add_column("draft")
-    table.add_column("simulated_acc_len", justify="right")
-    for position in range(positions):
-        table.add_column(f"acc_{position + 1}", justify="right")
+    rungs = {"simulated": "eval/simulated_acc_len", "walk": WALK_METRIC, "loop": LOOP_METRIC}
+    for column in ("draft", *rungs, *(f"acc_{position + 1}" for position in range(positions))):
+        table.add_column(column, justify="left" if column == "draft" else "right")
     for name, metrics in sorted(drafts.items(), key=lambda item: -item[1]["eval/simulated_acc_len"]):
-        accuracies = (f"{accuracy:.3f}" for accuracy in metrics["eval/per_position_acc"])
-        table.add_row(name, f"{metrics['eval/simulated_acc_len']:.3f}", *accuracies)
+        values = [metrics.get(metric) for metric in rungs.values()] + metrics["eval/per_position_acc"]
+        table.add_row(name, *("" if value is None else f"{value:.3f}" for value in values))
     return table
 
 

@@ -1,4 +1,4 @@
-"""Measure a draft beside the same draft untrained and a bigram table: `-m draftworks.programs.evaluate FILE`.
+"""Measure a draft, rung by rung, beside the same draft untrained and a bigram table: `-m draftworks.programs.evaluate FILE`.
 
 The table makes a chain of proposals, so it is left out where the strategy does not.
 """
@@ -6,43 +6,51 @@ The table makes a chain of proposals, so it is left out where the strategy does 
 from __future__ import annotations
 
 import time
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from draftworks.data.chat import ChatTokenizer
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.drafts.draft_io import load_draft
-from draftworks.drafts.strategy import ChainStrategy
+from draftworks.drafts.strategy import ChainStrategy, DraftStrategy
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
+from draftworks.evaluation.decoding import DecodingLimits
 from draftworks.evaluation.evaluator import Evaluator, Forward
+from draftworks.evaluation.measure import Loop, first_prompts, label_agreement, replayed
+from draftworks.evaluation.measurement import DraftMeasurement, LoopMeasurement
+from draftworks.evaluation.prompt_acceptance import micro_mean
 from draftworks.evaluation.report import Report
 from draftworks.evaluation.result import EvalResult
+from draftworks.evaluation.statistics import Resampling
 from draftworks.features.loader import FeatureDataLoader
-from draftworks.programs.assembly import Draft, build_draft, open_samples, peak_rss_bytes
+from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes
 from draftworks.programs.loaders import evaluation_loader, nothing_to_measure
 from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runs import EvaluateRun
+from draftworks.specs import CaptureSpec
+from draftworks.strategies import resolve_strategy
 
-EVAL_SET = "heldout"
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Evaluate all of them on the held-out set; rank 0 writes the report into `run.out`."""
+    """Evaluate all of them on the eval set; rank 0 writes the report into `run.out`."""
     started = time.perf_counter()
     with distributed(run.device) as device:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.seed)
-        strategy = draft.strategy
-        strategy.model.to(device)
-        samples = open_samples(run.heldout, run.store, strategy, run.target)
-        loader = evaluation_loader(samples, strategy, run.micro_batch_size, ctx)
-        measure = partial(_measure, run, loader, ctx, device)
-        untrained = measure("untrained", strategy.forward_loss)
-        config = load_draft(run.draft, strategy, run.target.digest)
-        drafts = {"trained": measure("trained", strategy.forward_loss), "untrained": untrained}
-        if isinstance(strategy, ChainStrategy):
-            drafts["bigram"] = measure("bigram", _bigram(run, draft, strategy, device))
+        draft.strategy.model.to(device)
+        samples = open_samples(run.heldout, run.store, draft.strategy, run.target)
+        measuring = _Measuring(run, ctx, draft, samples, device)
+        untrained = measuring.replayed_rungs("untrained")
+        config = load_draft(run.draft, draft.strategy, run.target.digest)
+        drafts = {"trained": measuring.every_rung("trained"), "untrained": untrained}
+        if isinstance(draft.strategy, ChainStrategy):
+            drafts["bigram"] = DraftMeasurement(measuring.accuracy("bigram", measuring.bigram()))
+        agreement = label_agreement(measuring.loader(), draft.parts.head.to(device), device)
     provenance = {
         "target_digest": run.target.digest,
         "weights_digest": config.weights_digest,
@@ -50,36 +58,113 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         "eval_features": samples.manifest.data_version,
         "untrained_seed": run.seed,
     }
-    report = Report(run.target.name, run.strategy, EVAL_SET, drafts, provenance)
+    report = Report(
+        target=run.target.name,
+        strategy=run.strategy,
+        eval_set=run.eval_set,
+        drafts=drafts,
+        draft_tokens=measuring.draft_tokens,
+        label_agreement=agreement,
+        columns=_columns(samples.tokens, run.evaluation.slices),
+        resampling=Resampling(run.evaluation.confidence, run.evaluation.resamples),
+        provenance=provenance,
+    )
     if ctx.is_main:
         report.save(run.out)
     return {
-        "drafts": {name: result.metrics() for name, result in drafts.items()},
+        "drafts": {name: measured.metrics() for name, measured in drafts.items()},
+        "label_agreement": agreement,
+        "draft_tokens": measuring.draft_tokens,
         "seconds": time.perf_counter() - started,
         "peak_rss_bytes": peak_rss_bytes(),
     }
 
 
-def _measure(
-    run: EvaluateRun,
-    loader: FeatureDataLoader,
-    ctx: ProgramContext,
-    device: torch.device,
-    name: str,
-    forward: Forward,
-) -> EvalResult:
-    result = Evaluator(device).run(forward, loader)
-    if result is None:
-        raise nothing_to_measure(run.heldout)
-    if ctx.is_main:
-        ctx.log(f"{name}: simulated_acc_len {result.simulated_acc_len:.3f} (rung 1), accuracy {result.avg_acc:.3f}")
-    return result
+@dataclass(frozen=True)
+class _Measuring:
+    """One run's draft on its eval set. Every method is a collective."""
+
+    run: EvaluateRun
+    ctx: ProgramContext
+    draft: Draft
+    samples: Samples
+    device: torch.device
+
+    @property
+    def strategy(self) -> DraftStrategy:
+        return self.draft.strategy
+
+    @property
+    def draft_tokens(self) -> int:
+        return self.run.evaluation.draft_tokens or self.strategy.draft_tokens
+
+    def loader(self) -> FeatureDataLoader:
+        return evaluation_loader(self.samples, self.strategy, self.run.micro_batch_size, self.ctx)
+
+    def accuracy(self, name: str, forward: Forward) -> EvalResult:
+        """Rungs 0 and 1."""
+        result = Evaluator(self.device).run(forward, self.loader())
+        if result is None:
+            raise nothing_to_measure(self.run.heldout)
+        self._say(f"{name}: simulated_acc_len {result.simulated_acc_len:.3f} (rung 1), accuracy {result.avg_acc:.3f}")
+        return result
+
+    def replayed_rungs(self, name: str) -> DraftMeasurement:
+        """Rungs 0 to 3: no forward pass of the target."""
+        result = self.accuracy(name, self.strategy.forward_loss)
+        found = replayed(self.strategy, self.loader(), self.draft_tokens, self.device)
+        measured = DraftMeasurement(result, tuple(one.blocks for one in found), tuple(one.walk for one in found))
+        walk = micro_mean(measured.walk)
+        if walk is not None:
+            self._say(
+                f"{name}: {walk:.3f} accepted tokens per pass of the target (rung 3, {self.draft_tokens} proposed)"
+            )
+        return measured
+
+    def every_rung(self, name: str) -> DraftMeasurement:
+        measured = self.replayed_rungs(name)
+        return DraftMeasurement(measured.result, measured.blocks, measured.walk, self._loops(name))
+
+    def bigram(self) -> BigramDraft:
+        """The table, counted as the draft is: the same rows at the same steps."""
+        assert isinstance(self.strategy, ChainStrategy)
+        table = BigramTable.count(TokenizedSet.open(self.run.train_tokens), self.draft.parts.vocab_size)
+        return BigramDraft(table, self.draft.parts.head.to(self.device), self.strategy.chain_gates)
+
+    def _loops(self, name: str) -> tuple[LoopMeasurement, ...]:
+        """Rung 4, at every temperature: the target itself decodes with the draft."""
+        from draftworks.capture.hf import load_hf_engine
+
+        spec = self.run.evaluation.loop
+        prompts = first_prompts(self.samples.tokens, spec.prompts)
+        if not prompts:
+            return ()
+        target = self.run.target
+        engine = load_hf_engine(target, CaptureSpec(compute_dtype=spec.compute_dtype), self.device)
+        taps = resolve_strategy(self.run.strategy).taps(target.num_layers, self.draft.options)
+        limits = DecodingLimits(self.run.max_new_tokens, ChatTokenizer.load(target).eos_ids)
+        loop = Loop(engine.model, self.strategy, taps, limits, self.draft_tokens, self.run.seed)
+        loops = []
+        for temperature in spec.temperatures:
+            loops.append(loop.measure(prompts, temperature))
+            self._say(
+                f"{name}: {micro_mean(loops[-1].prompts) or 0:.3f} accepted tokens per pass in the real loop at temperature "
+                f"{temperature:g} (rung 4), {loops[-1].speed_up:.2f} times the speed of plain decoding"
+            )
+        return tuple(loops)
+
+    def _say(self, text: str) -> None:
+        if self.ctx.is_main:
+            self.ctx.log(text)
 
 
-def _bigram(run: EvaluateRun, draft: Draft, strategy: ChainStrategy, device: torch.device) -> BigramDraft:
-    """The table, counted as the draft is: the same rows at the same steps."""
-    table = BigramTable.count(TokenizedSet.open(run.train_tokens), draft.parts.vocab_size)
-    return BigramDraft(table, draft.parts.head.to(device), strategy.chain_gates)
+def _columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
+    """What the samples can be told apart by: their own columns, and their length in tokens."""
+    import pandas as pd
+
+    rows = [{"sample_id": row.sample_id, "length": len(row), **row.columns} for row in tokens]
+    frame = pd.DataFrame(rows).set_index("sample_id")
+    return frame[[column for column in by if column in frame.columns]]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -174,6 +175,17 @@ def test_a_result_that_exists_is_found_while_another_is_being_built(tmp_path: Pa
     finally:
         process.kill()
         process.wait()
+
+
+def test_all_results_are_listed_newest_first_without_what_is_damaged_or_unfinished(tmp_path: Path):
+    store = ArtifactStore(tmp_path)
+    made = [store.obtain("thing", "tiny", {"a": number}, writing(str(number))) for number in range(4)]
+    (made[1].path / "artifact.json").write_text("{")
+    store.obtain("thing", "tiny", {"a": 0}, writing("0"))
+    for ending in (".partial", ".old"):
+        shutil.copytree(made[2].path, made[2].path.with_name(f"{made[2].path.name}{ending}"))
+    assert [found.data_version for found in store.all("thing", "tiny")] == ["3", "2", "0"]
+    assert store.all("thing", "other") == []
 
 
 SLOW_BUILD = """

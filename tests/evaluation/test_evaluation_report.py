@@ -1,75 +1,195 @@
-"""Reports: the same numbers in every form."""
+"""Reports: the same numbers in every form, and nothing taken for a report that is not one."""
 
 from __future__ import annotations
 
-import io
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from PIL import Image
+from report_toys import full_report, prompts, rungs_0_and_1
 
-from draftworks.errors import StoreError
-from draftworks.evaluation.report import MARKDOWN, PLOT, REPORT, TABLE, Report
-from draftworks.evaluation.result import EvalResult
+from draftworks.errors import ConfigError, StoreError
+from draftworks.evaluation.measurement import DraftMeasurement
+from draftworks.evaluation.report import Report
+from draftworks.evaluation.report_files import MARKDOWN, PLOT, PROMPTS, REPORT, SLICES, SLICES_PLOT, TABLE
+from draftworks.evaluation.statistics import AcceptanceSummary, paired_difference, summary
+
+RUNGS = {
+    (2, 0.0): "rung2_block_acc_len",
+    (3, 0.0): "rung3_walk_acc_len",
+    (4, 0.0): "rung4_loop_acc_len_t0",
+    (4, 0.7): "rung4_loop_acc_len_t0.7",
+}
 
 
 @pytest.fixture
 def report() -> Report:
-    def result(correct: tuple[float, ...], loss_weight: float) -> EvalResult:
-        return EvalResult(30.0, loss_weight, 40, {"acc_corrects": correct, "acc_denoms": (10.0, 8.0)})
-
-    drafts = {
-        "trained": result((8.0, 4.0), 10.0),
-        "untrained": result((1.0, 0.0), 10.0),
-        "bigram": result((3.0, 2.0), 0.0),
-    }
-    return Report("tiny", "eagle3", "heldout", drafts, {"target_digest": "0123"})
+    return full_report()
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    full_report().save(folder)
+    return folder
+
+
+@pytest.fixture
+def saved(saved_once: Path, tmp_path: Path) -> Path:
+    """`report`, in a folder of its own."""
+    return shutil.copytree(saved_once, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("report", [full_report(), rungs_0_and_1()], ids=["all rungs", "rungs 0 and 1"])
 def test_report_round_trip(report: Report, tmp_path: Path) -> None:
     report.save(tmp_path)
     assert Report.load(tmp_path) == report
 
 
-def test_table_says_draft_rung_metric_and_accuracies(report: Report, tmp_path: Path) -> None:
-    report.save(tmp_path)
-    table = pd.read_parquet(tmp_path / TABLE).set_index("draft")
-    assert list(table.index) == ["trained", "untrained", "bigram"]
-    assert set(table["rung"]) == {1}
-    assert set(table["metric"]) == {"simulated_acc_len"}
-    assert table.loc["trained", "value"] == pytest.approx(0.8 + 0.8 * 0.5)
-    assert table.loc["trained", ["acc_1", "acc_2"]].tolist() == [0.8, 0.5]
-    assert pd.isna(table.loc["bigram", "avg_loss"])
+def test_table_has_a_row_per_draft_and_rung(report: Report, saved: Path) -> None:
+    table = pd.read_parquet(saved / TABLE)
+    assert (table[["target", "strategy", "eval_set"]] == ["tiny", "eagle3", "heldout"]).all(axis=None)
+    found = table[table["rung"] > 0].set_index(["draft", "metric"])["rung"].to_dict()
+    of_trained = {("trained", name): rung for (rung, _), name in RUNGS.items()}
+    simulated = {(draft, "simulated_acc_len"): 1 for draft in report.drafts}
+    assert found == {**of_trained, **simulated, ("untrained", "rung3_walk_acc_len"): 3}
 
 
-def test_json_says_rung_and_metrics(report: Report, tmp_path: Path) -> None:
-    report.save(tmp_path)
-    values = json.loads((tmp_path / REPORT).read_text())
-    assert (values["schema_version"], values["rung"], values["metric"]) == (1, 1, "simulated_acc_len")
-    assert values["drafts"]["trained"]["metrics"]["eval/simulated_acc_len"] == pytest.approx(1.2)
+def test_table_by_hand(saved: Path) -> None:
+    table = pd.read_parquet(saved / TABLE).set_index(["draft", "metric"])
+    walk = table.loc[("trained", "rung3_walk_acc_len")]
+    assert walk[["value", "prompts", "passes", "tokens_per_pass"]].tolist() == [9 / 6, 3, 6, 15 / 6]
+    assert walk["low"] < walk["value"] < walk["high"]
+    assert table.loc[("trained", "simulated_acc_len"), "value"] == pytest.approx(0.8 + 0.8 * 0.5)
+    assert table.loc[("trained", "per_position_acc_2"), "value"] == 0.5
+    loops = table[table["rung"] == 4]
+    assert loops[["temperature", "speed_up"]].values.tolist() == [[0.0, 1.5], [0.7, 0.5]]
 
 
-def test_markdown_has_a_line_per_draft_and_explains_the_rung(report: Report, tmp_path: Path) -> None:
-    report.save(tmp_path)
-    text = (tmp_path / MARKDOWN).read_text()
-    assert "| trained   |" in text
-    assert "1.200" in text
-    assert "nan" not in text
-    assert "Rung 1" in text
+def test_json_has_every_draft_on_every_rung_with_its_interval(report: Report, saved: Path) -> None:
+    values = json.loads((saved / REPORT).read_text())
+    assert (values["schema_version"], values["draft_tokens"], values["label_agreement"]) == (2, 3, 1.0)
+    for name, measured in report.drafts.items():
+        draft = values["drafts"][name]
+        assert draft["metrics"] == measured.result.metrics()
+        counted = {entry["metric"]: entry["acceptance"] for entry in draft["rungs"] if entry["rung"] > 1}
+        expected = {RUNGS[2, 0.0]: measured.blocks, RUNGS[3, 0.0]: measured.walk}
+        expected |= {RUNGS[4, loop.temperature]: loop.prompts for loop in measured.loops}
+        assert {metric: AcceptanceSummary.from_json(each) for metric, each in counted.items()} == {
+            metric: summary(each, report.resampling) for metric, each in expected.items() if each
+        }
 
 
-def test_plot_is_a_picture(report: Report, tmp_path: Path) -> None:
-    report.save(tmp_path)
-    with Image.open(io.BytesIO((tmp_path / PLOT).read_bytes())) as picture:
-        picture.verify()
-        assert picture.format == "PNG"
-        assert picture.width > 400
+def test_json_has_the_loops_with_their_speed_up_and_tokens_per_pass(saved: Path) -> None:
+    greedy, sampled = json.loads((saved / REPORT).read_text())["drafts"]["trained"]["loops"]
+    assert (greedy["temperature"], greedy["speed_up"], greedy["tokens_per_pass"]) == (0.0, 1.5, 15 / 6)
+    assert (sampled["temperature"], sampled["speed_up"], sampled["tokens_per_pass"]) == (0.7, 0.5, 6 / 3)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"schema_version": 1}', '{"schema_version": 99}'])
-def test_damaged_report_is_refused_by_name(content: str, tmp_path: Path) -> None:
-    (tmp_path / REPORT).write_text(content)
-    with pytest.raises(StoreError, match=r"report\.json"):
-        Report.load(tmp_path)
+def test_trained_draft_is_compared_on_the_walk_with_those_that_have_one(report: Report, saved: Path) -> None:
+    [compared] = json.loads((saved / REPORT).read_text())["comparisons"]
+    assert (compared["metric"], compared["draft"], compared["other"]) == (RUNGS[3, 0.0], "trained", "untrained")
+    assert compared["difference"] == pytest.approx(9 / 6 - 1 / 12)
+    walks = [report.drafts[name].walk for name in ("trained", "untrained")]
+    assert compared["interval"]["low"] == paired_difference(*walks, resampling=report.resampling).interval.low
+
+
+def test_prompts_can_be_compared_later(report: Report, saved: Path) -> None:
+    trained = report.drafts["trained"]
+    assert Report.load_prompts(saved, "trained", 2) == trained.blocks
+    assert Report.load_prompts(saved, "trained", 3) == trained.walk
+    assert Report.load_prompts(saved, "trained", 4) == trained.loops[0].prompts
+    assert Report.load_prompts(saved, "trained", 4, temperature=0.7) == trained.loops[1].prompts
+    assert Report.load_prompts(saved, "untrained", 3) == report.drafts["untrained"].walk
+
+
+def test_prompts_that_were_not_measured_are_refused_with_those_that_were(saved: Path) -> None:
+    with pytest.raises(StoreError, match=r"prompts\.parquet.* bigram rung3_walk.*found .*untrained rung3_walk"):
+        Report.load_prompts(saved, "bigram", 3)
+
+
+@pytest.mark.parametrize("rung", [0, 1, 5])
+def test_prompts_of_a_rung_that_counts_none_are_refused(rung: int, saved: Path) -> None:
+    with pytest.raises(ConfigError, match=f"rung: expected 2, 3 or 4, found {rung}"):
+        Report.load_prompts(saved, "trained", rung)
+
+
+def test_slices_of_the_walk_of_the_trained_draft(saved: Path) -> None:
+    table = pd.read_parquet(saved / SLICES)
+    assert table[["column", "value", "prompts", "passes", "accepted"]].values.tolist() == [
+        ["task", "chat", 1, 3, 5],
+        ["task", "code", 2, 3, 4],
+        ["language", "en", 3, 6, 9],
+    ]
+
+
+def test_tables_without_rows_have_the_same_types(saved: Path, tmp_path: Path) -> None:
+    without = tmp_path / "without"
+    rungs_0_and_1().save(without)
+    for name in (PROMPTS, SLICES):
+        empty, full = pd.read_parquet(without / name), pd.read_parquet(saved / name)
+        assert empty.empty
+        assert empty.dtypes.equals(full.dtypes)
+
+
+def test_saved_again_leaves_no_picture_of_slices_that_are_gone(report: Report, saved: Path) -> None:
+    assert (saved / SLICES_PLOT).exists()
+    replace(report, columns=None).save(saved)
+    assert sorted(path.name for path in saved.iterdir()) == sorted([REPORT, TABLE, PROMPTS, SLICES, MARKDOWN, PLOT])
+
+
+def test_report_json_is_written_last(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever finds it finds the rest."""
+    (tmp_path / SLICES_PLOT).mkdir()  # cannot be replaced by a file
+    with pytest.raises(OSError):
+        report.save(tmp_path)
+    assert not (tmp_path / REPORT).exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "damaged"),
+        ("[]", "damaged"),
+        ("{}", "damaged"),
+        ('{"schema_version": 2}', "damaged"),
+        ('{"schema_version": 1}', "expected schema 2, found 1"),
+        ('{"schema_version": 99}', "expected schema 2, found 99"),
+    ],
+)
+def test_report_that_is_none_is_refused_by_name(content: str, reason: str, saved: Path) -> None:
+    (saved / REPORT).write_text(content)
+    for load in (Report.load, lambda folder: Report.load_prompts(folder, "trained", 3)):
+        with pytest.raises(StoreError, match=rf"report\.json: .*{reason}.*Evaluate the draft again"):
+            load(saved)
+
+
+@pytest.mark.parametrize("gone", [REPORT, PROMPTS])
+def test_missing_file_is_named(gone: str, saved: Path) -> None:
+    (saved / gone).unlink()
+    for load in (Report.load, lambda folder: Report.load_prompts(folder, "trained", 3)):
+        with pytest.raises(StoreError, match=rf"{gone}: expected a file of an evaluation report, found none"):
+            load(saved)
+
+
+def test_prompts_of_another_report_are_refused(report: Report, saved: Path, tmp_path: Path) -> None:
+    """As a crash between two files of a second save would leave them."""
+    drafts = {**report.drafts, "trained": replace(report.drafts["trained"], walk=prompts([1], [1], [1]))}
+    replace(report, drafts=drafts).save(tmp_path / "other")
+    (tmp_path / "other" / PROMPTS).rename(saved / PROMPTS)
+    with pytest.raises(StoreError, match=r"prompts\.parquet: expected the file that report\.json was published with"):
+        Report.load_prompts(saved, "trained", 3)
+
+
+def test_report_without_the_trained_draft_is_refused(report: Report) -> None:
+    with pytest.raises(ConfigError, match="expected 'trained' among them, found bigram"):
+        replace(report, drafts={"bigram": DraftMeasurement(report.drafts["bigram"].result)})
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
+def test_label_agreement_is_a_share(report: Report, share: float) -> None:
+    with pytest.raises(ConfigError, match="label_agreement: expected a share between 0 and 1"):
+        replace(report, label_agreement=share)

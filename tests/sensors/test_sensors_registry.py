@@ -10,6 +10,8 @@ import pytest
 from resources.workspace import Workspace
 from sensors.registry import registry_sensor
 
+TARGETS = ["one", "two"]
+
 
 @pytest.fixture
 def registry(tmp_path: Path, tiny_folder: Path) -> Path:
@@ -25,7 +27,7 @@ def registry(tmp_path: Path, tiny_folder: Path) -> Path:
 
 def tick(registry: Path, cursor: str | None = None) -> dg.SensorResult | dg.SkipReason:
     context = dg.build_sensor_context(cursor=cursor, resources={"workspace": Workspace(registry_root=str(registry))})
-    return registry_sensor(context)
+    return registry_sensor(TARGETS)(context)
 
 
 def requested(result: dg.SensorResult) -> list[str]:
@@ -61,6 +63,11 @@ def test_a_broken_entry_does_not_hide_the_others(registry):
     assert isinstance(tick(registry, result.cursor), dg.SkipReason)
 
 
+def test_a_target_that_is_no_partition_yet_is_left_until_the_code_location_is_reloaded(registry):
+    (registry / "targets" / "three.yaml").write_text((registry / "targets" / "two.yaml").read_text())
+    assert requested(tick(registry)) == ["one", "two"]
+
+
 def test_run_keys_name_what_is_new(registry):
     first = tick(registry)
     path = registry / "targets" / "two.yaml"
@@ -73,4 +80,4 @@ def test_run_keys_name_what_is_new(registry):
 
 
 def test_it_is_off_by_default():
-    assert registry_sensor.default_status is dg.DefaultSensorStatus.STOPPED
+    assert registry_sensor(TARGETS).default_status is dg.DefaultSensorStatus.STOPPED

@@ -110,7 +110,7 @@ def test_draftworks_summary_shows_results_and_acceptance(finished):
     ]
     shown = subprocess.run(command, capture_output=True, text=True)
     assert shown.returncode == 0
-    for word in ("training_features", "trained", "untrained", "bigram", "simulated_acc_len"):
+    for word in ("training_features", "trained", "untrained", "bigram", "simulated", "walk", "loop"):
         assert word in shown.stdout
     command[4] = "smal"
     unknown = subprocess.run(command, capture_output=True, text=True)

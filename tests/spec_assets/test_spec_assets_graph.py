@@ -6,6 +6,7 @@ import json
 import shutil
 
 import dagster as dg
+import pyarrow.parquet as pq
 
 from draftworks.artifacts import ArtifactStore
 
@@ -21,6 +22,7 @@ MADE = {
     "eagle3_report",
 }
 INPUTS = {"target_model", "dataset", "recipe"}
+OF_ALL_TARGETS = {"leaderboard"}
 CHECKS = {
     ("tokenized_train", "supervised_share"),
     ("heldout_responses", "supervised_share"),
@@ -43,11 +45,28 @@ def cache_states(result: dg.ExecuteInProcessResult) -> set[str]:
 
 def test_one_run_goes_from_conversations_to_a_measured_draft(finished):
     found = materialized(finished.result)
-    assert set(found) == MADE | INPUTS
+    assert set(found) == MADE | INPUTS | OF_ALL_TARGETS
     assert cache_states(finished.result) == {"built"}
     assert "![acceptance" in found["eagle3_report"].metadata["acceptance"].value
-    assert "simulated_acc_len" in found["eagle3_report"].metadata["table"].value
+    assert "rung3_walk_acc_len" in found["eagle3_report"].metadata["report"].value
+    assert found["heldout_eval_features"].metadata["eval_cache"].value == "produced"
     assert found["eagle3_draft"].metadata["world_size"].value == 2
+
+
+def test_the_run_ends_with_a_leaderboard_that_has_its_report(finished):
+    found = materialized(finished.result)["leaderboard"]
+    assert found.partition is None
+    assert "rung3_walk_acc_len, heldout" in found.metadata["leaderboard"].value
+    assert [found.metadata[name].value for name in ("dagster/row_count", "stale", "without_a_report")] == [1, 0, 0]
+    table = pq.read_table(finished.site.var / "leaderboard" / "leaderboard.parquet").to_pylist()
+    assert [(row["target"], row["strategy"]) for row in table] == [("small", "eagle3")]
+
+
+def test_the_report_has_a_model_card_of_this_very_draft(finished):
+    made = ArtifactStore(finished.site.var)
+    card = (made.current("eagle3_report", "small").path / "README.md").read_text()
+    assert made.current("eagle3_draft", "small").data_version in card
+    assert card.endswith(materialized(finished.result)["eagle3_report"].metadata["model_card"].value)
 
 
 def test_every_check_ran(finished):
@@ -106,7 +125,7 @@ def test_everything_in_the_graph_is_described(finished):
         assert spec.kinds
         assert spec.owners
         assert spec.code_version
-        assert spec.partitions_def is not None
+        assert (spec.partitions_def is None) == (spec.key.to_user_string() in OF_ALL_TARGETS)
 
 
 def test_a_target_without_the_strategy_yields_no_draft_and_stays_green(finished, tmp_path):

@@ -1,0 +1,84 @@
+"""Cron expressions of five fields and time zones, checked before they reach a scheduler. Standard library only."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from zoneinfo import ZoneInfo
+
+ITEM = re.compile(r"(?:(?P<all>\*)|(?P<first>[0-9]+|[A-Za-z]+)(?:-(?P<last>[0-9]+|[A-Za-z]+))?)(?:/(?P<step>[0-9]+))?")
+LONGEST_MONTHS = {month: 30 if month in (4, 6, 9, 11) else 31 for month in range(1, 13)} | {2: 29}
+
+
+@dataclass(frozen=True)
+class CronField:
+    """One of the five fields: what it counts, from where to where, and names for its numbers."""
+
+    name: str
+    low: int
+    high: int
+    names: tuple[str, ...] = ()
+
+    def values(self, text: str) -> set[int]:
+        """The numbers that a field's text stands for.
+
+        Raises:
+            ValueError: it stands for none, or for one outside the field.
+        """
+        return {value for item in text.split(",") for value in self._of_item(item)}
+
+    def _of_item(self, item: str) -> range:
+        found = ITEM.fullmatch(item)
+        if found is None:
+            raise ValueError(f"{self.name}: expected *, a number, a range a-b or a list, each with an optional /step")
+        step = self._number(found["step"], 1, self.high) if found["step"] else 1
+        if found["all"]:
+            return range(self.low, self.high + 1, step)
+        first = self._number(found["first"], self.low, self.high)
+        last = self._number(found["last"], self.low, self.high) if found["last"] else first
+        if last < first:
+            raise ValueError(f"{self.name}: the range {item} ends before it begins")
+        return range(first, (self.high if found["step"] and not found["last"] else last) + 1, step)
+
+    def _number(self, text: str, low: int, high: int) -> int:
+        named = dict(zip(self.names, range(self.low, self.high + 1)))
+        number = int(text) if text.isdigit() else named.get(text.lower())
+        if number is None or not low <= number <= high:
+            raise ValueError(f"{self.name}: {text} is outside {low}..{high}")
+        return number
+
+
+MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+WEEKDAYS = ("sun", "mon", "tue", "wed", "thu", "fri", "sat")
+FIELDS = (
+    CronField("minute", 0, 59),
+    CronField("hour", 0, 23),
+    CronField("day of month", 1, 31),
+    CronField("month", 1, 12, MONTHS),
+    CronField("day of week", 0, 7, WEEKDAYS),
+)
+
+
+def checked_cron(text: str) -> str:
+    """The expression, its fields one space apart.
+
+    Raises:
+        ValueError: it has not five fields, one of them is wrong, or no such date ever comes.
+    """
+    parts = text.split()
+    if len(parts) != len(FIELDS):
+        names = ", ".join(field.name for field in FIELDS)
+        raise ValueError(f"expected a cron expression of five fields ({names}), found {len(parts)}")
+    _, _, days, months, _ = (field.values(part) for field, part in zip(FIELDS, parts))
+    if parts[4] == "*" and min(days) > max(LONGEST_MONTHS[month] for month in months):
+        raise ValueError(f"no month of {sorted(months)} has a day {min(days)}: this time never comes")
+    return " ".join(parts)
+
+
+def checked_timezone(name: str) -> str:
+    """The name if it is a time zone; ValueError otherwise."""
+    try:
+        ZoneInfo(name)
+    except (KeyError, ValueError, OSError):
+        raise ValueError(f"{name!r} is not a time zone: expected an IANA name such as UTC or Europe/Berlin") from None
+    return name

@@ -1,0 +1,90 @@
+"""Evaluates targets again at the times their registry entries give: one schedule for all targets with the same times."""
+
+import datetime
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import dagster as dg
+
+from draftworks.errors import DraftworksError
+from draftworks.identity import digest
+from draftworks.registry import Registry
+from draftworks.staleness import published_drafts
+from resources.workspace import Workspace
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, order=True)
+class Cadence:
+    """When a target is evaluated again."""
+
+    cron: str
+    timezone: str
+
+    @property
+    def schedule_name(self) -> str:
+        """Of the times alone, so that a schedule that was switched on stays on when targets come and go."""
+        return f"evaluate_{digest([self.cron, self.timezone])}"
+
+
+def evaluation_schedules(registry: Registry, status: dg.DefaultScheduleStatus) -> list[dg.ScheduleDefinition]:
+    """A schedule for each cadence of the registry."""
+    return [evaluation_schedule(cadence, targets, status) for cadence, targets in sorted(cadences(registry).items())]
+
+
+def cadences(registry: Registry) -> dict[Cadence, list[str]]:
+    """Targets by their cadence; those without one, or with an entry that cannot be read, are in none."""
+    found: dict[Cadence, list[str]] = {}
+    for target in registry.target_names():
+        try:
+            evaluation = registry.target(target).evaluation
+        except DraftworksError as error:
+            log.warning("target %s is in no schedule: %s", target, error)
+            continue
+        if evaluation.cron is not None:
+            found.setdefault(Cadence(evaluation.cron, evaluation.cron_timezone), []).append(target)
+    return found
+
+
+def evaluation_schedule(
+    cadence: Cadence, targets: Sequence[str], status: dg.DefaultScheduleStatus
+) -> dg.ScheduleDefinition:
+    """The schedule of one cadence. Its ticks leave out targets that have no draft to measure."""
+
+    @dg.schedule(
+        name=cadence.schedule_name,
+        job_name="evaluate",
+        cron_schedule=cadence.cron,
+        execution_timezone=cadence.timezone,
+        default_status=status,
+        description=f"Evaluates {len(targets)} targets again: {', '.join(targets[:10])}{' ...' if targets[10:] else ''}",
+    )
+    def evaluate_again(
+        context: dg.ScheduleEvaluationContext, workspace: Workspace
+    ) -> list[dg.RunRequest] | dg.SkipReason:
+        reasons = {target: reason_to_skip(workspace, target) for target in targets}
+        skipped = [f"{target}: {reason}" for target, reason in reasons.items() if reason is not None]
+        time = context.scheduled_execution_time.astimezone(datetime.UTC).isoformat()
+        requests = [
+            dg.RunRequest(run_key=f"{target}:{time}", partition_key=target)
+            for target, reason in reasons.items()
+            if reason is None
+        ]
+        if not requests:
+            return dg.SkipReason("; ".join(skipped))
+        for line in skipped:
+            context.log.info(f"skipped {line}")
+        return requests
+
+    return evaluate_again
+
+
+def reason_to_skip(workspace: Workspace, target: str) -> str | None:
+    """Why a target cannot be evaluated; None if it can."""
+    try:
+        drafts = published_drafts(workspace.artifacts, workspace.registry.target(target))
+    except DraftworksError as error:
+        return str(error)
+    return None if drafts else "none of its strategies has a draft yet: train one first"

@@ -1,0 +1,265 @@
+"""Eval sets: what drafts are measured on. `heldout` is split off a target's own conversations; others are named in registry/evals/."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from draftworks.artifacts import Artifact, Built
+from draftworks.demands import union_of_taps
+from draftworks.evaluation.eval_cache import CacheEntry, EvalCache
+from draftworks.evaluation.eval_config import EvalConfig
+from draftworks.identity import digest
+from draftworks.publishing import publish_json
+from draftworks.registry import HELDOUT
+from draftworks.runs import EVAL_PART, TOKENS_FOLDER, CaptureRun, FeatureSet, TargetFiles
+from draftworks.specs import TargetSpec
+from resources.torch_launcher import TorchLauncher
+from resources.workspace import Workspace
+from spec_assets.common import asset, checked_partition, launch, obtained, shown, told
+from spec_assets.data import Conversations, answered, greedy, supervised_share
+from spec_assets.features import GPU_POOL, VERIFIED, VERIFIED_MEANS, features_metadata, verified
+from spec_assets.metadata import summary_figures
+
+CAPTURE_REPORT = "capture.json"
+
+
+def eval_names_of(target: TargetSpec) -> list[str]:
+    """`heldout` and the named sets of a target."""
+    return [HELDOUT, *target.evals]
+
+
+def eval_set_assets(name: str) -> list[dg.AssetsDefinition]:
+    """What a named set has that `heldout` gets from the target's conversations: `{eval}_set` and `{eval}_responses`."""
+    return [_set_asset(name), _responses_asset(name)]
+
+
+def _set_asset(name: str) -> dg.AssetsDefinition:
+    @asset(
+        group="inputs",
+        kinds=["parquet"],
+        name=f"{name}_set",
+        description=f"The conversations of the eval set {name}: validated, without repetitions, never trained on.",
+        deps=["target_model"],
+        output_required=False,
+    )
+    def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> Iterator[dg.MaterializeResult]:
+        target = workspace.registry.target(context.partition_key)
+        if name not in target.evals:
+            return
+        registry = workspace.registry
+        spec = registry.eval(name)
+        dataset, files = registry.dataset(spec.dataset), workspace.target_files(target.name)
+
+        def build(out: Path) -> Built:
+            from draftworks.data.prepare import prepare_eval_set
+
+            summary = prepare_eval_set(dataset, spec.max_conversations, target.data, registry.root, files, out)
+            return Built(data_version=summary["digest"], summary=summary)
+
+        identity = {
+            "dataset": workspace.dataset_version(dataset),
+            "max_conversations": spec.max_conversations,
+            "max_rejected_share": target.data.max_rejected_share,
+            "vocab_size": files.vocab_size,
+        }
+        artifact = obtained(context, workspace, identity, build)
+        yield shown(context, artifact, summary_figures(artifact))
+
+    return conversations
+
+
+def _responses_asset(name: str) -> dg.AssetsDefinition:
+    @asset(
+        group="data",
+        kinds=["pytorch", "parquet"],
+        name=f"{name}_responses",
+        description=f"The eval set {name}, answered greedily by the target.",
+        deps=["target_model", "recipe", f"{name}_set"],
+        output_required=False,
+        pool=GPU_POOL,
+    )
+    def responses(
+        context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
+    ) -> Iterator[dg.MaterializeResult]:
+        target = workspace.registry.target(context.partition_key)
+        if name not in target.evals:
+            return
+        source = Conversations(workspace.artifacts.current(f"{name}_set", target.name), EVAL_PART, name)
+        artifact = answered(context, workspace, launcher, source, greedy(target, source))
+        check = supervised_share(artifact, f"{name}_responses", target)
+        if not check.passed:
+            raise dg.Failure(f"eval set {name}: {check.description}", allow_retries=False)
+        yield shown(context, artifact, summary_figures(artifact))
+
+    return responses
+
+
+def eval_features_asset(name: str) -> dg.AssetsDefinition:
+    """The asset `{eval}_eval_features`: an entry of the evaluation cache, one for each target and tap set."""
+
+    @asset(
+        group="features",
+        kinds=["pytorch", "safetensors"],
+        name=f"{name}_eval_features",
+        description=f"Hidden states of the eval set {name}, which every evaluation of every draft reads; cached by EvalConfig.",
+        deps=["target_model", "recipe", f"{name}_responses"],
+        output_required=False,
+        pool=GPU_POOL,
+    )
+    def features(
+        context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
+    ) -> Iterator[dg.MaterializeResult]:
+        target = workspace.registry.target(context.partition_key)
+        if name not in eval_names_of(target):
+            return
+        subject = EvalSubject.of(workspace, target, name)
+
+        def build(out: Path) -> Built:
+            return _recorded(subject.entry(context, launcher))
+
+        artifact = obtained(context, workspace, subject.identity, build, still_good=lambda _: subject.is_cached())
+        yield shown(context, artifact, {**features_metadata(artifact), **_cache_metadata(workspace, artifact)})
+
+    return features
+
+
+def eval_features_check(name: str) -> dg.AssetChecksDefinition:
+    asset_name = f"{name}_eval_features"
+
+    @dg.asset_check(
+        asset=asset_name,
+        name=VERIFIED,
+        blocking=True,
+        description=VERIFIED_MEANS,
+    )
+    def features_verified(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
+        result = verified(workspace.artifacts.current(asset_name, checked_partition(context)))
+        return told(context, result)
+
+    return features_verified
+
+
+@dataclass(frozen=True)
+class EvalSubject:
+    """One eval set of one target, resolved: what its features are made from, and under which key they are cached."""
+
+    workspace: Workspace
+    target: TargetSpec
+    files: TargetFiles
+    responses: Artifact
+    taps: tuple[int, ...]
+
+    @classmethod
+    def of(cls, workspace: Workspace, target: TargetSpec, name: str) -> "EvalSubject":
+        files = workspace.target_files(target.name)
+        responses = workspace.artifacts.current(f"{name}_responses", target.name)
+        return cls(workspace, target, files, responses, tuple(union_of_taps(target, files.num_layers)))
+
+    @property
+    def tokens(self) -> Path:
+        return self.responses.path / TOKENS_FOLDER
+
+    @property
+    def config(self) -> EvalConfig:
+        """Paths are names, as in `var` and in the registry: a checkout that is moved keeps its cache, and content that has
+        changed under the same name shows in `inputs`.
+        """
+        return EvalConfig(
+            eval_data_path=f"{self.responses.asset}/{self.target.name}",
+            target_model_path=self.target.model,
+            target_revision=self.target.revision,
+            tokenizer_path=self.target.tokenizer or self.target.model,
+            chat_template=self.target.chat_template or "",
+            aux_hidden_state_layer_ids=self.taps,
+            max_len=self.target.max_length,
+            cache_dir=self.workspace.var,
+        )
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Content digests: an entry made from other content under the same paths is made again."""
+        return {
+            "eval_data": self.responses.data_version,
+            "target": self.files.digest,
+            "tokenizer": self.files.tokenizer_digest,
+            "capture": digest(self.target.capture.identity()),
+        }
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"eval_cache_key": self.config.cache_key, **self.inputs}
+
+    @property
+    def store(self) -> Path:
+        return self.workspace.feature_store(self.target.name)
+
+    def is_cached(self) -> bool:
+        """Whether the cache has an entry whose features are all in the store."""
+        from draftworks.features.presence import holds_feature_set
+
+        known = EvalCache.for_config(self.config).try_get(self.config)
+        return known is not None and holds_feature_set(self.store, known)
+
+    def entry(self, context: dg.AssetExecutionContext, launcher: TorchLauncher) -> CacheEntry:
+        """Found in the cache, or captured: only what the feature store does not hold."""
+        config, store = self.config, self.store
+        cache = EvalCache.for_config(config)
+        if not self.is_cached() and cache.invalidate(config):
+            context.log.warning("the cached features are not all in the store any more: capturing what is missing")
+
+        def produce(out: Path) -> None:
+            capture = self.target.capture
+            run = CaptureRun(
+                out=out, target=self.files, tokens=self.tokens, taps=list(self.taps), capture=capture, store=store
+            )
+            job = launch(context, launcher, self.workspace, "capture", run, capture.processes, capture.device)
+            publish_json(out / CAPTURE_REPORT, job.report)
+
+        entry = cache.get_or_produce(config, produce, self.inputs)
+        if entry.rebuilt_because:
+            context.log.warning(f"the cached features were made again: {entry.rebuilt_because}")
+        return entry
+
+
+def feature_set(workspace: Workspace, target: str, name: str) -> FeatureSet:
+    """Tokens and cached features of an eval set, as programs read them.
+
+    Raises:
+        StoreError: not materialized yet.
+    """
+    responses = workspace.artifacts.current(f"{name}_responses", target)
+    features = workspace.artifacts.current(f"{name}_eval_features", target)
+    return FeatureSet(tokens=responses.path / TOKENS_FOLDER, features=_entry_path(workspace, features))
+
+
+def eval_data_versions(workspace: Workspace, target: str, name: str) -> list[str]:
+    """Content versions of an eval set's answers and features."""
+    names = (f"{name}_responses", f"{name}_eval_features")
+    return [workspace.artifacts.current(asset_name, target).data_version for asset_name in names]
+
+
+def _recorded(entry: CacheEntry) -> Built:
+    report = json.loads((entry.path / CAPTURE_REPORT).read_text())
+    found = {
+        "eval_cache": "hit" if entry.hit else "produced",
+        "rebuilt_because": entry.rebuilt_because,
+    }
+    return Built(data_version=entry.data_version, summary={**report, **found})
+
+
+def _entry_path(workspace: Workspace, features: Artifact) -> Path:
+    return EvalCache(workspace.var).root / features.identity["eval_cache_key"]
+
+
+def _cache_metadata(workspace: Workspace, artifact: Artifact) -> dict[str, Any]:
+    reason = artifact.summary["rebuilt_because"]
+    return {
+        "eval_cache": "hit" if artifact.hit else artifact.summary["eval_cache"],
+        "eval_cache_key": artifact.identity["eval_cache_key"],
+        "eval_cache_path": dg.MetadataValue.path(_entry_path(workspace, artifact)),
+        **({"rebuilt_because": reason} if reason and not artifact.hit else {}),
+    }

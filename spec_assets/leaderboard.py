@@ -1,0 +1,82 @@
+"""The leaderboard: the one asset that is about all targets. It reads what is published and depends on no run."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from filelock import FileLock
+
+from draftworks.identity import digest
+from draftworks.leaderboard import Fleet, Standing
+from draftworks.leaderboard_views import MARKDOWN, PLOT, markdown, save
+from draftworks.strategies import StrategySpec
+from resources.dead_runs import end_with_run_process
+from resources.workspace import Workspace
+from spec_assets.common import OWNERS, clear_errors
+from spec_assets.metadata import picture
+from spec_assets.reports import GROUP
+
+NAME = "leaderboard"
+RESULT = "result"
+DESCRIPTION = (
+    "Where every draft of every target stands: acceptance, age, the best there ever was, what it is stale against."
+)
+MOST_ROWS = 100  # shown in the UI: every run keeps its own copy in the event log
+
+
+def leaderboard_asset(strategies: Iterable[StrategySpec]) -> dg.AssetsDefinition:
+    """The asset `leaderboard`, unpartitioned: in a job of one target it comes after the reports of that target.
+
+    A graph whose one op takes all reports as *one* input: an asset with a dependency on each would be skipped as soon as the
+    target does not use one of the strategies. The graph is not named after the asset, since the job is.
+    """
+    reports = [f"{strategy.name}_report" for strategy in strategies]
+
+    @dg.graph(name="ranking", ins={name: dg.GraphIn() for name in reports}, out=dg.GraphOut())
+    def ranking(**published: Any) -> Any:
+        return rank(list(published.values()))
+
+    return dg.AssetsDefinition.from_graph(
+        ranking,
+        keys_by_input_name={name: dg.AssetKey(name) for name in reports},
+        keys_by_output_name={RESULT: dg.AssetKey(NAME)},
+        group_name=GROUP,
+        descriptions_by_output_name={RESULT: DESCRIPTION},
+        owners_by_output_name={RESULT: OWNERS},
+        code_versions_by_output_name={RESULT: "1"},
+        tags_by_output_name={RESULT: {"dagster/kind/pandas": ""}},
+    )
+
+
+@dg.op(
+    ins={"reports": dg.In(dg.Nothing)}, out=dg.Out(dg.Nothing), description="Reads all reports and publishes the table."
+)
+def rank(workspace: Workspace) -> dg.MaterializeResult:
+    end_with_run_process()
+    folder = workspace.var / NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    with clear_errors(), FileLock(folder / ".lock"):  # so that of two runs the one that writes last has read last
+        now = time.time()
+        standings = Fleet(workspace.registry, workspace.artifacts, workspace.digests).standings()
+        save(folder, standings, now)
+        return dg.MaterializeResult(
+            asset_key=NAME,
+            data_version=dg.DataVersion(digest([asdict(standing) for standing in standings])),
+            metadata=leaderboard_metadata(standings, folder, now),
+        )
+
+
+def leaderboard_metadata(standings: list[Standing], folder: Path, now: float) -> dict[str, Any]:
+    bars, hidden = folder / PLOT, len(standings) - MOST_ROWS
+    more = f"\n{hidden:,} more in {folder / MARKDOWN}\n" if hidden > 0 else ""
+    return {
+        "leaderboard": dg.MetadataValue.md(markdown(standings[:MOST_ROWS], now) + more),
+        "dagster/row_count": len(standings),
+        "stale": sum(bool(standing.stale_against) for standing in standings),
+        "without_a_report": sum(standing.latest is None for standing in standings),
+        **({"acceptance": picture(bars, NAME)} if bars.exists() else {}),
+        "path": dg.MetadataValue.path(folder),
+    }

@@ -1,0 +1,165 @@
+"""A model card says what a draft is of, how it was made, and what it is worth; the same lineage gives the same card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftworks.artifacts import Artifact
+from draftworks.evaluation.report_summary import ReportSummary, RungScore
+from draftworks.model_card import CardSubject, model_card, page_of
+from draftworks.runs import TargetFiles
+from draftworks.specs import DatasetSpec
+
+REVISION = "b968826d9c46dd6066d109eabc6255188de91218"
+TARGET = TargetFiles(
+    name="mine",
+    model="Acme/Model-8B",
+    revision=REVISION,
+    tokenizer="Acme/Model-8B",
+    digest="0123456789abcdef",
+    tokenizer_digest="fedcba9876543210",
+    num_layers=36,
+    hidden_size=4096,
+    vocab_size=2048,
+    context=512,
+)
+LOCAL = TARGET.model_copy(update={"model": "/home/somebody/models/mine", "revision": None})
+DRAFT = Artifact(
+    asset="eagle3_draft",
+    target="mine",
+    path=Path("/var/eagle3_draft/mine/a9fe5ee3947bbcd8"),
+    identity={
+        "strategy": "eagle3",
+        "options": {"ttt_length": 12, "draft_vocab_size": 1024, "layer_ids": None},
+        "training": {"lr": 0.002, "seed": 42, "max_steps": None},
+        "target": TARGET.digest,
+        "tokens": "tokens-version",
+        "features": "features-version",
+        "vocab_mapping": None,
+    },
+    data_version="weights-version",
+    summary={
+        "steps": 1234,
+        "published_step": 1200,
+        "tokens": 56789,
+        "world_size": 8,
+        "first_loss": 9.5,
+        "last_loss": 2.25,
+    },
+    files={},
+    created=0.0,
+    seconds=1.0,
+)
+SCORES = (
+    *(RungScore("trained", 0, f"per_position_acc_{1 + i}", 0.9 - 0.05 * i) for i in range(12)),
+    RungScore("trained", 1, "simulated_acc_len", 2.75),
+    RungScore("trained", 3, "rung3_walk_acc_len", 2.5, None, 2.25, 2.85, 0.95, 40, 300, 3.5),
+    RungScore("trained", 4, "rung4_loop_acc_len_t0", 2.4, 0.0, 2.1, 2.6, 0.95, 7, 50, 3.4, 1.62),
+    RungScore("bigram", 1, "simulated_acc_len", 0.38),
+)
+REPORT = ReportSummary(
+    target="mine",
+    strategy="eagle3",
+    eval_set="heldout",
+    created=datetime(2026, 5, 4, tzinfo=UTC),
+    weights_digest="weights-version",
+    draft_tokens=12,
+    label_agreement=1.0,
+    scores=SCORES,
+    provenance={"eval_tokens": "eval-tokens-digest"},
+)
+DATASET = DatasetSpec(name="chats", files=["chats.jsonl"], licence="CC BY 4.0 | attribution")
+SUBJECT = CardSubject(DRAFT, [REPORT], TARGET, DATASET)
+CARD = model_card(SUBJECT)
+
+
+def front_matter(card: str) -> dict:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+def rows(card: str) -> list[list[str]]:
+    """Cells of all tables."""
+    lines = (line.replace("\\|", "/") for line in card.splitlines() if line.startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def row(card: str, name: str) -> list[str]:
+    return next(cells for cells in rows(card) if name in cells)
+
+
+def test_the_same_lineage_gives_the_same_card():
+    assert model_card(CardSubject(replace(DRAFT, hit=True), (REPORT,), TARGET, DATASET)) == CARD
+
+
+def test_the_front_matter_is_what_the_hub_reads():
+    found = front_matter(CARD)
+    assert found["base_model"] == "Acme/Model-8B"
+    assert {"speculative-decoding", "eagle3"} <= set(found["tags"])
+    assert found["metrics"] == ["simulated_acc_len", "rung3_walk_acc_len", "rung4_loop_acc_len_t0"]
+
+
+def test_the_page_is_the_card_without_its_front_matter():
+    assert page_of(CARD).startswith("# eagle3 draft of Acme/Model-8B\n")
+    assert CARD.endswith(page_of(CARD))
+
+
+def test_a_target_in_a_folder_is_named_and_its_place_is_not():
+    card = model_card(replace(SUBJECT, target=LOCAL))
+    assert "base_model" not in front_matter(card)
+    assert "somebody" not in card
+    assert row(card, "model")[1] == "mine"
+    assert TARGET.digest in card
+
+
+def test_every_score_is_there_with_its_interval():
+    assert row(CARD, "`rung3_walk_acc_len`")[2] == "2.50 (2.25–2.85)"
+    assert row(CARD, "`rung4_loop_acc_len_t0`")[2] == "2.40 (2.10–2.60), 1.62× plain decoding"
+    assert row(CARD, "`simulated_acc_len`")[2:] == ["2.75", "0.38"]
+    accuracies = [cells[1] for cells in rows(CARD) if cells[0] == "0"]
+    assert accuracies == [f"`per_position_acc_{position}`" for position in range(1, 13)]
+
+
+def test_every_measured_rung_is_explained_and_no_other():
+    assert [rung for rung in range(5) if f"**Rung {rung}**" in CARD] == [0, 1, 3, 4]
+
+
+def test_over_one_prompt_no_interval_is_shown():
+    once = replace(REPORT, scores=tuple(replace(s, prompts=1) if s.rung == 3 else s for s in SCORES))
+    assert row(model_card(replace(SUBJECT, reports=[once])), "`rung3_walk_acc_len`")[2] == "2.50"
+
+
+def test_lineage_is_there():
+    found = {cells[0]: cells[1] for cells in rows(CARD)}
+    assert found["revision"] == REVISION
+    assert found["licence of the data"] == "CC BY 4.0 / attribution"
+    assert (found["steps"], found["tokens"], found["ranks"]) == ("1,234, published: step 1,200", "56,789", "8")
+    digests = ("weights-version", "tokens-version", "features-version", "eval-tokens-digest", "a9fe5ee3947bbcd8")
+    assert set(digests) <= set(found.values())
+
+
+def test_every_eval_set_is_there():
+    code = replace(REPORT, eval_set="code", scores=SCORES[12:13])
+    card = model_card(replace(SUBJECT, reports=[REPORT, code]))
+    assert "On `heldout`, with 95% intervals" in card
+    assert "On `code`, with no intervals" in card
+
+
+@pytest.mark.parametrize(
+    ("agreement", "shown", "limited"), [(1.0, "100.00%", False), (0.99999, "99.99%", True), (None, "not known", True)]
+)
+def test_labels_that_are_not_the_targets_own_are_a_limit(agreement, shown, limited):
+    card = model_card(replace(SUBJECT, reports=[replace(REPORT, label_agreement=agreement)]))
+    assert shown in row(card, "heldout")
+    assert ("Rungs 2 and 3 are exact only if" in card) is limited
+
+
+def test_a_reduced_vocabulary_is_a_limit():
+    whole = replace(DRAFT, identity={**DRAFT.identity, "options": {"draft_vocab_size": TARGET.vocab_size}})
+    sentence = "of the target's 2,048 tokens"
+    assert f"Proposes 1,024 {sentence}" in CARD
+    assert sentence not in model_card(replace(SUBJECT, draft=whole))

@@ -1,0 +1,135 @@
+"""The markdown: what stands first, what is left out, what is warned of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+from report_toys import full_report, prompts, rungs_0_and_1
+
+from draftworks.evaluation.report import Report
+
+WARNING = "not exact here"
+
+
+def rows_of(markdown: str, header: str) -> dict[str, list[str]]:
+    """The table whose first header begins with `header`, by its first cells."""
+    table = next(part for part in markdown.split("\n\n") if part.startswith(f"| {header}"))
+    lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines()]
+    return {line[0]: line[1:] for line in lines if not line[0].startswith(":")}
+
+
+def columns_of(**values: list[str]) -> pd.DataFrame:
+    return pd.DataFrame(values, index=["s0", "s1", "s2"])
+
+
+def test_headline_is_the_walk_with_interval_tokens_per_pass_and_speed_up() -> None:
+    headline = full_report().markdown().splitlines()[0]
+    for words in ("**1.50** draft tokens accepted", "95% interval", "rung3_walk_acc_len", "2.50 tokens per pass"):
+        assert words in headline
+    assert "1.50× as fast as plain decoding (greedy, 3 prompts)" in headline
+
+
+def test_headline_without_a_walk_says_which_rung_it_is() -> None:
+    assert "`simulated_acc_len` **1.20** (rung 1)" in rungs_0_and_1().markdown().splitlines()[0]
+
+
+def test_table_has_drafts_by_rungs_and_empty_cells_for_what_was_not_measured() -> None:
+    table = rows_of(full_report().markdown(), "draft")
+    walk = table["draft"].index("rung3_walk_acc_len")
+    assert table["trained"][walk].startswith("1.50 (")
+    assert table["untrained"][walk].startswith("0.08 (")
+    assert table["bigram"][walk] == ""
+    assert table["bigram"][table["draft"].index("simulated_acc_len (rung 1)")] == "0.38"
+    assert table["trained"][table["draft"].index("speed-up (temperature 0.7)")] == "0.50×"
+
+
+def test_rungs_that_were_not_measured_are_not_mentioned() -> None:
+    text = rungs_0_and_1().markdown()
+    assert "Rung 1" in text
+    for words in ("Rung 2", "Rung 3", "Rung 4", "walk", "loop", "speed-up", "interval", "nan", "None"):
+        assert words not in text
+
+
+def test_walk_without_a_pass_has_no_number() -> None:
+    """Answers of one token: the prefill gives them."""
+    report = full_report()
+    drafts = {**report.drafts, "trained": replace(report.drafts["trained"], walk=prompts([], []), loops=())}
+    text = replace(report, drafts=drafts, columns=None).markdown()
+    table = rows_of(text, "draft")
+    assert table["trained"][table["draft"].index("rung3_walk_acc_len")] == "none"
+    assert "`rung2_block_acc_len`" in text.splitlines()[0]
+
+
+def test_histogram_is_of_a_hundred_passes_up_to_the_tokens_proposed() -> None:
+    table = rows_of(replace(full_report(), draft_tokens=4).markdown(), "% of passes")
+    assert list(table.values()) == [
+        ["0", "1", "2", "3", "4"],
+        ["33", "17", "17", "33", "0"],
+        ["92", "8", "0", "0", "0"],
+    ]
+
+
+def test_slices_are_shown_of_columns_that_have_more_than_one() -> None:
+    table = rows_of(full_report().markdown(), "slice by")
+    assert "language" not in table
+    assert [table["task"][0], table["task"][1]] == ["code", "2"]
+
+
+@pytest.mark.parametrize("columns", [None, columns_of(language=["en"] * 3)], ids=["no columns", "one slice"])
+def test_nothing_to_slice_by_shows_no_slices(columns: pd.DataFrame | None) -> None:
+    assert "slice by" not in replace(full_report(), columns=columns).markdown()
+
+
+def test_one_prompt_has_no_interval() -> None:
+    """It would have no width, which looks like certainty."""
+    columns = columns_of(task=["code", "chat", "code"])
+    text = replace(full_report(), columns=columns).markdown()
+    [chat] = [line for line in text.splitlines() if "chat" in line]
+    assert chat.rstrip(" |").endswith(" 1.67")
+
+
+def test_many_slices_of_a_column_are_cut_to_the_largest() -> None:
+    walk = prompts(*[[1]] * 42)
+    columns = pd.DataFrame(
+        {"source": [f"site{index}" for index in range(40)] + ["many"] * 2}, index=[prompt.sample_id for prompt in walk]
+    )
+    report = full_report()
+    drafts = {"trained": replace(report.drafts["trained"], walk=walk)}
+    text = replace(report, drafts=drafts, columns=columns).markdown()
+    assert text.count("| source") == 12
+    assert "| many" in text
+
+
+def test_values_cannot_break_the_table() -> None:
+    columns = columns_of(task=["a|b", "two\nlines", "x" * 100])
+    text = replace(full_report(), columns=columns).markdown()
+    table = next(part for part in text.split("\n\n") if part.startswith("| slice by"))
+    lines = table.splitlines()
+    assert len(lines) == 2 + 3
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {6}
+    assert max(map(len, lines)) < 160
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (1.0, "Rungs 2 and 3 are exact: every answer token"),
+        (None, "not checked here"),
+        (0.973, f"{WARNING}.** Of the answer tokens 97.30%"),
+        (0.9999999, f"{WARNING}.** Of the answer tokens 99.99%"),
+    ],
+)
+def test_says_whether_rungs_2_and_3_are_exact(share: float | None, words: str) -> None:
+    text = replace(full_report(), label_agreement=share).markdown()
+    assert words in text
+    assert (WARNING in text) == (share is not None and share < 1)
+
+
+def test_draft_that_is_worse_than_another_is_shown_to_be() -> None:
+    report: Report = full_report()
+    trained, untrained = report.drafts["trained"], report.drafts["untrained"]
+    drafts = {"trained": replace(trained, walk=untrained.walk), "untrained": replace(untrained, walk=trained.walk)}
+    assert "-1.42 (-2.00 to" in replace(report, drafts=drafts).markdown()

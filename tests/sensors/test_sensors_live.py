@@ -1,0 +1,116 @@
+"""Re-evaluation under a real `dagster dev`: its daemon starts one run for the one target that changed, and no second."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from dagster._core.scheduler.instigation import InstigatorState
+from fleets import Fleet
+
+ROOT = Path(__file__).resolve().parents[2]
+DAGSTER = Path(sys.executable).with_name("dagster")
+LOCATION = """
+from pathlib import Path
+from spec_assets.definitions import build_definitions
+defs = build_definitions(Path(__file__).parent / "registry")
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A DAGSTER_HOME that has been opened once: two processes that open a new one at once spoil it."""
+    folder = tmp_path / "dagster_home"
+    folder.mkdir()
+    shutil.copy(ROOT / ".dagster" / "dagster.yaml", folder)
+    with dg.DagsterInstance.from_config(str(folder)) as instance:
+        instance.get_runs()
+        instance.all_instigator_state()
+    return folder
+
+
+@contextmanager
+def dagster_dev(fleet: Fleet, home: Path) -> Iterator[subprocess.Popen]:
+    """Webserver and daemon over the fleet; ended by an interrupt, as a person ends them."""
+    location = fleet.root / "location.py"
+    location.write_text(LOCATION)
+    command = [DAGSTER, "dev", "-f", location, "-h", "127.0.0.1", "-p", str(free_port())]
+    with (home / "dev.log").open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "DAGSTER_HOME": str(home)},
+            cwd=home,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def sensor_states(instance: dg.DagsterInstance) -> list[InstigatorState]:
+    """The sensor's state; none before its first tick."""
+    return [state for state in instance.all_instigator_state() if state.name == "reevaluation_sensor"]
+
+
+def ticks(instance: dg.DagsterInstance) -> int:
+    """How many looks of the sensor have been completed."""
+    states = sensor_states(instance)
+    done = [tick for state in states for tick in instance.get_ticks(state.instigator_origin_id, state.selector_id)]
+    return sum(tick.is_completed for tick in done)
+
+
+def lose_cursor(instance: dg.DagsterInstance) -> None:
+    (state,) = sensor_states(instance)
+    instance.update_instigator_state(state.with_data(state.instigator_data._replace(cursor=None)))
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen, home: Path, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        alive = process.poll() is None and time.monotonic() < deadline
+        assert alive, (home / "dev.log").read_text()[-3000:]
+        time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_the_daemon_starts_one_run_for_the_changed_target_and_none_after_a_restart_without_cursor(fleet, home):
+    fleet.publish_draft("two", "second")
+    (fleet.registry / "deployment.yaml").write_text("automation: true\nreevaluation_interval_s: 1\n")
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        with dagster_dev(fleet, home) as process:
+            # The run fails, for there is no real model: it must not be tried again either.
+            wait_until(lambda: any(run.is_finished for run in instance.get_runs()), process, home)
+            seen = ticks(instance)
+            wait_until(lambda: ticks(instance) >= seen + 2, process, home)
+        lose_cursor(instance)
+        seen = ticks(instance)
+        with dagster_dev(fleet, home) as process:
+            wait_until(lambda: ticks(instance) >= seen + 2, process, home)
+        (run,) = instance.get_runs()
+    assert (run.job_name, run.tags["dagster/partition"]) == ("evaluate", "two")
+    assert run.tags["draftworks/because"] == "changed: eagle3 draft"

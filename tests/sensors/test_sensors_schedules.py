@@ -1,0 +1,119 @@
+"""Scheduled re-evaluation: few schedules for many targets, and each tick asks once for each target with a draft."""
+
+from __future__ import annotations
+
+import datetime
+
+import dagster as dg
+import pytest
+from dagster._core.definitions.schedule_definition import ScheduleExecutionData
+from fleets import Fleet
+
+from draftworks.registry import Registry
+from sensors.schedules import Cadence, cadences
+from spec_assets.definitions import build_definitions
+
+NIGHTLY = {"cron": "0 3 * * *"}
+THREE_O_CLOCK = datetime.datetime(2030, 5, 17, 3, tzinfo=datetime.UTC)
+
+
+@pytest.fixture
+def nightly(fleet: Fleet) -> Fleet:
+    """`one` and `two`, with drafts, and `new` without: all to be evaluated every night."""
+    for target in ("one", "two"):
+        fleet.target_file(target).write_text(fleet.target_file(target).read_text() + f"evaluation: {NIGHTLY}\n")
+    fleet.add("new", evaluation=NIGHTLY)
+    return fleet
+
+
+def only_schedule(fleet: Fleet) -> dg.ScheduleDefinition:
+    (schedule,) = build_definitions(fleet.registry).get_repository_def().schedule_defs
+    return schedule
+
+
+def tick(fleet: Fleet, time: datetime.datetime = THREE_O_CLOCK) -> ScheduleExecutionData:
+    definitions = build_definitions(fleet.registry)
+    (schedule,) = definitions.get_repository_def().schedule_defs
+    return tick_of(schedule, fleet, time)
+
+
+def tick_of(schedule: dg.ScheduleDefinition, fleet: Fleet, time: datetime.datetime) -> ScheduleExecutionData:
+    return schedule.evaluate_tick(
+        dg.build_schedule_context(
+            instance=dg.DagsterInstance.ephemeral(),
+            repository_def=build_definitions(fleet.registry).get_repository_def(),
+            scheduled_execution_time=time,
+            resources={"workspace": fleet.workspace},
+        )
+    )
+
+
+def keys(result: ScheduleExecutionData) -> list[str]:
+    return [request.run_key for request in result.run_requests]
+
+
+def test_targets_with_the_same_times_share_a_schedule(fleet):
+    times = [NIGHTLY, {"cron": "0  3 * * *"}, {**NIGHTLY, "cron_timezone": "Europe/Berlin"}, {"cron": "0 4 * * mon"}]
+    for number, evaluation in enumerate(times):
+        fleet.add(f"t{number}", evaluation=evaluation)
+    assert cadences(Registry(fleet.registry)) == {
+        Cadence("0 3 * * *", "UTC"): ["t0", "t1"],
+        Cadence("0 3 * * *", "Europe/Berlin"): ["t2"],
+        Cadence("0 4 * * mon", "UTC"): ["t3"],
+    }
+    schedules = build_definitions(fleet.registry).get_repository_def().schedule_defs
+    assert {(schedule.cron_schedule, schedule.execution_timezone, schedule.job_name) for schedule in schedules} == {
+        ("0 3 * * *", "UTC", "evaluate"),
+        ("0 3 * * *", "Europe/Berlin", "evaluate"),
+        ("0 4 * * mon", "UTC", "evaluate"),
+    }
+
+
+def test_a_registry_without_times_has_no_schedule(fleet):
+    assert build_definitions(fleet.registry).get_repository_def().schedule_defs == []
+
+
+def test_a_tick_asks_for_the_targets_that_have_drafts(nightly):
+    assert [request.partition_key for request in tick(nightly).run_requests] == ["one", "two"]
+
+
+def test_the_same_tick_again_has_the_same_run_keys_and_the_next_one_others(nightly):
+    first, again = keys(tick(nightly)), keys(tick(nightly))
+    following = keys(tick(nightly, THREE_O_CLOCK + datetime.timedelta(days=1)))
+    assert first == again
+    assert len({*first, *following}) == 4
+
+
+def test_one_moment_has_one_run_key_in_every_time_zone(nightly):
+    berlin = THREE_O_CLOCK.astimezone(datetime.timezone(datetime.timedelta(hours=2)))
+    assert keys(tick(nightly)) == keys(tick(nightly, berlin))
+
+
+def test_a_tick_without_any_draft_says_so_for_each_target(tmp_path):
+    fleet = Fleet(tmp_path)
+    for target in ("one", "two"):
+        fleet.add(target, evaluation=NIGHTLY)
+    result = tick(fleet)
+    assert not result.run_requests
+    assert result.skip_message == "; ".join(
+        f"{target}: none of its strategies has a draft yet: train one first" for target in ("one", "two")
+    )
+
+
+def test_an_entry_that_breaks_after_loading_is_left_out_of_the_tick(nightly):
+    schedule = only_schedule(nightly)
+    nightly.target_file("one").write_text("model: [")
+    assert [request.partition_key for request in tick_of(schedule, nightly, THREE_O_CLOCK).run_requests] == ["two"]
+
+
+def test_a_broken_entry_is_in_no_schedule_and_hides_no_other(nightly, caplog):
+    nightly.target_file("one").write_text("model: [\nevaluation: {cron: 0 3 * * *}\n")
+    assert cadences(Registry(nightly.registry)) == {Cadence("0 3 * * *", "UTC"): ["new", "two"]}
+    assert "target one is in no schedule" in caplog.text
+    assert "one.yaml: not valid YAML" in caplog.text
+
+
+def test_a_schedule_keeps_its_name_when_targets_come_and_go(nightly):
+    before = only_schedule(nightly).name
+    nightly.add("another", evaluation=NIGHTLY)
+    assert only_schedule(nightly).name == before

@@ -1,0 +1,108 @@
+"""Named eval sets beside `heldout`, and their features in the evaluation cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import dagster as dg
+import pyarrow.parquet as pq
+import pytest
+
+from draftworks.artifacts import ArtifactStore
+from draftworks.evaluation.report import Report
+from draftworks.evaluation.report_summary import ReportSummary
+
+
+def with_extra_set(site, conversations: int = 8):
+    """A second eval set, `extra`, of conversations that are not in the first; the target lists it."""
+    rows = pq.read_table(site.tiny_folder / "corpus.parquet").slice(2000, conversations).to_pylist()
+    chats = [{"messages": row["messages"][:2], "task": row["task"]} for row in rows]
+    (site.registry / "others.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (site.registry / "datasets" / "others.yaml").write_text("files: [others.jsonl]\n")
+    (site.registry / "evals").mkdir(exist_ok=True)
+    (site.registry / "evals" / "extra.yaml").write_text("dataset: others\n")
+    site.target_file.write_text(site.target_file.read_text() + "evals: [extra]\n")
+    return site
+
+
+def shown(result: dg.ExecuteInProcessResult, asset: str) -> dict:
+    events = result.get_asset_materialization_events()
+    return next(e.materialization.metadata for e in events if e.asset_key.to_user_string() == asset)
+
+
+@pytest.mark.slow
+def test_a_named_eval_set_goes_from_its_file_to_the_report(finished, tmp_path):
+    site = with_extra_set(finished.site.copy(tmp_path))
+    result = site.run("everything")
+    assert result.success
+    report = ArtifactStore(site.var).current("eagle3_report", "small")
+    assert set(report.summary["evals"]) == {"heldout", "extra"}
+    metadata = shown(result, "eagle3_report")
+    assert "extra" in metadata["report_extra"].value
+    assert all(score.value is not None for score in ReportSummary.load(report.path / "extra").of("trained", 3))
+    trained = Report.load(report.path / "extra").drafts["trained"]
+    assert len(trained.walk) == 8
+    draft = shown(result, "eagle3_draft")
+    assert draft["cache"].value == "hit"  # other eval sets do not make another draft
+
+    again = site.run("everything")
+    assert shown(again, "eagle3_report")["cache"].value == "hit"
+    assert shown(again, "extra_eval_features")["eval_cache"].value == "hit"
+
+
+def test_an_eval_set_that_a_target_does_not_list_yields_nothing_for_it(finished, tmp_path):
+    site = with_extra_set(finished.site.copy(tmp_path))
+    site.target_file.write_text(site.target_file.read_text().replace("evals: [extra]\n", ""))
+    result = site.run("prepare")
+    assert result.success
+    made = {event.asset_key.to_user_string() for event in result.get_asset_materialization_events()}
+    assert not any(name.startswith("extra") for name in made)
+    assert "heldout_eval_features" in made
+
+
+def test_an_eval_set_named_as_the_built_in_one_is_refused(site):
+    with_extra_set(site)
+    (site.registry / "evals" / "extra.yaml").rename(site.registry / "evals" / "heldout.yaml")
+    with pytest.raises(Exception, match="built-in eval set"):
+        site.definitions()
+
+
+def test_an_unknown_eval_set_is_found_before_any_work(site):
+    site.target_file.write_text(site.target_file.read_text() + "evals: [exta]\n")
+    result = site.run("prepare")
+    failure = result.failure_data_for_node("recipe")
+    assert "evals/exta.yaml: no such file" in failure.user_failure_data.description
+
+
+def features_of(site) -> dg.ExecuteInProcessResult:
+    result = site.run("evaluate", asset_selection=[dg.AssetKey("heldout_eval_features")])
+    assert result.success
+    return result
+
+
+def test_cached_eval_features_are_a_hit_with_their_key_and_place(finished, tmp_path):
+    site = finished.site.copy(tmp_path)
+    first, again = (shown(features_of(site), "heldout_eval_features") for _ in range(2))
+    for name in ("eval_cache_key", "eval_cache_path"):
+        assert first[name].value == again[name].value
+    assert again["eval_cache"].value == "hit"
+    assert again["eval_cache_path"].value.endswith(f"eval_cache/{again['eval_cache_key'].value}")
+
+
+@pytest.mark.slow
+def test_an_entry_that_is_lost_altered_or_without_its_features_is_made_again(finished, tmp_path):
+    site = finished.site.copy(tmp_path)
+    before = shown(features_of(site), "heldout_eval_features")
+    entry = site.var / "eval_cache" / before["eval_cache_key"].value
+    assert entry.is_dir()
+    for damage in (
+        lambda: shutil.rmtree(entry),
+        lambda: (entry / "refs.jsonl").write_text(""),
+        lambda: shutil.rmtree(site.var / "feature_store"),
+    ):
+        damage()
+        after = shown(features_of(site), "heldout_eval_features")
+        assert after["eval_cache"].value == "produced"
+        assert after["eval_cache_key"].value == before["eval_cache_key"].value
+        assert shown(features_of(site), "heldout_eval_features")["eval_cache"].value == "hit"
