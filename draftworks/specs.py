@@ -166,12 +166,15 @@ class EvaluationSpec(Spec):
         None, description="When to measure again, as minute hour day month weekday; None = at no fixed time."
     )
     cron_timezone: str = Field("UTC", description="Of `cron`: an IANA name such as Europe/Berlin.")
-    draft_tokens: int | None = Field(None, ge=1, description="Proposals per pass; default what the draft was trained for.")
+    draft_tokens: int | None = Field(
+        None, ge=1, description="Proposals per pass; default what the draft was trained for."
+    )
     loop: LoopSpec = Field(default_factory=LoopSpec)
     confidence: float = Field(0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")
     resamples: int = Field(2000, ge=100, description="Of the bootstrap.")
     slices: list[str] = Field(
-        default=["length"], description="Columns of the eval data by which acceptance is told apart; length is in tokens."
+        default=["length"],
+        description="Columns of the eval data by which acceptance is told apart; length is in tokens.",
     )
 
     @field_validator("cron")
@@ -215,7 +218,9 @@ class TargetSpec(Spec):
     data: DataSpec = Field(default_factory=DataSpec)
     responses: ResponseSpec = Field(default_factory=ResponseSpec)
     capture: CaptureSpec = Field(default_factory=CaptureSpec)
-    evals: list[str] = Field(default_factory=list, description="Entries of registry/evals/ to measure on, beside heldout.")
+    evals: list[str] = Field(
+        default_factory=list, description="Entries of registry/evals/ to measure on, beside heldout."
+    )
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     strategies: dict[str, StrategyEntry] = Field(default_factory=lambda: {"eagle3": StrategyEntry()})
 
@@ -258,7 +263,9 @@ class EvalSpec(Spec):
 
     name: str
     description: str = Field("", description="For people.")
-    dataset: str = Field(description="Name of an entry in registry/datasets/; all of it is evaluated, nothing trained on.")
+    dataset: str = Field(
+        description="Name of an entry in registry/datasets/; all of it is evaluated, nothing trained on."
+    )
     max_conversations: int | None = Field(None, gt=0, description="Use only so many, chosen by hash; None = all.")
 
     @field_validator("name", "dataset")
