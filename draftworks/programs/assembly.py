@@ -83,10 +83,26 @@ def open_samples(features: FeatureSet, root: Path, strategy: DraftStrategy, targ
             f"{features.features}: `last` was captured before the target's final norm, expected after it: the head "
             "would give other logits. Capture the features again"
         )
+    dtypes = {spec.dtype for ref in manifest.refs for spec in ref.feature_specs.values()}
+    if len(dtypes) > 1:
+        raise StoreError(
+            f"{features.features}: features of several dtypes, {', '.join(sorted(dtypes))}: expected one. Capture the "
+            "features again"
+        )
     tokens = TokenizedSet.open(features.tokens)
     _require_same_tokens(features, manifest, tokens)
     refs = [ref.select(strategy.feature_names) for ref in manifest.refs]
     return Samples(refs, JoinedStore(LocalFeatureStore(root), tokens), tokens, manifest)
+
+
+def require_same_dtype(train: Samples, held_out: Samples) -> None:
+    """StoreError where the two were captured in different dtypes: their losses would not compare."""
+    found, expected = held_out.manifest.identity.get("dtype"), train.manifest.identity.get("dtype")
+    if found != expected:
+        raise StoreError(
+            f"{held_out.manifest.store}: held-out features are {found}, training features {expected}: expected the same. "
+            "Capture both with one capture.dtype"
+        )
 
 
 def _require_same_tokens(features: FeatureSet, manifest: FeatureSetManifest, tokens: TokenizedSet) -> None:

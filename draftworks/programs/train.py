@@ -9,7 +9,7 @@ import torch
 
 from draftworks.drafts.draft_io import DraftConfig, save_draft
 from draftworks.evaluation.collectives import gather_from_ranks
-from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes
+from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes, require_same_dtype
 from draftworks.programs.loaders import evaluation_loader, nothing_to_measure, training_loader
 from draftworks.programs.process_group import distributed
 from draftworks.programs.program import Interrupted, ProgramContext, deferred_signals, run_program
@@ -35,6 +35,7 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.training.seed)
         samples = open_samples(run.train, run.store, draft.strategy, run.target)
         held_out = open_samples(run.heldout, run.store, draft.strategy, run.target)
+        require_same_dtype(samples, held_out)
         run.out.mkdir(parents=True, exist_ok=True)
         trainer = Trainer(
             draft.strategy,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from ladder_toys import TAPS, TTT, Ladder, build_ladder
@@ -80,3 +82,33 @@ def test_token_limits_and_stop_tokens_end_an_answer_as_in_plain_decoding(ladder:
         spoken = speculate(ladder.model, ladder.strategy, TAPS, sample.prompt, limits, TTT)
         assert spoken.tokens == plain.tokens
         assert spoken.acceptance.emitted == len(plain.tokens) - 1
+
+
+def test_sampled_answers_are_distributed_as_those_of_the_target_alone(ladder: Ladder):
+    """The third token over many seeds, where two proposals have been verified: with the draft and without it."""
+    prompt, limits, runs = ladder.samples[1].prompt, DecodingLimits(3), 250
+    counts = {"plain": Counter(), "speculated": Counter()}
+    for seed in range(runs):
+        plain = decode(ladder.model, prompt, limits, 0.7, torch.Generator().manual_seed(seed))
+        spoken = speculate(
+            ladder.model, ladder.strategy, TAPS, prompt, limits, 2, 0.7, torch.Generator().manual_seed(10_000 + seed)
+        )
+        counts["plain"][plain.tokens[-1]] += 1
+        counts["speculated"][spoken.tokens[-1]] += 1
+    common = [token for token, _ in (counts["plain"] + counts["speculated"]).most_common(6)]
+    rows = [[found[token] for token in common] for found in counts.values()]
+    rows = [[*row, runs - sum(row)] for row in rows]
+    chi_square = sum((a - b) ** 2 / (a + b) for a, b in zip(*rows) if a + b)
+    assert chi_square < 22.5  # of 6 degrees of freedom, exceeded once in a thousand
+
+
+def test_a_sampled_prompt_gives_the_same_answer_for_the_same_seed(ladder: Ladder):
+    def spoken(seed: int) -> tuple[int, ...]:
+        generator = torch.Generator().manual_seed(seed)
+        limits = DecodingLimits(24)
+        return speculate(
+            ladder.model, ladder.strategy, TAPS, ladder.samples[0].prompt, limits, TTT, 1.0, generator
+        ).tokens
+
+    assert spoken(1) == spoken(1)
+    assert len({spoken(seed) for seed in range(4)}) > 1

@@ -123,6 +123,23 @@ def test_hidden_states_before_the_final_norm_are_refused(files: RunFiles) -> Non
     assert_refused(files, StoreError, "`last` was captured before the target's final norm")
 
 
+def test_features_of_several_dtypes_are_refused(files: RunFiles) -> None:
+    folder = files.train_run().train.features
+    found = read_feature_set(folder)
+    first = found.refs[0]
+    specs = {**first.feature_specs, "last": replace(first.feature_specs["last"], dtype="bfloat16")}
+    refs = [replace(first, feature_specs=specs), *found.refs[1:]]
+    write_feature_set(folder, refs, {"dtype": "float32"}, found.streams, found.store)
+    assert_refused(files, StoreError, "features of several dtypes, bfloat16, float32")
+
+
+def test_held_out_features_of_another_dtype_than_the_training_features_are_refused(files: RunFiles) -> None:
+    folder = files.train_run().heldout.features
+    found = read_feature_set(folder)
+    write_feature_set(folder, found.refs, {"dtype": "bfloat16"}, found.streams, found.store)
+    assert_refused(files, StoreError, "held-out features are bfloat16, training features float32")
+
+
 def test_features_without_tokens_are_refused(files: RunFiles) -> None:
     run = files.train_run()
     mixed = run.train.model_copy(update={"tokens": run.heldout.tokens})
