@@ -93,6 +93,7 @@ class ArtifactStore:
         identity: dict[str, Any],
         build: Callable[[Path], Built],
         start_over: bool = False,
+        rebuild: bool = False,
         still_good: Check | None = None,
     ) -> Artifact:
         """The result of this identity: found intact, or built once and published atomically.
@@ -100,6 +101,7 @@ class ArtifactStore:
         Args:
             build: fills the folder it is given. What an interrupted attempt left there is still there.
             start_over: discard what an interrupted attempt left, and rebuild even what exists.
+            rebuild: build even what exists, going on from what an interrupted attempt left.
             still_good: asked of a result that exists, where it refers to something outside its folder; if it says no,
                 the result is built again.
 
@@ -108,7 +110,7 @@ class ArtifactStore:
         """
         folder = self._folder(asset, target)
         final = folder / digest(identity)
-        artifact = None if start_over else self._found(final, still_good)
+        artifact = None if start_over or rebuild else self._found(final, still_good)
         if artifact is None:
             with self._locked(folder, asset, target):
                 artifact = self._build(final, asset, target, identity, build, start_over)

@@ -118,7 +118,7 @@ class TrainRun(RunFile):
     store: Path
     vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
     run_id: str = Field("draft", description="Name of the training among others with the same checkpoints folder.")
-    resume_from: Path | None = Field(None, description="A checkpoint to go on from instead of the newest of `out`.")
+    resume_from: Path | None = Field(None, description="A checkpoint to begin from, where `out` has none yet.")
 
     @field_validator("run_id")
     @classmethod

@@ -65,7 +65,7 @@ def clear_errors() -> Generator[None, None, None]:
 
 
 @contextmanager
-def retried(context: dg.AssetExecutionContext, times: int = 3, delay_s: float = 5.0) -> Generator[None, None, None]:
+def retried(context: dg.AssetExecutionContext, times: int, delay_s: float = 5.0) -> Generator[None, None, None]:
     """Ask for the step to be tried again after a failure that a retry can mend: a rank that was killed, a pre-emption.
 
     Not a `RetryPolicy`: with one, Dagster takes a cancelled run for a failed step and tries it again.

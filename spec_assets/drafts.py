@@ -38,6 +38,9 @@ class DraftConfig(dg.Config):
     start_over: bool = Field(
         False, description="Train from the first step, even if this very draft exists or was interrupted."
     )
+    retries: int = Field(
+        10, ge=0, description="How often an interrupted training goes on by itself from its checkpoint."
+    )
 
 
 @dataclass(frozen=True)
@@ -121,11 +124,19 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         def build(out: Path) -> Built:
             run = train_run(out, strategy.name, inputs, workspace.feature_store(target.name))
             training = inputs.training
-            with retried(context):
+            with retried(context, times=config.retries):
                 job = launch(context, launcher, workspace, "train", run, training.processes, training.device)
             return Built(job.report["weights_digest"], job.report, own_digests=(CHECKPOINTS_FOLDER,))
 
-        artifact = obtained(context, workspace, inputs.identity(strategy.name), build, start_over=config.start_over)
+        artifact = obtained(
+            context,
+            workspace,
+            inputs.identity(strategy.name),
+            build,
+            # A retry of a training that was to start over goes on from what that has done.
+            start_over=config.start_over and context.retry_number == 0,
+            rebuild=config.start_over,
+        )
         yield shown(context, artifact, draft_metadata(artifact))
 
     return draft

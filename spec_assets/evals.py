@@ -1,7 +1,7 @@
 """Eval sets: what drafts are measured on. `heldout` is split off a target's own conversations; others are named in registry/evals/."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,9 @@ def eval_features_asset(name: str) -> dg.AssetsDefinition:
         def build(out: Path) -> Built:
             return _recorded(subject.entry(context, launcher))
 
-        artifact = obtained(context, workspace, subject.identity, build, still_good=lambda _: subject.is_cached())
+        artifact = obtained(
+            context, workspace, subject.identity, build, still_good=lambda _: subject.is_cached(subject.inputs)
+        )
         yield shown(context, artifact, {**features_metadata(artifact), **_cache_metadata(workspace, artifact)})
 
     return features
@@ -197,11 +199,11 @@ class EvalSubject:
     def store(self) -> Path:
         return self.workspace.feature_store(self.target.name)
 
-    def is_cached(self) -> bool:
-        """Whether the cache has an entry whose features are all in the store."""
+    def is_cached(self, inputs: Mapping[str, str] | None = None) -> bool:
+        """Whether the cache has an entry, made from these inputs if they are given, whose features are all in the store."""
         from draftworks.features.presence import holds_feature_set
 
-        known = EvalCache.for_config(self.config).try_get(self.config)
+        known = EvalCache.for_config(self.config).try_get(self.config, inputs)
         return known is not None and holds_feature_set(self.store, known)
 
     def entry(self, context: dg.AssetExecutionContext, launcher: TorchLauncher) -> CacheEntry:

@@ -8,6 +8,7 @@ from typing import Any
 import dagster as dg
 
 from draftworks.artifacts import Artifact, Built
+from draftworks.errors import StoreError
 from draftworks.evaluation.report_summary import ReportSummary
 from draftworks.identity import digest
 from draftworks.model_card import CARD, CardSubject, model_card, page_of
@@ -84,12 +85,13 @@ class ReportSubject:
     @classmethod
     def of(cls, workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> "ReportSubject":
         current = workspace.artifacts.current
+        draft = current(f"{strategy.name}_draft", target.name)
         return cls(
             strategy,
             target,
-            draft=current(f"{strategy.name}_draft", target.name),
+            draft=draft,
             train_tokens=current("tokenized_train", target.name),
-            vocab=current("vocab_mapping", target.name) if strategy.uses_vocab_mapping else None,
+            vocab=_vocab_of(workspace, draft) if strategy.uses_vocab_mapping else None,
         )
 
     def identity(self, workspace: Workspace) -> dict[str, Any]:
@@ -128,6 +130,18 @@ class ReportSubject:
         files, dataset = workspace.target_files(self.target.name), workspace.registry.dataset(self.target.dataset)
         with published(out / CARD) as staging:
             staging.write_text(model_card(CardSubject(self.draft, reports, files, dataset)), encoding="utf-8")
+
+
+def _vocab_of(workspace: Workspace, draft: Artifact) -> Artifact:
+    """The vocabulary mapping that a draft was trained with, which need not be the newest."""
+    wanted = draft.identity["vocab_mapping"]
+    for mapping in workspace.artifacts.all("vocab_mapping", draft.target):
+        if mapping.data_version == wanted:
+            return mapping
+    raise StoreError(
+        f"{draft.path}: the vocabulary mapping {wanted} that this draft was trained with is not there any more. "
+        "Train the draft again"
+    )
 
 
 def report_metadata(artifact: Artifact) -> dict:

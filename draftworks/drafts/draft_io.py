@@ -88,8 +88,12 @@ def read_config(folder: Path) -> DraftConfig:
     return config
 
 
-def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str) -> DraftConfig:
+def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str | None) -> DraftConfig:
     """Load the weights into `strategy.model`, which must not be wrapped yet.
+
+    Args:
+        target_digest: the target it must have been trained for; None takes a draft of any target of this shape, to see
+            what it is worth on other weights.
 
     Raises:
         StoreError: the draft is of another strategy, target or configuration, or a file is missing or altered, or
@@ -97,7 +101,8 @@ def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str) -> Dra
     """
     config = read_config(folder)
     _require(folder / CONFIG, "strategy", strategy.name, config.strategy)
-    _require(folder / CONFIG, "target digest", target_digest, config.target_digest)
+    if target_digest is not None:
+        _require(folder / CONFIG, "target digest", target_digest, config.target_digest)
     expected = _as_json(strategy.config())
     for key in sorted(expected.keys() | config.draft.keys()):
         _require(folder / CONFIG, f"draft.{key}", expected.get(key), config.draft.get(key))

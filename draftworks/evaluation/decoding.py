@@ -44,27 +44,30 @@ class TargetSession:
     """A target at work on one sequence, with its cache.
 
     Args:
-        taps: residual streams to hand over with the logits; `last` always is.
+        taps: residual streams to hand over with the logits.
+        rewinds: `keep` will be called after every `read`. Layers with a sliding window hold on to more until then.
     """
 
-    def __init__(self, model: PreTrainedModel, taps: Sequence[LayerTap] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, taps: Sequence[LayerTap] = (), rewinds: bool = False) -> None:
         self._model = model
         self._taps = tuple(taps)
         self._cache = DynamicCache(config=model.config)
+        if rewinds:
+            self._cache.activate_past_recording()
 
     @torch.no_grad()
     def read(self, tokens: Sequence[int]) -> TargetPass:
         """One pass over the tokens that follow those in the cache."""
         ids = torch.tensor([list(tokens)], device=self._model.device)
-        out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, output_hidden_states=True)
+        out = self._model(
+            input_ids=ids, past_key_values=self._cache, use_cache=True, output_hidden_states=bool(self._taps)
+        )
         features = {tap.name: out.hidden_states[tap.hf_index][0] for tap in self._taps}
-        return TargetPass(out.logits[0], {**features, "last": out.hidden_states[-1][0]})
+        return TargetPass(out.logits[0], features)
 
     def keep(self, tokens: int) -> None:
         """Forget everything after so many tokens."""
-        surplus = self._cache.get_seq_length() - tokens
-        if surplus:
-            self._cache.crop(-surplus)
+        self._cache.crop(tokens - self._cache.get_seq_length())
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,9 @@ def speculate(
     if not prompt:
         raise ConfigError("a prompt of no tokens: speculative decoding begins at the last prompt position")
     started = time.perf_counter()
-    session, answer, drafter = TargetSession(model, taps), _Answer(limits), strategy.drafter()
+    session, answer, drafter = TargetSession(model, taps, rewinds=True), _Answer(limits), strategy.drafter()
     seen = session.read(prompt)
+    session.keep(len(prompt))
     answer.say([_next(seen.logits[-1], temperature, generator)])
     following = torch.tensor([*prompt[1:], answer.tokens[-1]], device=model.device)
     known = len(prompt)

@@ -86,18 +86,21 @@ class EvalCache:
         """Where the entry of a config is, if there is one."""
         return self.root / config.cache_key
 
-    def try_get(self, config: EvalConfig, *, verify: bool = False) -> Path | None:
-        """The folder of a config's entry if its files are there in their sizes, whatever it was made from.
+    def try_get(
+        self, config: EvalConfig, inputs: Mapping[str, str] | None = None, *, verify: bool = False
+    ) -> Path | None:
+        """The folder of a config's entry if its files are there in their sizes.
 
         The entry may be replaced while its path is in use; `read` is safe from that.
 
         Args:
-            verify: also compare digests, and raise where an entry is there but not whole.
+            inputs: what it has to be made from; None for whatever.
+            verify: also compare digests, and raise where an entry is there but not what is asked for.
 
         Raises:
-            StoreError: `verify` is set, and a file is missing, truncated or altered.
+            StoreError: `verify` is set, and a file is missing, truncated or altered, or the inputs are others.
         """
-        finding = self._examine(config, None, verify)
+        finding = self._examine(config, inputs, verify)
         if verify and finding.problem is not None:
             raise _not_whole(finding.problem)
         return self.dir_for(config) if finding.usable else None

@@ -18,7 +18,7 @@ from draftworks.evaluation.measurement import LoopMeasurement
 from draftworks.evaluation.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.replay import Replayed, answer_spans, replay
 from draftworks.features.contracts import TrainBatch
-from draftworks.identity import LayerTap
+from draftworks.identity import LayerTap, digest
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,10 @@ class Loop:
 
     def measure(self, prompts: Sequence[Prompt], temperature: float) -> LoopMeasurement:
         """Decode every prompt with and without the draft, one after the other; ranks share the prompts. A collective."""
-        mine = [self._one(number, prompt, temperature) for number, prompt in self._share(prompts)]
+        share = prompts[rank() :: world_size()]
+        for prompt in share[:1]:
+            self._one(prompt, temperature)  # untimed: the first prompt of a process pays for what is set up once
+        mine = [self._one(prompt, temperature) for prompt in share]
         shares = gather_from_ranks(mine)
         parts = sorted((part for share in shares for part in share), key=lambda part: part.acceptance.sample_id)
         return LoopMeasurement(
@@ -94,11 +97,8 @@ class Loop:
             plain_tokens=sum(part.plain_tokens for part in parts),
         )
 
-    def _share(self, prompts: Sequence[Prompt]) -> list[tuple[int, Prompt]]:
-        return list(enumerate(prompts))[rank() :: world_size()]
-
-    def _one(self, number: int, prompt: Prompt, temperature: float) -> _Part:
-        plain = decode(self.model, prompt.tokens, self.limits, temperature, self._generator(number))
+    def _one(self, prompt: Prompt, temperature: float) -> _Part:
+        plain = decode(self.model, prompt.tokens, self.limits, temperature, self._generator(prompt))
         spoken = speculate(
             self.model,
             self.strategy,
@@ -107,14 +107,14 @@ class Loop:
             self.limits,
             self.count,
             temperature,
-            self._generator(number),
+            self._generator(prompt),
             prompt.sample_id,
         )
         return _Part(spoken.acceptance, spoken.seconds, plain.seconds, len(spoken.tokens), len(plain.tokens))
 
-    def _generator(self, number: int) -> torch.Generator:
-        """A prompt's own: what one prompt draws does not depend on the others, or on the ranks."""
-        return torch.Generator(self.model.device).manual_seed(self.seed + number)
+    def _generator(self, prompt: Prompt) -> torch.Generator:
+        """A prompt's own, from (seed, sample id): what one prompt draws does not depend on the others, or on the ranks."""
+        return torch.Generator(self.model.device).manual_seed(int(digest([self.seed, prompt.sample_id])[:15], 16))
 
 
 @dataclass(frozen=True)

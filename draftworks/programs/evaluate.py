@@ -15,6 +15,7 @@ from draftworks.data.chat import ChatTokenizer
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.drafts.draft_io import load_draft
 from draftworks.drafts.strategy import ChainStrategy, DraftStrategy
+from draftworks.errors import ConfigError
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
 from draftworks.evaluation.decoding import DecodingLimits
 from draftworks.evaluation.evaluator import Evaluator, Forward
@@ -44,15 +45,18 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.seed)
         draft.strategy.model.to(device)
         samples = open_samples(run.heldout, run.store, draft.strategy, run.target)
+        columns = _columns(samples.tokens, run.evaluation.slices)
         measuring = _Measuring(run, ctx, draft, samples, device)
         untrained = measuring.replayed_rungs("untrained")
-        config = load_draft(run.draft, draft.strategy, run.target.digest)
+        # Whether the old draft still does on new weights of its target is what a re-evaluation asks.
+        config = load_draft(run.draft, draft.strategy, target_digest=None)
         drafts = {"trained": measuring.every_rung("trained"), "untrained": untrained}
         if isinstance(draft.strategy, ChainStrategy):
             drafts["bigram"] = DraftMeasurement(measuring.accuracy("bigram", measuring.bigram()))
         agreement = label_agreement(measuring.loader(), draft.parts.head.to(device), device)
     provenance = {
         "target_digest": run.target.digest,
+        "trained_for_target_digest": config.target_digest,
         "weights_digest": config.weights_digest,
         "eval_tokens": samples.tokens.digest,
         "eval_features": samples.manifest.data_version,
@@ -65,7 +69,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         drafts=drafts,
         draft_tokens=measuring.draft_tokens,
         label_agreement=agreement,
-        columns=_columns(samples.tokens, run.evaluation.slices),
+        columns=columns,
         resampling=Resampling(run.evaluation.confidence, run.evaluation.resamples),
         provenance=provenance,
     )
@@ -159,12 +163,21 @@ class _Measuring:
 
 
 def _columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
-    """What the samples can be told apart by: their own columns, and their length in tokens."""
+    """What the samples can be told apart by: their own columns, and their length in tokens.
+
+    Raises:
+        ConfigError: no sample has such a column.
+    """
     import pandas as pd
 
-    rows = [{"sample_id": row.sample_id, "length": len(row), **row.columns} for row in tokens]
+    rows = [{**row.columns, "sample_id": row.sample_id, "length": len(row)} for row in tokens]
     frame = pd.DataFrame(rows).set_index("sample_id")
-    return frame[[column for column in by if column in frame.columns]]
+    unknown = [column for column in by if column not in frame.columns]
+    if unknown:
+        raise ConfigError(
+            f"evaluation.slices: no column {', '.join(unknown)} in the eval set; there are: {', '.join(frame.columns)}"
+        )
+    return frame[by]
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def _persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:
         rule=rule,
         save_async=training.save_async,
     )
-    return Persistence(manager, identity, run.resume_from or manager.latest_dir())
+    return Persistence(manager, identity, manager.latest_dir() or run.resume_from)
 
 
 def _identity(run: TrainRun, draft: Draft, samples: Samples, held_out: Samples) -> dict[str, Any]:
@@ -132,8 +132,9 @@ def _publish(
 
 def _report(trainer: Trainer, config: DraftConfig, published_step: int) -> dict[str, Any]:
     history, manager = trainer.controller.history, trainer.persistence.manager
-    evaluation = history.evaluated(published_step) or history.evals[-1].result
     best = manager.best
+    evaluation = history.evaluated(published_step)
+    heldout = best.metrics if evaluation is None and best is not None else evaluation.metrics()
     return {
         "strategy": config.strategy,
         "weights_digest": config.weights_digest,
@@ -145,7 +146,7 @@ def _report(trainer: Trainer, config: DraftConfig, published_step: int) -> dict[
         "tokens_per_s": history.tokens_per_s,
         "first_loss": history.first_loss(),
         "last_loss": history.last_loss(),
-        "heldout": evaluation.metrics(),
+        "heldout": heldout,
         "best": None if best is None else {"step": best.step, "metric": best.metric, "score": best.score},
         "sessions": [
             {"from_step": s.start_step, "ranks": s.world_size, "started": s.started} for s in history.sessions

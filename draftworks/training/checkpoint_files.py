@@ -92,6 +92,10 @@ class CheckpointFolder:
         """Steps of the complete checkpoints, ascending."""
         return sorted(step for step, path in self._matching(r"") if is_complete(path))
 
+    def holds(self, checkpoint: Path, step: int) -> bool:
+        """Whether a folder is this run's own checkpoint of `step`, and not one of another run or a copy elsewhere."""
+        return checkpoint.resolve() == self.final(step).resolve()
+
     def publish(self, step: int) -> None:
         """`staging(step)` becomes `final(step)`; one that is there already is whole until it is out of the way."""
         staging, final = self.staging(step), self.final(step)
@@ -231,5 +235,5 @@ def is_complete(folder: Path) -> bool:
 
 
 def _hint(folder: Path) -> str:
-    inside = sorted(path.name for path in folder.iterdir() if is_complete(path))
+    inside = sorted(path.name for path in folder.iterdir() if (path / RECORD).is_file() and is_complete(path))
     return f". It holds the checkpoints {', '.join(inside)}: name one of them" if inside else ""

@@ -104,14 +104,16 @@ class CheckpointManager:
         self._on_rank_0(lambda: self._rotate(step))
 
     def resume(self, checkpoint: Path, step: int) -> None:
-        """Go on from a checkpoint, perhaps of another folder. A collective.
+        """Go on from a checkpoint, perhaps of another run or folder. A collective.
 
-        A best of later steps, which this timeline will not have seen, is forgotten; the best that the checkpoint's own
-        folder knows of is copied here, so that a training never ends worse than the best it had.
+        A best of later steps, which this timeline will not have seen, is forgotten; the best that another checkpoint's
+        run knows of is copied here, in place of one that is none of its own, so that a training never ends worse than
+        the best it had.
         """
-        if self.best is not None and self.best.step > step:
+        own = self.folder.holds(checkpoint, step)
+        if self.best is not None and (not own or self.best.step > step):
             self.best = None
-        if checkpoint.resolve().parent != self.folder.output_dir.resolve():
+        if not own:
             self._on_rank_0(lambda: self._adopt_best(checkpoint, step))
             self.best = from_rank_0(self.best, self._group)
 

@@ -99,7 +99,7 @@ class TrainerController:
         """Go on where a checkpoint was saved."""
         self.position, self.history, self._window = state.position, state.history, state.window
         self._clock = _StopWatch(state.seconds)
-        if self._checkpointer is not None:
+        if self._checkpointer is not None and self._checkpointer.manager.folder.holds(state.folder, self.global_step):
             self._checkpointer.saved_step = self.global_step
 
     def fit(self) -> History:

@@ -20,6 +20,7 @@ from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.schedule import TrainSchedule
 from draftworks.specs import TrainingSpec
 from draftworks.training.backend import FSDPTrainingBackend
+from draftworks.training.checkpoint_files import read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.checkpointer import Checkpointer
 from draftworks.training.controller import Hooks, Plan, TrainerController
@@ -138,12 +139,19 @@ class Trainer:
         return self.backend.full_state_dict()
 
     def trained_weights(self) -> TrainedWeights:
-        """What this training is to give: the best evaluated draft, or the last one if so configured. A collective."""
+        """What this training is to give: the best evaluated draft, or the last one if so configured. A collective.
+
+        Raises:
+            StoreError: the weights of the best have been altered on the disk since they were saved.
+        """
         best = None if self.persistence is None else self.persistence.manager.best
         if not self._publish_best or best is None or best.step == self.controller.global_step:
             return TrainedWeights(self.weights(), self.controller.global_step)
         folder = self.persistence.manager.folder.final(best.step)
-        return TrainedWeights(read_weights(folder / WEIGHTS) if rank() == 0 else {}, best.step)
+        if rank() != 0:
+            return TrainedWeights({}, best.step)
+        verify(folder, read_record(folder), [WEIGHTS])
+        return TrainedWeights(read_weights(folder / WEIGHTS), best.step)
 
     def _evaluate(self, ctx: StepContext) -> EvalResult | None:
         return self._evaluator.run(self._forward, self._eval_loader, ctx)

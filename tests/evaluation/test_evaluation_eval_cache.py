@@ -67,6 +67,12 @@ def test_an_entry_lies_where_the_reference_has_it_and_records_what_it_is(cache: 
     assert (meta["inputs"], meta["files"].keys()) == (inputs_of(0), set(FILES))
 
 
+def test_an_entry_of_other_inputs_is_found_only_by_who_does_not_mind(cache: EvalCache):
+    entry = cache.get_or_produce(CONFIG, writer(0), inputs_of(0))
+    assert cache.try_get(CONFIG) == cache.try_get(CONFIG, inputs_of(0)) == entry.path
+    assert cache.try_get(CONFIG, inputs_of(1)) is None
+
+
 def test_configs_share_an_entry_only_if_their_identity_is_the_same(cache: EvalCache):
     cache.get_or_produce(CONFIG, writer(0), inputs_of(0))
     assert cache.get_or_produce(replace(CONFIG, micro_batch_size=7), never, inputs_of(0)).hit

@@ -12,6 +12,7 @@ import pytest
 from draftworks.artifacts import ArtifactStore
 from draftworks.evaluation.report import Report
 from draftworks.evaluation.report_summary import ReportSummary
+from draftworks.features.manifest import read_feature_set
 
 
 def with_extra_set(site, conversations: int = 8):
@@ -88,6 +89,22 @@ def test_cached_eval_features_are_a_hit_with_their_key_and_place(finished, tmp_p
         assert first[name].value == again[name].value
     assert again["eval_cache"].value == "hit"
     assert again["eval_cache_path"].value.endswith(f"eval_cache/{again['eval_cache_key'].value}")
+
+
+@pytest.mark.slow
+def test_inputs_that_change_and_change_back_find_no_entry_of_the_others(finished, tmp_path):
+    """One key, two contents: the result of the first is still there when the entry is already of the second."""
+    site = finished.site.copy(tmp_path)
+    before, text = shown(features_of(site), "heldout_eval_features"), site.target_file.read_text()
+    entry = site.var / "eval_cache" / before["eval_cache_key"].value
+    original = read_feature_set(entry).data_version
+    site.target_file.write_text(text.replace("capture: {dtype: float32", "capture: {dtype: bfloat16"))
+    features_of(site)
+    assert read_feature_set(entry).data_version != original
+    site.target_file.write_text(text)
+    after = shown(features_of(site), "heldout_eval_features")
+    assert "capture changed from" in after["rebuilt_because"].value
+    assert read_feature_set(entry).data_version == original
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from resumable_runs import STEPS, ResumableRun, assert_bit_equal, assert_same_training, changed
 
 from draftworks.drafts.draft_io import read_weights
+from draftworks.errors import StoreError
 from draftworks.training.best import BestRecord
 from draftworks.training.snapshot import WEIGHTS
 from draftworks.training.trainer import Trainer
@@ -45,6 +47,18 @@ def test_training_gives_the_best_or_the_last_draft_as_configured(tmp_path: Path,
     given = trainer.trained_weights()
     assert given.step == (best_of(trainer) if publish == "best" else STEPS)
     assert_bit_equal(given.tensors, read_weights(run.manager().folder.final(given.step) / WEIGHTS))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_best_that_was_altered_on_the_disk_is_not_given(tmp_path: Path) -> None:
+    run = ResumableRun(tmp_path, changed(**UNSTEADY, save_every=0))
+    trainer = run.finished()
+    weights = run.manager().best_dir() / WEIGHTS
+    stored = bytearray(weights.read_bytes())
+    stored[-1] ^= 1
+    weights.write_bytes(stored)
+    with pytest.raises(StoreError, match=f"{weights}: altered"):
+        trainer.trained_weights()
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -102,6 +116,21 @@ def test_a_resume_into_another_folder_takes_the_best_along(tmp_path: Path) -> No
     moved.fit()
     assert moved.trained_weights().step == best_of(straight)
     assert_bit_equal(moved.trained_weights().tensors, straight.trained_weights().tensors)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_best_that_a_resume_into_another_folder_begins_with_is_saved_there(tmp_path: Path) -> None:
+    """A checkpoint that was copied alone, without the record beside it that says it is the best."""
+    spec = changed(**UNSTEADY, save_every=1)
+    first = ResumableRun(tmp_path / "first", spec)
+    best = best_of(first.finished())
+    alone = tmp_path / "copied" / first.manager().best_dir().name
+    shutil.copytree(first.manager().best_dir(), alone)
+    second = ResumableRun(tmp_path / "second", spec)
+    moved = second.trainer(resume_from=alone)
+    moved.fit()
+    assert second.manager().best.step == moved.trained_weights().step == best
+    assert_bit_equal(moved.trained_weights().tensors, read_weights(alone / WEIGHTS))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -237,6 +237,16 @@ def test_the_hint_names_only_whole_checkpoints(output: Path):
         read_record(output)
 
 
+def test_the_hint_looks_no_deeper_than_the_folder(output: Path):
+    """A mistyped path may be that of a home folder, or lead in circles."""
+    for name in ("here", "there"):
+        (output / "deep" / name).mkdir(parents=True)
+        for _ in range(2):
+            (output / "deep" / name / f"back{_}").symlink_to(output, target_is_directory=True)
+    with pytest.raises(StoreError, match=f"{RECORD} is missing$"):
+        read_record(output / "deep")
+
+
 def test_an_unwritten_checkpoint_is_neither_seen_nor_swept_by_a_reader(output: Path):
     (output / "run-step2").rename(output / "run-step2.partial")
     before = contents(output)
