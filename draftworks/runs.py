@@ -144,6 +144,9 @@ class EvaluateRun(RunFile):
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     eval_set: str = "heldout"
     max_new_tokens: int = Field(512, gt=0, description="Where the eval set's answers end at the latest.")
+    max_length: int | None = Field(
+        None, gt=2, description="Where its samples were cut, prompt included; None = nowhere."
+    )
     micro_batch_size: int = Field(8, ge=1, description="Samples per forward pass of one rank.")
     device: str = "auto"
     seed: int = 42

@@ -100,7 +100,7 @@ class ReportSubject:
             "heldout": eval_data_versions(workspace, self.target.name, HELDOUT),
             "evals": {name: eval_data_versions(workspace, self.target.name, name) for name in self.target.evals},
             "evaluation": self.target.evaluation.identity(),
-            "max_new_tokens": self.target.responses.max_new_tokens,
+            "limits": [self.target.responses.max_new_tokens, self.target.max_length],
             "bigram_tokens": self.train_tokens.data_version,
         }
 
@@ -119,6 +119,7 @@ class ReportSubject:
             vocab_mapping=None if self.vocab is None else self.vocab.path / VOCAB_FILE,
             evaluation=self.target.evaluation,
             max_new_tokens=self.target.responses.max_new_tokens,
+            max_length=self.target.max_length,
             micro_batch_size=training.micro_batch_size,
             device=training.device,
             seed=self.draft.identity["training"]["seed"],

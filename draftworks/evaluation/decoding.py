@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Generator, Tensor
@@ -23,6 +23,10 @@ class DecodingLimits:
 
     max_new_tokens: int
     stop_ids: Collection[int] = ()
+
+    def within(self, room: int) -> DecodingLimits:
+        """The same, with at most `room` new tokens."""
+        return replace(self, max_new_tokens=min(self.max_new_tokens, room))
 
 
 @dataclass(frozen=True)

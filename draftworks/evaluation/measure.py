@@ -71,7 +71,11 @@ def first_prompts(tokens: TokenizedSet, count: int) -> list[Prompt]:
 
 @dataclass(frozen=True)
 class Loop:
-    """Rung 4: a target, its draft, and how they decode together."""
+    """Rung 4: a target, its draft, and how they decode together.
+
+    Attributes:
+        max_length: where the eval set's samples were cut, so that both rungs see the same answers; None = nowhere.
+    """
 
     model: PreTrainedModel
     strategy: DraftStrategy
@@ -79,6 +83,7 @@ class Loop:
     limits: DecodingLimits
     count: int
     seed: int
+    max_length: int | None = None
 
     def measure(self, prompts: Sequence[Prompt], temperature: float) -> LoopMeasurement:
         """Decode every prompt with and without the draft, one after the other; ranks share the prompts. A collective."""
@@ -98,13 +103,16 @@ class Loop:
         )
 
     def _one(self, prompt: Prompt, temperature: float) -> _Part:
-        plain = decode(self.model, prompt.tokens, self.limits, temperature, self._generator(prompt))
+        limits = self.limits
+        if self.max_length is not None:
+            limits = limits.within(self.max_length - len(prompt.tokens))
+        plain = decode(self.model, prompt.tokens, limits, temperature, self._generator(prompt))
         spoken = speculate(
             self.model,
             self.strategy,
             self.taps,
             prompt.tokens,
-            self.limits,
+            limits,
             self.count,
             temperature,
             self._generator(prompt),

@@ -147,7 +147,9 @@ class _Measuring:
         engine = load_hf_engine(target, CaptureSpec(compute_dtype=spec.compute_dtype), self.device)
         taps = resolve_strategy(self.run.strategy).taps(target.num_layers, self.draft.options)
         limits = DecodingLimits(self.run.max_new_tokens, ChatTokenizer.load(target).eos_ids)
-        loop = Loop(engine.model, self.strategy, taps, limits, self.draft_tokens, self.run.seed)
+        loop = Loop(
+            engine.model, self.strategy, taps, limits, self.draft_tokens, self.run.seed, max_length=self.run.max_length
+        )
         loops = []
         for temperature in spec.temperatures:
             loops.append(loop.measure(prompts, temperature))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
-from ladder_toys import TAPS, TTT, Ladder, build_ladder
+from ladder_toys import TAPS, TTT, Ladder, Sample, build_ladder
 
 from draftworks.evaluation.decoding import DecodingLimits, decode, speculate
+from draftworks.evaluation.measure import Loop, Prompt, label_agreement
 from draftworks.evaluation.replay import replay
 
 
@@ -112,3 +114,26 @@ def test_a_sampled_prompt_gives_the_same_answer_for_the_same_seed(ladder: Ladder
 
     assert spoken(1) == spoken(1)
     assert len({spoken(seed) for seed in range(4)}) > 1
+
+
+def cut(sample: Sample, length: int) -> Sample:
+    features = {name: stream[:length] for name, stream in sample.features.items()}
+    return replace(sample, answer=sample.answer[: length - len(sample.prompt)], features=features)
+
+
+def test_measured_loops_equal_the_walks_over_answers_cut_to_the_same_length(ladder: Ladder):
+    length = max(len(sample.prompt) for sample in ladder.samples) + 12
+    samples = [cut(sample, length) for sample in ladder.samples]
+    loop = Loop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0, max_length=length)
+    measured = loop.measure([Prompt(sample.name, sample.prompt) for sample in samples], temperature=0.0)
+    walks = [one.walk for one in replay(ladder.strategy, ladder.batch(samples), TTT)]
+    assert sorted(walks, key=lambda walk: walk.sample_id) == list(measured.prompts)
+    assert measured.tokens == measured.plain_tokens == sum(len(sample.answer) for sample in samples)
+    assert measured.speed_up > 0
+
+
+def test_greedy_answers_agree_with_the_targets_argmax_and_others_do_not(ladder: Ladder):
+    batch, head = ladder.batch(ladder.samples), ladder.model.get_output_embeddings().weight
+    assert label_agreement([batch], head, torch.device("cpu")) == 1.0
+    batch.tensors["input_ids"] = batch["input_ids"].roll(1, dims=1)
+    assert label_agreement([batch], head, torch.device("cpu")) < 0.5
