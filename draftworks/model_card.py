@@ -15,20 +15,13 @@ import yaml
 
 from draftworks.artifacts import Artifact
 from draftworks.evaluation.report_summary import TRAINED, ReportSummary, RungScore
+from draftworks.evaluation.rungs import MEANINGS
 from draftworks.runs import TargetFiles
 from draftworks.specs import DatasetSpec
 from draftworks.strategies import resolve_strategy
 
 CARD = "README.md"
 FENCE = "---\n"
-RUNGS = {
-    0: "how often the draft's token at a position is the target's own argmax, given the true tokens before it (a share, not a length).",
-    1: "the product of these accuracies, summed: what would be accepted if positions were independent. Optimistic or "
-    "pessimistic by as much as they are not.",
-    2: "the accepted prefix of a proposal, counted jointly, at every position of the answers.",
-    3: "greedy serving replayed from stored hidden states, at the positions at which a server asks the draft.",
-    4: "decoding for real, with draft and target.",
-}
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,7 @@ def _acceptance_on(report: ReportSummary) -> tuple[str, str]:
 
 def _rungs(subject: CardSubject) -> str:
     measured = sorted({score.rung for report in subject.reports for score in report.scores})
-    lines = [f"* **Rung {rung}**: {RUNGS[rung]}" for rung in measured]
+    lines = [f"* **Rung {rung}**: {MEANINGS[rung]}" for rung in measured]
     lengths = "Lengths are draft tokens accepted per pass of the target; the token that the target adds itself is not counted."
     return _section("What the rungs mean", "\n".join(lines), lengths)
 
@@ -160,7 +153,7 @@ def _measuring(subject: CardSubject) -> str:
 
 def _limits(subject: CardSubject) -> str:
     limits = [
-        "Made for the target above and its tokenizer. With another model, a fine-tuned one too, fewer tokens are accepted.",
+        "Made for the target above and its tokenizer. With another model, a fine-tuned one too, acceptance has to be measured anew.",
         "Measured on the eval sets above: other tasks and languages are accepted at other rates.",
     ]
     vocabulary = subject.draft.identity["options"].get("draft_vocab_size")

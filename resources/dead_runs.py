@@ -18,6 +18,8 @@ import dagster as dg
 import psutil
 from dagster._core.storage.event_log.sqlite import SqliteEventLogStorage
 
+from resources.process_tree import lives
+
 _SAYS_A_PID = {dg.DagsterEventType.ENGINE_EVENT, dg.DagsterEventType.STEP_WORKER_STARTED}
 _CLOCK_SLACK_S = 2.0
 _LOOK_INTERVAL_S = 0.2
@@ -77,7 +79,7 @@ class _Processes:
         return bool(self._all) and self._all[0] is None
 
     def any_alive(self) -> bool:
-        return any(process is not None and _lives(process) for process in self._all)
+        return any(process is not None and lives(process) for process in self._all)
 
 
 def _named_processes(instance: dg.DagsterInstance, run_id: str) -> Iterator[psutil.Process | None]:
@@ -89,13 +91,6 @@ def _named_processes(instance: dg.DagsterInstance, run_id: str) -> Iterator[psut
             continue
         try:
             process = psutil.Process(int(str(pid.value)))
-            yield process if process.create_time() < entry.timestamp + _CLOCK_SLACK_S and _lives(process) else None
+            yield process if process.create_time() < entry.timestamp + _CLOCK_SLACK_S and lives(process) else None
         except psutil.Error:
             yield None
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False

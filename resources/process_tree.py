@@ -31,7 +31,7 @@ class ProcessTree:
             with suppress(psutil.Error):
                 self._known.update(process.children(recursive=True))
         self._known.update(_marked(self._mark))
-        self._known = {process for process in self._known if _lives(process)}
+        self._known = {process for process in self._known if lives(process)}
         return sorted(self._known, key=lambda process: process != self._root)
 
     def end(self, grace_s: float) -> list[psutil.Process]:
@@ -69,7 +69,8 @@ class ProcessTree:
             time.sleep(_SCAN_INTERVAL_S)
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
+    """Whether it is there and more than a zombie."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

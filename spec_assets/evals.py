@@ -10,6 +10,7 @@ import dagster as dg
 
 from draftworks.artifacts import Artifact, Built
 from draftworks.demands import union_of_taps
+from draftworks.errors import DataError
 from draftworks.evaluation.eval_cache import CacheEntry, EvalCache
 from draftworks.evaluation.eval_config import EvalConfig
 from draftworks.identity import digest
@@ -92,7 +93,7 @@ def _responses_asset(name: str) -> dg.AssetsDefinition:
         artifact = answered(context, workspace, launcher, source, greedy(target, source))
         check = supervised_share(artifact, f"{name}_responses", target)
         if not check.passed:
-            raise dg.Failure(f"eval set {name}: {check.description}", allow_retries=False)
+            raise DataError(f"eval set {name}: {check.description}")
         yield shown(context, artifact, summary_figures(artifact))
 
     return responses

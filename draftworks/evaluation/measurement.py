@@ -8,14 +8,6 @@ from typing import Any
 from draftworks.evaluation.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.result import EvalResult
 
-RUNG_NAMES = {
-    0: "accuracy per position, teacher-forced",
-    1: "simulated_acc_len: product of these accuracies",
-    2: "accepted prefix of a block, at every position",
-    3: "walk: greedy serving replayed from stored features",
-    4: "speculative decoding with the target",
-}
-
 
 @dataclass(frozen=True)
 class LoopMeasurement:

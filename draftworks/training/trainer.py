@@ -147,7 +147,7 @@ class Trainer:
         best = None if self.persistence is None else self.persistence.manager.best
         if not self._publish_best or best is None or best.step == self.controller.global_step:
             return TrainedWeights(self.weights(), self.controller.global_step)
-        folder = self.persistence.manager.folder.final(best.step)
+        folder = self.persistence.manager.best_dir()
         if rank() != 0:
             return TrainedWeights({}, best.step)
         verify(folder, read_record(folder), [WEIGHTS])
