@@ -1,19 +1,25 @@
 # make demo   the main job for the target `tiny`, from conversations to a measured draft
 # make ui     the Dagster UI on http://127.0.0.1:3000
-# make test   linter and all tests
+# make test   linter and all tests but those that need the real speculators library or SGLang
+# make test-speculators   tests in which that library loads exports; it has an environment of its own
+# make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
 #
-# Each sets up .venv first when needed. TORCH_INDEX chooses another build of torch, for example
+# Each sets up its environment first when needed. TORCH_INDEX chooses another build of torch, for example
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# and TEST_WORKERS how many tests run at a time.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 TARGET ?= tiny
+TEST_WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+SPECULATORS := .venv-speculators
+SGLANG := .venv-sglang
 export DAGSTER_HOME := $(CURDIR)/.dagster
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo ui test lint check clean
+.PHONY: demo ui test test-speculators speculators-env test-sglang sglang-env lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	@mkdir -p var
@@ -25,7 +31,17 @@ ui: $(VENV)/ready .dagster/ready
 	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1 -p 3000
 
 test: $(VENV)/ready .dagster/ready lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder -m 'not speculators and not sglang'
+
+test-speculators: $(VENV)/ready $(SPECULATORS)/ready
+	$(BIN)/python -m pytest -m speculators tests/export
+
+speculators-env: $(SPECULATORS)/ready
+
+test-sglang: $(VENV)/ready $(SGLANG)/ready
+	$(BIN)/python -m pytest -m sglang tests
+
+sglang-env: $(SGLANG)/ready
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -39,6 +55,21 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui,test,tensorboard]'
+	@touch $@
+
+$(SPECULATORS)/ready: tools/speculators-requirements.txt
+	$(PYTHON) -m venv $(SPECULATORS)
+	$(SPECULATORS)/bin/pip install --quiet --disable-pip-version-check -c $< $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(SPECULATORS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+# What SGLang itself requires includes GPU libraries, so the pins are installed as they are; then our platform plug-in,
+# which makes it run where there is no GPU.
+$(SGLANG)/ready: tools/sglang-requirements.txt tools/sglang_cpu_platform/pyproject.toml $(wildcard tools/sglang_cpu_platform/draftworks_sglang_cpu/*.py)
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps -c $< $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall tools/sglang_cpu_platform
 	@touch $@
 
 # A new SQLite instance must be opened once before two processes open it at the same time.

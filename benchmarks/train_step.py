@@ -1,7 +1,8 @@
-"""How fast and how lean one EAGLE-3 training step is: forward, backward, clipping and AdamW on random features.
+"""How fast and how lean one training step is: forward, backward, clipping and AdamW on random features.
 
-    python benchmarks/train_step.py                 # 1024x1 and 512x4, one thread, fp32
+    python benchmarks/train_step.py                              # EAGLE-3: 1024x1 and 512x4, one thread, fp32
     python benchmarks/train_step.py 2048x1 --ttt 3
+    python benchmarks/train_step.py 1024x4 --strategy dflash     # 2 layers, blocks of 8, 64 anchors a sample
 
 Every size runs in a process of its own, so that its peak memory is its own. Random features, so the loss means nothing; the
 target's head is scaled outside the draft vocabulary, so that every teacher token is inside and no row is spared.
@@ -23,7 +24,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from draftworks.drafts.eagle3 import Eagle3Strategy
+    from torch import Generator
+
+    from draftworks.drafts.strategy import DraftStrategy
+    from draftworks.drafts.target_parts import TargetParts
     from draftworks.features.contracts import TrainBatch
 
 
@@ -33,6 +37,7 @@ class Case:
 
     length: int
     batch: int
+    strategy: str = "eagle3"
     ttt: int = 7
     hidden: int = 128
     heads: int = 4
@@ -64,20 +69,23 @@ class Result:
 
 def main(
     sizes: Annotated[list[str], typer.Argument(help="LENGTHxBATCH each.")] = ["1024x1", "512x4"],  # noqa: B006
+    strategy: str = "eagle3",
     ttt: int = 7,
     loss: str = "token_mean",
     steps: int = 15,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here too.")] = None,
     one_case: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Measure one EAGLE-3 training step at every size; prints a table, and one JSON line per size."""
+    """Measure one training step at every size; prints a table, and one JSON line per size."""
     if one_case is not None:
         print(json.dumps(asdict(measure(Case(**json.loads(one_case))))))
         return
     results = []
     for size in sizes:
         length, batch = (int(part) for part in size.split("x"))
-        results.append(_in_own_process(replace(Case(length, batch), ttt=ttt, loss=loss, steps=steps)))
+        results.append(
+            _in_own_process(replace(Case(length, batch), strategy=strategy, ttt=ttt, loss=loss, steps=steps))
+        )
     print(table(results))
     lines = [json.dumps(result) for result in results]
     print("\n".join(lines))
@@ -109,20 +117,29 @@ def measure(case: Case) -> Result:
     )
 
 
-def prepare(case: Case) -> tuple[Eagle3Strategy, TrainBatch]:
+def prepare(case: Case) -> tuple[DraftStrategy, TrainBatch]:
     """A draft of a made-up target, and one batch of random features."""
-    import numpy as np
     import torch
 
-    from draftworks.data.vocab import VocabMapping
-    from draftworks.drafts.eagle3 import Eagle3Strategy
-    from draftworks.drafts.target_parts import TargetParts
-    from draftworks.strategies import Eagle3Options
-
     generator = torch.Generator().manual_seed(0)
+    strategy = _MAKERS[case.strategy](case, made_up_target(case, generator))
+    samples = []
+    for _ in range(case.batch):
+        sample = {n: torch.randn(case.length, case.hidden, generator=generator) for n in strategy.feature_names}
+        sample["input_ids"] = torch.randint(case.vocab, (case.length,), generator=generator)
+        sample["loss_mask"] = torch.arange(case.length) >= round(case.length * (1 - case.loss_share))
+        samples.append(sample)
+    return strategy, strategy.collate(samples, [str(i) for i in range(case.batch)])
+
+
+def made_up_target(case: Case, generator: Generator) -> TargetParts:
+    import torch
+
+    from draftworks.drafts.target_parts import TargetParts
+
     head = torch.randn(case.vocab, case.hidden, generator=generator)
     head[case.draft_vocab :] *= 0.01
-    target = TargetParts(
+    return TargetParts(
         hidden_size=case.hidden,
         num_heads=case.heads,
         num_kv_heads=case.kv_heads,
@@ -135,19 +152,32 @@ def prepare(case: Case) -> tuple[Eagle3Strategy, TrainBatch]:
         embedding=torch.randn(case.vocab, case.hidden, generator=generator),
         head=head,
     )
+
+
+def eagle3(case: Case, target: TargetParts) -> DraftStrategy:
+    import numpy as np
+
+    from draftworks.data.vocab import VocabMapping
+    from draftworks.drafts.eagle3 import Eagle3Strategy
+    from draftworks.strategies import Eagle3Options
+
     mapping = VocabMapping(np.zeros(case.draft_vocab, np.int64), np.arange(case.vocab) < case.draft_vocab)
     options = Eagle3Options(ttt_length=case.ttt, draft_vocab_size=case.draft_vocab, loss=case.loss)
-    strategy = Eagle3Strategy(options, target, mapping, seed=0)
-    samples = []
-    for _ in range(case.batch):
-        sample = {n: torch.randn(case.length, case.hidden, generator=generator) for n in strategy.feature_names}
-        sample["input_ids"] = torch.randint(case.vocab, (case.length,), generator=generator)
-        sample["loss_mask"] = torch.arange(case.length) >= round(case.length * (1 - case.loss_share))
-        samples.append(sample)
-    return strategy, strategy.collate(samples, [str(i) for i in range(case.batch)])
+    return Eagle3Strategy(options, target, mapping, seed=0)
 
 
-def train_step(strategy: Eagle3Strategy, batch: TrainBatch, optimizer) -> None:
+def dflash(case: Case, target: TargetParts) -> DraftStrategy:
+    from draftworks.drafts.dflash import DFlashStrategy
+    from draftworks.strategies import DFlashOptions
+
+    options = DFlashOptions(block_size=8, num_anchors=64, num_layers=2, num_taps=3, loss=case.loss)
+    return DFlashStrategy(options, target, None, seed=0)
+
+
+_MAKERS = {"eagle3": eagle3, "dflash": dflash}
+
+
+def train_step(strategy: DraftStrategy, batch: TrainBatch, optimizer) -> None:
     """What a trainer does with one micro-batch that is a whole window."""
     import torch
 
@@ -171,13 +201,13 @@ def peak_rss_mb() -> float:
 
 def table(results: list[dict]) -> str:
     lines = [
-        f"{'size':>8} {'ttt':>4} {'loss':>11} {'ms/step':>8} {'cpu ms':>7} {'tokens/s':>9} {'peak MB':>8} {'load':>5}"
+        f"{'size':>8} {'strategy':>8} {'ttt':>4} {'loss':>11} {'ms/step':>8} {'cpu ms':>7} {'tokens/s':>9} {'peak MB':>8} {'load':>5}"
     ]
     for result in results:
         case = result["case"]
         size = f"{case['length']}x{case['batch']}"
         lines.append(
-            f"{size:>8} {case['ttt']:>4} {case['loss']:>11} {result['step_ms']:>8} {result['cpu_ms']:>7} "
+            f"{size:>8} {case['strategy']:>8} {case['ttt']:>4} {case['loss']:>11} {result['step_ms']:>8} {result['cpu_ms']:>7} "
             f"{result['tokens_per_s']:>9} {result['peak_rss_mb']:>8} {result['load']:>5}"
         )
     return "\n".join(lines)

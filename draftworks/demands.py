@@ -5,12 +5,17 @@ from __future__ import annotations
 from draftworks.errors import ConfigError
 from draftworks.runs import TargetFiles
 from draftworks.specs import TargetSpec
-from draftworks.strategies import resolve_strategy
+from draftworks.strategies import TargetSizes, resolve_strategy
 
 
 def check_demands(target: TargetSpec, files: TargetFiles) -> None:
     """ConfigError if the model cannot give what its strategies need."""
     union_of_taps(target, files.num_layers)
+    sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size)
+    for name, entry in target.strategies.items():
+        strategy = resolve_strategy(name)
+        if strategy.check is not None:
+            strategy.check(strategy.parse_options(entry.options, where=f"target {target.name}: {name}"), sizes)
     size = draft_vocab_size(target)
     if size is not None and size > files.vocab_size:
         raise ConfigError(

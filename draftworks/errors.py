@@ -23,5 +23,9 @@ class CaptureError(DraftworksError):
     """The target gave features that cannot be right, or would not fit."""
 
 
+class EngineError(DraftworksError):
+    """The engine that runs the target cannot be started, reached or trusted. Nothing is wrong with any one sample."""
+
+
 class TrainingError(DraftworksError):
     """Training cannot go on: nothing to train on, or numbers that are not finite."""

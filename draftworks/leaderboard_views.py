@@ -150,5 +150,5 @@ def _stale(standing: Standing) -> str:
     reasons = list(standing.stale_against)
     if standing.problem is not None:
         line = standing.problem.splitlines()[0]
-        reasons.append(line if len(line) <= LONGEST_REASON else f"{line[: LONGEST_REASON - 1]}…")
+        reasons.append(line if len(line) <= LONGEST_REASON else f"…{line[1 - LONGEST_REASON :]}")
     return ", ".join(reasons)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,29 @@ def published(path: Path) -> Iterator[Path]:
         fsync(path.parent)
     finally:
         staging.unlink(missing_ok=True)
+
+
+@contextmanager
+def published_folder(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path` that takes its place when the block ends; on an error it is removed instead.
+
+    What an interrupted attempt left is removed by the next. At most one process at a time may publish a path.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging, old = path.with_name(f".{path.name}.staging"), path.with_name(f".{path.name}.replaced")
+    for leftover in (staging, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    staging.mkdir()
+    try:
+        yield staging
+        fsync_tree(staging)
+        if path.exists():
+            os.replace(path, old)
+        os.replace(staging, path)
+        fsync(path.parent)
+    finally:
+        for leftover in (staging, old):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def publish_json(path: Path, value: Any) -> None:

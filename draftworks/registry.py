@@ -39,13 +39,17 @@ class Registry:
         """One target, its strategies' options checked.
 
         Raises:
-            ConfigError: unknown target (closest names suggested), unknown key, bad value, unknown strategy or option.
+            ConfigError: unknown target (closest names suggested), unknown key, bad value, unknown strategy, option or
+                export format.
         """
         path = self._path("targets", name)
         spec = load_yaml(path, TargetSpec, name=name)
         for strategy, entry in spec.strategies.items():
             try:
-                resolve_strategy(strategy).parse_options(entry.options, where=f"{path}: strategies.{strategy}.options")
+                resolved = resolve_strategy(strategy)
+                resolved.parse_options(entry.options, where=f"{path}: strategies.{strategy}.options")
+                for export_format in entry.export.formats or ():
+                    resolved.export(export_format)
             except ConfigError as error:
                 raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
         return spec
@@ -119,7 +123,7 @@ def with_overrides(
     where = f"target {target}: {strategy.name}"
     typed = strategy.parse_options({**entry.options, **options}, where=f"{where} options")
     merged = validated(TrainingSpec, {**entry.training.model_dump(), **training}, where=f"{where} training")
-    return StrategyEntry(options=typed.model_dump(), training=merged)
+    return entry.model_copy(update={"options": typed.model_dump(), "training": merged})
 
 
 def resolved_options(target: TargetSpec) -> dict[str, Any]:
@@ -133,8 +137,10 @@ def resolved_options(target: TargetSpec) -> dict[str, Any]:
         "evaluation": target.evaluation.identity(),
         "strategies": {
             name: {
-                "options": resolve_strategy(name).parse_options(entry.options, f"target {target.name}").model_dump(),
+                "options": resolve_strategy(name).parse_options(entry.options, f"target {target.name}").identity(),
                 "training": entry.training.identity(),
+                "start_from": entry.start_from,
+                "export": entry.export.model_dump(),
             }
             for name, entry in target.strategies.items()
         },

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftworks.specs import (
     CaptureSpec,
     EvaluationSpec,
+    ExportSettings,
     ResponseSpec,
+    ServerSpec,
+    SGLangSpec,
     Spec,
     SpecType,
+    StoreKind,
     TrainingSpec,
     checked_name,
     load_yaml,
@@ -28,7 +32,7 @@ TOKENS_FOLDER = "tokens"
 EVAL_PART = "all"
 """The one part of a named eval set's conversations."""
 VOCAB_FILE = "vocab.safetensors"
-"""The mapping in the folder of a `vocab_mapping` result."""
+"""The mapping in the folder of a `vocab_mapping` result, and of a draft that was trained with it."""
 
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -50,6 +54,18 @@ class TargetFiles(Spec):
     hidden_size: int
     vocab_size: int
     context: int = Field(description="Longest sequence the model takes.")
+
+
+class StoreSpec(Spec):
+    """A feature store, as run files name it; a bare path is a local one."""
+
+    kind: StoreKind = "local"
+    root: Path = Field(description="Folder of the store.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_path(cls, value: Any) -> Any:
+        return {"root": value} if isinstance(value, (str, Path)) else value
 
 
 class RunFile(Spec):
@@ -84,6 +100,9 @@ class RegenerateRun(RunFile):
     max_length: int
     device: str = "auto"
     compute_dtype: str = "float32"
+    backend: str = Field("hf", description="The engine that runs the target, as in `capture`.")
+    server: ServerSpec = Field(default_factory=ServerSpec)
+    sglang: SGLangSpec = Field(default_factory=SGLangSpec)
 
 
 class CaptureRun(RunFile):
@@ -93,7 +112,8 @@ class CaptureRun(RunFile):
     tokens: Path = Field(description="Folder of a tokenized set.")
     taps: list[int] = Field(description="hf_index of every tap, ascending; `last` is always captured too.")
     capture: CaptureSpec
-    store: Path = Field(description="Root of the feature store.")
+    store: StoreSpec
+    sglang: SGLangSpec = Field(default_factory=SGLangSpec)
 
 
 class FeatureSet(Spec):
@@ -115,10 +135,11 @@ class TrainRun(RunFile):
     training: TrainingSpec
     train: FeatureSet
     heldout: FeatureSet
-    store: Path
+    store: StoreSpec
     vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
     run_id: str = Field("draft", description="Name of the training among others with the same checkpoints folder.")
     resume_from: Path | None = Field(None, description="A checkpoint to begin from, where `out` has none yet.")
+    start_from: Path | None = Field(None, description="Folder of a draft whose weights the first step begins with.")
 
     @field_validator("run_id")
     @classmethod
@@ -139,9 +160,12 @@ class EvaluateRun(RunFile):
     draft: Path = Field(description="Folder of a trained draft.")
     train_tokens: Path = Field(description="Tokenized training set, for the bigram table.")
     heldout: FeatureSet
-    store: Path
+    store: StoreSpec
     vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
+    loop_cache: Path | None = Field(
+        None, description="Folder of rung 4's measurements, shared by all drafts and targets; None measures every time."
+    )
     eval_set: str = "heldout"
     max_new_tokens: int = Field(512, gt=0, description="Where the eval set's answers end at the latest.")
     max_length: int | None = Field(
@@ -150,6 +174,15 @@ class EvaluateRun(RunFile):
     micro_batch_size: int = Field(8, ge=1, description="Samples per forward pass of one rank.")
     device: str = "auto"
     seed: int = 42
+
+
+class ExportRun(RunFile):
+    """Write a draft in the formats of servers: a folder for each in `out`."""
+
+    target: TargetFiles
+    draft: Path = Field(description="Folder of a trained draft.")
+    export: ExportSettings = Field(default_factory=ExportSettings)
+    card: Path | None = Field(None, description="File of the draft's model card, to go beside the weights.")
 
 
 def _anchored(spec: SpecType, base: Path) -> SpecType:

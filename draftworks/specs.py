@@ -9,28 +9,22 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from draftworks.cron import checked_cron, checked_timezone
 from draftworks.errors import ConfigError
+from draftworks.sglang_specs import ServerSpec, SGLangSpec
+from draftworks.spec_base import Spec, SpecType
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 Dtype = Literal["float32", "bfloat16"]
+StoreKind = Literal["local", "shared_dir"]
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C where PyYAML has it: a registry of a thousand targets is read in under a second."""
-
-
-class Spec(BaseModel):
-    """Base of everything read from YAML: frozen, no unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-SpecType = TypeVar("SpecType", bound=Spec)
 
 
 class DataSpec(Spec):
@@ -70,7 +64,10 @@ class ResponseSpec(Spec):
 class CaptureSpec(Spec):
     """How the target's hidden states are captured. `backend`, `dtype` and `compute_dtype` decide what they are."""
 
-    backend: Literal["hf"] = Field("hf", description="The engine that runs the target: hf is transformers.")
+    backend: Literal["hf", "sglang_server"] = Field(
+        "hf", description="The engine that runs the target: hf is transformers, sglang_server SGLang."
+    )
+    server: ServerSpec = Field(default_factory=ServerSpec)
     dtype: Dtype = Field("bfloat16", description="Of the stored features. The target runs in `compute_dtype`.")
     compute_dtype: Dtype = Field("bfloat16", description="Of the target's weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one.")
@@ -78,6 +75,9 @@ class CaptureSpec(Spec):
     processes: int = Field(1, ge=1, description="Ranks that share the work; each writes its own shards.")
     shard_mb: int = Field(256, gt=0, description="A shard is published when it has grown to this size.")
     budget_gb: float = Field(100.0, gt=0, description="A capture that would store more is refused before it starts.")
+    max_failed_share: float = Field(
+        0.0, ge=0, lt=1, description="More samples than this without sound features stop the run; others are left out."
+    )
 
     def identity(self) -> dict[str, Any]:
         return self.model_dump(include={"backend", "dtype", "compute_dtype"})
@@ -90,7 +90,9 @@ class TrainingSpec(Spec):
     global_batch_size: int = Field(8, ge=1, description="Samples per optimizer step over all ranks.")
     micro_batch_size: int = Field(1, ge=1, description="Samples per forward pass of one rank.")
     epochs: float = Field(1.0, gt=0, description="Passes over the data; a share of one is allowed.")
-    max_steps: int | None = Field(None, gt=0, description="Stops earlier than `epochs` would.")
+    max_steps: int | None = Field(
+        None, ge=0, description="Stops earlier than `epochs` would; 0 publishes the draft as it begins."
+    )
     lr: float = Field(1e-4, gt=0, description="Of AdamW, at its peak.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         "cosine", description="After warm-up. wsd: stable, then linear decay over the last `decay_ratio` of the steps."
@@ -192,11 +194,24 @@ class EvaluationSpec(Spec):
         return self.model_dump(include={"draft_tokens", "loop", "confidence", "resamples", "slices"})
 
 
+class ExportSettings(Spec):
+    """In what form a draft is handed to servers."""
+
+    formats: list[str] | None = Field(None, description="Of the strategy's export formats; default all that fit.")
+    dtype: Dtype = Field("bfloat16", description="Of the exported weights.")
+
+
 class StrategyEntry(Spec):
     """One draft of a target: the strategy's own options (checked by the strategy) and training overrides."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     training: TrainingSpec = Field(default_factory=TrainingSpec)
+    start_from: str | None = Field(
+        None,
+        description="Folder of a draft to begin from, relative to the registry; `draftworks import` makes one of a peer's "
+        "checkpoint. With training.max_steps 0 it is measured as it is.",
+    )
+    export: ExportSettings = Field(default_factory=ExportSettings)
 
 
 class TargetSpec(Spec):
@@ -274,6 +289,25 @@ class EvalSpec(Spec):
         return checked_name(value)
 
 
+class FeaturesSpec(Spec):
+    """Where captured features are kept."""
+
+    kind: StoreKind = Field(
+        "local", description="local: shards, read by memory map. shared_dir: a file per feature, for several machines."
+    )
+    root: str | None = Field(
+        None,
+        description="Folder with a store for each target, relative to the registry; default feature_store in `var`. "
+        "That of shared_dir has to be given, and to exist: it is what every machine mounts.",
+    )
+
+    @model_validator(mode="after")
+    def _shared_somewhere(self) -> FeaturesSpec:
+        if self.kind == "shared_dir" and self.root is None:
+            raise ValueError("kind shared_dir needs a root: the existing folder that every machine mounts")
+        return self
+
+
 class LauncherSpec(Spec):
     """Where torchrun jobs run."""
 
@@ -287,6 +321,8 @@ class DeploymentSpec(Spec):
 
     var: str = Field("../var", description="Where runs write, relative to the registry.")
     launcher: LauncherSpec = Field(default_factory=LauncherSpec)
+    features: FeaturesSpec = Field(default_factory=FeaturesSpec)
+    sglang: SGLangSpec = Field(default_factory=SGLangSpec)
     automation: bool = Field(False, description="Drafts are evaluated again by themselves: by time, and after changes.")
     reevaluation_interval_s: int = Field(60, ge=1, description="Seconds between two looks for such changes.")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import dagster as dg
 
-from draftworks.strategies import available_strategies
+from draftworks.strategies import available_strategies, resolve_strategy
 
 INPUTS = dg.AssetSelection.groups("inputs")
 
@@ -22,13 +22,18 @@ def all_jobs(evals: Sequence[str]) -> list:
         *(_train_job(strategy) for strategy in available_strategies()),
         _job("evaluate", evaluate, "Measure the drafts that exist."),
         _job("leaderboard", dg.AssetSelection.assets("leaderboard"), "Where every draft of every target stands now."),
-        _job("everything", dg.AssetSelection.all(), "From conversations to measured drafts."),
+        _job("everything", dg.AssetSelection.all(), "From conversations to measured and exported drafts."),
     ]
 
 
 def _train_job(strategy: str) -> object:
-    selection = INPUTS | dg.AssetSelection.assets(f"{strategy}_draft", f"{strategy}_report")
-    return _job(f"train_{strategy}", selection, f"Train and measure the {strategy} draft on features that exist.")
+    names = [f"{strategy}_draft", f"{strategy}_report"]
+    if resolve_strategy(strategy).exports:
+        names.append(f"{strategy}_export")
+    selection = INPUTS | dg.AssetSelection.assets(*names)
+    return _job(
+        f"train_{strategy}", selection, f"Train, measure and export the {strategy} draft on features that exist."
+    )
 
 
 def _job(name: str, selection: dg.AssetSelection, description: str) -> object:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import dagster as dg
 from pydantic import Field
 
+from draftworks import parent_death
 from draftworks.errors import ConfigError
-from draftworks.programs import parent_death
 from resources.process_tree import MARK, ProcessTree
 from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
 from resources.torch_launcher import TorchLauncher

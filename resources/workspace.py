@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from draftworks.artifacts import ArtifactStore
 from draftworks.identity import FileDigests
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
-from draftworks.runs import TargetFiles
+from draftworks.runs import StoreSpec, TargetFiles
 from draftworks.sources import dataset_version
-from draftworks.specs import DatasetSpec
+from draftworks.specs import DatasetSpec, SGLangSpec
 
 
 class Workspace(dg.ConfigurableResource):
@@ -46,9 +47,22 @@ class Workspace(dg.ConfigurableResource):
         """Content digest of a data set's files as they are now."""
         return dataset_version(dataset, self.registry.root, self.digests)
 
-    def feature_store(self, target: str) -> Path:
-        """Root of the target's feature store; keys are content, so every run and strategy shares it."""
-        return self.var / "feature_store" / target
+    def feature_store(self, target: str) -> StoreSpec:
+        """The target's feature store; keys are content, so every run and strategy shares it."""
+        features = self.registry.deployment().features
+        root = self.var / "feature_store" if features.root is None else self.registry.located(features.root)
+        return StoreSpec(kind=features.kind, root=root / target)
+
+    @property
+    def sglang(self) -> SGLangSpec:
+        """Where SGLang is. The path is not resolved: a virtual environment's Python is a link, and known by its place."""
+        sglang = self.registry.deployment().sglang
+        return sglang.model_copy(update={"python": os.path.abspath(self.registry.root / sglang.python)})
+
+    @property
+    def loop_cache(self) -> Path:
+        """Where measurements of rung 4 are kept; keys are content, so every target, draft and report shares it."""
+        return self.var / "loop_cache"
 
     def answers(self, target: str, part: str) -> Path:
         """Where the target's answers are kept, one conversation a record, for this run and later ones."""

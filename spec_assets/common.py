@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,10 @@ import dagster as dg
 
 from draftworks.artifacts import Artifact, Built
 from draftworks.errors import DraftworksError
+from draftworks.registry import HELDOUT
 from draftworks.runs import RunFile
+from draftworks.specs import TargetSpec
+from draftworks.strategies import StrategySpec
 from resources.dead_runs import end_with_run_process
 from resources.torch_job import TorchJob
 from resources.torch_launcher import JobResult, TorchLauncher
@@ -22,31 +24,37 @@ from resources.workspace import Workspace
 OWNERS = ["team:drafts"]
 
 
-def asset(*, group: str, kinds: Iterable[str], code_version: str = "1", **options: Any) -> Callable[..., Any]:
+class NothingToDo(Exception):
+    """Raised by an optional asset that a target does not have, with the reason."""
+
+
+def asset(
+    *, group: str, kinds: Iterable[str], code_version: str = "1", optional: bool = False, **options: Any
+) -> Callable[..., Any]:
     """`dg.asset` with this project's defaults.
 
     A DraftworksError becomes a failure with its message and no retry, and the step does not outlive its run's process.
+
+    Args:
+        optional: not every target has it: it may raise `NothingToDo`. Then it yields nothing and the run stays green, and
+            what depends on it, its checks too, is skipped.
     """
 
-    def decorate(function: Callable[..., Any]) -> dg.AssetsDefinition:
-        return dg.asset(group_name=group, kinds=set(kinds), owners=OWNERS, code_version=code_version, **options)(
-            _guarded(function)
-        )
+    def decorate(function: Callable[..., dg.MaterializeResult]) -> dg.AssetsDefinition:
+        guarded = _guarded(function)
+        return dg.asset(
+            group_name=group,
+            kinds=set(kinds),
+            owners=OWNERS,
+            code_version=code_version,
+            output_required=not optional,
+            **options,
+        )(_or_nothing(guarded) if optional else guarded)
 
     return decorate
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.isgeneratorfunction(function):
-
-        @functools.wraps(function)
-        def generate(*args: Any, **kwargs: Any) -> Generator[Any, None, None]:
-            end_with_run_process()
-            with clear_errors():
-                yield from function(*args, **kwargs)
-
-        return generate
-
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         end_with_run_process()
@@ -56,12 +64,70 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _or_nothing(function: Callable[..., dg.MaterializeResult]) -> Callable[..., Any]:
+    """A generator, since only that can leave out its output."""
+
+    @functools.wraps(function)
+    def generate(
+        context: dg.AssetExecutionContext, *args: Any, **kwargs: Any
+    ) -> Generator[dg.MaterializeResult, None, None]:
+        try:
+            result = function(context, *args, **kwargs)
+        except NothingToDo as reason:
+            context.log.info(f"{reason}: nothing to do")
+        else:
+            yield result
+
+    return generate
+
+
 @contextmanager
 def clear_errors() -> Generator[None, None, None]:
     try:
         yield
     except DraftworksError as error:
         raise dg.Failure(description=str(error), allow_retries=False) from None
+
+
+def target_with_strategy(context: dg.AssetExecutionContext, workspace: Workspace, strategy: StrategySpec) -> TargetSpec:
+    """The target of this step, for the assets that exist once per strategy.
+
+    Raises:
+        NothingToDo: the target does not use the strategy.
+    """
+    target = workspace.registry.target(context.partition_key)
+    if strategy.name not in target.strategies:
+        raise NothingToDo(f"target {target.name} does not use {strategy.name}")
+    return target
+
+
+def target_with_eval(context: dg.AssetExecutionContext, workspace: Workspace, eval_set: str) -> TargetSpec:
+    """The target of this step, for the assets that exist once per eval set.
+
+    Raises:
+        NothingToDo: the target does not list the eval set.
+    """
+    target = workspace.registry.target(context.partition_key)
+    if eval_set not in eval_names_of(target):
+        raise NothingToDo(f"target {target.name} does not list the eval set {eval_set}")
+    return target
+
+
+def eval_names_of(target: TargetSpec) -> list[str]:
+    """`heldout` and the named sets of a target."""
+    return [HELDOUT, *target.evals]
+
+
+def draft_of(workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> Artifact:
+    """The newest draft, for what is made from one.
+
+    Raises:
+        NothingToDo: there is none yet: to measure what exists is no reason to fail for what does not.
+    """
+    draft = workspace.artifacts.find(f"{strategy.name}_draft", target.name)
+    if draft is None:
+        raise NothingToDo(f"target {target.name} has no {strategy.name} draft yet")
+    return draft
 
 
 @contextmanager

@@ -16,9 +16,11 @@ from spec_assets import data, features, inputs
 from spec_assets.console import console
 from spec_assets.drafts import draft_asset, draft_check
 from spec_assets.evals import eval_features_asset, eval_features_check, eval_set_assets
+from spec_assets.exports import export_asset, export_checks
 from spec_assets.leaderboard import leaderboard_asset
 from spec_assets.partitions import partitioned, target_partitions
-from spec_assets.reports import report_asset, report_check
+from spec_assets.report_checks import report_checks
+from spec_assets.reports import report_asset
 
 REGISTRY = Path(__file__).resolve().parents[1] / "registry"
 
@@ -28,19 +30,22 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
     registry = Registry(registry_root)
     targets, evals = target_partitions(registry), checked_eval_names(registry)
     strategies = [resolve_strategy(name) for name in available_strategies()]
+    exported = [strategy for strategy in strategies if strategy.exports]
     assets = [
         *dg.load_assets_from_modules([inputs, data, features]),
         *(made for name in evals for made in eval_set_assets(name)),
         *(eval_features_asset(name) for name in [HELDOUT, *evals]),
         *(draft_asset(strategy) for strategy in strategies),
         *(report_asset(strategy, evals) for strategy in strategies),
+        *map(export_asset, exported),
     ]
     return dg.Definitions(
         assets=[*partitioned(assets, targets), leaderboard_asset(strategies)],
         asset_checks=[
             *map(eval_features_check, [HELDOUT, *evals]),
             *map(draft_check, strategies),
-            *map(report_check, strategies),
+            *(check for strategy in strategies for check in report_checks(strategy)),
+            *map(export_checks, exported),
         ],
         jobs=all_jobs(evals),
         sensors=all_sensors(registry),

@@ -1,6 +1,5 @@
 """Drafts: one asset per strategy of the registry, made by a factory; a target that does not use a strategy yields nothing."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,13 +9,14 @@ import dagster as dg
 from pydantic import Field
 
 from draftworks.artifacts import Artifact, ArtifactStore, Built
+from draftworks.draft_config import read_config
 from draftworks.registry import HELDOUT, with_overrides
-from draftworks.runs import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, TargetFiles, TrainRun
-from draftworks.specs import StrategyEntry, TargetSpec, TrainingSpec
+from draftworks.runs import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, StoreSpec, TargetFiles, TrainRun
+from draftworks.specs import TargetSpec, TrainingSpec
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, launch, obtained, retried, shown, told
+from spec_assets.common import asset, checked_partition, launch, obtained, retried, shown, target_with_strategy, told
 from spec_assets.evals import eval_data_versions, feature_set
 from spec_assets.features import GPU_POOL
 from spec_assets.metadata import human_bytes, picture, table
@@ -55,11 +55,13 @@ class DraftInputs:
     heldout: FeatureSet
     heldout_versions: list[str]
     vocab_mapping: Artifact | None
+    start_from: Path | None
 
-    def identity(self, strategy: str) -> dict[str, Any]:
+    def identity(self, strategy: StrategySpec) -> dict[str, Any]:
         return {
-            "strategy": strategy,
-            "options": self.options,
+            "strategy": strategy.name,
+            "options": strategy.parse_options(self.options, where=f"options of {strategy.name}").identity(),
+            "start_from": None if self.start_from is None else read_config(self.start_from).weights_digest,
             "training": self.training.identity(),
             "target": self.files.digest,
             "tokens": self.train_tokens.data_version,
@@ -68,11 +70,16 @@ class DraftInputs:
             "heldout": self.heldout_versions,
         }
 
+    def vocab_file(self) -> Path | None:
+        """A draft that others began keeps the vocabulary that its head was made for."""
+        if self.vocab_mapping is None:
+            return None
+        return (self.start_from or self.vocab_mapping.path) / VOCAB_FILE
 
-def draft_inputs(
-    workspace: Workspace, strategy: StrategySpec, target: TargetSpec, entry: StrategyEntry, config: DraftConfig
-) -> DraftInputs:
+
+def draft_inputs(workspace: Workspace, strategy: StrategySpec, target: TargetSpec, config: DraftConfig) -> DraftInputs:
     """Resolve the inputs of a draft; clear errors for unknown options and for assets that do not exist yet."""
+    entry = target.strategies[strategy.name]
     chosen = with_overrides(target.name, strategy, entry, config.options, config.training)
     artifacts: ArtifactStore = workspace.artifacts
     return DraftInputs(
@@ -84,6 +91,7 @@ def draft_inputs(
         heldout=feature_set(workspace, target.name, HELDOUT),
         heldout_versions=eval_data_versions(workspace, target.name, HELDOUT),
         vocab_mapping=artifacts.current("vocab_mapping", target.name) if strategy.uses_vocab_mapping else None,
+        start_from=None if entry.start_from is None else workspace.registry.located(entry.start_from),
     )
 
 
@@ -96,6 +104,7 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         kinds=["pytorch", "safetensors"],
         name=name,
         description=f"A trained draft model. {strategy.description}",
+        code_version="2",
         deps=[
             "target_model",
             "recipe",
@@ -105,7 +114,7 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             "heldout_responses",
             "heldout_eval_features",
         ],
-        output_required=False,
+        optional=True,
         pool=GPU_POOL,
     )
     def draft(
@@ -113,13 +122,9 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         config: DraftConfig,
         workspace: Workspace,
         launcher: dg.ResourceParam[TorchLauncher],
-    ) -> Iterator[dg.MaterializeResult]:
-        target = workspace.registry.target(context.partition_key)
-        entry = target.strategies.get(strategy.name)
-        if entry is None:
-            context.log.info(f"target {target.name} does not use {strategy.name}: nothing to do")
-            return
-        inputs = draft_inputs(workspace, strategy, target, entry, config)
+    ) -> dg.MaterializeResult:
+        target = target_with_strategy(context, workspace, strategy)
+        inputs = draft_inputs(workspace, strategy, target, config)
 
         def build(out: Path) -> Built:
             run = train_run(out, strategy.name, inputs, workspace.feature_store(target.name))
@@ -131,18 +136,18 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         artifact = obtained(
             context,
             workspace,
-            inputs.identity(strategy.name),
+            inputs.identity(strategy),
             build,
             # A retry of a training that was to start over goes on from what that has done.
             start_over=config.start_over and context.retry_number == 0,
             rebuild=config.start_over,
         )
-        yield shown(context, artifact, draft_metadata(artifact))
+        return shown(context, artifact, draft_metadata(artifact))
 
     return draft
 
 
-def train_run(out: Path, strategy: str, inputs: DraftInputs, store: Path) -> TrainRun:
+def train_run(out: Path, strategy: str, inputs: DraftInputs, store: StoreSpec) -> TrainRun:
     return TrainRun(
         out=out,
         target=inputs.files,
@@ -152,7 +157,8 @@ def train_run(out: Path, strategy: str, inputs: DraftInputs, store: Path) -> Tra
         train=FeatureSet(tokens=inputs.train_tokens.path, features=inputs.train_features.path),
         heldout=inputs.heldout,
         store=store,
-        vocab_mapping=None if inputs.vocab_mapping is None else inputs.vocab_mapping.path / VOCAB_FILE,
+        vocab_mapping=inputs.vocab_file(),
+        start_from=inputs.start_from,
     )
 
 
@@ -213,6 +219,8 @@ def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
 
 def _falls(summary: dict[str, Any]) -> dg.AssetCheckResult:
     first, last, steps = summary["first_loss"], summary["last_loss"], summary["steps"]
+    if steps == 0:
+        return _verdict(True, "published as it began: no step was asked for")
     if first is None or last is None:
         return _verdict(False, "no supervised token was trained on: see min_supervised_share and the loss masks")
     course = f"loss went from {first:.3f} to {last:.3f} in {steps} steps"

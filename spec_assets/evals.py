@@ -1,7 +1,7 @@
 """Eval sets: what drafts are measured on. `heldout` is split off a target's own conversations; others are named in registry/evals/."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,16 @@ from draftworks.evaluation.eval_cache import CacheEntry, EvalCache
 from draftworks.evaluation.eval_config import EvalConfig
 from draftworks.identity import digest
 from draftworks.publishing import publish_json
-from draftworks.registry import HELDOUT
-from draftworks.runs import EVAL_PART, TOKENS_FOLDER, CaptureRun, FeatureSet, TargetFiles
+from draftworks.runs import EVAL_PART, TOKENS_FOLDER, CaptureRun, FeatureSet, StoreSpec, TargetFiles
 from draftworks.specs import TargetSpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, launch, obtained, shown, told
+from spec_assets.common import asset, checked_partition, launch, obtained, shown, target_with_eval, told
 from spec_assets.data import Conversations, answered, greedy, supervised_share
 from spec_assets.features import GPU_POOL, VERIFIED, VERIFIED_MEANS, features_metadata, verified
 from spec_assets.metadata import summary_figures
 
 CAPTURE_REPORT = "capture.json"
-
-
-def eval_names_of(target: TargetSpec) -> list[str]:
-    """`heldout` and the named sets of a target."""
-    return [HELDOUT, *target.evals]
 
 
 def eval_set_assets(name: str) -> list[dg.AssetsDefinition]:
@@ -45,12 +39,10 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
         name=f"{name}_set",
         description=f"The conversations of the eval set {name}: validated, without repetitions, never trained on.",
         deps=["target_model"],
-        output_required=False,
+        optional=True,
     )
-    def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> Iterator[dg.MaterializeResult]:
-        target = workspace.registry.target(context.partition_key)
-        if name not in target.evals:
-            return
+    def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
+        target = target_with_eval(context, workspace, name)
         registry = workspace.registry
         spec = registry.eval(name)
         dataset, files = registry.dataset(spec.dataset), workspace.target_files(target.name)
@@ -68,7 +60,7 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
             "vocab_size": files.vocab_size,
         }
         artifact = obtained(context, workspace, identity, build)
-        yield shown(context, artifact, summary_figures(artifact))
+        return shown(context, artifact, summary_figures(artifact))
 
     return conversations
 
@@ -80,21 +72,19 @@ def _responses_asset(name: str) -> dg.AssetsDefinition:
         name=f"{name}_responses",
         description=f"The eval set {name}, answered greedily by the target.",
         deps=["target_model", "recipe", f"{name}_set"],
-        output_required=False,
+        optional=True,
         pool=GPU_POOL,
     )
     def responses(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
-    ) -> Iterator[dg.MaterializeResult]:
-        target = workspace.registry.target(context.partition_key)
-        if name not in target.evals:
-            return
+    ) -> dg.MaterializeResult:
+        target = target_with_eval(context, workspace, name)
         source = Conversations(workspace.artifacts.current(f"{name}_set", target.name), EVAL_PART, name)
         artifact = answered(context, workspace, launcher, source, greedy(target, source))
         check = supervised_share(artifact, f"{name}_responses", target)
         if not check.passed:
             raise DataError(f"eval set {name}: {check.description}")
-        yield shown(context, artifact, summary_figures(artifact))
+        return shown(context, artifact, summary_figures(artifact))
 
     return responses
 
@@ -108,15 +98,13 @@ def eval_features_asset(name: str) -> dg.AssetsDefinition:
         name=f"{name}_eval_features",
         description=f"Hidden states of the eval set {name}, which every evaluation of every draft reads; cached by EvalConfig.",
         deps=["target_model", "recipe", f"{name}_responses"],
-        output_required=False,
+        optional=True,
         pool=GPU_POOL,
     )
     def features(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
-    ) -> Iterator[dg.MaterializeResult]:
-        target = workspace.registry.target(context.partition_key)
-        if name not in eval_names_of(target):
-            return
+    ) -> dg.MaterializeResult:
+        target = target_with_eval(context, workspace, name)
         subject = EvalSubject.of(workspace, target, name)
 
         def build(out: Path) -> Built:
@@ -125,7 +113,7 @@ def eval_features_asset(name: str) -> dg.AssetsDefinition:
         artifact = obtained(
             context, workspace, subject.identity, build, still_good=lambda _: subject.is_cached(subject.inputs)
         )
-        yield shown(context, artifact, {**features_metadata(artifact), **_cache_metadata(workspace, artifact)})
+        return shown(context, artifact, {**features_metadata(artifact), **_cache_metadata(workspace, artifact)})
 
     return features
 
@@ -197,7 +185,7 @@ class EvalSubject:
         return {"eval_cache_key": self.config.cache_key, **self.inputs}
 
     @property
-    def store(self) -> Path:
+    def store(self) -> StoreSpec:
         return self.workspace.feature_store(self.target.name)
 
     def is_cached(self, inputs: Mapping[str, str] | None = None) -> bool:
@@ -217,7 +205,13 @@ class EvalSubject:
         def produce(out: Path) -> None:
             capture = self.target.capture
             run = CaptureRun(
-                out=out, target=self.files, tokens=self.tokens, taps=list(self.taps), capture=capture, store=store
+                out=out,
+                target=self.files,
+                tokens=self.tokens,
+                taps=list(self.taps),
+                capture=capture,
+                store=store,
+                sglang=self.workspace.sglang,
             )
             job = launch(context, launcher, self.workspace, "capture", run, capture.processes, capture.device)
             publish_json(out / CAPTURE_REPORT, job.report)

@@ -41,7 +41,15 @@ def training_features(
     store = workspace.feature_store(target)
 
     def build(out: Path) -> Built:
-        run = CaptureRun(out=out, target=files, tokens=tokens.path, taps=taps, capture=spec.capture, store=store)
+        run = CaptureRun(
+            out=out,
+            target=files,
+            tokens=tokens.path,
+            taps=taps,
+            capture=spec.capture,
+            store=store,
+            sglang=workspace.sglang,
+        )
         job = launch(context, launcher, workspace, "capture", run, spec.capture.processes, spec.capture.device)
         return Built(data_version=job.report["data_version"], summary=job.report)
 
@@ -67,6 +75,7 @@ def features_metadata(artifact: Artifact) -> dict:
         "dagster/row_count": summary["samples"],
         "tokens": summary["tokens"],
         "captured_samples": summary["captured_samples"],
+        "failed_samples": summary.get("failed_samples", 0),
         "captured_bytes": human_bytes(summary["captured_bytes"]),
         "bytes": human_bytes(summary["bytes"]),
         "bytes_per_token": summary["bytes_per_token"],

@@ -1,6 +1,6 @@
 """Reports: what a draft is worth, next to drafts that cost nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import dagster as dg
 
 from draftworks.artifacts import Artifact, Built
-from draftworks.errors import StoreError
 from draftworks.evaluation.report_summary import ReportSummary
 from draftworks.identity import digest
 from draftworks.model_card import CARD, CardSubject, model_card, page_of
@@ -19,13 +18,12 @@ from draftworks.specs import TargetSpec
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, launch, obtained, shown, told
-from spec_assets.evals import eval_data_versions, eval_names_of, feature_set
+from spec_assets.common import asset, draft_of, eval_names_of, launch, obtained, shown, target_with_strategy
+from spec_assets.evals import eval_data_versions, feature_set
 from spec_assets.features import GPU_POOL
 from spec_assets.metadata import picture
 
 GROUP = "reports"
-BEATS_BASELINES = "beats_baselines"
 
 
 def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefinition:
@@ -41,16 +39,13 @@ def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefin
         "untrained and a bigram table.",
         code_version="3",
         deps=["target_model", "recipe", "tokenized_train", "vocab_mapping", draft_name, *eval_data],
-        output_required=False,
+        optional=True,
         pool=GPU_POOL,
     )
     def report(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
-    ) -> Iterator[dg.MaterializeResult]:
-        target = workspace.registry.target(context.partition_key)
-        if strategy.name not in target.strategies:
-            context.log.info(f"target {target.name} does not use {strategy.name}: nothing to do")
-            return
+    ) -> dg.MaterializeResult:
+        target = target_with_strategy(context, workspace, strategy)
         subject = ReportSubject.of(workspace, strategy, target)
 
         def build(out: Path) -> Built:
@@ -67,7 +62,7 @@ def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefin
             )
 
         artifact = obtained(context, workspace, subject.identity(workspace), build)
-        yield shown(context, artifact, report_metadata(artifact))
+        return shown(context, artifact, report_metadata(artifact))
 
     return report
 
@@ -80,18 +75,16 @@ class ReportSubject:
     target: TargetSpec
     draft: Artifact
     train_tokens: Artifact
-    vocab: Artifact | None
 
     @classmethod
     def of(cls, workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> "ReportSubject":
-        current = workspace.artifacts.current
-        draft = current(f"{strategy.name}_draft", target.name)
+        """Raises NothingToDo where the strategy has no draft yet."""
+        draft = draft_of(workspace, strategy, target)
         return cls(
             strategy,
             target,
             draft=draft,
-            train_tokens=current("tokenized_train", target.name),
-            vocab=_vocab_of(workspace, draft) if strategy.uses_vocab_mapping else None,
+            train_tokens=workspace.artifacts.current("tokenized_train", target.name),
         )
 
     def identity(self, workspace: Workspace) -> dict[str, Any]:
@@ -116,8 +109,9 @@ class ReportSubject:
             heldout=feature_set(workspace, self.target.name, name),
             eval_set=name,
             store=workspace.feature_store(self.target.name),
-            vocab_mapping=None if self.vocab is None else self.vocab.path / VOCAB_FILE,
+            vocab_mapping=self.draft.path / VOCAB_FILE if self.strategy.uses_vocab_mapping else None,
             evaluation=self.target.evaluation,
+            loop_cache=workspace.loop_cache,
             max_new_tokens=self.target.responses.max_new_tokens,
             max_length=self.target.max_length,
             micro_batch_size=training.micro_batch_size,
@@ -131,18 +125,6 @@ class ReportSubject:
         files, dataset = workspace.target_files(self.target.name), workspace.registry.dataset(self.target.dataset)
         with published(out / CARD) as staging:
             staging.write_text(model_card(CardSubject(self.draft, reports, files, dataset)), encoding="utf-8")
-
-
-def _vocab_of(workspace: Workspace, draft: Artifact) -> Artifact:
-    """The vocabulary mapping that a draft was trained with, which need not be the newest."""
-    wanted = draft.identity["vocab_mapping"]
-    for mapping in workspace.artifacts.all("vocab_mapping", draft.target):
-        if mapping.data_version == wanted:
-            return mapping
-    raise StoreError(
-        f"{draft.path}: the vocabulary mapping {wanted} that this draft was trained with is not there any more. "
-        "Train the draft again"
-    )
 
 
 def report_metadata(artifact: Artifact) -> dict:
@@ -168,21 +150,3 @@ def figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def scores(artifact: Artifact) -> dict[str, float]:
     """Held-out simulated_acc_len (rung 1) of the draft and of what it is compared with."""
     return {name: metrics["eval/simulated_acc_len"] for name, metrics in artifact.summary["drafts"].items()}
-
-
-def report_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
-    """A warning, not a gate: a draft in the making may lose to a table, and its report is still worth reading."""
-    name = f"{strategy.name}_report"
-
-    @dg.asset_check(
-        asset=name,
-        name=BEATS_BASELINES,
-        description="The draft accepts more than a bigram table and than itself untrained.",
-    )
-    def beats_baselines(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
-        found = scores(workspace.artifacts.current(name, checked_partition(context)))
-        baselines = [score for draft, score in found.items() if draft != "trained"]
-        better = bool(found["trained"] > max(baselines))
-        return told(context, dg.AssetCheckResult(passed=better, severity=dg.AssetCheckSeverity.WARN, metadata=found))
-
-    return beats_baselines

@@ -11,6 +11,22 @@ from draftworks.runs import TargetFiles
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several workers share the tests: a module stays together, and so does all that looks at the one finished run.
+
+    That is the longest group, so it comes first, and nobody waits for it at the end.
+    """
+    items.sort(key=lambda item: not _looks_at_the_finished_run(item))
+    for item in items:
+        group = "finished" if _looks_at_the_finished_run(item) else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _looks_at_the_finished_run(item: pytest.Item) -> bool:
+    return "finished" in getattr(item, "fixturenames", ())
+
+
 @pytest.fixture(scope="session")
 def tiny_folder() -> Path:
     return ROOT / "registry" / "models" / "tiny"

@@ -58,7 +58,7 @@ def answers_file(run: RegenerateRun) -> Path:
 
 def capture_spec(run: RegenerateRun) -> CaptureSpec:
     """How to load the engine of a run."""
-    return CaptureSpec(compute_dtype=run.compute_dtype)
+    return CaptureSpec(backend=run.backend, compute_dtype=run.compute_dtype, device=run.device, server=run.server)
 
 
 def answers_identity(run: RegenerateRun) -> dict[str, Any]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from draftworks.errors import ConfigError
+from draftworks.errors import CaptureError, ConfigError
 from draftworks.identity import EngineIdentity, LastHidden, LayerTap
 from draftworks.runs import TargetFiles
+from draftworks.sglang_specs import SGLangSpec
 from draftworks.specs import CaptureSpec, ResponseSpec
 
 
@@ -50,11 +52,14 @@ class TargetEngine(ABC):
 
     @abstractmethod
     def logits(self, token_rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The target's own logits of every row, (S, V): what capture is verified against."""
+        """The target's own logits at the end of every row, (R, V): what capture is verified against.
+
+        R is at least 1 and at most S, as many as the engine can give at no great cost.
+        """
 
     @abstractmethod
     def head_logits(self, last: Tensor) -> Tensor:
-        """Logits (S, V) from the stream `last` (S, H), by the target's head alone."""
+        """Logits (R, V) from rows (R, H) of the stream `last`, by the target's head alone."""
 
     @abstractmethod
     def generate(
@@ -68,18 +73,52 @@ class TargetEngine(ABC):
     ) -> list[Generated]:
         """Responses to prompts, at most `max_total` tokens with their prompt; see draftworks.capture.generate."""
 
+    def close(self) -> None:  # noqa: B027 - an engine inside this process has nothing to close
+        """End what the engine runs outside this process."""
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """Surroundings of an engine, for those that need more than a target and a device.
+
+    Attributes:
+        folder: on the disk of this machine, the engine's own; it may be created, and is removed by `close`.
+        taps: everything that will be captured, beside `last`; None = nothing, the engine only generates.
+        head: the target's output matrix (V, H), read when it is needed.
+        local_rank: of this process among those of this machine, each of which has an engine.
+    """
+
+    folder: Path
+    taps: tuple[LayerTap, ...] | None = None
+    head: Callable[[], Tensor] | None = None
+    sglang: SGLangSpec = field(default_factory=SGLangSpec)
+    local_rank: int = 0
+
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to run targets. `numerics` is raised when its numbers change beyond rounding: old features then no longer count."""
+    """A way to run targets.
+
+    Attributes:
+        loader: called as `load_engine` is.
+        engine: who computes, for identities.
+        numerics: raised when its numbers change beyond rounding: old features then no longer count.
+    """
 
     loader: str
+    engine: str
     numerics: int
     last_hidden: LastHidden
 
 
 KNOWN_BACKENDS: dict[str, Backend] = {
-    "hf": Backend("draftworks.capture.hf:load_hf_engine", numerics=1, last_hidden=LastHidden(normed=True)),
+    "hf": Backend("draftworks.capture.hf:load_hf_engine", "hf", numerics=1, last_hidden=LastHidden(normed=True)),
+    "sglang_server": Backend(
+        "draftworks.capture.sglang_loading:load_sglang_engine",
+        "sglang",
+        numerics=1,
+        last_hidden=LastHidden(normed=True),
+    ),
 }
 
 
@@ -98,14 +137,26 @@ def engine_identity(capture: CaptureSpec) -> EngineIdentity:
     The compute dtype is part of it: states computed in bfloat16 and stored in float32 are not those computed in float32.
     """
     backend = find_backend(capture.backend)
-    return EngineIdentity(f"{capture.backend}-{capture.compute_dtype}", backend.numerics)
+    return EngineIdentity(f"{backend.engine}-{capture.compute_dtype}", backend.numerics)
 
 
-def load_engine(target: TargetFiles, capture: CaptureSpec, device: torch.device) -> TargetEngine:
+def load_engine(
+    target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace | None = None
+) -> TargetEngine:
     """Load a target with the backend that `capture` names onto `device`, which decides instead of `capture.device`.
 
     Raises:
         ConfigError: the backend is unknown, or the target is missing, unreadable or no causal language model.
+        EngineError: the engine cannot be started or reached, or serves something else.
     """
     module, _, attribute = find_backend(capture.backend).loader.partition(":")
-    return getattr(importlib.import_module(module), attribute)(target, capture, device)
+    return getattr(importlib.import_module(module), attribute)(target, capture, device, place)
+
+
+def check_token_rows(token_rows: Sequence[Sequence[int]], context: int, vocab_size: int) -> None:
+    """CaptureError for a row that is empty, longer than the context or has ids outside the vocabulary."""
+    for index, row in enumerate(token_rows):
+        if not 0 < len(row) <= context:
+            raise CaptureError(f"row {index} has {len(row)} tokens, expected 1 to {context} (the context)")
+        if min(row) < 0 or max(row) >= vocab_size:
+            raise CaptureError(f"row {index} has token ids {min(row)}..{max(row)}, expected 0..{vocab_size - 1}")

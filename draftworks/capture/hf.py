@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftworks.capture.engine import Generated, TargetEngine, engine_identity, find_backend
+from draftworks.capture.engine import (
+    EnginePlace,
+    Generated,
+    TargetEngine,
+    check_token_rows,
+    engine_identity,
+    find_backend,
+)
 from draftworks.capture.generate import generate
 from draftworks.errors import CaptureError, ConfigError
 from draftworks.identity import EngineIdentity, LayerTap
@@ -79,13 +86,8 @@ class HFTargetEngine(TargetEngine):
 
     def _padded(self, token_rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Rows padded on the right with an attention mask: what follows a causal model's tokens does not change them."""
+        check_token_rows(token_rows, self._context, self.model.get_input_embeddings().num_embeddings)
         lengths = [len(row) for row in token_rows]
-        vocab_size = self.model.get_input_embeddings().num_embeddings
-        for index, row in enumerate(token_rows):
-            if not 0 < len(row) <= self._context:
-                raise CaptureError(f"row {index} has {len(row)} tokens, expected 1 to {self._context} (the context)")
-            if min(row) < 0 or max(row) >= vocab_size:
-                raise CaptureError(f"row {index} has token ids {min(row)}..{max(row)}, expected 0..{vocab_size - 1}")
         ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for index, row in enumerate(token_rows):
@@ -110,8 +112,10 @@ class HFTargetEngine(TargetEngine):
                 hook.remove()
 
 
-def load_hf_engine(target: TargetFiles, capture: CaptureSpec, device: torch.device) -> HFTargetEngine:
-    """Load a target from its directory, or from the hub at its pinned commit.
+def load_hf_engine(
+    target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace | None = None
+) -> HFTargetEngine:
+    """Load a target from its directory, or from the hub at its pinned commit; it needs no `place`.
 
     Raises:
         ConfigError: the model is missing, unreadable or no causal language model.

@@ -10,8 +10,7 @@ from pathlib import Path
 from draftworks.capture.engine import engine_identity, find_backend
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError
-from draftworks.features.contracts import FeatureSpec
-from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.contracts import FeatureSpec, KeyedFeatureStore
 from draftworks.identity import FeatureIdentity, LayerTap, Stream
 from draftworks.runs import CaptureRun
 
@@ -101,7 +100,7 @@ class CapturePlan:
         )
 
 
-def plan_capture(run: CaptureRun, tokens: Sequence[TokenRow], store: LocalFeatureStore) -> CapturePlan:
+def plan_capture(run: CaptureRun, tokens: Sequence[TokenRow], store: KeyedFeatureStore) -> CapturePlan:
     """Find out what is missing. Samples with the same tokens are captured once.
 
     Raises:
@@ -110,15 +109,15 @@ def plan_capture(run: CaptureRun, tokens: Sequence[TokenRow], store: LocalFeatur
         StoreError: shards of the store are damaged.
     """
     streams = StreamPlan.of(run)
-    store.refresh()
-    store.require_sound()
-    jobs, planned, nbytes = [], set(), 0
-    for index, row in enumerate(tokens):
+    for row in tokens:
         _check_row(row, run)
-        keys = streams.keys(row.token_digest)
-        missing = tuple(name for name, key in keys.items() if key not in planned and not store.contains(key))
+    keys_of_rows = [streams.keys(row.token_digest) for row in tokens]
+    lacking = set(store.missing(key for keys in keys_of_rows for key in keys.values()))
+    jobs, nbytes = [], 0
+    for index, (row, keys) in enumerate(zip(tokens, keys_of_rows, strict=True)):
+        missing = tuple(name for name, key in keys.items() if key in lacking)
         if missing:
-            planned.update(keys[name] for name in missing)
+            lacking.difference_update(keys[name] for name in missing)
             specs = streams.specs(len(row.input_ids))
             nbytes += sum(specs[name].nbytes for name in missing)
             jobs.append(SampleJob(index, row.sample_id, len(row.input_ids), keys, missing))
@@ -134,11 +133,11 @@ def require_budget(plan: CapturePlan, run: CaptureRun) -> None:
             f"capture.budget_gb = {run.capture.budget_gb:g}. Raise the budget, or use fewer samples "
             "(data.max_conversations), shorter ones (max_length) or fewer taps. Nothing was stored."
         )
-    free = shutil.disk_usage(_existing(run.store)).free
+    free = shutil.disk_usage(_existing(run.store.root)).free
     if plan.nbytes > free:
         raise CaptureError(
             f"target {run.target.name}: capturing {run.tokens} would store {plan.nbytes / GB:.3f} GB, but the disk of "
-            f"{run.store} has {free / GB:.3f} GB left. Nothing was stored."
+            f"{run.store.root} has {free / GB:.3f} GB left. Nothing was stored."
         )
 
 

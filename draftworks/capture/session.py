@@ -25,11 +25,13 @@ from draftworks.capture.plan import (
 )
 from draftworks.capture.progress import Progress, ProgressCallback
 from draftworks.capture.verify import check_head, check_sample
+from draftworks.data.conversations import QUARANTINE_FILE
+from draftworks.data.rejected import RejectedSample, write_rejected
 from draftworks.data.token_rows import TokenRow
-from draftworks.errors import StoreError
-from draftworks.features.contracts import SampleRef
-from draftworks.features.local_store import LocalFeatureStore
+from draftworks.errors import CaptureError, StoreError
+from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import FeatureSetManifest, write_feature_set
+from draftworks.features.opening import open_store, open_store_to_write
 from draftworks.identity import digest
 from draftworks.runs import CaptureRun
 
@@ -42,7 +44,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CaptureSummary:
-    """What a rank did. `samples` is the size of the set, `captured` how many this rank ran through the target."""
+    """What a rank did.
+
+    Attributes:
+        samples: size of the set.
+        captured: how many samples this rank ran through the target and stored.
+        failed: samples of which the target gave no sound features, and why.
+    """
 
     samples: int
     captured: int
@@ -50,6 +58,7 @@ class CaptureSummary:
     features: int
     nbytes: int
     seconds: float
+    failed: tuple[RejectedSample, ...] = ()
 
 
 EngineFactory = Callable[[], TargetEngine]
@@ -63,7 +72,7 @@ def capture_features(
 ) -> CaptureSummary:
     """Capture what is missing and write the feature set, in one process. See `capture_missing`."""
     summary = capture_missing(run, engine, tokens, progress=progress)
-    write_manifest(run, tokens)
+    write_manifest(run, tokens, summary.failed)
     return summary
 
 
@@ -84,9 +93,11 @@ def capture_missing(
         progress: called after every batch.
 
     Raises:
-        CaptureError: see `plan_capture`, `require_budget`, and draftworks.capture.verify.
+        CaptureError: see `plan_capture`, `require_budget`, and draftworks.capture.verify; for single samples only if
+            they are more than `capture.max_failed_share` of the set.
+        EngineError: the engine cannot go on. What was captured is kept.
     """
-    store = LocalFeatureStore(run.store, shard_bytes=run.capture.shard_mb << 20)
+    store = open_store_to_write(run.store, shard_bytes=run.capture.shard_mb << 20)
     store.gc()
     plan = plan_capture(run, tokens, store)
     log.info(plan.describe())
@@ -98,24 +109,70 @@ def capture_missing(
         store.close()
 
 
-def write_manifest(run: CaptureRun, tokens: Sequence[TokenRow]) -> FeatureSetManifest:
+def write_manifest(
+    run: CaptureRun, tokens: Sequence[TokenRow], failed: Sequence[RejectedSample] = ()
+) -> FeatureSetManifest:
     """Write refs.jsonl and manifest.json into `run.out`, once every rank has captured its share.
 
     A reference's metadata says which tokens its features are of: the sample's `row` in the set, their digest `tokens`.
+    Samples that failed are left out and written to quarantine.jsonl with their reasons; that file is there only if there are any.
+
+    Args:
+        failed: of all ranks.
 
     Raises:
-        StoreError: features are missing: a rank did not finish.
+        CaptureError: more samples failed than `capture.max_failed_share` allows, or all.
+        StoreError: other features are missing: a rank did not finish.
     """
-    store = LocalFeatureStore(run.store)
+    store = open_store(run.store)
     streams = StreamPlan.of(run)
     refs = [_ref(run, streams, store, row, index) for index, row in enumerate(tokens)]
-    lacking = [ref.sample_id for ref in refs if store.missing(ref.feature_keys.values())]
-    if lacking:
+    missing = set(store.missing(key for ref in refs for key in ref.feature_keys.values()))
+    lacking = [ref for ref in refs if not missing.isdisjoint(ref.feature_keys.values())]
+    excused = _quarantined(run, refs, failed)
+    unexplained = [ref.sample_id for ref in lacking if ref.sample_id not in excused]
+    if unexplained:
         raise StoreError(
-            f"{len(lacking)} of {len(refs)} samples lack features in {run.store}, the first {lacking[0]}: "
+            f"{len(unexplained)} of {len(refs)} samples lack features in {run.store.root}, the first {unexplained[0]}: "
             "capture again, only what is missing will be captured"
         )
-    return write_feature_set(run.out, refs, _identity(run, streams), streams.names, store.uri)
+    left = [ref for ref in refs if ref.sample_id not in excused]
+    return write_feature_set(run.out, left, _identity(run, streams), streams.names, store.uri)
+
+
+def _quarantined(run: CaptureRun, refs: Sequence[SampleRef], failed: Sequence[RejectedSample]) -> set[str]:
+    """Ids of the samples to leave out: those that failed, and those with the same tokens."""
+    if not failed:
+        return set()
+    reasons = {each.sample_id: each.reason for each in failed}
+    reason_of = {ref.metadata["tokens"]: reasons[ref.sample_id] for ref in refs if ref.sample_id in reasons}
+    rejected = [
+        RejectedSample(ref.sample_id, reason_of[ref.metadata["tokens"]])
+        for ref in refs
+        if ref.metadata["tokens"] in reason_of
+    ]
+    write_rejected(run.out / QUARANTINE_FILE, rejected)
+    if len(rejected) > run.capture.max_failed_share * len(refs) or len(rejected) == len(refs):
+        raise _too_many(run, rejected, len(refs))
+    return {each.sample_id for each in rejected}
+
+
+def _too_many(run: CaptureRun, failed: Sequence[RejectedSample], samples: int) -> CaptureError:
+    first = failed[0]
+    return CaptureError(
+        f"target {run.target.name}: {len(failed)} of {samples} samples have no sound features, more than "
+        f"capture.max_failed_share = {run.capture.max_failed_share:g} allows. The first: {first.reason}. "
+        "What was captured is kept."
+    )
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A sample with its features, in the compute dtype."""
+
+    job: SampleJob
+    row: list[int]
+    streams: dict[str, Tensor]
 
 
 class _Session:
@@ -125,7 +182,7 @@ class _Session:
         self,
         run: CaptureRun,
         plan: CapturePlan,
-        store: LocalFeatureStore,
+        store: KeyedFeatureStore,
         tokens: Sequence[TokenRow],
         jobs: Sequence[SampleJob],
         progress: ProgressCallback | None,
@@ -141,6 +198,7 @@ class _Session:
         self._nbytes = 0
         self._done = 0
         self._tokens_done = 0
+        self._failed: list[RejectedSample] = []
 
     def run(self, factory: EngineFactory) -> CaptureSummary:
         started = time.monotonic()
@@ -157,31 +215,56 @@ class _Session:
                 self._progress(Progress("samples", self._done, len(self._jobs), share, self._tokens_done, seconds))
         self._store.flush()
         seconds = time.monotonic() - started
-        log.info(f"captured {self._done} samples, {self._nbytes / GB:.3f} GB in {seconds:.1f} s")
-        return CaptureSummary(self._plan.samples, self._done, total, self._features, self._nbytes, seconds)
+        captured = self._done - len(self._failed)
+        log.info(f"captured {captured} samples, {self._nbytes / GB:.3f} GB in {seconds:.1f} s")
+        return CaptureSummary(
+            self._plan.samples, captured, total, self._features, self._nbytes, seconds, tuple(self._failed)
+        )
 
     def _capture(self, engine: TargetEngine, batch: Sequence[SampleJob], verify_head: bool) -> None:
+        captured = self._sound(engine, batch)
+        if verify_head:
+            self._verify_head(engine, captured[:VERIFIED_SAMPLES])
+        for each in captured:
+            self._put(each.job, {name: each.streams[name].to(self._dtype) for name in each.job.missing})
+
+    def _sound(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[_Captured]:
+        """Features of the samples of a batch that have sound ones; the others are noted.
+
+        An engine's error does not say which sample it is about, so that they are then tried one by one.
+        """
         rows = [self._tokens[job.row].input_ids.tolist() for job in batch]
         missing = {name for job in batch for name in job.missing}
-        captured = engine.capture(rows, [tap for tap in self._plan.streams.taps if tap.name in missing])
-        for job, streams in zip(batch, captured, strict=True):
-            check_sample(job.sample_id, streams, job.num_tokens, self._plan.streams.hidden_size)
-        if verify_head:
-            self._verify_head(engine, batch[:VERIFIED_SAMPLES], rows, captured)
-        for job, streams in zip(batch, captured, strict=True):
-            self._put(job, {name: streams[name].to(self._dtype) for name in job.missing})
+        try:
+            found = engine.capture(rows, [tap for tap in self._plan.streams.taps if tap.name in missing])
+        except CaptureError as error:
+            if len(batch) > 1:
+                return [each for job in batch for each in self._sound(engine, [job])]
+            self._note_failure(batch[0], CaptureError(f"sample {batch[0].sample_id}: {error}"))
+            return []
+        sound = []
+        for job, row, streams in zip(batch, rows, found, strict=True):
+            try:
+                check_sample(job.sample_id, streams, job.num_tokens, self._plan.streams.hidden_size)
+            except CaptureError as error:
+                self._note_failure(job, error)
+            else:
+                sound.append(_Captured(job, row, streams))
+        return sound
 
-    def _verify_head(
-        self,
-        engine: TargetEngine,
-        jobs: Sequence[SampleJob],
-        rows: Sequence[Sequence[int]],
-        captured: Sequence[dict[str, Tensor]],
-    ) -> None:
-        count = len(jobs)
-        beginnings = [row[:VERIFIED_TOKENS] for row in rows[:count]]
-        last = [streams["last"][:VERIFIED_TOKENS] for streams in captured[:count]]
-        check_head(engine, [job.sample_id for job in jobs], beginnings, last)
+    def _note_failure(self, job: SampleJob, error: CaptureError) -> None:
+        """Leave a sample out; the first error is raised where that is one too many."""
+        self._failed.append(RejectedSample(job.sample_id, str(error)))
+        log.warning("%s", error)
+        if len(self._failed) > self._run.capture.max_failed_share * self._plan.samples:
+            if len(self._failed) == 1:
+                raise error
+            raise _too_many(self._run, self._failed, self._plan.samples) from error
+
+    def _verify_head(self, engine: TargetEngine, captured: Sequence[_Captured]) -> None:
+        beginnings = [each.row[:VERIFIED_TOKENS] for each in captured]
+        last = [each.streams["last"][:VERIFIED_TOKENS] for each in captured]
+        check_head(engine, [each.job.sample_id for each in captured], beginnings, last)
 
     def _put(self, job: SampleJob, tensors: dict[str, Tensor]) -> None:
         ref = SampleRef(
@@ -197,7 +280,7 @@ class _Session:
         self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _ref(run: CaptureRun, streams: StreamPlan, store: LocalFeatureStore, row: TokenRow, index: int) -> SampleRef:
+def _ref(run: CaptureRun, streams: StreamPlan, store: KeyedFeatureStore, row: TokenRow, index: int) -> SampleRef:
     specs = streams.specs(len(row.input_ids))
     return SampleRef(
         sample_id=row.sample_id,

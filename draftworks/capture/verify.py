@@ -48,7 +48,7 @@ def check_head(
     """
     for sample_id, row, hidden in zip(sample_ids, token_rows, last, strict=True):
         expected = engine.logits([row])[0].double()
-        found = engine.head_logits(hidden).double()
+        found = engine.head_logits(hidden[-len(expected) :]).double()
         scale = max(1.0, float(expected.abs().max()))
         difference = float((expected - found).abs().max()) / scale
         allowed = HEAD_TOLERANCE[hidden.dtype]

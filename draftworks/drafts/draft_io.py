@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from draftworks.draft_config import CONFIG, WEIGHTS, DraftConfig, read_config
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import StoreError
 from draftworks.identity import file_digest
 from draftworks.publishing import publish_json, published
-
-SCHEMA_VERSION = 1
-WEIGHTS = "model.safetensors"
-CONFIG = "config.json"
-
-
-@dataclass(frozen=True)
-class DraftConfig:
-    """What config.json holds.
-
-    Attributes:
-        draft: the strategy's own description, with its options.
-        target_digest: of the target the draft was trained for.
-        weights_digest: of model.safetensors, so that the two files cannot be mixed up.
-        provenance: whatever else is worth knowing: data, training, versions. Never checked.
-    """
-
-    strategy: str
-    draft: dict[str, Any]
-    target_digest: str
-    weights_digest: str
-    provenance: dict[str, Any] = field(default_factory=dict)
-    schema_version: int = SCHEMA_VERSION
+from draftworks.strategies import resolve_strategy
 
 
 def save_draft(
@@ -69,31 +48,13 @@ def save_draft(
     return config
 
 
-def read_config(folder: Path) -> DraftConfig:
-    """The draft's config.json.
-
-    Raises:
-        StoreError: missing, damaged, or of another schema.
-    """
-    path = folder / CONFIG
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        config = DraftConfig(**values)
-    except FileNotFoundError:
-        raise StoreError(f"{folder}: not a draft: {CONFIG} is missing") from None
-    except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"{path}: not the config of a draft ({error}). Train the draft again") from error
-    if config.schema_version != SCHEMA_VERSION:
-        raise StoreError(f"{path}: schema {config.schema_version}, expected {SCHEMA_VERSION}")
-    return config
-
-
-def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str | None) -> DraftConfig:
+def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str | None, to_train: bool = False) -> DraftConfig:
     """Load the weights into `strategy.model`, which must not be wrapped yet.
 
     Args:
         target_digest: the target it must have been trained for; None takes a draft of any target of this shape, to see
             what it is worth on other weights.
+        to_train: only options that decide what a draft computes have to agree, not those that shape its training.
 
     Raises:
         StoreError: the draft is of another strategy, target or configuration, or a file is missing or altered, or
@@ -103,12 +64,19 @@ def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str | None)
     _require(folder / CONFIG, "strategy", strategy.name, config.strategy)
     if target_digest is not None:
         _require(folder / CONFIG, "target digest", target_digest, config.target_digest)
-    expected = _as_json(strategy.config())
-    for key in sorted(expected.keys() | config.draft.keys()):
-        _require(folder / CONFIG, f"draft.{key}", expected.get(key), config.draft.get(key))
+    expected, found = _as_json(strategy.config()), config.draft
+    if to_train:
+        expected, found = _structure(expected, strategy.name), _structure(found, strategy.name)
+    for key in sorted(expected.keys() | found.keys()):
+        _require(folder / CONFIG, f"draft.{key}", expected.get(key), found.get(key))
     _require(folder / WEIGHTS, "digest", config.weights_digest, _digest_of(folder / WEIGHTS))
     load_weights(folder / WEIGHTS, strategy.model)
     return config
+
+
+def _structure(draft: dict[str, Any], strategy: str) -> dict[str, Any]:
+    options = resolve_strategy(strategy).parse_options(draft.get("options", {}), where=f"options of {strategy}")
+    return {**draft, "options": options.structure()}
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

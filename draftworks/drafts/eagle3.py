@@ -8,12 +8,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from draftworks.drafts.collation import check_features, collate_features
 from draftworks.drafts.eagle3_drafter import Eagle3Drafter
-from draftworks.drafts.eagle3_model import Eagle3Draft, Eagle3Sizes
+from draftworks.drafts.eagle3_layer import Eagle3Sizes
+from draftworks.drafts.eagle3_model import Eagle3Draft, Eagle3Norms
+from draftworks.drafts.objectives import (
+    BatchObjective,
+    Blend,
+    CrossEntropy,
+    LogAcceptance,
+    MeanBlend,
+    MeanLogAcceptance,
+    Objective,
+)
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_gates, token_mean_gates
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.errors import ConfigError, DataError
+from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies import EAGLE3, Eagle3Options
 
@@ -24,18 +35,20 @@ if TYPE_CHECKING:
 class Eagle3Strategy(ChainStrategy):
     """One decoder layer trained on its own outputs over `ttt_length` steps.
 
-    With CE the cross-entropy of a row against the target's distribution over the draft vocabulary (0 for a row whose
-    target argmax is outside it, which accuracy counts as wrong), the modes of `options.loss` are:
+    `options.objective` says what a row costs, with CE and α as in draftworks.drafts.objectives: `ce` CE, `lk_alpha` −log α,
+    `lk_lambda` CE and 1 − α blended. A row whose target argmax is outside the draft vocabulary costs nothing, while
+    accuracy counts it as wrong. The modes of `options.loss`:
 
-    `token_mean`: rows by `token_mean_gates`; loss_sum = Σ_i decay^i Σ_rows CE, loss_weight = rows supervised at step 0.
-        Depends on supervised tokens only, however they are batched and padded. `loss_denoms` counts the supervised
-        rows of each step, like `acc_denoms`.
+    `token_mean`: rows by `token_mean_gates`; loss_sum = Σ_i decay^i Σ_rows cost, loss_weight = rows supervised at step 0.
+        Depends on supervised tokens only, however they are batched and padded; so the blend of `lk_lambda` is each
+        row's own. `loss_denoms` counts the supervised rows of each step, like `acc_denoms`.
     `specforge`: SpecForge's loss number for number. Rows by `specforge_gates`, the last position of every sample masked
-        out; loss_sum = Σ_i decay^i (Σ_rows CE / (B·S)), padding and prompt counted in B·S; loss_weight = 1.
-        `loss_denoms` is B·S at each step.
+        out; loss_sum = Σ_i decay^i L_i and loss_weight = 1. For `ce`, L_i = Σ_rows CE / (B·S), padding and prompt counted
+        in B·S, which are the `loss_denoms`; for the others L_i is made of means over the batch, see `MeanLogAcceptance`
+        and `MeanBlend`, and `loss_denoms` are 1.
 
-    When gradients are off, both also count the acceptance rate of each step over the supervised rows whose target argmax
-    is in the draft vocabulary (`acceptance_denoms`): the sum of Σ_v min(q̃, p), see `Distilled.accepted`.
+    When gradients are off or the objective needs it, both also count the acceptance rate of each step over the supervised
+    rows whose target argmax is in the draft vocabulary (`acceptance_denoms`): the sum of α.
     """
 
     name = EAGLE3.name
@@ -51,26 +64,21 @@ class Eagle3Strategy(ChainStrategy):
         self._target = target
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
         draft_ids = torch.from_numpy(vocab.target_ids)
-        self.model = Eagle3Draft(target, self._sizes, draft_ids, torch.Generator().manual_seed(seed))
+        norms = Eagle3Norms(options.fc_norm, options.norm_output, options.feedback)
+        self.model = Eagle3Draft(target, self._sizes, draft_ids, torch.Generator().manual_seed(seed), norms)
         self._step_weights = [options.step_decay**step for step in range(options.ttt_length)]
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-        """Right-pad with token 0, mask off and features 0; taps side by side in `features` (B, S, 3H), `last` (B, S, H)."""
+        """Right-pad with token 0, mask off and features 0; taps side by side in `features` (B, S, taps · H), `last` (B, S, H)."""
+        width = self._target.hidden_size
+        batch = collate_features(samples, sample_ids, self.feature_names[:-1], width)
         lengths = [len(sample["input_ids"]) for sample in samples]
-        shape, width = (len(samples), max(lengths)), self._target.hidden_size
-        taps, first = self.feature_names[:-1], samples[0]
-        batch = {
-            "input_ids": torch.zeros(shape, dtype=torch.int64),
-            "loss_mask": torch.zeros(shape, dtype=torch.bool),
-            "features": torch.zeros((*shape, len(taps) * width), dtype=first[taps[0]].dtype),
-            "last": torch.zeros((*shape, width), dtype=first["last"].dtype),
-        }
+        if self.options.loss == "specforge":
+            batch["answer_mask"] = batch["loss_mask"].clone()
+        batch["last"] = torch.zeros((len(samples), max(lengths), width), dtype=samples[0]["last"].dtype)
         for row, (sample, length, name) in enumerate(zip(samples, lengths, sample_ids, strict=True)):
-            self._check_sample(sample, length, name)
-            batch["input_ids"][row, :length] = sample["input_ids"]
-            batch["loss_mask"][row, :length] = sample["loss_mask"].bool()
+            check_features(sample, ("last",), (length, width), name)
             batch["last"][row, :length] = sample["last"]
-            torch.cat([sample[tap] for tap in taps], dim=-1, out=batch["features"][row, :length])
             if self.options.loss == "specforge":
                 batch["loss_mask"][row, length - 1] = False
         return TrainBatch(batch, tuple(sample_ids), sum(lengths))
@@ -79,18 +87,20 @@ class Eagle3Strategy(ChainStrategy):
         """See the class for what the sums mean. `ctx` is not used: the loss follows no schedule."""
         mask = batch["loss_mask"]
         gates = self.chain_gates(mask)
-        if self.options.loss == "specforge":
-            positions = torch.full((len(gates),), float(mask.numel()), dtype=torch.float64, device=mask.device)
-            weights, loss_weight = [w / mask.numel() for w in self._step_weights], positions.new_ones(())
-        else:
-            weights, loss_weight = self._step_weights, gates[0].sum(dtype=torch.float64)
         supervised = gates.sum(dim=(1, 2), dtype=torch.float64)
-        result = self.model(batch["input_ids"], batch["features"], batch["last"], gates, weights)
+        if self.options.loss == "specforge":
+            divisor = mask.numel() if self.options.objective == "ce" else 1
+            weights, denoms = [w / divisor for w in self._step_weights], torch.full_like(supervised, divisor)
+            loss_weight = supervised.new_ones(())
+        else:
+            weights, denoms, loss_weight = self._step_weights, supervised, supervised[0]
+        objective = self._objective(mask.numel())
+        result = self.model(batch["input_ids"], batch["features"], batch["last"], gates, weights, objective)
         counts = {
             "acc_corrects": result.corrects,
             "acc_denoms": supervised,
-            "loss_sums": result.ce_sums,
-            "loss_denoms": positions if self.options.loss == "specforge" else supervised,
+            "loss_sums": result.loss_sums,
+            "loss_denoms": denoms,
         }
         if result.accepted is not None:
             counts |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
@@ -113,7 +123,7 @@ class Eagle3Strategy(ChainStrategy):
     def config(self) -> dict[str, Any]:
         return {
             "strategy": self.name,
-            "options": self.options.model_dump(mode="json"),
+            "options": self.options.identity(),
             "feature_names": list(self.feature_names),
             "hidden_size": self._target.hidden_size,
             "head_dim": self._target.head_dim,
@@ -125,12 +135,15 @@ class Eagle3Strategy(ChainStrategy):
             "draft_vocab_size": self.model.d2t.numel(),
         }
 
-    def _check_sample(self, sample: Mapping[str, Tensor], length: int, name: str) -> None:
-        expected = (length, self._target.hidden_size)
-        for feature in self.feature_names:
-            found = tuple(sample[feature].shape)
-            if found != expected:
-                raise DataError(f"sample {name}: feature {feature}: expected shape {expected}, found {found}")
+    def _objective(self, positions: int) -> Objective | BatchObjective:
+        options = self.options
+        if options.objective == "ce":
+            return CrossEntropy()
+        if options.loss == "specforge":
+            if options.objective == "lk_alpha":
+                return MeanLogAcceptance()
+            return MeanBlend(options.kl_scale, options.kl_decay, positions)
+        return LogAcceptance() if options.objective == "lk_alpha" else Blend(options.kl_scale, options.kl_decay)
 
 
 def _sizes(options: Eagle3Options, target: TargetParts, taps: int) -> Eagle3Sizes:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Generator, Tensor
 
-from draftworks.drafts.eagle3_model import Eagle3Draft, Heads
+from draftworks.drafts.eagle3_layer import Heads
+from draftworks.drafts.eagle3_model import Eagle3Draft
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
 
@@ -30,9 +31,8 @@ class Eagle3Drafter(Drafter):
 
     @torch.no_grad()
     def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
-        model, dtype = self._model, self._model.fc.weight.dtype
-        hidden = model.fc(torch.cat([features[tap] for tap in self._taps], dim=-1).to(dtype)[None])
-        heads = self._project(hidden, model.embed(next_tokens[None]), start=self._rows)
+        hidden = self._model.fuse(torch.cat([features[tap] for tap in self._taps], dim=-1)[None])
+        heads = self._project(hidden, self._model.embed(next_tokens[None]), start=self._rows)
         self._rows += len(next_tokens)
         self._keys.append(heads.key)
         self._values.append(heads.value)
@@ -54,7 +54,8 @@ class Eagle3Drafter(Drafter):
                 keys.append(heads.key)
                 values.append(heads.value)
             hidden = self._layer(hidden, Heads(heads.query, torch.cat(keys, dim=2), torch.cat(values, dim=2)))
-            logits = self._model.lm_head(self._model.norm(hidden))[0, 0]
+            spoken, hidden = self._model.emerge(hidden)
+            logits = self._model.lm_head(spoken)[0, 0]
             if temperature == 0:
                 tokens.append(self._model.draft_ids[logits.argmax()])
             else:

@@ -13,7 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 from draftworks.drafts.sampling import Verdict, distribution, draw, verify
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError
-from draftworks.evaluation.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.differences import Course
+from draftworks.evaluation.prompt_acceptance import Pass, PromptAcceptance
 from draftworks.identity import LayerTap
 
 
@@ -39,9 +40,14 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Speculated(Decoded):
-    """`acceptance` counts the passes after the prefill, which gives the first token."""
+    """`passes` are those after the prefill, which gives the first token; `acceptance` counts them."""
 
     acceptance: PromptAcceptance
+    passes: tuple[Pass, ...]
+
+    @property
+    def course(self) -> Course:
+        return Course(self.tokens, self.passes)
 
 
 class TargetSession:
@@ -151,8 +157,7 @@ def speculate(
     answer.say([_next(seen.logits[-1], temperature, generator)])
     following = torch.tensor([*prompt[1:], answer.tokens[-1]], device=model.device)
     known = len(prompt)
-    accepted: list[int] = []
-    emitted = 0
+    passes: list[Pass] = []
     while not answer.over:
         drafter.extend(seen.features, following)
         proposal = drafter.propose(count, temperature, generator)
@@ -160,16 +165,20 @@ def speculate(
         seen = session.read([answer.tokens[-1], *proposed])
         verdict: Verdict = verify(proposal, seen.logits, temperature, generator)
         said = [*proposed[: verdict.accepted], verdict.next_token]
-        counted = answer.say(said)
-        emitted += counted
-        accepted.append(min(verdict.accepted, counted))
+        passes.append(_pass(proposed, verdict.accepted, emitted=answer.say(said)))
         rows = verdict.accepted + 1
         known += rows
         session.keep(known)
         seen = TargetPass(seen.logits[:rows], {name: stream[:rows] for name, stream in seen.features.items()})
         following = torch.tensor(said, device=model.device)
-    acceptance = PromptAcceptance.of_passes(sample_id, accepted, emitted)
-    return Speculated(tuple(answer.tokens), time.perf_counter() - started, acceptance)
+    seconds = time.perf_counter() - started
+    return Speculated(tuple(answer.tokens), seconds, PromptAcceptance.of(sample_id, passes), tuple(passes))
+
+
+def _pass(proposed: Sequence[int], accepted: int, emitted: int) -> Pass:
+    """Where the answer ended within what was accepted, the rest of it does not count."""
+    refused = proposed[accepted] if accepted < min(emitted, len(proposed)) else None
+    return Pass(min(accepted, emitted), emitted, refused)
 
 
 def _next(logits: Tensor, temperature: float, generator: Generator | None) -> int:

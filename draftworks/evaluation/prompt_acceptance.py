@@ -15,6 +15,20 @@ from draftworks.errors import DataError
 
 
 @dataclass(frozen=True)
+class Pass:
+    """What one pass of the target over a proposal gave.
+
+    Attributes:
+        accepted, emitted: draft tokens accepted, tokens that came out.
+        refused: the draft token at which acceptance ended; None where all stood or the answer was over.
+    """
+
+    accepted: int
+    emitted: int
+    refused: int | None = None
+
+
+@dataclass(frozen=True)
 class PromptAcceptance:
     """What the target accepted of one draft's proposals on one prompt.
 
@@ -40,6 +54,10 @@ class PromptAcceptance:
                 f"sample {self.sample_id}: expected the {passes} passes and {accepted} accepted tokens of its histogram"
                 f" {self.histogram}, found {self.passes} and {self.accepted}: whoever counted them lost or doubled some"
             )
+
+    @classmethod
+    def of(cls, sample_id: str, passes: Sequence[Pass]) -> PromptAcceptance:
+        return cls.of_passes(sample_id, [one.accepted for one in passes], sum(one.emitted for one in passes))
 
     @classmethod
     def of_passes(cls, sample_id: str, accepted: Sequence[int], emitted: int) -> PromptAcceptance:

@@ -8,7 +8,7 @@ are exact only where the answer is the target's greedy one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,53 +17,101 @@ from torch import Tensor
 
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.supervision import token_mean_gates
-from draftworks.evaluation.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.differences import Course
+from draftworks.evaluation.prompt_acceptance import Pass, PromptAcceptance
 from draftworks.features.contracts import TrainBatch
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """One sample's rungs 2 and 3. What lies beyond the end of an answer is neither accepted nor emitted."""
+    """One sample's rungs 2 and 3. What lies beyond the end of an answer is neither accepted nor emitted.
+
+    Attributes:
+        first: the walk over the first of its answers, which is the one that rung 4 decodes; None where nobody asked for it.
+    """
 
     blocks: PromptAcceptance
     walk: PromptAcceptance
+    first: Course | None = None
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What one pass of the target over a proposal gave: draft tokens accepted, tokens emitted."""
+class Prefixes:
+    """What the answers accept of the proposals of every row t.
 
-    accepted: int
-    emitted: int
+    Attributes:
+        accepted: (B, S) int64, how many leading proposals equal the answer's tokens t+2, t+3, …; 0 outside answers.
+        refused: (B, S) int64, the proposal after these; -1 where there is none.
+    """
+
+    accepted: Tensor
+    refused: Tensor
 
 
 def replay(strategy: DraftStrategy, batch: TrainBatch, count: int) -> list[Replayed]:
     """Every sample of a batch, proposing `count` tokens a pass."""
-    accepted = accepted_prefixes(strategy, batch, count).cpu().numpy()
-    masks = batch["loss_mask"].cpu().numpy()
+    prefixes = accepted_prefixes(strategy, batch, count)
+    columns = (batch["input_ids"], answer_mask(batch), prefixes.accepted, prefixes.refused)
+    rows = zip(*(column.cpu().numpy() for column in columns))
     return [
-        replay_sample(name, row, mask)
-        for name, row, mask in zip(batch.sample_ids, accepted, masks, strict=False)  # a padding batch has no names
+        _of_sample(name, _Rows(*row))
+        for name, row in zip(batch.sample_ids, rows, strict=False)  # a padding batch has no names
     ]
 
 
-def accepted_prefixes(strategy: DraftStrategy, batch: TrainBatch, count: int) -> Tensor:
-    """(B, S) int64: how many leading proposals of row t equal the answer's tokens t+2, t+3, …; 0 outside answers."""
+def answer_mask(batch: TrainBatch) -> Tensor:
+    """(B, S) bool: the answers. A strategy whose loss leaves some of their tokens out keeps them as `answer_mask`."""
+    return batch.tensors.get("answer_mask", batch["loss_mask"])
+
+
+def accepted_prefixes(strategy: DraftStrategy, batch: TrainBatch, count: int) -> Prefixes:
+    """Proposals are asked for at the rows of answers."""
     ids = batch["input_ids"]
-    gates = token_mean_gates(batch["loss_mask"], count)
+    gates = token_mean_gates(answer_mask(batch), count)
     proposals = strategy.propose(batch, gates[0], count)
     ahead = torch.nn.functional.pad(ids, (0, count + 1), value=-1)
     length = ids.shape[1]
     answers = torch.stack([ahead[:, 2 + i : 2 + i + length] for i in range(count)], dim=-1)
     hits = (proposals == answers) & gates.permute(1, 2, 0)
-    return hits.cumprod(-1).sum(-1)
+    accepted = hits.cumprod(-1).sum(-1)
+    after = torch.nn.functional.pad(proposals, (0, 1), value=-1)
+    return Prefixes(accepted, after.gather(-1, accepted[..., None]).squeeze(-1))
 
 
-def replay_sample(sample_id: str, accepted: np.ndarray, mask: np.ndarray) -> Replayed:
-    """From the accepted prefix at every row (S,) and the answer's mask (S,)."""
-    blocks = [one for span in answer_spans(mask) for one in _blocks(accepted, *span)]
-    walk = [one for span in answer_spans(mask) for one in _walk(accepted, *span)]
-    return Replayed(_counted(sample_id, blocks), _counted(sample_id, walk))
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """One sample, (S,) each."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    accepted: np.ndarray
+    refused: np.ndarray
+
+    def walk(self, begin: int, end: int) -> Iterator[Pass]:
+        """The prefill gives the answer's first token; its features end one position before that."""
+        row = max(begin - 1, 0)
+        while row < end - 2:
+            one = self.pass_at(row, end)
+            yield one
+            row += one.accepted + 1
+
+    def blocks(self, begin: int, end: int) -> Iterator[Pass]:
+        for row in range(max(begin - 1, 0), end - 2):
+            yield self.pass_at(row, end)
+
+    def pass_at(self, row: int, end: int) -> Pass:
+        accepted, remaining, refused = int(self.accepted[row]), end - row - 2, int(self.refused[row])
+        over = accepted == remaining or refused < 0
+        return Pass(accepted, min(accepted + 1, remaining), None if over else refused)
+
+
+def _of_sample(sample_id: str, rows: _Rows) -> Replayed:
+    spans = list(answer_spans(rows.mask))
+    walks = [list(rows.walk(*span)) for span in spans]
+    blocks = [one for span in spans for one in rows.blocks(*span)]
+    walk = [one for passes in walks for one in passes]
+    first = Course(tuple(rows.ids[slice(*spans[0])].tolist()), tuple(walks[0])) if spans else None
+    return Replayed(PromptAcceptance.of(sample_id, blocks), PromptAcceptance.of(sample_id, walk), first)
 
 
 def with_replay(strategy: DraftStrategy, count: int) -> Callable[[TrainBatch, StepContext], StepOutput]:
@@ -85,26 +133,3 @@ def answer_spans(mask: np.ndarray) -> Iterator[tuple[int, int]]:
     """[begin, end) of every run of answer tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist())
-
-
-def _blocks(accepted: np.ndarray, begin: int, end: int) -> Iterator[Pass]:
-    for row in range(max(begin - 1, 0), end - 2):
-        yield _pass(int(accepted[row]), end - row - 2)
-
-
-def _walk(accepted: np.ndarray, begin: int, end: int) -> Iterator[Pass]:
-    """The prefill gives the answer's first token; its features end one position before that."""
-    row = max(begin - 1, 0)
-    while row < end - 2:
-        one = _pass(int(accepted[row]), end - row - 2)
-        yield one
-        row += one.accepted + 1
-
-
-def _pass(accepted: int, remaining: int) -> Pass:
-    return Pass(accepted, min(accepted + 1, remaining))
-
-
-def _counted(sample_id: str, passes: Sequence[Pass]) -> PromptAcceptance:
-    accepted = [one.accepted for one in passes]
-    return PromptAcceptance.of_passes(sample_id, accepted, sum(one.emitted for one in passes))

@@ -21,6 +21,7 @@ from draftworks.evaluation.report_markdown import report_markdown
 from draftworks.evaluation.report_summary import TRAINED
 from draftworks.evaluation.report_tables import (
     PromptsByRung,
+    differences_table,
     prompts_table,
     publish_table,
     read_prompts,
@@ -33,8 +34,6 @@ from draftworks.evaluation.slices import slices
 from draftworks.evaluation.statistics import BY_DEFAULT, Resampling
 from draftworks.identity import file_digest
 from draftworks.publishing import publish_json, published
-
-TIMED = ("temperature", "seconds", "plain_seconds", "tokens", "plain_tokens")
 
 
 def _now() -> datetime:
@@ -110,12 +109,14 @@ class Report:
         publish_table(folder / files.TABLE, summary_table(heading, self.findings))
         publish_table(folder / files.PROMPTS, prompts_table(self.drafts))
         publish_table(folder / files.SLICES, slices_table(self.walk_slices))
+        publish_table(folder / files.DIFFERENCES, differences_table(self.drafts))
         with published(folder / files.MARKDOWN) as staging:
             staging.write_text(self.markdown(), encoding="utf-8")
         with published(folder / files.PLOT) as staging:
             staging.write_bytes(acceptance_plot(self.drafts, self.draft_tokens, self.title))
         self._save_slices_plot(folder / files.SLICES_PLOT)
-        digests = {name: file_digest(folder / name) for name in (files.TABLE, files.PROMPTS, files.SLICES)}
+        tables = (files.TABLE, files.PROMPTS, files.SLICES, files.DIFFERENCES)
+        digests = {name: file_digest(folder / name) for name in tables}
         publish_json(folder / files.REPORT, {**self.to_json(), "files": digests})
 
     def _save_slices_plot(self, path: Path) -> None:
@@ -197,19 +198,18 @@ def _saved_prompts(folder: Path) -> PromptsByRung:
 
 
 def _loop_json(loop: LoopMeasurement) -> dict[str, Any]:
-    """`TIMED`, and what follows from it and from the prompts."""
+    """The measurement, and what follows from it and from the prompts."""
     passes, emitted = (sum(getattr(prompt, name) for prompt in loop.prompts) for name in ("passes", "emitted"))
-    timed = {name: getattr(loop, name) for name in TIMED}
-    return {**timed, "speed_up": loop.speed_up, "tokens_per_pass": ratio(emitted, passes)}
+    return {**loop.to_json(), "speed_up": loop.speed_up, "tokens_per_pass": ratio(emitted, passes)}
 
 
 def _measurement(name: str, values: Mapping[str, Any], prompts: PromptsByRung) -> DraftMeasurement:
-    loops = [{name: loop[name] for name in TIMED} for loop in values["loops"]]
     return DraftMeasurement(
         result=EvalResult.from_json(values["result"]),
         blocks=prompts.get((name, metric_name(2)), ()),
         walk=prompts.get((name, metric_name(3)), ()),
         loops=tuple(
-            LoopMeasurement(prompts=prompts[name, metric_name(4, loop["temperature"])], **loop) for loop in loops
+            LoopMeasurement.from_json(loop, prompts[name, metric_name(4, loop["temperature"])])
+            for loop in values["loops"]
         ),
     )

@@ -14,6 +14,7 @@ from draftworks.identity import file_digest
 SCHEMA_VERSION = 2
 REPORT, MARKDOWN = "report.json", "report.md"
 TABLE, PROMPTS, SLICES = "report.parquet", "prompts.parquet", "slices.parquet"
+DIFFERENCES = "differences.parquet"
 PLOT, SLICES_PLOT = "acceptance.png", "slices.png"
 EVALUATE_AGAIN = "Evaluate the draft again"
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import ConfigError
-from draftworks.evaluation.measurement import DraftMeasurement
 from draftworks.evaluation.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.report_summary import TRAINED
 from draftworks.evaluation.statistics import AcceptanceSummary, PairedDifference, Resampling, paired_difference, summary
+
+if TYPE_CHECKING:
+    from draftworks.evaluation.measurement import DraftMeasurement  # it imports torch
 
 SIMULATED = "simulated_acc_len"
 BLOCK, WALK, LOOP = "rung2_block_acc_len", "rung3_walk_acc_len", "rung4_loop_acc_len"

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from draftworks.evaluation.prompt_acceptance import histogram
 from draftworks.evaluation.report_findings import WALK, Finding
+from draftworks.evaluation.report_loops import loops_section
 from draftworks.evaluation.report_summary import TRAINED
 from draftworks.evaluation.report_tables import worth_showing
+from draftworks.evaluation.report_text import decoding, table
 from draftworks.evaluation.rungs import MEANINGS
 
 if TYPE_CHECKING:
     from draftworks.evaluation.report import Report
 
-LONGEST_CELL = 40
 COUNTING = "Lengths count draft tokens; tokens per pass count the target's own token too. Intervals are by bootstrap over prompts."
 
 
@@ -27,6 +28,7 @@ def report_markdown(report: Report) -> str:
         _rungs_table(report),
         _context(report),
         _exactness(report),
+        loops_section(report.drafts),
         _slices_table(report),
         _histogram_table(report),
         _meanings(report),
@@ -50,7 +52,7 @@ def _speed_ups(report: Report) -> list[str]:
     """Of the trained draft, by temperature."""
     loops = [found for found in report.findings if found.draft == TRAINED and found.rung == 4]
     return [
-        f"{_times(loop.speed_up)} as fast as plain decoding ({_decoding(loop)}, {loop.acceptance.prompts:,} prompts)"
+        f"{_times(loop.speed_up)} as fast as plain decoding ({decoding(loop.temperature)}, {loop.acceptance.prompts:,} prompts)"
         for loop in loops
     ]
 
@@ -67,7 +69,7 @@ def _comparisons(report: Report) -> str:
 
 def _rungs_table(report: Report) -> str:
     """A row per draft, a column per number."""
-    return _table([_draft_row(name, report.findings) for name in report.drafts])
+    return table([_draft_row(name, report.findings) for name in report.drafts])
 
 
 def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
@@ -82,7 +84,7 @@ def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
         if each.metric == WALK and each.value is not None:
             row["tokens per pass (walk)"] = _number(each.acceptance.tokens_per_pass)
         if each.rung == 4:
-            row[f"speed-up ({_decoding(each)})"] = _times(each.speed_up)
+            row[f"speed-up ({decoding(each.temperature)})"] = _times(each.speed_up)
     return row
 
 
@@ -113,7 +115,7 @@ def _exactness(report: Report) -> str:
 
 def _slices_table(report: Report) -> str:
     """The walk by columns of the eval data, where a column has more than one slice."""
-    return _table([_slice_row(one) for one in worth_showing(report.walk_slices).itertuples()])
+    return table([_slice_row(one) for one in worth_showing(report.walk_slices).itertuples()])
 
 
 def _slice_row(one: Any) -> dict[str, str]:
@@ -135,7 +137,7 @@ def _histogram_table(report: Report) -> str:
             shares = {str(length): f"{100 * count / sum(counts):.0f}" for length, count in enumerate(counts)}
             nothing = {str(length): "0" for length in range(report.draft_tokens + 1)}
             rows.append({"% of passes of the walk that accepted": name, **nothing, **shares})
-    return _table(rows)
+    return table(rows)
 
 
 def _meanings(report: Report) -> str:
@@ -143,21 +145,6 @@ def _meanings(report: Report) -> str:
     measured = sorted({found.rung for found in report.findings})
     lines = [f"* **Rung {rung}.** {MEANINGS[rung]}" for rung in measured]
     return "\n".join(lines + [f"* {COUNTING}"] * (measured[-1] > 1))
-
-
-def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Columns in the order in which they are first met; empty without a row."""
-    from tabulate import tabulate
-
-    cells = [{header: _cell(text) for header, text in row.items()} for row in rows]
-    return tabulate(cells, headers="keys", tablefmt="pipe", disable_numparse=True, missingval="")
-
-
-def _cell(text: str) -> str:
-    """Values of the eval data may hold anything, also what would break a table."""
-    text = " ".join(str(text).split())
-    text = text if len(text) <= LONGEST_CELL else f"{text[: LONGEST_CELL - 1]}…"
-    return text.replace("|", "\\|")
 
 
 def _length(found: Finding) -> str:
@@ -179,10 +166,6 @@ def _number(value: float) -> str:
 
 def _times(speed_up: float) -> str:
     return f"{speed_up:.2f}×"
-
-
-def _decoding(loop: Finding) -> str:
-    return "greedy" if loop.temperature == 0 else f"temperature {loop.temperature:g}"
 
 
 def _rounded_down(share: float) -> str:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftworks.evaluation.measurement import DraftMeasurement
 from draftworks.evaluation.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.report_findings import Finding, counted_rungs
 from draftworks.publishing import published
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from draftworks.evaluation.measurement import DraftMeasurement  # it imports torch
 
 SHOWN_PER_COLUMN = 12
 COUNTED = ("low", "high", "confidence", "prompts", "passes", "tokens_per_pass")
@@ -46,6 +47,13 @@ SLICES_SCHEMA = pa.schema(
         *((name, pa.float64()) for name in ("micro", "macro", "low", "high")),
     ]
 )
+DIFFERENCES_SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("draft", "sample_id", "whose")),
+        *((name, pa.int64()) for name in ("position", "walk", "loop", "pass_number", "place")),
+        ("gap", pa.float64()),
+    ]
+)
 
 PromptsByRung: TypeAlias = dict[tuple[str, str], tuple[PromptAcceptance, ...]]
 
@@ -69,6 +77,17 @@ def prompts_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
 def slices_table(slices: pd.DataFrame) -> pa.Table:
     """With types of its own, also without a row."""
     return pa.Table.from_pandas(slices, SLICES_SCHEMA, preserve_index=False)
+
+
+def differences_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
+    """One row per prompt on which the loop did not do what the walk did; see `Difference`."""
+    rows = [
+        {"draft": name, **vars(difference)}
+        for name, measured in drafts.items()
+        for loop in measured.loops
+        for difference in loop.differences or ()
+    ]
+    return pa.Table.from_pylist(rows, DIFFERENCES_SCHEMA)
 
 
 def worth_showing(slices: pd.DataFrame) -> pd.DataFrame:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +151,34 @@ class FeatureStore(ABC):
     @abstractmethod
     def estimate_bytes(self, ref: SampleRef) -> int:
         """Bytes the sample takes or will take in this store."""
+
+
+class KeyedFeatureStore(FeatureStore):
+    """A store that finds features by the keys of their references, whoever put them: keys are content.
+
+    `put` stores nothing twice, so that only what is `missing` needs to be captured.
+    """
+
+    @property
+    @abstractmethod
+    def uri(self) -> str:
+        """Names the store in references and manifests."""
+
+    @abstractmethod
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        """The keys that are not here, in the order given.
+
+        Raises:
+            StoreError: what is here is damaged, so that what is missing cannot be told from what is broken.
+        """
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Publish what is buffered."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Publish what is buffered, and free what reading holds."""
 
 
 def assert_no_tensors(value: Any, path: str = "value") -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from draftworks.errors import StoreError
-from draftworks.features.contracts import FeatureHandle, FeatureSpec, FeatureStore, SampleRef
+from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatureStore, SampleRef
 from draftworks.features.shards import ShardHeader, ShardReader, ShardWriter, read_header, staging_owner_is_dead
 
 FOREIGN_STAGING_AGE_S = 24 * 3600.0
@@ -47,7 +47,7 @@ class _Lease:
     since: float
 
 
-class LocalFeatureStore(FeatureStore):
+class LocalFeatureStore(KeyedFeatureStore):
     """Features in sharded safetensors under `root`, memory-mapped, one key lookup per tensor. Safe between threads.
 
     Args:

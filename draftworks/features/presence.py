@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftworks.errors import StoreError
-from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import read_feature_set
+from draftworks.features.opening import open_store
+
+if TYPE_CHECKING:
+    from draftworks.runs import StoreSpec
 
 log = logging.getLogger(__name__)
 
 
-def holds_feature_set(store: Path, feature_set: Path) -> bool:
-    """Whether the store at `store` has every feature that the set in the folder `feature_set` names.
+def holds_feature_set(store: StoreSpec, feature_set: Path) -> bool:
+    """Whether a store has every feature that the set in the folder `feature_set` names.
 
     A set that is damaged or of another schema holds nothing: it is made again, from features that are still stored.
 
     Raises:
-        StoreError: a shard of the store is damaged.
+        StoreError: the store cannot be opened, or a shard of it is damaged.
     """
     try:
         refs = read_feature_set(feature_set).refs
     except StoreError as error:
         log.warning("%s", error)
         return False
-    opened = LocalFeatureStore(store)
+    opened = open_store(store)
     try:
         return not opened.missing({key for ref in refs for key in ref.feature_keys.values()})
     finally:

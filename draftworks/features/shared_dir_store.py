@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
@@ -153,6 +153,17 @@ class SharedDirFeatureStore(FeatureStore):
 
     def estimate_bytes(self, ref: SampleRef) -> int:
         return sum(spec.nbytes for spec in ref.feature_specs.values())
+
+    def file_of(self, sample_id: str) -> str | None:
+        """The name of the newest file of a sample, with which its keys begin; None where there is none."""
+        key = sample_key(sample_id)
+        newest = self._folder.newest(key)
+        return Place(key, newest).file_name if newest else None
+
+    def absent(self, sample_ids: Iterable[str]) -> list[str]:
+        """Those of which nothing is here, in the order given, by one look at the whole folder."""
+        present = {place.sample_key for place in self._folder.places()}
+        return [sample_id for sample_id in sample_ids if sample_key(sample_id) not in present]
 
     def _publish(self, sample_id: str, tensors: Mapping[str, Tensor]) -> Place:
         key = sample_key(sample_id)

@@ -15,9 +15,9 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, StoreError
 from draftworks.features.contracts import SampleRef
 from draftworks.features.joined import JoinedStore
-from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import FeatureSetManifest, read_feature_set
-from draftworks.runs import FeatureSet, TargetFiles
+from draftworks.features.opening import open_store
+from draftworks.runs import FeatureSet, StoreSpec, TargetFiles
 from draftworks.strategies import resolve_strategy
 
 
@@ -59,7 +59,7 @@ class Samples:
     manifest: FeatureSetManifest
 
 
-def open_samples(features: FeatureSet, root: Path, strategy: DraftStrategy, target: TargetFiles) -> Samples:
+def open_samples(features: FeatureSet, store: StoreSpec, strategy: DraftStrategy, target: TargetFiles) -> Samples:
     """Open a feature set and its tokens; everything that can be wrong is found here, before any sample is read.
 
     Raises:
@@ -92,7 +92,7 @@ def open_samples(features: FeatureSet, root: Path, strategy: DraftStrategy, targ
     tokens = TokenizedSet.open(features.tokens)
     _require_same_tokens(features, manifest, tokens)
     refs = [ref.select(strategy.feature_names) for ref in manifest.refs]
-    return Samples(refs, JoinedStore(LocalFeatureStore(root), tokens), tokens, manifest)
+    return Samples(refs, JoinedStore(open_store(store), tokens), tokens, manifest)
 
 
 def require_same_dtype(train: Samples, held_out: Samples) -> None:

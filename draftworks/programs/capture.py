@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
-from draftworks.capture.engine import TargetEngine, load_engine
+from draftworks.capture.engine import EnginePlace, TargetEngine, load_engine
 from draftworks.capture.recheck import recheck
 from draftworks.capture.session import capture_missing, write_manifest
 from draftworks.data.tokenized import TokenizedSet
+from draftworks.drafts.target_parts import TargetParts
 from draftworks.evaluation.collectives import gather_from_ranks
-from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.opening import open_store
+from draftworks.identity import LayerTap
 from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runs import CaptureRun
@@ -20,23 +24,23 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
     """Capture hidden states of a tokenized set. Ranks share the samples; each writes its own shards."""
     tokens = TokenizedSet.open(run.tokens)
     started = time.monotonic()
-    engines: list[TargetEngine] = []
+    with distributed(run.capture.device) as device, ExitStack() as closing:
 
-    def engine() -> TargetEngine:
-        """Loaded once, and only if there is something to do."""
-        if not engines:
-            engines.append(load_engine(run.target, run.capture, device))
-        return engines[0]
+        @cache
+        def engine() -> TargetEngine:
+            """Loaded once, and only if there is something to do."""
+            loaded = load_engine(run.target, run.capture, device, _place(run, ctx))
+            closing.callback(loaded.close)
+            return loaded
 
-    with distributed(run.capture.device) as device:
         summary = capture_missing(
             run, engine, tokens, ctx.rank, ctx.world_size, progress=lambda now: ctx.progress(now.line())
         )
         summaries = gather_from_ranks(summary)  # also the barrier before the manifest is written
         if not ctx.is_main:
             return {}
-        manifest = write_manifest(run, tokens)
-        store = LocalFeatureStore(run.store)
+        manifest = write_manifest(run, tokens, [each for summary in summaries for each in summary.failed])
+        store = open_store(run.store)
         check = recheck(engine(), store, manifest.refs, tokens)
         store.close()
     captured_tokens = sum(each.tokens for each in summaries)
@@ -48,11 +52,22 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         "bytes": manifest.nbytes,
         "bytes_per_token": round(manifest.nbytes / manifest.tokens, 1),
         "captured_samples": sum(each.captured for each in summaries),
+        "failed_samples": len(tokens) - len(manifest.refs),
         "captured_bytes": sum(each.nbytes for each in summaries),
         "tokens_per_second": round(captured_tokens / max(each.seconds for each in summaries)) if captured_tokens else 0,
         "seconds": round(time.monotonic() - started, 2),
         "verification": check.to_json(),
     }
+
+
+def _place(run: CaptureRun, ctx: ProgramContext) -> EnginePlace:
+    return EnginePlace(
+        folder=run.out / f"engine-{ctx.rank}",
+        taps=tuple(map(LayerTap, sorted(set(run.taps)))),
+        head=lambda: TargetParts.load(run.target).head,
+        sglang=run.sglang,
+        local_rank=ctx.local_rank,
+    )
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -22,10 +24,13 @@ from draftworks.programs.keys import FILES, keys_of
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
 from draftworks.sources import matching_files
+from draftworks.strategies import resolve_strategy
 
 app = typer.Typer(help="Draft models for a fleet of LLMs.", add_completion=False, no_args_is_help=True)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
+UNFOLDED = 1000
+"""Columns of a table that a file or a pipe gets, where a name that is cut in two cannot be searched for."""
 CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
 
 
@@ -70,6 +75,31 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         raise typer.Exit(1) from None
 
 
+@app.command("import")
+def import_checkpoint(
+    source: Annotated[Path, typer.Argument(help="Folder of a draft: ours, speculators, SGLang/SpecForge or z-lab.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the draft, best below the registry.")],
+    target: Annotated[str, typer.Option(help="The registry's name of the model it drafts for.")],
+    registry: RegistryOption = CHECKOUT_REGISTRY,
+) -> None:
+    """Make a peer's checkpoint a draft here, to be measured or trained further; prints the registry entry to use it."""
+    from draftworks.export.importing import import_draft
+
+    try:
+        found = Registry(registry)
+        digests = FileDigests(found.var() / "digests.json")
+        imported = import_draft(source, resolve_target(found.target(target), found, digests), out)
+    except DraftworksError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    defaults = resolve_strategy(imported.strategy).options().model_dump()
+    options = {name: value for name, value in imported.options.items() if value != defaults[name]}
+    where = os.path.relpath(out.resolve(), found.root.resolve())
+    entry = {"strategies": {imported.strategy: {"start_from": where, "options": options, "training": {"max_steps": 0}}}}
+    typer.echo(f"# a draft of the format {imported.format}, measured as it is. For registry/targets/{target}.yaml:")
+    typer.echo(yaml.safe_dump(entry, sort_keys=False, default_flow_style=None), nl=False)
+
+
 @app.command()
 def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     """Where every draft of every target stands: acceptance, age, the best ever, what it is stale against."""
@@ -84,7 +114,7 @@ def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row.values()))
-    Console(width=None if Console().is_terminal else 200).print(table)
+    Console(width=None if Console().is_terminal else UNFOLDED).print(table)
 
 
 @app.command()

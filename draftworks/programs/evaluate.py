@@ -6,21 +6,23 @@ The table makes a chain of proposals, so it is left out where the strategy does 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from draftworks.data.chat import ChatTokenizer
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.drafts.draft_io import load_draft
 from draftworks.drafts.strategy import ChainStrategy, DraftStrategy
 from draftworks.errors import ConfigError
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
-from draftworks.evaluation.decoding import DecodingLimits
+from draftworks.evaluation.differences import Course
 from draftworks.evaluation.evaluator import Evaluator, Forward
-from draftworks.evaluation.measure import Loop, first_prompts, label_agreement, replayed
-from draftworks.evaluation.measurement import DraftMeasurement, LoopMeasurement
+from draftworks.evaluation.labels import collate_labels, label_agreement
+from draftworks.evaluation.measure import first_prompts, replayed
+from draftworks.evaluation.measurement import DraftMeasurement
 from draftworks.evaluation.prompt_acceptance import micro_mean
 from draftworks.evaluation.report import Report
 from draftworks.evaluation.result import EvalResult
@@ -30,9 +32,8 @@ from draftworks.programs.assembly import Draft, Samples, build_draft, open_sampl
 from draftworks.programs.loaders import evaluation_loader, nothing_to_measure
 from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
+from draftworks.programs.rung4 import Rung4
 from draftworks.runs import EvaluateRun
-from draftworks.specs import CaptureSpec
-from draftworks.strategies import resolve_strategy
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,10 +51,10 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         untrained = measuring.replayed_rungs("untrained")
         # Whether the old draft still does on new weights of its target is what a re-evaluation asks.
         config = load_draft(run.draft, draft.strategy, target_digest=None)
-        drafts = {"trained": measuring.every_rung("trained"), "untrained": untrained}
+        drafts = {"trained": measuring.every_rung("trained", config.weights_digest), "untrained": untrained}
         if isinstance(draft.strategy, ChainStrategy):
             drafts["bigram"] = DraftMeasurement(measuring.accuracy("bigram", measuring.bigram()))
-        agreement = label_agreement(measuring.loader(), draft.parts.head.to(device), device)
+        agreement = measuring.label_agreement()
     provenance = {
         "target_digest": run.target.digest,
         "trained_for_target_digest": config.target_digest,
@@ -115,53 +116,72 @@ class _Measuring:
 
     def replayed_rungs(self, name: str) -> DraftMeasurement:
         """Rungs 0 to 3: no forward pass of the target."""
+        return self._with_replay(name).measured
+
+    def every_rung(self, name: str, weights_digest: str) -> DraftMeasurement:
+        """Rungs 0 to 4; the target itself decodes on the last, unless it has done so before."""
+        captured = [self.samples.tokens.by_id(ref.sample_id) for ref in self.samples.refs]
+        prompts = first_prompts(captured, self.run.evaluation.loop.prompts)
+        found = self._with_replay(name, courses_of={prompt.sample_id for prompt in prompts})
+        rung4 = Rung4(
+            self.run,
+            self.draft,
+            weights_digest,
+            prompts,
+            found.courses,
+            self.draft_tokens,
+            self.device,
+            say=lambda text: self._say(f"{name}: {text}"),
+        )
+        return replace(found.measured, loops=rung4.measure())
+
+    def _with_replay(self, name: str, courses_of: Collection[str] = ()) -> _Measured:
         result = self.accuracy(name, self.strategy.forward_loss)
-        found = replayed(self.strategy, self.loader(), self.draft_tokens, self.device)
+        found = replayed(self.strategy, self.loader(), self.draft_tokens, self.device, courses_of)
         measured = DraftMeasurement(result, tuple(one.blocks for one in found), tuple(one.walk for one in found))
         walk = micro_mean(measured.walk)
         if walk is not None:
             self._say(
                 f"{name}: {walk:.3f} accepted tokens per pass of the target (rung 3, {self.draft_tokens} proposed)"
             )
-        return measured
-
-    def every_rung(self, name: str) -> DraftMeasurement:
-        measured = self.replayed_rungs(name)
-        return DraftMeasurement(measured.result, measured.blocks, measured.walk, self._loops(name))
+        return _Measured(measured, {one.walk.sample_id: one.first for one in found if one.first is not None})
 
     def bigram(self) -> BigramDraft:
         """The table, counted as the draft is: the same rows at the same steps."""
         assert isinstance(self.strategy, ChainStrategy)
         table = BigramTable.count(TokenizedSet.open(self.run.train_tokens), self.draft.parts.vocab_size)
-        return BigramDraft(table, self.draft.parts.head.to(self.device), self.strategy.chain_gates)
+        return BigramDraft(table, self._head, self.strategy.chain_gates)
 
-    def _loops(self, name: str) -> tuple[LoopMeasurement, ...]:
-        """Rung 4, at every temperature: the target itself decodes with the draft."""
-        from draftworks.capture.hf import load_hf_engine
-
-        spec = self.run.evaluation.loop
-        prompts = first_prompts(self.samples.tokens, spec.prompts)
-        if not prompts:
-            return ()
-        target = self.run.target
-        engine = load_hf_engine(target, CaptureSpec(compute_dtype=spec.compute_dtype), self.device)
-        taps = resolve_strategy(self.run.strategy).taps(target.num_layers, self.draft.options)
-        limits = DecodingLimits(self.run.max_new_tokens, ChatTokenizer.load(target).eos_ids)
-        loop = Loop(
-            engine.model, self.strategy, taps, limits, self.draft_tokens, self.run.seed, max_length=self.run.max_length
+    def label_agreement(self) -> float | None:
+        """From `last`, which is captured of every sample also for strategies that do without; None where it is not there."""
+        manifest = self.samples.manifest
+        if "last" not in manifest.streams or not manifest.identity.get("last_normed", True):
+            return None
+        answers = FeatureDataLoader.for_evaluation(
+            [ref.select(("last",)) for ref in manifest.refs],
+            self.samples.store,
+            self.run.micro_batch_size,
+            collate_labels,
+            rank=self.ctx.rank,
+            world=self.ctx.world_size,
         )
-        loops = []
-        for temperature in spec.temperatures:
-            loops.append(loop.measure(prompts, temperature))
-            self._say(
-                f"{name}: {micro_mean(loops[-1].prompts) or 0:.3f} accepted tokens per pass in the real loop at temperature "
-                f"{temperature:g} (rung 4), {loops[-1].speed_up:.2f} times the speed of plain decoding"
-            )
-        return tuple(loops)
+        return label_agreement(answers, self._head, self.device)
+
+    @property
+    def _head(self) -> Tensor:
+        return self.draft.parts.head.to(self.device)
 
     def _say(self, text: str) -> None:
         if self.ctx.is_main:
             self.ctx.log(text)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A draft's replayed rungs, and the walks that were wanted token by token, by sample id."""
+
+    measured: DraftMeasurement
+    courses: Mapping[str, Course]
 
 
 def _columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:

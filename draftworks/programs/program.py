@@ -32,8 +32,8 @@ from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from draftworks.errors import DraftworksError
+from draftworks.parent_death import die_with_parent
 from draftworks.programs.failure import RankFailure
-from draftworks.programs.parent_death import die_with_parent
 from draftworks.runs import RunFile
 
 EXIT_USER_ERROR = 2
@@ -144,6 +144,7 @@ def run_program(
         _die_with_torchrun()
     _raise_on_signals()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stdout)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every request
     try:
         record(_run, error_handler=_RankErrorHandler())(run_type, main, path)
     except DraftworksError as error:

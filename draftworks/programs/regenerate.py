@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 from draftworks.capture.answers import capture_spec
-from draftworks.capture.engine import load_engine
+from draftworks.capture.engine import EnginePlace, TargetEngine, load_engine
 from draftworks.capture.regenerate import regenerate
 from draftworks.data.chat import ChatTokenizer
 from draftworks.programs.process_group import resolve_device
@@ -16,12 +17,15 @@ from draftworks.runs import RegenerateRun
 def answer(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
     """Answer every conversation with the target; what an interrupted run finished is kept."""
     device = resolve_device(run.device)
-    summary = regenerate(
-        run,
-        engine=lambda: load_engine(run.target, capture_spec(run), device),
-        chat=ChatTokenizer.load(run.target),
-        progress=lambda now: ctx.progress(now.line()),
-    )
+    with ExitStack() as closing:
+
+        def engine() -> TargetEngine:
+            place = EnginePlace(run.out / "engine", sglang=run.sglang)
+            loaded = load_engine(run.target, capture_spec(run), device, place)
+            closing.callback(loaded.close)
+            return loaded
+
+        summary = regenerate(run, engine, ChatTokenizer.load(run.target), progress=lambda now: ctx.progress(now.line()))
     return {
         **summary.tokens,
         "conversations": summary.conversations,

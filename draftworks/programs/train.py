@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from draftworks.drafts.draft_io import DraftConfig, save_draft
+from draftworks.drafts.draft_io import DraftConfig, load_draft, save_draft
 from draftworks.evaluation.collectives import gather_from_ranks
 from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes, require_same_dtype
 from draftworks.programs.loaders import evaluation_loader, nothing_to_measure, training_loader
 from draftworks.programs.process_group import distributed
 from draftworks.programs.program import Interrupted, ProgramContext, deferred_signals, run_program
 from draftworks.publishing import published
-from draftworks.runs import TrainRun
+from draftworks.runs import VOCAB_FILE, TrainRun
 from draftworks.training.backend import process_group_of_one
 from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_files import read_record
@@ -33,6 +33,9 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
     """
     with distributed(run.training.device) as device, process_group_of_one(device), deferred_signals() as stop:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.training.seed)
+        begun = None
+        if run.start_from is not None:
+            begun = load_draft(run.start_from, draft.strategy, target_digest=None, to_train=True)
         samples = open_samples(run.train, run.store, draft.strategy, run.target)
         held_out = open_samples(run.heldout, run.store, draft.strategy, run.target)
         require_same_dtype(samples, held_out)
@@ -44,8 +47,9 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
             run.training,
             device,
             _observers(run, ctx),
-            _persistence(run, _identity(run, draft, samples, held_out)),
+            _persistence(run, _identity(run, draft, samples, held_out, begun)),
             lambda: stop.signum,
+            evaluates_start=begun is not None,
         )
         if ctx.is_main:
             ctx.log(_plan(run, draft, samples, trainer))
@@ -55,7 +59,7 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         _stop_if_asked(trainer)
         weights = trainer.trained_weights()
         peaks = gather_from_ranks(peak_rss_bytes())
-    return _publish(run, ctx, trainer, weights, peaks) if ctx.is_main else {}
+    return _publish(run, ctx, draft, trainer, weights, peaks) if ctx.is_main else {}
 
 
 def _persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:
@@ -71,11 +75,14 @@ def _persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:
     return Persistence(manager, identity, manager.latest_dir() or run.resume_from)
 
 
-def _identity(run: TrainRun, draft: Draft, samples: Samples, held_out: Samples) -> dict[str, Any]:
+def _identity(
+    run: TrainRun, draft: Draft, samples: Samples, held_out: Samples, begun: DraftConfig | None
+) -> dict[str, Any]:
     """What decides the weights. A checkpoint of anything else is not resumed."""
     return {
         "strategy": run.strategy,
-        "options": draft.options.model_dump(mode="json"),
+        "options": draft.options.identity(),
+        "start_from": None if begun is None else begun.weights_digest,
         "training": run.training.identity(),
         "target": run.target.digest,
         "vocab_mapping": draft.vocab.digest if draft.vocab else None,
@@ -110,7 +117,7 @@ def _stop_if_asked(trainer: Trainer) -> None:
 
 
 def _publish(
-    run: TrainRun, ctx: ProgramContext, trainer: Trainer, weights: TrainedWeights, peaks: list[int]
+    run: TrainRun, ctx: ProgramContext, draft: Draft, trainer: Trainer, weights: TrainedWeights, peaks: list[int]
 ) -> dict[str, Any]:
     """Write what the training gives; returns its report."""
     history, identity = trainer.controller.history, dict(trainer.persistence.identity)
@@ -123,6 +130,8 @@ def _publish(
         "world_size": ctx.world_size,
         "torch": torch.__version__,
     }
+    if draft.vocab is not None:
+        draft.vocab.save(run.out / VOCAB_FILE)
     config = save_draft(run.out, trainer.strategy, run.target.digest, weights.tensors, provenance)
     history.save(run.out / HISTORY)
     with published(run.out / PLOT) as staging:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from draftworks.drafts.strategy import StepContext
 from draftworks.evaluation.collectives import max_over_ranks, world_size
+from draftworks.evaluation.evaluator import EvaluationStopped
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.training.checkpointer import Checkpointer
@@ -28,6 +29,7 @@ class Plan:
     Attributes:
         eval_every, save_every: 0 leaves only the end.
         patience: evaluations in a row without a better one after which training ends; 0 never ends it.
+        evaluates_start: what training begins from is evaluated too, since it may be the best there will be.
     """
 
     total_steps: int
@@ -36,13 +38,16 @@ class Plan:
     eval_every: int = 0
     save_every: int = 0
     patience: int = 0
+    evaluates_start: bool = False
 
     def records(self, step: int) -> bool:
         may_end = self.patience > 0 and self.evaluates(step)
         return step in (1, self.total_steps) or step % self.log_every == 0 or may_end
 
     def evaluates(self, step: int) -> bool:
-        return step == self.total_steps or (self.eval_every > 0 and step > 0 and step % self.eval_every == 0)
+        if step == 0:
+            return self.evaluates_start or self.total_steps == 0
+        return step == self.total_steps or (self.eval_every > 0 and step % self.eval_every == 0)
 
     def saves(self, step: int) -> bool:
         return step == self.total_steps or (self.save_every > 0 and step % self.save_every == 0)
@@ -53,7 +58,8 @@ class Hooks:
     """What the controller asks of its surroundings, all on every rank.
 
     Attributes:
-        evaluate: the held-out result of the draft as it is, or None; called on every rank at the same steps.
+        evaluate: the held-out result of the draft as it is, or None; called on every rank at the same steps. May raise
+            `EvaluationStopped`.
         stop_signal: number of the signal that asks this rank to stop, or 0; looked at after every step.
     """
 
@@ -153,7 +159,7 @@ class TrainerController:
         self._clock.start()
 
     def _stop_if_asked(self) -> None:
-        self.stopped_by = max_over_ranks(self._hooks.stop_signal())
+        self.stopped_by = self.stopped_by or max_over_ranks(self._hooks.stop_signal())
         if self.stopped_by or self.ended_early:
             self._save()
 
@@ -184,9 +190,15 @@ class TrainerController:
         """Evaluate, remember the best, and end the training if it has not become better for too long.
 
         A best off the save cadence is saved first, without this evaluation in its history: whoever goes on from there
-        evaluates again, and so finds the best again if this process dies before it is recorded.
+        evaluates again, and so finds the best again if this process dies before it is recorded. A signal ends an evaluation
+        between two batches.
         """
-        result = self._hooks.evaluate(self._context())
+        try:
+            result = self._hooks.evaluate(self._context())
+        except EvaluationStopped as stopped:
+            self.stopped_by = stopped.signum
+            self._save()
+            return
         metrics = {} if result is None else result.metrics()
         if self._checkpointer is not None and self._checkpointer.manager.is_better(metrics):
             self._save()

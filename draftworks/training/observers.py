@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from draftworks.errors import ConfigError
 from draftworks.training.history import EvalPoint, TrainPoint
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class TrainingObserver(Protocol):
@@ -68,23 +72,32 @@ class TensorBoardLog:
                 "training.tensorboard is on, but TensorBoard is not installed: "
                 "pip install 'draftworks[tensorboard]', or turn it off"
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        self._open = functools.partial(SummaryWriter, str(folder))
+        self._writer: SummaryWriter | None = None
+
+    def _writer_from(self, step: int) -> SummaryWriter:
+        """What an interrupted training wrote of this step and later ones is dropped: it is trained again."""
+        if self._writer is None:
+            self._writer = self._open(purge_step=step)
+        return self._writer
 
     def on_train(self, point: TrainPoint, total_steps: int) -> None:
+        writer = self._writer_from(point.step)
         for name in ("loss", "accuracy", "simulated_acc_len", "lr", "grad_norm", "tokens_per_s"):
             value = getattr(point, name)
             if value is not None:
-                self._writer.add_scalar(f"train/{name}", value, point.step)
-        self._writer.flush()
+                writer.add_scalar(f"train/{name}", value, point.step)
+        writer.flush()
 
     def on_eval(self, point: EvalPoint) -> None:
+        writer = self._writer_from(point.step)
         for name, value in point.result.metrics().items():
             if isinstance(value, list):
                 for position, item in enumerate(value):
-                    self._writer.add_scalar(f"{name}/{position}", item, point.step)
+                    writer.add_scalar(f"{name}/{position}", item, point.step)
             else:
-                self._writer.add_scalar(name, value, point.step)
-        self._writer.flush()
+                writer.add_scalar(name, value, point.step)
+        writer.flush()
 
 
 def eta_seconds(point: TrainPoint, total_steps: int) -> float:

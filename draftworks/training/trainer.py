@@ -67,6 +67,7 @@ class Trainer:
         device: where this rank computes.
         persistence: without it nothing is saved, and no best is remembered.
         stop_signal: see `Hooks`.
+        evaluates_start: whether the initial weights may be the best; else they are noise.
 
     Raises:
         StoreError: `resume_from` is no checkpoint of this training, or a damaged one.
@@ -82,11 +83,12 @@ class Trainer:
         observers: Sequence[TrainingObserver] = (),
         persistence: Persistence | None = None,
         stop_signal: Callable[[], int] = lambda: 0,
+        evaluates_start: bool = False,
     ) -> None:
         schedule = train_loader.schedule
         if not isinstance(schedule, TrainSchedule):
             raise TypeError(f"train_loader needs a TrainSchedule, found a {type(schedule).__name__}")
-        plan = plan_of(training, schedule.steps)
+        plan = plan_of(training, schedule.steps, evaluates_start)
         position = Position(schedule.samples, schedule.global_batch_size)
         self.strategy = strategy
         self.persistence = persistence
@@ -106,6 +108,7 @@ class Trainer:
         hooks = Hooks(self._evaluate, stop_signal, observers)
         self.controller = TrainerController(self.core, train_loader, plan, position, hooks, checkpointer)
         self._eval_loader = eval_loader
+        self._stop_signal = stop_signal
         self._evaluator = Evaluator(device)
         self._forward = self.strategy.forward_loss
         if training.best_metric in (BLOCK_METRIC, WALK_METRIC):
@@ -154,11 +157,11 @@ class Trainer:
         return TrainedWeights(read_weights(folder / WEIGHTS), best.step)
 
     def _evaluate(self, ctx: StepContext) -> EvalResult | None:
-        return self._evaluator.run(self._forward, self._eval_loader, ctx)
+        return self._evaluator.run(self._forward, self._eval_loader, ctx, self._stop_signal)
 
 
-def plan_of(training: TrainingSpec, steps_per_epoch: int) -> Plan:
-    """Steps as configured: `epochs` of the data, at least one step, at most `max_steps`."""
+def plan_of(training: TrainingSpec, steps_per_epoch: int, evaluates_start: bool = False) -> Plan:
+    """Steps as configured: `epochs` of the data, at least one step, at most `max_steps`, which may be none."""
     steps = max(1, round(training.epochs * steps_per_epoch))
     total = steps if training.max_steps is None else min(steps, training.max_steps)
     return Plan(
@@ -168,6 +171,7 @@ def plan_of(training: TrainingSpec, steps_per_epoch: int) -> Plan:
         eval_every=training.eval_every,
         save_every=training.save_every,
         patience=training.patience,
+        evaluates_start=evaluates_start,
     )
 
 

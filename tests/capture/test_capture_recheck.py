@@ -26,7 +26,7 @@ def captured(tiny_target, tmp_path: Path, watched):
         run = capture_run(tiny_target, tmp_path, dtype=dtype)
         capture_features(run, watched, tokens)
         watched.damage = None
-        return lambda engine: recheck(engine, LocalFeatureStore(run.store), read_feature_set(run.out).refs, tokens)
+        return lambda engine: recheck(engine, LocalFeatureStore(run.store.root), read_feature_set(run.out).refs, tokens)
 
     return capture
 

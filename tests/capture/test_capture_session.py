@@ -27,7 +27,7 @@ from draftworks.identity import token_digest
 def contents(run, tokens) -> dict[str, dict[str, torch.Tensor]]:
     refs = read_feature_set(run.out).refs
     assert [ref.sample_id for ref in refs] == [row.sample_id for row in tokens]
-    store = LocalFeatureStore(run.store)
+    store = LocalFeatureStore(run.store.root)
     return {ref.sample_id: store.get(ref)[0] for ref in refs}
 
 
@@ -90,7 +90,7 @@ def test_second_tap_set_captures_only_missing_taps(tiny_target, tmp_path: Path, 
     summary = capture_features(wider, watched, tokens)
     assert watched.taps == {"hf1"}
     assert summary.features == 4
-    assert LocalFeatureStore(run.store).health()["tensors"] == 16
+    assert LocalFeatureStore(run.store.root).health()["tensors"] == 16
 
 
 def test_repeated_tokens_are_captured_once(tiny_target, tmp_path: Path, watched):
@@ -125,7 +125,7 @@ def test_ranks_share_the_work_without_overlap(tiny_target, tmp_path: Path, watch
 
 def test_batches_hold_similar_lengths_within_the_token_limit(tiny_target, tmp_path: Path):
     run, tokens = capture_run(tiny_target, tmp_path), random_rows(40)
-    plan = plan_capture(run, tokens, LocalFeatureStore(run.store))
+    plan = plan_capture(run, tokens, LocalFeatureStore(run.store.root))
     made = list(batches(plan.jobs, 90))
     assert sorted(job.row for batch in made for job in batch) == list(range(40))
     assert all(len(batch) * max(job.num_tokens for job in batch) <= 90 or len(batch) == 1 for batch in made)
@@ -171,10 +171,10 @@ def test_kill_at_any_moment_leaves_a_store_that_completes(tiny_target, tmp_path:
     process.wait()
     process.stdout.close()
     tokens = random_rows(150, seed=1, longest=40)
-    assert LocalFeatureStore(run.store).verify().ok
+    assert LocalFeatureStore(run.store.root).verify().ok
     capture_features(run, watched, tokens)
-    assert not list((run.store / "staging").iterdir())
-    assert LocalFeatureStore(run.store).verify().ok
+    assert not list((run.store.root / "staging").iterdir())
+    assert LocalFeatureStore(run.store.root).verify().ok
     assert len(contents(run, tokens)) == 150
 
 
@@ -182,12 +182,12 @@ def test_budget_is_refused_before_the_engine_is_loaded(tiny_target, tmp_path: Pa
     rows = random_rows(5)
     run = capture_run(tiny_target, tmp_path)
     capture_features(run, watched, rows[:1])
-    before = sorted((path, path.stat().st_mtime_ns) for path in run.store.rglob("*"))
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.store.root.rglob("*"))
     small = run.model_copy(update={"capture": run.capture.model_copy(update={"budget_gb": 1e-6})})
     with pytest.raises(CaptureError, match=r"would store 0.\d+ GB, more than capture.budget_gb = 1e-06"):
         capture_features(small, watched, rows)
     assert watched.loads == 1
-    assert sorted((path, path.stat().st_mtime_ns) for path in run.store.rglob("*")) == before
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.store.root.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_taps_outside_the_target_are_refused(tiny_target, tmp_path: Path, watche
 def test_damaged_shard_stops_capture_before_the_engine_is_loaded(tiny_target, tmp_path: Path, watched):
     run, tokens = capture_run(tiny_target, tmp_path), random_rows(3)
     capture_features(run, watched, tokens)
-    shard = next((run.store / "shards").iterdir())
+    shard = next((run.store.root / "shards").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(StoreError, match=rf"{shard.name}.*truncated.*Delete this shard and capture again"):
         capture_features(run, watched, tokens)
@@ -241,4 +241,4 @@ def test_wrong_features_are_not_stored(tiny_target, tmp_path: Path, watched, dam
     watched.damage = damage
     with pytest.raises(CaptureError, match=message):
         capture_features(run, watched, random_rows(3))
-    assert LocalFeatureStore(run.store).health()["tensors"] == 0
+    assert LocalFeatureStore(run.store.root).health()["tensors"] == 0

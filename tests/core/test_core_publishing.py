@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from draftworks.publishing import publish_json, published
+from draftworks.publishing import publish_json, published, published_folder
 
 
 def test_an_interrupted_write_leaves_what_was_there_and_nothing_beside_it(tmp_path):
@@ -30,4 +30,32 @@ def test_a_published_file_replaces_the_old_one(tmp_path):
     for value in (1, 2):
         publish_json(path, value)
     assert json.loads(path.read_text()) == 2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_interrupted_folder_leaves_what_was_there_and_nothing_beside_it(tmp_path):
+    path = tmp_path / "deep" / "folder"
+    with published_folder(path) as staging:
+        (staging / "a").write_text("whole")
+
+    def interrupted() -> None:
+        with published_folder(path) as staging:
+            (staging / "a").write_text("half")
+            assert (path / "a").read_text() == "whole"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (path / "a").read_text() == "whole"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_published_folder_takes_the_place_of_the_old_one_and_of_what_a_dead_writer_left(tmp_path):
+    path = tmp_path / "folder"
+    for name in ("old", "new"):
+        (tmp_path / ".folder.staging").mkdir()
+        (tmp_path / ".folder.staging" / "half").touch()
+        with published_folder(path) as staging:
+            (staging / name).touch()
+    assert [found.name for found in path.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [path]

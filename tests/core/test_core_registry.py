@@ -166,7 +166,6 @@ def test_default_taps_are_the_references_and_collisions_are_an_error():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([1, 2], "expected 3 taps, found 2"),
         ([1, 2, 8], r"\[8\] outside 0..7"),
         ([1, 1, 2], "collide"),
         ([3, 2, 1], "ascending"),
@@ -181,8 +180,8 @@ def test_every_strategy_says_which_features_it_needs():
     for name in available_strategies():
         strategy = resolve_strategy(name)
         features = strategy.features(36, strategy.parse_options({}, where="test"))
-        assert features[-1] == "last"
-        assert len(set(features)) == len(features)
+        assert ("last" in features) == strategy.uses_last_hidden
+        assert len(set(features)) == len(features) > 1
 
 
 def test_how_a_global_batch_is_cut_is_no_identity():

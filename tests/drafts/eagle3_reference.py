@@ -8,13 +8,26 @@ import torch
 from torch import Tensor
 
 
-def reference_states(w: dict[str, Tensor], cfg, input_ids: Tensor, aux: Tensor, embedding: Tensor, steps: int):
-    """Normed hidden states of every step, one softmax over S + i columns each. `w` is the draft's state dict."""
+class Transcribed(NamedTuple):
+    """The loss, differentiable, and by step: mean loss, right proposals, and proposals."""
+
+    loss: Tensor
+    loss_weight: int
+    step_losses: list[float]
+    corrects: list[float]
+    denoms: list[float]
+
+
+def reference_states(w: dict[str, Tensor], cfg, input_ids: Tensor, aux: Tensor, embedding: Tensor, options):
+    """What the head reads at every step, one softmax over S + i columns each. `w` is the draft's state dict."""
     batch, length = input_ids.shape
+    if options.fc_norm:
+        taps = aux.split(cfg.hidden_size, dim=-1)
+        aux = torch.cat([_norm(x, w[f"fc_norm.{i}.weight"], cfg.rms_norm_eps) for i, x in enumerate(taps)], dim=-1)
     ids, h = _shift_left(input_ids), aux @ w["fc.weight"].T
     keys, values, states = [], [], []
     causal = torch.ones(length, length, dtype=torch.bool).tril()
-    for step in range(steps):
+    for step in range(options.ttt_length):
         e = _norm(embedding[ids], w["midlayer.input_layernorm.weight"], cfg.rms_norm_eps)
         x = torch.cat([e, _norm(h, w["midlayer.hidden_norm.weight"], cfg.rms_norm_eps)], dim=-1)
         q, k, v = (
@@ -35,35 +48,53 @@ def reference_states(w: dict[str, Tensor], cfg, input_ids: Tensor, aux: Tensor, 
         m = _norm(h, w["midlayer.post_attention_layernorm.weight"], cfg.rms_norm_eps)
         gate, up = m @ w["midlayer.mlp.gate_proj.weight"].T, m @ w["midlayer.mlp.up_proj.weight"].T
         h = h + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
-        states.append(_norm(h, w["norm.weight"], cfg.rms_norm_eps))
+        normed = _norm(h, w["norm.weight"], cfg.rms_norm_eps)
+        states.append(normed if options.norm_output else h)
+        if options.feedback == "post_norm":
+            h = normed
         ids = _shift_left(ids)
     return states
 
 
-def reference_specforge(states, w, loss_mask: Tensor, last: Tensor, head: Tensor, decay: float):
-    """SpecForge's loss: teacher of the hidden state shifted left, mask not shifted, mean over all B·S positions."""
+def reference_specforge(states, w, loss_mask: Tensor, last: Tensor, head: Tensor, options) -> Transcribed:
+    """SpecForge's loss: teacher of the hidden state shifted left, mask not shifted, mean over all B·S positions; the LK
+    losses by means over the positions where pm is on."""
     steps, length = len(states), loss_mask.shape[1]
     mask = loss_mask.to(last.dtype)
     z = torch.nn.functional.pad(last, (0, 0, 0, 1))[:, 1:] @ head.T
     t2d, d2t = w["t2d"], w["d2t"]
     tid, q = z.argmax(-1), torch.softmax(z[..., t2d], -1)
+    whole = torch.exp(z[..., t2d] - torch.logsumexp(z, -1, keepdim=True))
     pm = t2d[tid].to(last.dtype) * mask
     q = torch.nn.functional.pad(q, (0, 0, 0, steps), value=1 / q.shape[-1])
+    whole = torch.nn.functional.pad(whole, (0, 0, 0, steps))
     tid = torch.nn.functional.pad(tid, (0, steps))
-    loss, plosses, corrects, denoms = 0, [], [], []
+    loss, step_losses, corrects, denoms = 0, [], [], []
     for i, state in enumerate(states):
         logits = state @ w["lm_head.weight"].T
         ploss = -(pm[..., None] * q[:, i : i + length] * torch.log_softmax(logits, -1)).sum(-1).mean()
+        alpha = torch.minimum(whole[:, i : i + length], torch.softmax(logits, -1)).sum(-1)
+        ploss = _specforge_objective(ploss, alpha, pm, options)
         best = logits.argmax(-1)
-        corrects.append(((best + d2t[best] == tid[:, i : i + length]) * mask).sum())
-        denoms.append(mask.sum())
-        plosses.append(ploss)
-        loss = loss + decay**i * ploss
+        corrects.append(((best + d2t[best] == tid[:, i : i + length]) * mask).sum().item())
+        denoms.append(mask.sum().item())
+        step_losses.append(float(ploss.detach()))
+        loss = loss + options.step_decay**i * ploss
         pm, mask = _shift_left(pm), _shift_left(mask)
-    return loss, plosses, corrects, denoms
+    return Transcribed(loss, 1, step_losses, corrects, denoms)
 
 
-def reference_token_mean(states, w, loss_mask: Tensor, last: Tensor, head: Tensor, decay: float):
+def _specforge_objective(ploss: Tensor, alpha: Tensor, pm: Tensor, options) -> Tensor:
+    if options.objective == "ce":
+        return ploss
+    if options.objective == "lk_alpha":
+        return -torch.where(pm > 0, alpha, 1).log().sum() / pm.sum().clamp(min=1)
+    mean = (pm * alpha).sum() / pm.sum().clamp(min=1)
+    share = options.kl_scale * torch.exp(-options.kl_decay * mean.detach())
+    return share * ploss + (1 - share) * (1 - mean) * (pm.sum() > 0)
+
+
+def reference_token_mean(states, w, loss_mask: Tensor, last: Tensor, head: Tensor, options) -> Transcribed:
     """Row by row: row t at step i predicts token t+2+i if all of t+1 … t+2+i are the assistant's."""
     steps, (batch, length) = len(states), loss_mask.shape
     draft_ids = w["t2d"].nonzero().squeeze(1).tolist()
@@ -81,10 +112,22 @@ def reference_token_mean(states, w, loss_mask: Tensor, last: Tensor, head: Tenso
                 label = int(z.argmax())
                 corrects[i] += draft_ids[int(logits.argmax())] == label
                 if label in draft_ids:
-                    ce = -(torch.softmax(z[draft_ids], -1) * torch.log_softmax(logits, -1)).sum()
-                    sums[i] += float(ce.detach())
-                    loss = loss + decay**i * ce
-    return loss, rows_at_0, sums, corrects, denoms
+                    cost = _row_objective(z, logits, draft_ids, options)
+                    sums[i] += float(cost.detach())
+                    loss = loss + options.step_decay**i * cost
+    means = [total / max(count, 1) for total, count in zip(sums, denoms, strict=True)]
+    return Transcribed(loss, rows_at_0, means, corrects, denoms)
+
+
+def _row_objective(z: Tensor, logits: Tensor, draft_ids: list[int], options) -> Tensor:
+    ce = -(torch.softmax(z[draft_ids], -1) * torch.log_softmax(logits, -1)).sum()
+    alpha = torch.minimum(torch.softmax(z, -1)[draft_ids], torch.softmax(logits, -1)).sum()
+    if options.objective == "ce":
+        return ce
+    if options.objective == "lk_alpha":
+        return -alpha.log()
+    share = options.kl_scale * torch.exp(-options.kl_decay * alpha.detach())
+    return share * ce + (1 - share) * (1 - alpha)
 
 
 class Acceptance(NamedTuple):

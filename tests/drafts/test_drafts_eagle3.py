@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eagle3_reference import reference_acceptance, reference_specforge, reference_states, reference_token_mean
+from eagle3_comparison import MASKS, TOLERANCE, assert_close, assert_trains_as_transcribed, gradients, run
+from eagle3_reference import reference_acceptance, reference_states
 
 from draftworks.drafts.eagle3 import Eagle3Strategy
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError
 from draftworks.strategies import Eagle3Options
 
-MASKS = [[0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1]]
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 KEYS = {
     "fc.weight",
     "midlayer.hidden_norm.weight",
@@ -30,71 +29,19 @@ KEYS = {
 }
 
 
-def run(strategy, samples):
-    batch = strategy.collate(samples, [str(i) for i in range(len(samples))])
-    return strategy.forward_loss(batch, StepContext())
-
-
-def gradients(strategy, loss) -> dict[str, torch.Tensor]:
-    strategy.model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in strategy.model.named_parameters()}
-
-
-def assert_close(found, expected, tolerance, what=""):
-    expected = torch.as_tensor(expected, dtype=found.dtype)
-    scale = max(1.0, float(expected.detach().abs().max()))
-    assert float((found.detach() - expected.detach()).abs().max()) <= tolerance * scale, what
-
-
-def reference(strategy, samples, parts):
-    """Loss (differentiable by leaf copies of the parameters), counts and the leaves, by the plain transcription."""
-    dtype = strategy.model.fc.weight.dtype
-    batch = strategy.collate(samples, [str(i) for i in range(len(samples))])
-    w = {k: v.detach().clone() for k, v in strategy.model.state_dict().items()}
-    leaves = {name: w[name].requires_grad_() for name, _ in strategy.model.named_parameters()}
-    options, head = strategy.options, parts.head.to(dtype)
-    states = reference_states(
-        w, parts, batch["input_ids"], batch["features"], parts.embedding.to(dtype), options.ttt_length
-    )
-    transcription = reference_specforge if options.loss == "specforge" else reference_token_mean
-    return transcription(states, w, batch["loss_mask"], batch["last"], head, options.step_decay), leaves
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ttt_length", [1, 4, 14])
-def test_token_mean_equals_row_by_row_transcription(make_strategy, make_sample, parts, dtype, ttt_length):
-    strategy = make_strategy(dtype, ttt_length=ttt_length)
-    samples = [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)]
-    output = run(strategy, samples)
-    (loss, rows, sums, corrects, denoms), leaves = reference(strategy, samples, parts)
-    tolerance = TOLERANCE[dtype]
-    assert float(output.loss_weight) == rows
-    assert_close(output.loss_sum, loss, tolerance)
-    assert_close(output.counts["loss_sums"], sums, tolerance)
-    assert output.counts["acc_corrects"].tolist() == corrects
-    assert output.counts["acc_denoms"].tolist() == denoms == output.counts["loss_denoms"].tolist()
-    loss.backward()
-    for name, found in gradients(strategy, output.loss_sum).items():
-        assert_close(found, leaves[name].grad, tolerance, name)
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+def test_both_modes_equal_their_plain_transcription(make_strategy, make_sample, parts, dtype, ttt_length, loss):
+    strategy = make_strategy(dtype, ttt_length=ttt_length, loss=loss)
+    assert_trains_as_transcribed(strategy, [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)], parts)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("ttt_length", [1, 4, 14])
-def test_specforge_mode_equals_literal_transcription(make_strategy, make_sample, parts, dtype, ttt_length):
-    strategy = make_strategy(dtype, ttt_length=ttt_length, loss="specforge")
-    samples = [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)]
-    output = run(strategy, samples)
-    (loss, plosses, corrects, denoms), leaves = reference(strategy, samples, parts)
-    tolerance, counts = TOLERANCE[dtype], output.counts
-    assert float(output.loss_weight) == 1
-    assert_close(output.loss_sum, loss, tolerance)
-    assert_close(counts["loss_sums"] / counts["loss_denoms"], torch.stack(plosses).double(), tolerance)
-    assert counts["acc_corrects"].tolist() == [float(c) for c in corrects]
-    assert counts["acc_denoms"].tolist() == [float(d) for d in denoms]
-    loss.backward()
-    for name, found in gradients(strategy, output.loss_sum).items():
-        assert_close(found, leaves[name].grad, tolerance, name)
+def test_loss_per_step_is_over_supervised_rows_or_all_positions(make_strategy, make_sample):
+    samples = [make_sample(mask, seed) for seed, mask in enumerate(MASKS)]
+    by_token, by_position = (run(make_strategy(loss=loss), samples).counts for loss in ("token_mean", "specforge"))
+    assert by_token["loss_denoms"].tolist() == by_token["acc_denoms"].tolist()
+    assert by_position["loss_denoms"].tolist() == [3 * 12] * 4
 
 
 def test_specforge_mode_masks_the_last_token_of_every_sample(make_strategy, make_sample):
@@ -195,10 +142,12 @@ def test_acceptance_rate_equals_plain_transcription(make_strategy, make_sample, 
     strategy = make_strategy(dtype, loss=loss)
     samples = [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)]
     batch = strategy.collate(samples, ["a", "b", "c"])
-    w, steps = strategy.model.state_dict(), strategy.options.ttt_length
+    w = strategy.model.state_dict()
     with torch.no_grad():
         counts = strategy.forward_loss(batch, StepContext()).counts
-        states = reference_states(w, parts, batch["input_ids"], batch["features"], parts.embedding.to(dtype), steps)
+        states = reference_states(
+            w, parts, batch["input_ids"], batch["features"], parts.embedding.to(dtype), strategy.options
+        )
         expected = reference_acceptance(
             states, w, strategy.chain_gates(batch["loss_mask"]), batch["last"], parts.head.to(dtype)
         )

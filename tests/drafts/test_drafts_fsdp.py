@@ -4,7 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from fsdp_worker import make
 from safetensors.torch import load_file, save_file
 
 from draftworks.drafts.strategy import StepContext
@@ -12,19 +14,20 @@ from draftworks.drafts.strategy import StepContext
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
 
-def test_two_sharded_ranks_sum_to_the_gradients_of_one_process(make_strategy, make_sample, vocab, tmp_path):
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_two_sharded_ranks_sum_to_the_gradients_of_one_process(name, make_sample, vocab, tmp_path):
     samples = [make_sample([0, 0] + [1] * 10, 0), make_sample([0, 1, 1, 1, 1, 1], 1)]
     for rank, sample in enumerate(samples):
         save_file(sample, tmp_path / f"sample{rank}.safetensors")
     vocab.save(tmp_path / "vocab.safetensors")
     command = [sys.executable, str(WORKER)]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path), name]) for rank in range(2)]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
 
-    strategy = make_strategy(shift_norms=False)
+    strategy = make(name, vocab)
     strategy.forward_loss(strategy.collate(samples, ["0", "1"]), StepContext()).loss_sum.backward()
     for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 0.05)):
         found = load_file(tmp_path / f"{dtype}.safetensors")
-        for name, parameter in strategy.model.named_parameters():
-            error = torch.linalg.vector_norm(found[name] - parameter.grad)
-            assert error <= tolerance * torch.linalg.vector_norm(parameter.grad), (dtype, name)
+        for parameter_name, parameter in strategy.model.named_parameters():
+            error = torch.linalg.vector_norm(found[parameter_name] - parameter.grad)
+            assert error <= tolerance * torch.linalg.vector_norm(parameter.grad), (dtype, parameter_name)

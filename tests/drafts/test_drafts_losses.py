@@ -4,8 +4,20 @@ import pytest
 import torch
 
 from draftworks.drafts import losses
-from draftworks.drafts.losses import Teacher, distill
+from draftworks.drafts.losses import distill
+from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, MeanLogAcceptance
 from draftworks.drafts.supervision import teacher_plan, token_mean_gates
+from draftworks.drafts.teacher import Teacher
+
+OBJECTIVES = [CrossEntropy(), LogAcceptance(), Blend(3.0, 2.0), MeanLogAcceptance(), MeanBlend(3.0, 2.0, positions=60)]
+CONSTANT_SHARE = [
+    CrossEntropy(),
+    LogAcceptance(),
+    Blend(0.6, 0.0),
+    MeanLogAcceptance(),
+    MeanBlend(0.6, 0.0, positions=60),
+]
+"""With kl_decay 0: a blend's share is held constant in its gradient, which finite differences would see move."""
 
 
 @pytest.fixture
@@ -23,21 +35,25 @@ def case():
     return leaves, Teacher(last, head, ids, index), teacher_plan(token_mean_gates(mask, steps)), (1.0, 0.5, 0.25)
 
 
-def test_result_does_not_depend_on_the_chunk_size(case, monkeypatch):
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_result_does_not_depend_on_the_chunk_size(case, monkeypatch, objective):
     leaves, teacher, plan, weights = case
-    whole = distill(leaves[1:], leaves[0], teacher, plan, weights)
+    whole = distill(leaves[1:], leaves[0], teacher, plan, weights, objective)
     expected = torch.autograd.grad(whole.loss, leaves)
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", 3)
-    pieces = distill(leaves[1:], leaves[0], teacher, plan, weights)
+    pieces = distill(leaves[1:], leaves[0], teacher, plan, weights, objective)
     torch.testing.assert_close(pieces, whole)
     torch.testing.assert_close(torch.autograd.grad(pieces.loss, leaves), expected)
 
 
-def test_gradients_are_those_of_finite_differences(case):
+@pytest.mark.parametrize("objective", CONSTANT_SHARE)
+def test_gradients_are_those_of_finite_differences(case, objective):
     leaves, teacher, plan, weights = case
     assert plan.positions.numel() > 5
-    torch.autograd.gradcheck(lambda head, *states: 3 * distill(states, head, teacher, plan, weights).loss, leaves)
+    torch.autograd.gradcheck(
+        lambda head, *states: 3 * distill(states, head, teacher, plan, weights, objective).loss, leaves
+    )
 
 
 def test_draft_equal_to_the_teacher_has_no_gradient_and_is_always_right(case):
@@ -46,7 +62,7 @@ def test_draft_equal_to_the_teacher_has_no_gradient_and_is_always_right(case):
     teacher = teacher._replace(draft_ids=everything, draft_index=everything)
     head = teacher.head.clone().requires_grad_()
     states = [teacher.last.roll(-1 - step, 0).requires_grad_() for step in range(len(weights))]
-    result = distill(states, head, teacher, plan, weights)
+    result = distill(states, head, teacher, plan, weights, CrossEntropy())
     assert result.corrects.tolist() == (plan.rows >= 0).sum(1).tolist()
     for grad in torch.autograd.grad(result.loss, [head, *states]):
         torch.testing.assert_close(grad, torch.zeros_like(grad))
@@ -58,11 +74,11 @@ def test_acceptance_does_not_depend_on_the_chunk_size_and_is_certain_for_the_tea
     whole_vocabulary = teacher._replace(draft_ids=everything, draft_index=everything)
     own_states = [teacher.last.roll(-1 - step, 0) for step in range(len(weights))]
     with torch.no_grad():
-        whole = distill(leaves[1:], leaves[0], teacher, plan, weights)
-        perfect = distill(own_states, teacher.head, whole_vocabulary, plan, weights)
+        whole = distill(leaves[1:], leaves[0], teacher, plan, weights, CrossEntropy())
+        perfect = distill(own_states, teacher.head, whole_vocabulary, plan, weights, CrossEntropy())
         monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
         monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", 3)
-        pieces = distill(leaves[1:], leaves[0], teacher, plan, weights)
+        pieces = distill(leaves[1:], leaves[0], teacher, plan, weights, CrossEntropy())
     torch.testing.assert_close(pieces, whole)
     assert (whole.accepted < whole.taught).all()
     torch.testing.assert_close(perfect.accepted, perfect.taught)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,17 +14,19 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from draftworks.capture.hf import HFTargetEngine
 from draftworks.data.vocab import build_vocab_mapping
+from draftworks.drafts.dflash import DFlashStrategy
 from draftworks.drafts.eagle3 import Eagle3Strategy
-from draftworks.drafts.strategy import StepContext
+from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.evaluation.decoding import DecodingLimits, decode
 from draftworks.features.contracts import TrainBatch
 from draftworks.identity import EngineIdentity, LayerTap
 from draftworks.runs import TargetFiles
-from draftworks.strategies import Eagle3Options
+from draftworks.strategies import DFlashOptions, Eagle3Options
 
 TTT = 4
 TAPS = (LayerTap(2), LayerTap(4), LayerTap(5))
+MakeDraft = Callable[[TargetParts, list["Sample"]], DraftStrategy]
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Ladder:
     """Everything that rungs 3 and 4 need, in one precision."""
 
     model: LlamaForCausalLM
-    strategy: Eagle3Strategy
+    strategy: DraftStrategy
     samples: list[Sample]
     limits: DecodingLimits
 
@@ -54,12 +57,14 @@ class Ladder:
         return self.strategy.collate([s.tensors() for s in samples], [s.name for s in samples])
 
 
-def build_ladder(folder: Path, target: TargetFiles, prompts: int, max_new_tokens: int, steps: int) -> Ladder:
+def build_ladder(
+    folder: Path, target: TargetFiles, prompts: int, max_new_tokens: int, steps: int, make: MakeDraft | None = None
+) -> Ladder:
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     limits = DecodingLimits(max_new_tokens, (tokenizer.eos_token_id,))
     samples = [_answered(model, tokenizer, row, limits) for row in _rows(folder, prompts)]
-    strategy = _draft(target, samples)
+    strategy = (make or eagle3)(TargetParts.load(target), samples)
     ladder = Ladder(model, strategy, samples, limits)
     _teach(ladder, steps)
     strategy.model.double()
@@ -80,11 +85,16 @@ def _answered(model: LlamaForCausalLM, tokenizer, row: dict, limits: DecodingLim
     return Sample(row["id"], tuple(prompt), answer, engine.capture([[*prompt, *answer]], TAPS)[0])
 
 
-def _draft(target: TargetFiles, samples: list[Sample]) -> Eagle3Strategy:
-    parts = TargetParts.load(target)
+def eagle3(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
     counts = np.bincount([token for sample in samples for token in sample.answer], minlength=parts.vocab_size)
     options = Eagle3Options(ttt_length=TTT, draft_vocab_size=400, layer_ids=[tap.hf_index for tap in TAPS])
     return Eagle3Strategy(options, parts, build_vocab_mapping(counts, 400), seed=1)
+
+
+def dflash(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+    layers = [tap.hf_index for tap in TAPS]
+    options = DFlashOptions(block_size=TTT + 1, num_layers=2, layer_ids=layers, sliding_window=20, sliding_layers=[0])
+    return DFlashStrategy(options, parts, None, seed=1)
 
 
 def _teach(ladder: Ladder, steps: int) -> None:

@@ -7,17 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ladder_toys import TAPS, TTT, Ladder, Sample, build_ladder
+from ladder_toys import TAPS, TTT, Ladder, Sample, build_ladder, dflash, eagle3
 
 from draftworks.evaluation.decoding import DecodingLimits, decode, speculate
-from draftworks.evaluation.measure import Loop, Prompt, label_agreement
+from draftworks.evaluation.labels import collate_labels, label_agreement
+from draftworks.evaluation.loop import Loop
+from draftworks.evaluation.measure import Prompt
 from draftworks.evaluation.replay import replay
 
 
-@pytest.fixture(scope="module")
-def ladder(tiny_folder, tiny_target) -> Ladder:
+@pytest.fixture(scope="module", params=[eagle3, dflash], ids=["eagle3", "dflash"])
+def ladder(request, tiny_folder, tiny_target) -> Ladder:
     torch.set_num_threads(1)
-    return build_ladder(tiny_folder, tiny_target, prompts=16, max_new_tokens=48, steps=60)
+    return build_ladder(tiny_folder, tiny_target, prompts=16, max_new_tokens=48, steps=60, make=request.param)
 
 
 def test_the_walk_equals_the_real_loop_count_for_count(ladder: Ladder):
@@ -30,7 +32,7 @@ def test_the_walk_equals_the_real_loop_count_for_count(ladder: Ladder):
         assert spoken.tokens == sample.answer
         assert replayed[sample.name] == spoken.acceptance
         accepted += spoken.acceptance.accepted
-    assert accepted > 100
+    assert accepted > 40
 
 
 def test_proposing_at_every_row_equals_proposing_on_a_live_sequence(ladder: Ladder):
@@ -133,7 +135,8 @@ def test_measured_loops_equal_the_walks_over_answers_cut_to_the_same_length(ladd
 
 
 def test_greedy_answers_agree_with_the_targets_argmax_and_others_do_not(ladder: Ladder):
-    batch, head = ladder.batch(ladder.samples), ladder.model.get_output_embeddings().weight
-    assert label_agreement([batch], head, torch.device("cpu")) == 1.0
-    batch.tensors["input_ids"] = batch["input_ids"].roll(1, dims=1)
-    assert label_agreement([batch], head, torch.device("cpu")) < 0.5
+    samples, head = [sample.tensors() for sample in ladder.samples], ladder.model.get_output_embeddings().weight
+    names = [sample.name for sample in ladder.samples]
+    assert label_agreement([collate_labels(samples, names)], head, torch.device("cpu")) == 1.0
+    others = [{**sample, "input_ids": sample["input_ids"].roll(1)} for sample in samples]
+    assert label_agreement([collate_labels(others, names)], head, torch.device("cpu")) < 0.5

@@ -14,7 +14,16 @@ from report_toys import full_report, prompts, rungs_0_and_1
 from draftworks.errors import ConfigError, StoreError
 from draftworks.evaluation.measurement import DraftMeasurement
 from draftworks.evaluation.report import Report
-from draftworks.evaluation.report_files import MARKDOWN, PLOT, PROMPTS, REPORT, SLICES, SLICES_PLOT, TABLE
+from draftworks.evaluation.report_files import (
+    DIFFERENCES,
+    MARKDOWN,
+    PLOT,
+    PROMPTS,
+    REPORT,
+    SLICES,
+    SLICES_PLOT,
+    TABLE,
+)
 from draftworks.evaluation.statistics import AcceptanceSummary, paired_difference, summary
 
 RUNGS = {
@@ -138,7 +147,8 @@ def test_tables_without_rows_have_the_same_types(saved: Path, tmp_path: Path) ->
 def test_saved_again_leaves_no_picture_of_slices_that_are_gone(report: Report, saved: Path) -> None:
     assert (saved / SLICES_PLOT).exists()
     replace(report, columns=None).save(saved)
-    assert sorted(path.name for path in saved.iterdir()) == sorted([REPORT, TABLE, PROMPTS, SLICES, MARKDOWN, PLOT])
+    kept = [REPORT, TABLE, PROMPTS, SLICES, DIFFERENCES, MARKDOWN, PLOT]
+    assert sorted(path.name for path in saved.iterdir()) == sorted(kept)
 
 
 def test_report_json_is_written_last(report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

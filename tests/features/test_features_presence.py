@@ -9,6 +9,7 @@ from features_toys import filled_store
 
 from draftworks.features.manifest import MANIFEST, REFS, write_feature_set
 from draftworks.features.presence import holds_feature_set
+from draftworks.runs import StoreSpec
 
 
 @pytest.fixture
@@ -19,14 +20,14 @@ def written(tmp_path: Path) -> Path:
 
 
 def test_whole_set_is_held_until_its_features_are_gone(written: Path):
-    assert holds_feature_set(written / "store", written / "set")
+    assert holds_feature_set(StoreSpec(root=written / "store"), written / "set")
     for shard in (written / "store" / "shards").iterdir():
         shard.unlink()
-    assert not holds_feature_set(written / "store", written / "set")
+    assert not holds_feature_set(StoreSpec(root=written / "store"), written / "set")
 
 
 @pytest.mark.parametrize(("name", "old", "new"), [(MANIFEST, "features.2", "features.1"), (REFS, "s1", "s9")])
 def test_set_of_another_schema_or_damaged_is_to_be_made_again(written: Path, name: str, old: str, new: str):
     path = written / "set" / name
     path.write_text(path.read_text().replace(old, new, 1))
-    assert not holds_feature_set(written / "store", written / "set")
+    assert not holds_feature_set(StoreSpec(root=written / "store"), written / "set")

@@ -20,6 +20,7 @@ from draftworks.specs import TrainingSpec
 
 STREAMS = ("hf2", "hf4", "hf5", "last")
 OPTIONS = {"ttt_length": 2, "draft_vocab_size": 64, "intermediate_size": 32}
+DFLASH_OPTIONS = {"block_size": 3, "num_layers": 1, "layer_ids": [2, 4, 5], "num_anchors": 8, "intermediate_size": 32}
 TRAINING = TrainingSpec(
     global_batch_size=4, micro_batch_size=2, epochs=4, lr=5e-3, compute_dtype="float32", log_every=1, eval_every=4
 )

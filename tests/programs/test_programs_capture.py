@@ -32,4 +32,4 @@ def test_two_ranks_capture_one_set(tmp_path: Path, tiny_target: TargetFiles):
     report = json.loads(done.stdout[done.stdout.index("{\n") :])
     assert report["captured_samples"] == report["samples"] == 12
     assert report["data_version"] == read_feature_set(run.out).data_version
-    assert len(list((run.store / "shards").iterdir())) == 2
+    assert len(list((run.store.root / "shards").iterdir())) == 2

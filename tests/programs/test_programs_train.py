@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from draft_run_files import OPTIONS, TRAINING, RunFiles
+from draft_run_files import DFLASH_OPTIONS, OPTIONS, TRAINING, RunFiles
 from safetensors.torch import load_file
 
-from draftworks import strategies
 from draftworks.drafts.draft_io import read_config
 from draftworks.errors import ConfigError, DataError, DraftworksError, StoreError
 from draftworks.evaluation.report import Report
@@ -19,7 +18,7 @@ from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
-from draftworks.runs import TargetFiles, TrainRun
+from draftworks.runs import VOCAB_FILE, TargetFiles, TrainRun
 from draftworks.training.history import History
 
 
@@ -37,6 +36,7 @@ def test_training_leaves_draft_history_and_picture(files: RunFiles) -> None:
         "history.json",
         "model.safetensors",
         "training.png",
+        "vocab.safetensors",
     ]
     history = History.load(run.out / "history.json")
     assert (report["steps"], report["world_size"]) == (history.steps, 1) == (8, 1)
@@ -206,14 +206,53 @@ def test_micro_batch_size_of_an_evaluation_changes_nothing(files: RunFiles) -> N
     assert first["trained"]["eval/acceptance_rate_0"] == pytest.approx(rates[0], rel=1e-4)
 
 
-def test_strategy_that_makes_no_chain_is_not_compared_with_bigrams(
-    files: RunFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unchained = replace(strategies.EAGLE3, factory="unchained_strategy:Unchained")
-    monkeypatch.setitem(strategies._REGISTRY, "eagle3", unchained)
-    train(files.train_run(), ProgramContext())
-    report = evaluate(files.evaluate_run(), ProgramContext())
+def test_a_strategy_that_makes_no_chain_is_not_compared_with_bigrams(files: RunFiles) -> None:
+    other = {"strategy": "dflash", "options": DFLASH_OPTIONS, "vocab_mapping": None}
+    trained = train(files.train_run(**other), ProgramContext())
+    assert trained["last_loss"] < trained["first_loss"]
+    report = evaluate(files.evaluate_run(**other), ProgramContext())
     assert list(report["drafts"]) == ["trained", "untrained"]
+    assert report["drafts"]["trained"]["eval/rung3_walk_acc_len"] >= 0
+
+
+def test_a_draft_that_starts_from_another_is_that_one_until_it_is_trained(files: RunFiles) -> None:
+    first = files.train_run()
+    done = train(first, ProgramContext())
+    elsewhere = {"start_from": first.out, "vocab_mapping": first.out / VOCAB_FILE}
+    as_it_is = TRAINING.model_copy(update={"max_steps": 0})
+    report = train(files.train_run(out=files.folder / "same", training=as_it_is, **elsewhere), ProgramContext())
+    assert (report["steps"], report["first_loss"]) == (0, None)
+    assert report["weights_digest"] == done["weights_digest"]
+    assert report["heldout"] == done["heldout"]
+
+
+def test_training_further_never_publishes_less_than_it_began_with(files: RunFiles) -> None:
+    first = files.train_run()
+    done = train(first, ProgramContext())
+    harmful = TRAINING.model_copy(update={"lr": 10.0, "max_grad_norm": 1e9, "seed": 1})
+    run = files.train_run(
+        out=files.folder / "worse",
+        options={**OPTIONS, "step_decay": 0.5},
+        training=harmful,
+        start_from=first.out,
+        vocab_mapping=first.out / VOCAB_FILE,
+    )
+    report = train(run, ProgramContext())
+    assert report["steps"] == done["steps"]
+    assert report["heldout"]["eval/simulated_acc_len"] >= done["heldout"]["eval/simulated_acc_len"]
+    assert report["published_step"] == 0 or report["best"]["score"] > done["best"]["score"]
+
+
+def test_a_draft_of_other_options_is_nothing_to_start_from(files: RunFiles) -> None:
+    first = files.train_run()
+    train(first, ProgramContext())
+    for options, message in (
+        ({"intermediate_size": 48}, r"draft\.intermediate_size: expected 48, found 32"),
+        ({"feedback": "post_norm"}, r"options: expected .*post_norm.*found .*pre_norm"),
+    ):
+        run = files.train_run(out=files.folder / "other", options={**OPTIONS, **options}, start_from=first.out)
+        with pytest.raises(StoreError, match=message):
+            train(run, ProgramContext())
 
 
 def test_draft_of_other_options_is_not_evaluated(files: RunFiles) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dagster_pipes import open_dagster_pipes
 
-from draftworks.programs.parent_death import die_with_parent
+from draftworks.parent_death import die_with_parent
 
 
 def main(task: str, marker: str, *rest: str) -> None:

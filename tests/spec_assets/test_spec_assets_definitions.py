@@ -66,7 +66,7 @@ def test_a_broken_entry_stops_its_own_target_only(site):
 
 def test_the_jobs_are_those_of_the_design():
     names = {job.name for job in build_definitions(REGISTRY).resolve_all_job_defs()} - {"__ASSET_JOB"}
-    assert names == {"resolve", "prepare", "train_eagle3", "evaluate", "leaderboard", "everything"}
+    assert names == {"resolve", "prepare", "train_eagle3", "train_dflash", "evaluate", "leaderboard", "everything"}
 
 
 def test_the_inputs_are_part_of_every_job(site):

@@ -9,6 +9,7 @@ import dagster as dg
 import pyarrow.parquet as pq
 
 from draftworks.artifacts import ArtifactStore
+from draftworks.export.names import GATE_MEANINGS
 
 MADE = {
     "conversations",
@@ -20,6 +21,7 @@ MADE = {
     "heldout_eval_features",
     "eagle3_draft",
     "eagle3_report",
+    "eagle3_export",
 }
 INPUTS = {"target_model", "dataset", "recipe"}
 OF_ALL_TARGETS = {"leaderboard"}
@@ -30,6 +32,8 @@ CHECKS = {
     ("heldout_eval_features", "features_verified"),
     ("eagle3_draft", "loss_falls"),
     ("eagle3_report", "beats_baselines"),
+    ("eagle3_report", "not_worse"),
+    *(("eagle3_export", gate) for gate in GATE_MEANINGS),
 }
 
 
@@ -121,7 +125,7 @@ def test_assets_that_read_an_input_depend_on_it_directly(finished):
 def test_everything_in_the_graph_is_described(finished):
     for spec in finished.site.definitions().resolve_all_asset_specs():
         assert spec.description, spec.key
-        assert spec.group_name in {"inputs", "data", "features", "drafts", "reports"}
+        assert spec.group_name in {"inputs", "data", "features", "drafts", "reports", "exports"}
         assert spec.kinds
         assert spec.owners
         assert spec.code_version
@@ -137,7 +141,7 @@ def test_a_target_without_the_strategy_yields_no_draft_and_stays_green(finished,
     assert set(materialized(result)) == INPUTS
 
 
-def test_an_override_of_the_run_config_makes_another_draft(finished, tmp_path):
+def test_an_override_of_the_run_config_makes_another_draft_that_is_compared_with_the_first(finished, tmp_path):
     site = finished.site.copy(tmp_path)
     config = {"ops": {"eagle3_draft": {"config": {"options": {"step_decay": 0.5}, "training": {"max_steps": 6}}}}}
     result = site.run("train_eagle3", run_config=config)
@@ -146,6 +150,12 @@ def test_an_override_of_the_run_config_makes_another_draft(finished, tmp_path):
     assert draft.identity["options"]["step_decay"] == 0.5
     assert draft.summary["steps"] == 6
     assert json.loads((draft.path / "config.json").read_text())["draft"]["options"]["step_decay"] == 0.5
+    [check] = [check for check in result.get_asset_check_evaluations() if check.check_name == "not_worse"]
+    shown = {name: value.value for name, value in check.metadata.items()}
+    first = ArtifactStore(finished.site.var).current("eagle3_draft", "small")
+    assert (shown["draft"], shown["draft_before"]) == (draft.data_version, first.data_version)
+    assert shown["prompts"] > 5
+    assert check.passed == (shown["high"] >= 0)
 
 
 def test_a_second_run_on_the_same_partition_is_told_so(finished, tmp_path):

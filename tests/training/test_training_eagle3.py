@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,9 +41,9 @@ def target_parts() -> TargetParts:
     )
 
 
-def eagle3(loss: str = "token_mean") -> Eagle3Strategy:
+def eagle3(**options: Any) -> Eagle3Strategy:
     vocab = build_vocab_mapping(np.arange(VOCAB)[::-1].copy(), 24)
-    return Eagle3Strategy(Eagle3Options(ttt_length=3, draft_vocab_size=24, loss=loss), target_parts(), vocab, seed=7)
+    return Eagle3Strategy(Eagle3Options(ttt_length=3, draft_vocab_size=24, **options), target_parts(), vocab, seed=7)
 
 
 def ragged(count: int, seed: int) -> dict[str, dict[str, Tensor]]:
@@ -59,8 +60,8 @@ def ragged(count: int, seed: int) -> dict[str, dict[str, Tensor]]:
     return samples
 
 
-def trained(micro: int, rank: int = 0, world: int = 1) -> Trainer:
-    strategy = eagle3()
+def trained(micro: int, rank: int = 0, world: int = 1, **options: Any) -> Trainer:
+    strategy = eagle3(**options)
     train, held_out = ragged(19, seed=1), ragged(5, seed=2)
     trainer = Trainer(
         strategy,
@@ -101,9 +102,25 @@ def test_eagle3_on_two_ranks_and_other_micro_batches_equals_one_big_batch(tmp_pa
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"objective": "lk_alpha", "norm_output": False},
+        {"objective": "lk_lambda", "kl_scale": 3.0, "fc_norm": True, "feedback": "post_norm"},
+    ],
+)
+def test_no_option_makes_training_depend_on_micro_batches(options: dict[str, Any]) -> None:
+    whole, single = trained(micro=GLOBAL, **options), trained(micro=1, **options)
+    assert_same(single.weights(), single.controller.history, whole)
+    initial, final = eagle3(**options).model.state_dict(), whole.weights()
+    kept = {name for name, tensor in initial.items() if torch.equal(tensor, final[name])}
+    assert kept == {"d2t", "t2d"} | ({"norm.weight"} if options.get("norm_output") is False else set())
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_specforge_mode_averages_micro_batches() -> None:
     """The reference's loss is a mean over padded positions, so it is the number of micro-batches that divides."""
-    strategy = eagle3("specforge")
+    strategy = eagle3(loss="specforge")
     trainer = Trainer(
         strategy,
         train_loader(strategy, ragged(GLOBAL, seed=1), 2, GLOBAL),
@@ -113,6 +130,6 @@ def test_specforge_mode_averages_micro_batches() -> None:
     )
     assert trainer.core.accumulation_steps == 4
     batches = list(train_loader(strategy, ragged(GLOBAL, seed=1), 2, GLOBAL))
-    fresh = eagle3("specforge")
+    fresh = eagle3(loss="specforge")
     losses = [fresh.forward_loss(batch, trainer.controller._context()).loss_sum.item() for batch in batches]
     assert trainer.fit().train[0].loss == pytest.approx(sum(losses) / 4, rel=1e-6)

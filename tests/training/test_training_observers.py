@@ -119,3 +119,13 @@ def test_tensorboard_gets_every_point(history: History, tmp_path: Path) -> None:
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 4.0), (3, 2.0), (4, 1.0)]
     assert events.Scalars("eval/simulated_acc_len")[0].value == pytest.approx(RESULT.simulated_acc_len)
+
+
+def test_tensorboard_shows_each_step_once_after_an_interruption(history: History, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for begin in (0, 1):  # killed after the last point, gone on with from the second
+        log = TensorBoardLog(tmp_path)
+        for each in history.train[begin:]:
+            log.on_train(each, history.total_steps)
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 3, 4]

@@ -9,14 +9,14 @@ import time
 import psutil
 import pytest
 
-from draftworks.programs import parent_death
+from draftworks import parent_death
 
 WAYS = {
     "kernel": "die_with_parent()",
     "watching": "threading.Thread(target=watch_parent, args=(os.getppid(),)).start()",
     "parent_gone_before": "die_with_parent(parent=1)",
 }
-CHILD = "import os, threading, time; from draftworks.programs.parent_death import *; {}; print('on', flush=True); time.sleep(60)"
+CHILD = "import os, threading, time; from draftworks.parent_death import *; {}; print('on', flush=True); time.sleep(60)"
 PARENT = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); print(p.pid, flush=True); p.wait()"
 
 

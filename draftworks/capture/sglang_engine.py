@@ -1,0 +1,217 @@
+"""The `sglang_server` backend: a target served by SGLang, its hidden states handed over through files.
+
+Every answer is checked against what was asked: SGLang loses rows without a word when it finds a prefix in its cache or
+cuts a prompt into chunks.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from hashlib import sha256
+from typing import Any, TypeVar
+
+import torch
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+from torch import Tensor
+
+from draftworks.capture.engine import Generated, TargetEngine, check_token_rows, find_backend
+from draftworks.capture.sglang_hosts import ServerHost
+from draftworks.errors import CaptureError, EngineError
+from draftworks.identity import EngineIdentity, LayerTap
+from draftworks.runs import TargetFiles
+from draftworks.serving.sglang_client import GenerateRequest, Generation
+from draftworks.serving.spool import Part, discard_parts, new_request_id, take_parts
+from draftworks.specs import ResponseSpec
+
+PREFILL_ONLY = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+"""SGLang wants one new token at least; it costs no second pass."""
+_LONGEST_WAIT_S = 30.0
+
+Result = TypeVar("Result")
+
+
+class SGLangServerEngine(TargetEngine):
+    """A target behind a server.
+
+    Args:
+        host: the server; closed by `close`.
+        head: reads the target's output matrix (V, H), once and only for verification.
+        attempts: how often a batch is tried; between two, the host is asked to revive.
+    """
+
+    backend = "sglang_server"
+
+    def __init__(
+        self,
+        target: TargetFiles,
+        identity: EngineIdentity,
+        host: ServerHost,
+        head: Callable[[], Tensor] | None = None,
+        attempts: int = 3,
+    ) -> None:
+        self.identity = identity
+        self.last_hidden = find_backend(self.backend).last_hidden
+        self._target = target
+        self._host = host
+        self._read_head = head
+        self._head: Tensor | None = None
+        self._attempts = attempts
+
+    def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
+        columns = [self._column(tap) for tap in taps]
+        width = self._target.hidden_size
+        captured = []
+        for part in self._parts(token_rows):
+            streams = {
+                tap.name: part.taps[:, column * width : (column + 1) * width].contiguous()
+                for tap, column in zip(taps, columns, strict=True)
+            }
+            captured.append({**streams, "last": part.last})
+        return captured
+
+    def logits(self, token_rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Of the last position alone: SGLang computes no others."""
+        return [part.logits[None] for part in self._parts(token_rows, with_logits=True) if part.logits is not None]
+
+    @torch.inference_mode()
+    def head_logits(self, last: Tensor) -> Tensor:
+        if self._head is None:
+            if self._read_head is None:
+                raise EngineError("this engine was loaded to generate, without the target's head")
+            self._head = self._read_head()
+        return last @ self._head.to(last.dtype).T
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: ResponseSpec,
+        sample_ids: Sequence[str],
+        max_total: int,
+        turn: int = 0,
+        end_ids: Collection[int] = (),
+    ) -> list[Generated]:
+        """As draftworks.capture.generate, with two differences of SGLang: sampling is its own (a seed decides only on a
+        server with --enable-deterministic-inference), and its repetition penalty does not look at the prompt.
+        """
+        for sample_id, prompt in zip(sample_ids, prompts, strict=True):
+            if not prompt:
+                raise CaptureError(f"sample {sample_id}: the prompt of turn {turn} is empty")
+        check_token_rows(prompts, self._target.context, self._target.vocab_size)
+        room = min(max_total, self._target.context)
+        asked = [index for index, prompt in enumerate(prompts) if len(prompt) < room]
+        parameters = [
+            sampling_parameters(sampling, f"{turn}/{sample_ids[index]}", room - len(prompts[index]), end_ids)
+            for index in asked
+        ]
+        results = [Generated((), finished=False)] * len(prompts)
+        for index, answer in zip(asked, self._answers([prompts[i] for i in asked], parameters), strict=True):
+            results[index] = Generated(answer.output_ids, finished=answer.finish == "stop")
+        return results
+
+    def close(self) -> None:
+        self._host.close()
+
+    def _column(self, tap: LayerTap) -> int:
+        if not 0 <= tap.hf_index < self._target.num_layers:
+            raise CaptureError(
+                f"layer taps [{tap.hf_index}] are outside the target: it has taps 0..{self._target.num_layers - 1}"
+            )
+        if tap.to_layer_output() not in self._host.layer_ids:
+            served = [LayerTap.from_layer_output(layer).name for layer in self._host.layer_ids]
+            raise CaptureError(f"tap {tap.name} is not among those the server captures: {', '.join(served) or 'none'}")
+        return self._host.layer_ids.index(tap.to_layer_output())
+
+    def _parts(self, rows: Sequence[Sequence[int]], with_logits: bool = False) -> list[Part]:
+        """The hidden states of every row, checked."""
+        check_token_rows(rows, self._target.context, self._target.vocab_size)
+
+        def attempt() -> list[Part]:
+            requests = [GenerateRequest(new_request_id(with_logits), row, PREFILL_ONLY) for row in rows]
+            spool = self._host.spool
+            try:
+                answers = self._host.client.generate(requests)
+                return [
+                    whole_part(take_parts(spool, request.request_id), row, answer.cached_tokens)
+                    for request, row, answer in zip(requests, rows, answers, strict=True)
+                ]
+            finally:
+                discard_parts(spool, [request.request_id for request in requests])
+
+        return self._retried(attempt)
+
+    def _answers(self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]]) -> list[Generation]:
+        def attempt() -> list[Generation]:
+            requests = [
+                GenerateRequest(uuid.uuid4().hex, prompt, own) for prompt, own in zip(prompts, parameters, strict=True)
+            ]
+            return self._host.client.generate(requests)
+
+        return self._retried(attempt) if prompts else []
+
+    def _retried(self, attempt: Callable[[], Result]) -> Result:
+        def revive(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            self._host.revive(error if isinstance(error, EngineError) else EngineError(str(error)))
+
+        retrying = Retrying(
+            stop=stop_after_attempt(self._attempts),
+            wait=wait_exponential(max=_LONGEST_WAIT_S),
+            retry=retry_if_exception_type(EngineError),
+            before_sleep=revive,
+            reraise=True,
+        )
+        return retrying(attempt)
+
+
+def whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int) -> Part:
+    """The one part that holds a row's hidden states.
+
+    Raises:
+        CaptureError: rows are missing, from a prefix cache or a prompt in chunks, or they are of other tokens.
+    """
+    if not parts:
+        raise CaptureError(
+            f"SGLang wrote no hidden states of a row of {len(row)} tokens: expected a file from its forward hook. Is the "
+            "hook loaded, and the spool the one it writes to?"
+        )
+    if cached_tokens or parts[0].start:
+        raise CaptureError(
+            f"SGLang took {cached_tokens or parts[0].start} of a row's {len(row)} tokens from its prefix cache and has no "
+            "hidden states of them. Start the server with --disable-radix-cache"
+        )
+    if len(parts) > 1 or len(parts[0].input_ids) != len(row):
+        lengths = [len(part.input_ids) for part in parts]
+        raise CaptureError(
+            f"SGLang computed a row of {len(row)} tokens in chunks of {lengths}, and loses hidden states between them. "
+            "Start the server with --chunked-prefill-size -1"
+        )
+    part = parts[0]
+    if part.input_ids.tolist() != list(row):
+        raise CaptureError(f"SGLang computed other tokens than the {len(row)} it was asked for")
+    if len(part.taps) != len(row) or len(part.last) != len(row):
+        raise CaptureError(
+            f"expected {len(row)} rows, one per token, found {len(part.taps)} and {len(part.last)} (last)"
+        )
+    return part
+
+
+def sampling_parameters(sampling: ResponseSpec, seed_key: str, room: int, end_ids: Collection[int]) -> dict[str, Any]:
+    """SGLang's names for our sampling options.
+
+    Args:
+        seed_key: with the seed, what a row's random numbers derive from.
+        room: most new tokens, whatever `sampling` allows.
+    """
+    parameters = {
+        "max_new_tokens": min(sampling.max_new_tokens, room),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": sorted(end_ids),
+    }
+    if sampling.temperature > 0:
+        key = sha256(f"{sampling.seed}/{seed_key}".encode()).digest()
+        parameters["sampling_seed"] = int.from_bytes(key[:4], "big") >> 1
+    return parameters

@@ -1,0 +1,119 @@
+"""A look at an SGLang server we did not start: is it the version, the model and the set-up that a capture can trust?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftworks.capture.engine import TargetEngine
+from draftworks.capture.verify import check_head
+from draftworks.errors import CaptureError, ConfigError, EngineError
+from draftworks.runs import TargetFiles
+from draftworks.serving.sglang_client import ServerInfo, SGLangClient
+from draftworks.serving.sglang_hook import hook_option
+from draftworks.serving.sglang_server import check_version
+from draftworks.specs import CaptureSpec
+
+PROBE_TOKENS = 64
+PROBE_TEXT = "Zwölf naïve def f(x):\n\treturn x**2  # 3.14159 — 你好, 12345"
+
+
+def require_server(
+    client: SGLangClient, target: TargetFiles, capture: CaptureSpec, layer_ids: tuple[int, ...]
+) -> ServerInfo:
+    """What the server says of itself, if that is what the registry asks for.
+
+    Raises:
+        ConfigError: another version of SGLang.
+        EngineError: it serves another model or in another dtype, or is set up so that hidden states get lost. The
+            message names every difference and the argument that puts it right.
+    """
+    info = client.info()
+    where = f"SGLang at {client.url}"
+    check_version(info.version, where)
+    problems = _served_problems(info, target, capture)
+    if layer_ids:
+        problems += _capture_problems(info, Path(capture.server.spool or ""), layer_ids)
+    if problems:
+        raise EngineError(
+            "\n".join([f"{where} cannot be used for target {target.name}:", *(f"  {p}" for p in problems)])
+        )
+    return info
+
+
+def probe_server(engine: TargetEngine, client: SGLangClient, target: TargetFiles, captures: bool) -> None:
+    """Ask it something to which only the right server has the right answer.
+
+    Raises:
+        EngineError: its tokenizer gives other ids, it lost rows of a prompt it had seen before, or its logits are not
+            those of the registry's head on its own hidden states.
+    """
+    where = f"SGLang at {client.url} cannot be used for target {target.name}"
+    expected, found = _tokenized(target), client.tokenize(PROBE_TEXT)
+    if expected != found:
+        raise EngineError(
+            f"{where}: its tokenizer gives {found[:8]}… for {PROBE_TEXT[:12]!r}…, that of the registry ({target.tokenizer}) "
+            f"{expected[:8]}…"
+        )
+    if not captures:
+        return
+    row = [(7919 * (index + 1)) % target.vocab_size for index in range(min(PROBE_TOKENS, target.context))]
+    try:
+        engine.capture([row], [])
+        again = engine.capture([row], [])[0]  # now its beginning could be in a cache
+        check_head(engine, ["probe"], [row], [again["last"]])
+    except CaptureError as error:
+        raise EngineError(f"{where}: {error}") from error
+
+
+def _served_problems(info: ServerInfo, target: TargetFiles, capture: CaptureSpec) -> list[str]:
+    problems = []
+    expected = capture.server.model or target.model
+    if not _same_model(info.model, expected):
+        problems.append(
+            f"it serves the model {info.model}, expected {expected}. If that is the same under another name, say so in "
+            "capture.server.model"
+        )
+    elif capture.server.model is None and info.revision != target.revision:
+        problems.append(f"it serves revision {info.revision}, expected {target.revision}: --revision {target.revision}")
+    if info.dtype != capture.compute_dtype:
+        problems.append(
+            f"it computes in {info.dtype}, expected {capture.compute_dtype}: --dtype {capture.compute_dtype}"
+        )
+    return problems
+
+
+def _capture_problems(info: ServerInfo, spool: Path, layer_ids: tuple[int, ...]) -> list[str]:
+    problems = []
+    if info.radix_cache:
+        problems.append("its prefix cache is on, and a cached prefix has no hidden states: --disable-radix-cache")
+    if info.chunked_prefill:
+        problems.append("it cuts long prompts into chunks and loses rows between them: --chunked-prefill-size -1")
+    lacking = sorted(set(layer_ids) - set(info.layer_ids or ()))
+    if lacking:
+        problems.append(
+            f"it captures the layers {list(info.layer_ids or ())}, expected {list(layer_ids)} among them: "
+            "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids "
+            + " ".join(map(str, layer_ids))
+        )
+    if info.spool is None or info.spool.resolve() != spool.resolve():
+        problems.append(
+            f"its hook writes to {info.spool or 'nowhere: it has not loaded it'}, expected {spool}: "
+            f"--forward-hooks '{hook_option(spool)}', with the package draftworks on its PYTHONPATH"
+        )
+    if not spool.is_dir():
+        problems.append(f"the folder capture.server.spool, {spool}, is not there: create it")
+    return problems
+
+
+def _same_model(found: str, expected: str) -> bool:
+    return found == expected or (Path(expected).is_dir() and Path(found).resolve() == Path(expected).resolve())
+
+
+def _tokenized(target: TargetFiles) -> list[int]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target.tokenizer, revision=target.tokenizer_revision or "main")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target {target.name}: tokenizer {target.tokenizer} cannot be read: {error}") from error
+    return tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]

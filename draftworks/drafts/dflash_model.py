@@ -1,0 +1,177 @@
+"""The DFlash draft model (arXiv 2602.06036): a few layers in which blocks read fused layers of the target as context."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftworks.drafts.anchors import Blocks, all_blocks
+from draftworks.drafts.block_attention import KeyValue, block_attention
+from draftworks.drafts.block_losses import BlockLosses, Weigh, block_cross_entropy
+from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded_linear
+from draftworks.drafts.target_parts import TargetParts
+
+PROPOSED_AT_ONCE = 64
+"""Blocks of each sample that `propose` holds at a time."""
+
+
+class DFlashSizes(NamedTuple):
+    """Sizes of the draft; the rest is the target's. `windows` has an entry for every layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    taps: int
+    block_size: int
+    mask_token_id: int
+    windows: tuple[int | None, ...]
+    backend: str = "auto"
+
+
+class DFlashAttention(nn.Module):
+    """Queries of the blocks over keys of context and blocks; queries and keys normed per head, as in Qwen3."""
+
+    def __init__(self, target: TargetParts, sizes: DFlashSizes, generator: torch.Generator) -> None:
+        super().__init__()
+        width, self.head_dim = target.hidden_size, target.head_dim
+        self.q_proj = seeded_linear(width, sizes.num_heads * self.head_dim, generator)
+        self.k_proj = seeded_linear(width, sizes.num_kv_heads * self.head_dim, generator)
+        self.v_proj = seeded_linear(width, sizes.num_kv_heads * self.head_dim, generator)
+        self.o_proj = seeded_linear(sizes.num_heads * self.head_dim, width, generator)
+        self.q_norm = RmsNorm(self.head_dim, target.rms_norm_eps)
+        self.k_norm = RmsNorm(self.head_dim, target.rms_norm_eps)
+
+    def query(self, x: Tensor, rotation: Rotation) -> Tensor:
+        return rotation.apply(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2))
+
+    def key_value(self, x: Tensor, rotation: Rotation) -> KeyValue:
+        key = rotation.apply(self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2))
+        return KeyValue(key, self._heads(self.v_proj(x)).transpose(1, 2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class DFlashLayer(nn.Module):
+    def __init__(self, target: TargetParts, sizes: DFlashSizes, window: int | None, generator: torch.Generator) -> None:
+        super().__init__()
+        width, eps = target.hidden_size, target.rms_norm_eps
+        self.self_attn = DFlashAttention(target, sizes, generator)
+        self.mlp = GatedMlp(width, sizes.intermediate_size, generator)
+        self.input_layernorm = RmsNorm(width, eps)
+        self.post_attention_layernorm = RmsNorm(width, eps)
+        self._window, self._backend = window, sizes.backend
+
+    def forward(
+        self, hidden: Tensor, context: Tensor, at_context: Rotation, at_blocks: Rotation, blocks: Blocks
+    ) -> Tensor:
+        """(B, A · size, H), the blocks' states, over the context (B, S, H)."""
+        return self.over(hidden, self.self_attn.key_value(context, at_context), at_blocks, blocks)
+
+    def over(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, blocks: Blocks) -> Tensor:
+        """The same over a context whose keys and values are known."""
+        normed, attention = self.input_layernorm(hidden), self.self_attn
+        query, own = attention.query(normed, at_blocks), attention.key_value(normed, at_blocks)
+        attended = block_attention(query, context, own, blocks, self._window, self._backend)
+        hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DFlashDraft(nn.Module):
+    """The trainable draft. Embedding and head are the target's, buffers outside the checkpoint.
+
+    Args:
+        generator: the only source of randomness of the initial weights.
+    """
+
+    def __init__(self, target: TargetParts, sizes: DFlashSizes, generator: torch.Generator) -> None:
+        super().__init__()
+        width, eps = target.hidden_size, target.rms_norm_eps
+        self.fc = seeded_linear(sizes.taps * width, width, generator)
+        self.hidden_norm = RmsNorm(width, eps)
+        self.layers = nn.ModuleList(DFlashLayer(target, sizes, window, generator) for window in sizes.windows)
+        self.norm = RmsNorm(width, eps)
+        self.rotary = Rotary(target)
+        self.block_size, self.mask_token_id = sizes.block_size, sizes.mask_token_id
+        self.register_buffer("embed_tokens", target.embedding, persistent=False)
+        self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
+
+    @property
+    def target_head(self) -> Tensor:
+        """(V, H) in the draft's dtype."""
+        head = self.embed_tokens if self.own_target_head is None else self.own_target_head
+        return head.to(self.fc.weight.dtype)
+
+    def context(self, features: Tensor) -> Tensor:
+        """What the layers read of the target: (B, S, taps · H) to (B, S, H)."""
+        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+
+    def embed_blocks(self, known: Tensor) -> Tensor:
+        """From the anchors' tokens (B, A) to (B, A · size, H): the token, then masks."""
+        tokens = known.new_full((*known.shape, self.block_size), self.mask_token_id)
+        tokens[..., 0] = known
+        return F.embedding(tokens.flatten(1), self.embed_tokens).to(self.fc.weight.dtype)
+
+    def rotation_at(self, positions: Tensor, longest: int) -> Rotation:
+        """For every position (B, n), all below `longest`."""
+        table = self.rotary(longest, self.fc.weight.dtype)
+        return Rotation(table.cos[positions][:, None], table.sin[positions][:, None])
+
+    def states(self, input_ids: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
+        """States of all blocks after the last layer, not normed: (B, A, size, H)."""
+        length = context.shape[1]
+        at_context = self.rotary(length, context.dtype)
+        at_blocks = self.rotation_at(blocks.positions, length + self.block_size)
+        hidden = self.embed_blocks(input_ids.gather(1, blocks.anchors))
+        for layer in self.layers:
+            hidden = layer(hidden, context, at_context, at_blocks, blocks)
+        return hidden.unflatten(1, (-1, self.block_size))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        blocks: Blocks,
+        labels: Tensor,
+        counts: Tensor,
+        weigh: Weigh,
+        chunk_blocks: int,
+    ) -> BlockLosses:
+        """Loss of every label that counts; one call per micro-batch.
+
+        Args:
+            labels, counts: (B, A, size - 1).
+        """
+        states = self.states(input_ids, self.context(features), blocks)[:, :, 1:]
+        return block_cross_entropy(
+            self.norm(states[counts]),
+            self.target_head,
+            labels.flatten(0, 1),
+            counts.flatten(0, 1),
+            weigh,
+            chunk_blocks,
+        )
+
+    @torch.no_grad()
+    def propose(self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int) -> Tensor:
+        """Blocks from many rows at once, each as a server would make it there.
+
+        Args:
+            rows: (B, S) bool: row t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
+
+        Returns:
+            (B, S, count) int64 ids of the target; -1 in other rows.
+        """
+        context, head = self.context(features), self.target_head
+        anchored = F.pad(rows[:, :-1], (1, 0))
+        blocks = all_blocks(anchored, self.block_size)
+        proposals = input_ids.new_full((*rows.shape, count), -1)
+        for start in range(0, blocks.count, PROPOSED_AT_ONCE):
+            part = blocks.part(start, start + PROPOSED_AT_ONCE)
+            states = self.states(input_ids, context, part)[part.live][:, 1 : 1 + count]
+            sample, place = part.live.nonzero().T
+            proposals[sample, part.anchors[sample, place] - 1] = F.linear(self.norm(states), head).argmax(-1)
+        return proposals

@@ -1,0 +1,170 @@
+"""The decoder layer of EAGLE-3, and how it is unrolled on its own outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotation, seeded_linear
+from draftworks.drafts.rows import ActiveRows
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.drafts.ttt_attention import per_query_head, ttt_attention
+
+
+class StepStates(NamedTuple):
+    """What one step of the unroll hands on, each (…, H): `spoken` to the draft's head, `carried` to the next step."""
+
+    spoken: Tensor
+    carried: Tensor
+
+
+Emerge = Callable[[Tensor], StepStates]
+"""From the layer's residual stream after a step to what that step hands on."""
+Say = Callable[[Tensor], Tensor]
+
+
+class Eagle3Sizes(NamedTuple):
+    """Sizes of the draft layer; the rest is the target's."""
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    taps: int = 3
+
+
+class Heads(NamedTuple):
+    """Query, key and value, each (B, its heads, S, D)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class ProjectionHalves(NamedTuple):
+    """The joint q, k, v projection for tokens and for states, each (all heads · D, H)."""
+
+    tokens: Tensor
+    states: Tensor
+
+
+class Eagle3Attention(nn.Module):
+    """Attention whose projections read tokens and states side by side: (…, 2H) = [embedding, hidden state]."""
+
+    def __init__(self, target: TargetParts, sizes: Eagle3Sizes, generator: torch.Generator) -> None:
+        super().__init__()
+        width, self.head_dim = target.hidden_size, target.head_dim
+        self.num_heads, self.num_kv_heads = sizes.num_heads, sizes.num_kv_heads
+        self.q_proj = seeded_linear(2 * width, sizes.num_heads * self.head_dim, generator)
+        self.k_proj = seeded_linear(2 * width, sizes.num_kv_heads * self.head_dim, generator)
+        self.v_proj = seeded_linear(2 * width, sizes.num_kv_heads * self.head_dim, generator)
+        self.o_proj = seeded_linear(sizes.num_heads * self.head_dim, width, generator)
+
+    def halves(self) -> ProjectionHalves:
+        """q, k and v as one matrix, cut into the columns that read tokens and those that read states."""
+        joint = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        return ProjectionHalves(*joint.chunk(2, dim=1))
+
+    def attend(self, heads: Heads) -> Tensor:
+        """Plain attention of few queries over all of the keys: (B, S, heads · D)."""
+        out = F.scaled_dot_product_attention(*heads, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+    def heads(self, joint: Tensor, rotation: Rotation) -> Heads:
+        """Split (B, S, all heads · D) into heads; rotate queries and keys."""
+        heads = joint.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        return Heads(rotation.apply(query), rotation.apply(key), value)
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer. A step's residual stream begins as what the step before it carried over."""
+
+    def __init__(self, target: TargetParts, sizes: Eagle3Sizes, generator: torch.Generator) -> None:
+        super().__init__()
+        width, eps = target.hidden_size, target.rms_norm_eps
+        self.self_attn = Eagle3Attention(target, sizes, generator)
+        self.mlp = GatedMlp(width, sizes.intermediate_size, generator)
+        self.hidden_norm = RmsNorm(width, eps)
+        self.input_layernorm = RmsNorm(width, eps)
+        self.post_attention_layernorm = RmsNorm(width, eps)
+
+    def unroll(
+        self, embedded: Tensor, hidden: Tensor, rotation: Rotation, steps: int, active: ActiveRows, emerge: Emerge
+    ) -> Iterator[Tensor]:
+        """Spoken states (R, H) of the active rows, step after step, on tokens that are known beforehand.
+
+        Step i reads the tokens from i on, so what the projections make of a token serves all steps. Other rows
+        matter only for the keys and values of step 0.
+
+        Args:
+            embedded: (B, ≥ S + steps - 1, H), tokens from step 0's first on.
+            hidden: (B, S, H), input of step 0.
+            rotation: ≥ S + steps - 1 positions.
+        """
+        halves, length = self.self_attn.halves(), hidden.shape[1]
+        tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
+
+        def known(step: int, _: Tensor) -> Tensor:
+            return active.take(tokens[:, step : step + length])
+
+        yield from self._steps(halves, tokens[:, :length], hidden, rotation, steps, active, emerge, known)
+
+    def run_free(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        rotation: Rotation,
+        steps: int,
+        active: ActiveRows,
+        emerge: Emerge,
+        say: Say,
+    ) -> None:
+        """The same on the draft's own words.
+
+        Args:
+            embedded: (B, S, H), tokens of step 0.
+            say: from the spoken states of a step (R, H) to the embeddings (R, H) of what they propose, which the
+                next step reads. Called `steps` times.
+        """
+        halves = self.self_attn.halves()
+        tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
+
+        def said(step: int, spoken: Tensor) -> Tensor:
+            return F.linear(self.input_layernorm(say(spoken)), halves.tokens)
+
+        *_, last = self._steps(halves, tokens, hidden, rotation, steps, active, emerge, said)
+        say(last)
+
+    def _steps(
+        self,
+        halves: ProjectionHalves,
+        tokens: Tensor,
+        hidden: Tensor,
+        rotation: Rotation,
+        steps: int,
+        active: ActiveRows,
+        emerge: Emerge,
+        next_tokens: Callable[[int, Tensor], Tensor],
+    ) -> Iterator[Tensor]:
+        """`next_tokens`: from a step's number and the states spoken before it to its tokens, projected, (R, all heads · D)."""
+        length = hidden.shape[1]
+        joint = F.linear(self.hidden_norm(hidden), halves.states) + tokens
+        spoken = hidden = active.take(hidden)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(steps):
+            if step > 0:
+                own = F.linear(self.hidden_norm(hidden), halves.states)
+                joint = active.spread(own + next_tokens(step, spoken))
+            heads = self.self_attn.heads(joint, rotation.window(step, length))
+            keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
+            values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
+            attended = ttt_attention(heads.query, keys, values).transpose(1, 2).flatten(2)
+            hidden = hidden + self.self_attn.o_proj(active.take(attended))
+            hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+            spoken, hidden = emerge(hidden)
+            yield spoken

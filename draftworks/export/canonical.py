@@ -1,0 +1,116 @@
+"""A trained draft as every export begins with it: the canonical checkpoint and the target it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftworks.data.vocab import VocabMapping
+from draftworks.drafts.draft_io import WEIGHTS, DraftConfig, read_config, read_weights
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import StoreError
+from draftworks.identity import LayerTap, file_digest
+from draftworks.runs import TargetFiles
+from draftworks.strategies import StrategySpec, resolve_strategy
+
+
+@dataclass(frozen=True)
+class CanonicalDraft:
+    """A draft as `draft_io` stores it.
+
+    Attributes:
+        folder: where it lies.
+        record: its config.json.
+        weights: by name, floating point tensors in fp32.
+        target: the target's files; `parts` is what the draft takes of it.
+    """
+
+    folder: Path
+    record: DraftConfig
+    weights: Mapping[str, Tensor]
+    target: TargetFiles
+    parts: TargetParts
+
+    @classmethod
+    def load(cls, folder: Path, target: TargetFiles, parts: TargetParts | None = None) -> CanonicalDraft:
+        """Read a draft folder and check that it is whole and of this target.
+
+        Raises:
+            StoreError: not a draft, damaged, or of another target.
+        """
+        record = read_config(folder)
+        if record.target_digest != target.digest:
+            raise StoreError(
+                f"{folder}: a draft of the target with digest {record.target_digest}, expected {target.digest} "
+                f"({target.name}). Export it with the target it was trained for"
+            )
+        weights = read_weights(folder / WEIGHTS)
+        found = file_digest(folder / WEIGHTS)
+        if found != record.weights_digest:
+            raise StoreError(
+                f"{folder / WEIGHTS}: digest: expected {record.weights_digest} as config.json says, found {found}. "
+                "Train the draft again"
+            )
+        return cls(folder, record, weights, target, TargetParts.load(target) if parts is None else parts)
+
+    @property
+    def spec(self) -> StrategySpec:
+        return resolve_strategy(self.record.strategy)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What the strategy says of this draft: its options and sizes."""
+        return self.record.draft
+
+    @property
+    def options(self) -> Any:
+        return self.spec.parse_options(dict(self.config["options"]), where=f"{self.folder}: options")
+
+    @property
+    def taps(self) -> tuple[LayerTap, ...]:
+        return self.spec.taps(self.target.num_layers, self.options)
+
+    @property
+    def vocab(self) -> VocabMapping | None:
+        """The reduced vocabulary, of a strategy that has one."""
+        if not self.spec.uses_vocab_mapping:
+            return None
+        try:
+            return VocabMapping(self.weights["d2t"].numpy(), self.weights["t2d"].numpy())
+        except KeyError as error:
+            raise StoreError(f"{self.folder / WEIGHTS}: tensor {error} is missing. Train the draft again") from error
+
+    def strategy(self, dtype: torch.dtype = torch.float32) -> DraftStrategy:
+        """The draft at work, computing in fp32 with weights that were rounded to `dtype`, the target's too.
+
+        Raises:
+            StoreError: tensors are missing, unexpected or of another shape.
+        """
+        strategy = self.spec.load_factory()(self.options, rounded_parts(self.parts, dtype), self.vocab, 0)
+        expected = {name: tuple(tensor.shape) for name, tensor in strategy.model.state_dict().items()}
+        found = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
+        if expected != found:
+            differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+            raise StoreError(
+                f"{self.folder / WEIGHTS}: tensors that do not fit its config.json: {', '.join(differing[:5])}. "
+                "Train the draft again"
+            )
+        strategy.model.load_state_dict({name: rounded(tensor, dtype) for name, tensor in self.weights.items()})
+        return strategy
+
+
+def rounded_parts(parts: TargetParts, dtype: torch.dtype) -> TargetParts:
+    """A target whose embedding and head are in `dtype`; still one tensor where it ties them."""
+    embedding = parts.embedding.to(dtype)
+    return replace(parts, embedding=embedding, head=embedding if parts.tied else parts.head.to(dtype))
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating point tensor in `dtype`, contiguous; others (ids, flags) as they are."""
+    return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()

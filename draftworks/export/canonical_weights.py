@@ -1,0 +1,106 @@
+"""From the tensors of another system's file to those of the canonical checkpoint, every one accounted for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import StoreError
+from draftworks.export.checkpoint_files import Checkpoint
+from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
+from draftworks.export.vocabulary_tensors import vocabulary_problem
+
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+_TARGETS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")
+"""Copies of the target's that no computation of a draft reads."""
+
+
+def canonical_weights(
+    checkpoint: Checkpoint, export_format: ExportFormat, shape: DraftShape, parts: TargetParts
+) -> dict[str, Tensor]:
+    """The draft's own tensors under our names, floating point ones in fp32, which loses nothing.
+
+    An embedding in the file must be the target's. A draft that says all of the target's tokens may lack `d2t` and `t2d`,
+    and also its head: it has the target's then.
+
+    Raises:
+        StoreError: tensors are missing, unknown, of another shape, not finite, or contradict each other.
+    """
+    folder, named = checkpoint.folder, _renamed(checkpoint, export_format)
+    _take_out_targets(folder, named, parts)
+    if shape.draft_vocab_size is not None:
+        _complete_vocabulary(folder, named, shape, parts)
+    _require_tensors(folder, _expected(export_format, shape), named)
+    if shape.draft_vocab_size is not None:
+        problem = vocabulary_problem(named["d2t"], named["t2d"], shape.vocab_size)
+        if problem:
+            raise StoreError(f"{folder}: {problem}")
+    broken = [name for name, tensor in named.items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise StoreError(f"{folder}: tensors that are not finite: {', '.join(broken[:5])}")
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in named.items()}
+
+
+def _renamed(checkpoint: Checkpoint, export_format: ExportFormat) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {}
+    for name, tensor in checkpoint.tensors.items():
+        canonical = export_format.canonical_name(name)
+        if canonical in named:
+            raise StoreError(f"{checkpoint.folder}: tensor {canonical} is there twice, once as {name}")
+        named[canonical] = tensor
+    return named
+
+
+def _take_out_targets(folder: Path, named: dict[str, Tensor], parts: TargetParts) -> None:
+    """Drafts here share the target's embedding, so one that has learned its own would become another draft."""
+    for name in _TARGETS_OWN:
+        named.pop(name, None)
+    found = named.pop(EMBEDDING, None)
+    if found is not None and not _same_rounded(found, parts.embedding):
+        raise StoreError(f"{folder}: {EMBEDDING} is not the target's: drafts here share the target's embedding")
+
+
+def _same_rounded(first: Tensor, second: Tensor) -> bool:
+    """Equal in the coarser of the two dtypes."""
+    coarser = min((first.dtype, second.dtype), key=lambda dtype: torch.finfo(dtype).bits)
+    return torch.equal(first.to(coarser), second.to(coarser))
+
+
+def _complete_vocabulary(folder: Path, named: dict[str, Tensor], shape: DraftShape, parts: TargetParts) -> None:
+    """What a file may leave out because it follows from the rest."""
+    if shape.draft_vocab_size == shape.vocab_size:
+        named.setdefault("d2t", torch.zeros(shape.vocab_size, dtype=torch.int64))
+        named.setdefault("t2d", torch.ones(shape.vocab_size, dtype=torch.bool))
+        named.setdefault(HEAD, parts.head)
+    if "d2t" in named and "t2d" not in named:
+        named["t2d"] = _marked(folder, named["d2t"], shape.vocab_size)
+
+
+def _marked(folder: Path, d2t: Tensor, vocab_size: int) -> Tensor:
+    """`t2d` of a file that has only `d2t`."""
+    if d2t.numel() > 1 and bool((d2t.diff() > 0).all()):
+        # As offsets they would say that no two tokens of the draft's vocabulary are neighbours.
+        raise StoreError(f"{folder}: d2t holds the target's ids themselves; expected offsets, target id = i + d2t[i]")
+    return torch.isin(torch.arange(vocab_size), d2t + torch.arange(d2t.numel()))
+
+
+def _expected(export_format: ExportFormat, shape: DraftShape) -> Shapes:
+    sizes = {export_format.canonical_name(name): size for name, size in export_format.expected_tensors(shape).items()}
+    sizes.pop(EMBEDDING, None)
+    if shape.draft_vocab_size is not None:
+        sizes |= {"d2t": (shape.draft_vocab_size,), "t2d": (shape.vocab_size,)}
+    return sizes
+
+
+def _require_tensors(folder: Path, expected: Shapes, found: dict[str, Tensor]) -> None:
+    missing, unknown = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or unknown:
+        raise StoreError(
+            f"{folder}: missing tensors: {', '.join(missing) or 'none'}; unknown tensors: {', '.join(unknown) or 'none'}"
+        )
+    for name, size in expected.items():
+        if tuple(found[name].shape) != size:
+            raise StoreError(f"{folder}: {name}: expected {size} as config.json says, found {tuple(found[name].shape)}")

@@ -1,0 +1,120 @@
+"""What the export formats of EAGLE-3 have in common.
+
+Two words mean different things in different systems, so each format maps them itself:
+
+* Ours: `norm_output` says whether the head reads the normed state, `feedback` which state the next step is fed.
+* speculators, vLLM, and SGLang from #24663 on: the head always reads the normed state; `norm_output` says that the next
+  step is fed the normed one. SpecForge used the key in our sense until its #879.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from draftworks.errors import ConfigError
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
+from draftworks.identity import LayerTap
+from draftworks.runs import TargetFiles
+
+CANONICAL_LAYER = "midlayer."
+NUMBERED_LAYER = "layers.0."
+_OLD_NAMES = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+_SAME_NAMES = (
+    *("hidden_size", "head_dim", "num_heads", "num_kv_heads", "intermediate_size"),
+    *("vocab_size", "draft_vocab_size", "rms_norm_eps"),
+)
+"""Fields of a `DraftShape` that our own config has under the same names."""
+
+
+class Eagle3Format(ExportFormat):
+    """What both formats have in common."""
+
+    strategy = "eagle3"
+    layer_prefix: str
+
+    def described(self, draft: CanonicalDraft) -> DraftShape:
+        config, options = draft.config, norm_options(draft)
+        return DraftShape(
+            strategy=self.strategy,
+            taps=draft.taps,
+            num_layers=1,
+            rope=dict(config["rope_parameters"]),
+            options=options,
+            **{name: config[name] for name in _SAME_NAMES},
+        )
+
+    def refusal(self, draft: CanonicalDraft) -> str | None:
+        if not norm_options(draft)["norm_output"]:
+            return "norm_output: false: servers give the head the normed state, so they would propose other tokens"
+        return super().refusal(draft)
+
+    def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+        return {self._exported_name(name): tensor for name, tensor in draft.weights.items()}
+
+    def expected_tensors(self, shape: DraftShape) -> Shapes:
+        hidden, layer = shape.hidden_size, self.layer_prefix
+        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        names: Shapes = {
+            "fc.weight": (hidden, len(shape.taps) * hidden),
+            f"{layer}hidden_norm.weight": (hidden,),
+            f"{layer}input_layernorm.weight": (hidden,),
+            f"{layer}post_attention_layernorm.weight": (hidden,),
+            f"{layer}self_attn.q_proj.weight": (queries, 2 * hidden),
+            f"{layer}self_attn.k_proj.weight": (keys, 2 * hidden),
+            f"{layer}self_attn.v_proj.weight": (keys, 2 * hidden),
+            f"{layer}self_attn.o_proj.weight": (hidden, queries),
+            f"{layer}mlp.gate_proj.weight": (shape.intermediate_size, hidden),
+            f"{layer}mlp.up_proj.weight": (shape.intermediate_size, hidden),
+            f"{layer}mlp.down_proj.weight": (hidden, shape.intermediate_size),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (shape.draft_vocab_size or shape.vocab_size, hidden),
+        }
+        if shape.options["fc_norm"]:
+            names |= {f"fc_norm.{i}.weight": (hidden,) for i in range(len(shape.taps))}
+        return names
+
+    def canonical_name(self, name: str) -> str:
+        name = name.removeprefix("model.")
+        for old, new in _OLD_NAMES.items():
+            name = name.replace(old, new)
+        return name.replace(NUMBERED_LAYER, CANONICAL_LAYER, 1) if name.startswith(NUMBERED_LAYER) else name
+
+    def _exported_name(self, name: str) -> str:
+        return name.replace(CANONICAL_LAYER, self.layer_prefix, 1) if name.startswith(CANONICAL_LAYER) else name
+
+
+def norm_options(draft: CanonicalDraft) -> dict[str, Any]:
+    """With the defaults for a draft that is older than these options."""
+    options = draft.config["options"]
+    defaults = {"fc_norm": False, "norm_output": True, "feedback": "pre_norm"}
+    return {name: options.get(name, default) for name, default in defaults.items()}
+
+
+def draft_tokens(draft: CanonicalDraft) -> int:
+    return draft.config["options"]["ttt_length"]
+
+
+def default_taps(target: TargetFiles) -> tuple[LayerTap, ...]:
+    """Where a config names no layers, all of them take these."""
+    layers = target.num_layers
+    return tuple(LayerTap(k) for k in (2, layers // 2, layers - 3))
+
+
+def vocabulary_shapes(shape: DraftShape) -> Shapes:
+    return {"d2t": (shape.draft_vocab_size or shape.vocab_size,), "t2d": (shape.vocab_size,)}
+
+
+def refuse_other_norms(config: Mapping[str, Any], where: str) -> None:
+    found = [key for key in ("norm_before_residual", "norm_before_fc") if config.get(key)]
+    if found:
+        raise ConfigError(f"{where}: {', '.join(found)}: true: no draft here computes that")
+
+
+def one_layer(shape: DraftShape, where: str) -> DraftShape:
+    if shape.num_layers != 1:
+        raise ConfigError(f"{where}: num_hidden_layers {shape.num_layers}: EAGLE-3 drafts here have one layer")
+    return shape

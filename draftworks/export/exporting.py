@@ -1,0 +1,144 @@
+"""Write a draft in a server's format, all or nothing, and see whether it came out right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from draftworks.errors import ConfigError
+from draftworks.export.canonical import CanonicalDraft, rounded
+from draftworks.export.checkpoint_files import CONFIG, WEIGHTS
+from draftworks.export.export_format import ExportFormat, format_names, load_format
+from draftworks.export.gates import GateResult, check_export
+from draftworks.export.names import DRAFT_FOLDER
+from draftworks.export.readme import README, readme
+from draftworks.identity import digest, file_digest
+from draftworks.publishing import publish_json, published_folder
+from draftworks.specs import Dtype
+
+PROVENANCE = "provenance"
+"""Key of config.json that says where the draft is from; loaders ignore it."""
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """An exported folder.
+
+    Attributes:
+        digest: of config.json and the weights: what a server loads.
+        loaders: who loads it, from which version on.
+        commands: by server, the command line to serve the target with it; `DRAFT_FOLDER` stands for its path.
+    """
+
+    format: str
+    path: Path
+    dtype: str
+    nbytes: int
+    digest: str
+    loaders: str
+    commands: dict[str, str]
+    gates: tuple[GateResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(gate.passed for gate in self.gates)
+
+    def to_json(self) -> dict[str, Any]:
+        """Without the path: a result is moved to its place when it is whole."""
+        values = asdict(self)
+        del values["path"]
+        return values | {"passed": self.passed}
+
+
+@dataclass(frozen=True)
+class FormatChoice:
+    """Formats to export in, and why the others cannot hold the draft, by name."""
+
+    chosen: tuple[str, ...]
+    refused: dict[str, str]
+
+
+def export_draft(
+    draft: CanonicalDraft, format_name: str, out: Path, dtype: Dtype = "bfloat16", card: str = ""
+) -> ExportResult:
+    """Write one format into `out`, which is complete or absent, and run its gates over what was written.
+
+    A draft that does not pass a gate stays where it is, for a person to look at; see `ExportResult.passed`.
+
+    Args:
+        out: replaced if it exists.
+        card: a model card, which becomes the first part of README.md.
+
+    Raises:
+        ConfigError: no such format, or a server could not compute in it what this draft does.
+        StoreError: the draft's weights do not fit its configuration.
+    """
+    export_format = load_format(draft.record.strategy, format_name)
+    reason = export_format.refusal(draft)
+    if reason:
+        raise refusal_error(draft, format_name, reason)
+    torch_dtype = getattr(torch, dtype)
+    strategy = draft.strategy(torch_dtype)
+    with published_folder(out) as staging:
+        _write(staging, export_format, draft, torch_dtype)
+        (staging / README).write_text(readme(export_format, draft, card), encoding="utf-8")
+    return ExportResult(
+        format=format_name,
+        path=out,
+        dtype=dtype,
+        nbytes=(out / WEIGHTS).stat().st_size,
+        digest=digest([file_digest(out / name) for name in (CONFIG, WEIGHTS)]),
+        loaders=export_format.loaders(draft),
+        commands=export_format.serve_commands(draft, DRAFT_FOLDER),
+        gates=check_export(out, export_format, draft, strategy, torch_dtype),
+    )
+
+
+def choose_formats(draft: CanonicalDraft, wanted: Sequence[str] | None = None) -> FormatChoice:
+    """All formats that can hold the draft, or exactly those `wanted`.
+
+    Raises:
+        ConfigError: a wanted format does not exist for this strategy, or cannot hold this draft.
+    """
+    names = format_names(draft.record.strategy) if wanted is None else list(wanted)
+    reasons = {name: load_format(draft.record.strategy, name).refusal(draft) for name in names}
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    for name, reason in refused.items():
+        if wanted is not None:
+            raise refusal_error(draft, name, reason)
+    return FormatChoice(tuple(name for name in names if name not in refused), refused)
+
+
+def refusal_error(draft: CanonicalDraft, format_name: str, reason: str) -> ConfigError:
+    """Names the formats that would do."""
+    strategy = draft.record.strategy
+    others = [name for name in format_names(strategy) if load_format(strategy, name).refusal(draft) is None]
+    advice = (
+        f"It can be exported as {', '.join(others)}" if others else "No format can hold it: train without this option"
+    )
+    return ConfigError(f"{draft.folder}: cannot be exported as {format_name}: {reason}. {advice}")
+
+
+def provenance(draft: CanonicalDraft) -> dict[str, Any]:
+    """What the exported weights are, by digests, and the options that no format has a key for."""
+    return {
+        "draftworks": version("draftworks"),
+        "strategy": draft.record.strategy,
+        "draft": draft.folder.name,
+        "weights_digest": draft.record.weights_digest,
+        "target_digest": draft.record.target_digest,
+        "options": dict(draft.config["options"]),
+    }
+
+
+def _write(folder: Path, export_format: ExportFormat, draft: CanonicalDraft, dtype: torch.dtype) -> None:
+    tensors = {name: rounded(tensor, dtype) for name, tensor in export_format.tensors(draft).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = export_format.config(draft, dtype) | {PROVENANCE: provenance(draft)}
+    publish_json(folder / CONFIG, config)

@@ -1,0 +1,221 @@
+"""Whether exported files are what a server needs: every silent failure of the loaders is a gate here that does not pass.
+
+Loaders fill what is missing, skip what they do not know and read ids as they understand them, without a word; so the
+files are read back and compared with the canonical draft before anybody is given them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.errors import DraftworksError, StoreError
+from draftworks.export.canonical import CanonicalDraft, rounded
+from draftworks.export.checkpoint_files import read_checkpoint
+from draftworks.export.export_format import DraftShape, ExportFormat
+from draftworks.export.names import READABLE
+from draftworks.export.same_logits import compare_with_reader
+from draftworks.export.vocabulary_tensors import vocabulary_problem
+
+LOGITS_TOLERANCE = 1e-5
+"""Largest difference of log probabilities, both computed in fp32, in shares of their range."""
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """A gate and whether the export passed it. `figures` are JSON-able."""
+
+    name: str
+    passed: bool
+    description: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a gate found."""
+
+    passed: bool
+    description: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExportedDraft:
+    """An exported folder beside the draft that it was made from. What cannot be read raises when it is asked for.
+
+    Attributes:
+        strategy: the canonical draft at work, its weights rounded to `dtype`.
+    """
+
+    folder: Path
+    export_format: ExportFormat
+    draft: CanonicalDraft
+    strategy: DraftStrategy
+    dtype: torch.dtype
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def shape(self) -> DraftShape:
+        """What its config.json says."""
+        return self.export_format.shape(self.config, self.draft.target)
+
+    @property
+    def described(self) -> DraftShape:
+        """What it should say."""
+        return self.export_format.described(self.draft)
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise StoreError(f"tensor {name} is missing")
+        return self.tensors[name]
+
+
+def check_export(
+    folder: Path, export_format: ExportFormat, draft: CanonicalDraft, strategy: DraftStrategy, dtype: torch.dtype
+) -> tuple[GateResult, ...]:
+    """All gates over an exported folder, in order. A bad export never raises.
+
+    Args:
+        strategy: `draft.strategy(dtype)`.
+    """
+    try:
+        found = read_checkpoint(folder)
+    except DraftworksError as error:
+        return (GateResult(READABLE, False, str(error)),)
+    export = ExportedDraft(folder, export_format, draft, strategy, dtype, found.config, found.tensors)
+    readable = GateResult(READABLE, True, f"{len(found.tensors)} tensors and config.json", {"bytes": found.nbytes})
+    return (readable, *(_judged(name, gate, export) for name, gate in GATES.items()))
+
+
+def _judged(name: str, gate: Callable[[ExportedDraft], Verdict], export: ExportedDraft) -> GateResult:
+    try:
+        verdict = gate(export)
+    except (DraftworksError, ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
+        text = str(error) if isinstance(error, DraftworksError) else f"{type(error).__name__}: {error}"
+        verdict = Verdict(False, text)
+    return GateResult(name, verdict.passed, verdict.description, verdict.figures)
+
+
+def _key_set(export: ExportedDraft) -> Verdict:
+    """By what the draft is, not by what config.json says of it, which has a gate of its own."""
+    expected = export.export_format.expected_tensors(export.described)
+    missing, extra = sorted(expected.keys() - export.tensors.keys()), sorted(export.tensors.keys() - expected.keys())
+    if missing or extra:
+        return Verdict(False, f"missing: {_named(missing)}; unknown to the loader: {_named(extra)}")
+    return Verdict(True, f"exactly the {len(expected)} tensors that the loader takes", {"tensors": len(expected)})
+
+
+def _shapes(export: ExportedDraft) -> Verdict:
+    expected = export.export_format.expected_tensors(export.described)
+    wrong = [
+        f"{name}: expected {expected[name]}, found {tuple(tensor.shape)}"
+        for name, tensor in export.tensors.items()
+        if name in expected and tuple(tensor.shape) != expected[name]
+    ]
+    return Verdict(not wrong, "; ".join(wrong) or "follow from the draft's sizes")
+
+
+def _equal(export: ExportedDraft) -> Verdict:
+    """Bit for bit, dtype included."""
+    expected = export.export_format.tensors(export.draft)
+    wrong = [
+        name
+        for name, tensor in expected.items()
+        if name not in export.tensors or not _same(rounded(tensor, export.dtype), export.tensors[name])
+    ]
+    if wrong:
+        return Verdict(False, f"not the draft's own after re-reading: {_named(wrong)}")
+    return Verdict(True, f"{len(expected)} tensors are the draft's own in {export.dtype}, bit for bit")
+
+
+def _finite(export: ExportedDraft) -> Verdict:
+    wrong = [name for name, tensor in export.tensors.items() if not bool(torch.isfinite(tensor).all())]
+    if wrong:
+        return Verdict(False, f"not finite: {_named(wrong)}")
+    largest = max(
+        (float(t.abs().max()) for t in export.tensors.values() if t.is_floating_point() and t.numel()), default=0
+    )
+    return Verdict(True, "all numbers are finite", {"largest": largest})
+
+
+def _vocabulary(export: ExportedDraft) -> Verdict:
+    shape = export.described
+    if "d2t" not in export.export_format.expected_tensors(shape):
+        return Verdict(True, "says all of the target's tokens: no mapping")
+    problem = vocabulary_problem(export.tensor("d2t"), export.tensor("t2d"), shape.vocab_size)
+    if problem:
+        return Verdict(False, problem)
+    return Verdict(
+        True, "d2t holds offsets that lead to the tokens of t2d", {"draft_tokens": export.tensor("d2t").numel()}
+    )
+
+
+def _fc_width(export: ExportedDraft) -> Verdict:
+    taps, hidden = len(export.shape.taps), export.shape.hidden_size
+    width = export.tensor("fc.weight").shape[-1]
+    figures = {"taps": taps, "hidden_size": hidden, "fc_inputs": width}
+    return Verdict(width == taps * hidden, f"fc reads {width} columns; {taps} layers of {hidden}", figures)
+
+
+def _layer_ids(export: ExportedDraft) -> Verdict:
+    found, expected = ([tap.hf_index for tap in taps] for taps in (export.shape.taps, export.draft.taps))
+    figures = {"hf_indices": found}
+    if found == expected:
+        return Verdict(True, f"name the streams that the draft was trained on, {found} as hf_index", figures)
+    return Verdict(False, f"name the streams {found} as hf_index, the draft was trained on {expected}", figures)
+
+
+def _config(export: ExportedDraft) -> Verdict:
+    wrong = export.described.differences(export.shape)
+    dtype = str(export.dtype).removeprefix("torch.")
+    if export.config.get("dtype") != dtype:
+        wrong.append(f"dtype: expected {dtype}, found {export.config.get('dtype')}")
+    return Verdict(not wrong, "; ".join(wrong) or "config.json describes the draft: sizes, norms, rope and options")
+
+
+def _same_logits(export: ExportedDraft) -> Verdict:
+    found = compare_with_reader(export.folder, export.export_format.name, export.draft, export.strategy, export.dtype)
+    said = (
+        f"an independent reader of the files and the draft differ by {found.largest:.1e} at most in {found.compared:,} "
+        f"log probabilities, {found.relative:.1e} of their range (allowed {LOGITS_TOLERANCE:g})"
+    )
+    figures = {"compared": found.compared, "contexts": list(found.contexts)}
+    if math.isfinite(found.largest):  # JSON has no other numbers
+        figures |= {"largest_difference": found.largest, "relative_difference": found.relative}
+    return Verdict(found.relative <= LOGITS_TOLERANCE, said, figures)
+
+
+GATES: dict[str, Callable[[ExportedDraft], Verdict]] = {
+    "key_set": _key_set,
+    "shapes": _shapes,
+    "tensors_equal": _equal,
+    "finite": _finite,
+    "vocabulary": _vocabulary,
+    "fc_width": _fc_width,
+    "layer_ids": _layer_ids,
+    "config_round_trip": _config,
+    "same_logits": _same_logits,
+}
+"""After `readable`; see `GATE_MEANINGS`."""
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    """Also where both are not a number in the same place: that is for another gate."""
+    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(_bits(ours), _bits(theirs))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "none"

@@ -1,0 +1,63 @@
+"""Options of our strategies for a draft that another system trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import ConfigError
+from draftworks.export.export_format import DraftShape
+from draftworks.identity import LayerTap
+from draftworks.strategies import StrategySpec, resolve_strategy
+
+
+def strategy_options(shape: DraftShape, parts: TargetParts, hints: Mapping[str, Any], where: str) -> Any:
+    """Typed options under which our strategy builds a draft of this shape.
+
+    A size that is the strategy's default for the target is left to it.
+
+    Args:
+        hints: options of the original training, where the checkpoint names them; what `shape` says comes first. Names that
+            are no options any more are passed over.
+
+    Raises:
+        ConfigError: a value that the strategy does not take.
+    """
+    spec = resolve_strategy(shape.strategy)
+    known = spec.options.model_fields
+    sizes = {
+        **_sizes(shape, parts),
+        "draft_vocab_size": shape.draft_vocab_size,
+        "num_layers": shape.num_layers,
+        "num_taps": len(shape.taps),
+        **shape.options,
+    }
+    values = {name: value for name, value in {**hints, **sizes}.items() if name in known}
+    if values.get("mask_token_id") == parts.vocab_size - 1:
+        values["mask_token_id"] = None
+    values["layer_ids"] = None
+    if _default_taps(spec, values, parts.num_layers, where) != shape.taps:
+        values["layer_ids"] = [tap.hf_index for tap in shape.taps]
+    return spec.parse_options(values, where=where)
+
+
+def _sizes(shape: DraftShape, parts: TargetParts) -> dict[str, int | None]:
+    defaults = {
+        "num_heads": parts.num_heads,
+        "num_kv_heads": min(parts.num_kv_heads, shape.num_heads),
+        "intermediate_size": parts.intermediate_size,
+    }
+    found = {name: getattr(shape, name) for name in defaults}
+    return {name: None if size == defaults[name] else size for name, size in found.items()}
+
+
+def _default_taps(
+    spec: StrategySpec, values: Mapping[str, Any], num_layers: int, where: str
+) -> tuple[LayerTap, ...] | None:
+    """None where a target of this depth has no default taps."""
+    options = spec.parse_options(dict(values), where=where)
+    try:
+        return spec.taps(num_layers, options)
+    except ConfigError:
+        return None

@@ -1,0 +1,127 @@
+"""From a checkpoint of other software to a draft of ours, to be measured or trained further."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftworks.data.vocab import VocabMapping
+from draftworks.drafts.draft_io import save_draft
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import ConfigError
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.canonical_weights import canonical_weights
+from draftworks.export.checkpoint_files import CONFIG, read_checkpoint, read_json
+from draftworks.export.export_format import DraftShape, ExportFormat, format_names, load_format
+from draftworks.export.exporting import PROVENANCE
+from draftworks.export.imported_options import strategy_options
+from draftworks.publishing import published_folder
+from draftworks.runs import VOCAB_FILE, TargetFiles
+from draftworks.strategies import available_strategies, resolve_strategy
+
+OWN = "draftworks"
+"""The format of our own canonical drafts."""
+
+
+@dataclass(frozen=True)
+class ImportedDraft:
+    """A canonical draft made from a checkpoint of `format`; the folder holds its vocabulary mapping too."""
+
+    folder: Path
+    format: str
+    strategy: str
+    options: dict[str, Any]
+    vocab: VocabMapping | None
+
+
+def import_draft(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
+    """Recognise a checkpoint and write it as a canonical draft into `out`, complete or not at all.
+
+    Known are our own drafts, speculators (EAGLE-3, DFlash), SGLang's EAGLE-3 with its relatives from SpecForge and
+    ModelOpt, and z-lab's DFlash. Weights become fp32 without loss.
+
+    Raises:
+        ConfigError: not one of these, or a draft that computes what no strategy here does, or one for a target of other
+            sizes.
+        StoreError: a file is missing or damaged, or tensors are missing, unknown or contradict each other.
+    """
+    config = read_json(source / CONFIG)
+    if {"strategy", "draft", "weights_digest"} <= config.keys():
+        return _import_own(source, target, out)
+    export_format = recognised_format(source, config)
+    parts = TargetParts.load(target)
+    shape = _shape(source, config, export_format, target)
+    _require_fit(source, shape, parts)
+    checkpoint = read_checkpoint(source)
+    weights = canonical_weights(checkpoint, export_format, shape, parts)
+    spec = resolve_strategy(shape.strategy)
+    vocab = VocabMapping(weights["d2t"].numpy(), weights["t2d"].numpy()) if spec.uses_vocab_mapping else None
+    origin = config.get(PROVENANCE) or {}
+    options = strategy_options(shape, parts, origin.get("options") or {}, where=str(source / CONFIG))
+    strategy = spec.load_factory()(options, parts, vocab, 0)
+    strategy.model.load_state_dict(weights)
+    imported = {"imported_from": source.name, "format": export_format.name, "origin": origin}
+    with published_folder(out) as staging:
+        save_draft(staging, strategy, target.digest, provenance=imported)
+        _save_vocab(staging, vocab)
+    return ImportedDraft(out, export_format.name, shape.strategy, options.model_dump(mode="json"), vocab)
+
+
+def recognised_format(source: Path, config: Mapping[str, Any]) -> ExportFormat:
+    """The format that a config.json is of. Raises ConfigError where it is none that is known."""
+    formats = [load_format(strategy, name) for strategy in available_strategies() for name in format_names(strategy)]
+    for export_format in formats:
+        if export_format.recognises(config):
+            return export_format
+    kind = config.get("speculators_model_type") or config.get("architectures") or config.get("model_type")
+    known = ", ".join(dict.fromkeys([OWN, *(found.name for found in formats)]))
+    raise ConfigError(f"{source / CONFIG}: a model of kind {kind!r}: not a draft that is known here ({known})")
+
+
+def _import_own(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
+    draft = CanonicalDraft.load(source, target)
+    strategy = draft.strategy()
+    with published_folder(out) as staging:
+        save_draft(staging, strategy, target.digest, provenance=draft.record.provenance)
+        _save_vocab(staging, draft.vocab)
+    return ImportedDraft(out, OWN, draft.record.strategy, dict(draft.config["options"]), draft.vocab)
+
+
+def _save_vocab(folder: Path, vocab: VocabMapping | None) -> None:
+    """Beside the draft, for the run files that want it as a file of its own."""
+    if vocab is not None:
+        vocab.save(folder / VOCAB_FILE)
+
+
+def _shape(source: Path, config: Mapping[str, Any], export_format: ExportFormat, target: TargetFiles) -> DraftShape:
+    """As the format reads it; its errors say where the file is."""
+    try:
+        return export_format.shape(config, target)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _require_fit(source: Path, shape: DraftShape, parts: TargetParts) -> None:
+    """Drafts here take head size, norm epsilon and rope from their target, so these cannot differ."""
+    wanted = {
+        "hidden_size": parts.hidden_size,
+        "vocab_size": parts.vocab_size,
+        "head_dim": parts.head_dim,
+        "rms_norm_eps": parts.rms_norm_eps,
+        "rope": dict(parts.rope),
+    }
+    wrong = [
+        f"{key}: expected {value}, found {getattr(shape, key)}"
+        for key, value in wanted.items()
+        if getattr(shape, key) != value
+    ]
+    outside = [tap.hf_index for tap in shape.taps if tap.hf_index >= parts.num_layers]
+    if outside:
+        wrong.append(f"layers {outside} as hf_index: the target has 0..{parts.num_layers - 1}")
+    if wrong:
+        raise ConfigError(
+            f"{source / CONFIG}: a draft for another target than {parts.num_layers} layers of {parts.hidden_size}, or one that "
+            f"does not take from its target what drafts here do: {'; '.join(wrong)}"
+        )

@@ -1,0 +1,73 @@
+"""Layer ids as each export format counts them. Torch-free: the one place where taps become ids and ids become taps.
+
+Two ways of counting are in use. "Layers passed" is `hf_index` itself; "layer output" is the 0-based number of the layer
+that wrote the stream, one less. A draft whose ids are counted the wrong way loads and runs, on its neighbour's streams.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from draftworks.errors import ConfigError
+from draftworks.identity import LayerTap
+
+
+@dataclass(frozen=True)
+class _Counting:
+    """A way of counting. The lowest id is 0 in both: no server takes the embeddings by -1."""
+
+    to_id: Callable[[LayerTap], int]
+    from_id: Callable[[int], LayerTap]
+
+
+_LAYERS_PASSED = _Counting(LayerTap.to_vllm, LayerTap.from_vllm)
+_LAYER_OUTPUT = _Counting(LayerTap.to_layer_output, LayerTap.from_layer_output)
+
+_COUNTING = {
+    # SGLang adds one itself when it is given ids; only its own default list is already counted as layers passed.
+    "sglang_eagle3": _LAYER_OUTPUT,
+    "speculators_eagle3": _LAYERS_PASSED,
+    "zlab_dflash": _LAYER_OUTPUT,
+    "speculators_dflash": _LAYERS_PASSED,
+}
+
+FORMATS = tuple(_COUNTING)
+
+
+def to_format(export_format: str, taps: Sequence[LayerTap]) -> list[int]:
+    """Ids of `taps` as `export_format` counts them.
+
+    Raises:
+        ConfigError: unknown format; taps that do not ascend; the embeddings, where a format has no id for them.
+    """
+    ids = [_counting(export_format).to_id(tap) for tap in taps]
+    return _checked(export_format, ids)
+
+
+def from_format(export_format: str, ids: Sequence[int]) -> tuple[LayerTap, ...]:
+    """Taps that `ids` name in `export_format`, in their order.
+
+    Raises:
+        ConfigError: unknown format; ids that are no integers, do not ascend, or are negative.
+    """
+    counting = _counting(export_format)
+    return tuple(counting.from_id(layer) for layer in _checked(export_format, ids))
+
+
+def _checked(export_format: str, ids: Sequence[int]) -> list[int]:
+    """Servers append streams in the order in which layers run, whatever the order of the ids: only an ascending list
+    says which columns of `fc` belong to which layer."""
+    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in ids)
+    if not ids or not whole or min(ids) < 0 or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+        raise ConfigError(f"{export_format}: layer ids: expected ascending integers from 0, found {list(ids)}")
+    return list(ids)
+
+
+def _counting(export_format: str) -> _Counting:
+    if export_format not in _COUNTING:
+        close = difflib.get_close_matches(export_format, FORMATS, n=2)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ConfigError(f"unknown export format {export_format!r}: {hint}Available: {', '.join(FORMATS)}")
+    return _COUNTING[export_format]

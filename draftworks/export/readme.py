@@ -1,0 +1,20 @@
+"""The README.md beside exported files: what a draft is worth, if that is known, who loads the files, and how."""
+
+from __future__ import annotations
+
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import ExportFormat
+from draftworks.export.names import DRAFT_FOLDER
+from draftworks.model_card import CARD as README
+
+__all__ = ["README", "readme"]
+
+
+def readme(export_format: ExportFormat, draft: CanonicalDraft, card: str) -> str:
+    """The model card, or a title where there is none, and a section about this folder."""
+    lines = [card.rstrip() if card else f"# {draft.record.strategy} draft of {draft.target.name}"]
+    lines += ["", "## Serving", "", f"Format `{export_format.name}`. Loaded by: {export_format.loaders(draft)}", ""]
+    for server, command in export_format.serve_commands(draft, DRAFT_FOLDER).items():
+        lines += [f"{server}:", "", "```", command, "```", ""]
+    lines.append("What the weights are, by digests, is under `provenance` in config.json.")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,66 @@
+"""Keys of config.json that speculators and vLLM read whatever the algorithm, and how the two find the target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from draftworks.errors import StoreError
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.hub import hub_file
+from draftworks.runs import TargetFiles
+
+SPECULATORS_VERSION = "0.9.0"
+
+
+def speculators_keys(algorithm: str, target: TargetFiles, tokens: int) -> dict[str, Any]:
+    """What speculators and vLLM read before anything else: the algorithm, and the target to load with the draft."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": model_path(target), "architectures": architectures(target)},
+        },
+    }
+
+
+def model_path(target: TargetFiles) -> str:
+    """The hub id, or the absolute path of a directory."""
+    return target.model if target.revision is not None else str(Path(target.model).resolve())
+
+
+def architectures(target: TargetFiles) -> list[str]:
+    """As the target's config.json says. Raises StoreError where it cannot be read."""
+    if target.revision is None:
+        path: Path | None = Path(target.model) / "config.json"
+    else:
+        path = hub_file(f"target {target.name}", target.model, target.revision, "config.json")
+    try:
+        return list(json.loads(path.read_text(encoding="utf-8")).get("architectures") or []) if path else []
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: the config of target {target.name} cannot be read: {error}") from error
+
+
+def vllm_commands(draft: CanonicalDraft, folder: str, method: str, tokens: int) -> dict[str, str]:
+    """vLLM takes the target from the draft's config.json, or is told of both."""
+    spelled = f'{{"model": "{folder}", "method": "{method}", "num_speculative_tokens": {tokens}}}'
+    return {
+        "vLLM": f"vllm serve {folder}",
+        "vLLM, target first": f"vllm serve {model_path(draft.target)} --speculative-config '{spelled}'",
+    }
+
+
+def is_speculators(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of the speculators library, whose class names others use too."""
+    return "speculators_model_type" in config

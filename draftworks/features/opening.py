@@ -1,0 +1,54 @@
+"""Opens the feature store that a run file names: the one place that knows which kinds there are."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from draftworks.errors import StoreError
+from draftworks.features.contracts import KeyedFeatureStore
+from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
+from draftworks.features.local_store import LocalFeatureStore
+
+if TYPE_CHECKING:
+    from draftworks.runs import StoreSpec  # it reads YAML, which a serving engine's environment may lack
+
+SHARD_BYTES = 256 << 20
+
+
+def open_store(spec: StoreSpec, shard_bytes: int = SHARD_BYTES) -> KeyedFeatureStore:
+    """The store of a kind at a place; made there if it is new.
+
+    Args:
+        shard_bytes: size at which a local store publishes a shard; the other kind has none.
+
+    Raises:
+        StoreError: the place cannot be a store, or is a shared one that is not mounted on this machine.
+    """
+    with _opening(spec):
+        if spec.kind == "local":
+            return LocalFeatureStore(spec.root, shard_bytes=shard_bytes)
+        if not spec.root.parent.is_dir():
+            # Made here, it would be a folder of this machine alone, under the name of what all are to share.
+            raise StoreError(f"{spec.root.parent}: expected the shared folder, found none. Mount it on this machine")
+        return KeyedSharedDirStore(spec.root)
+
+
+def open_store_to_write(spec: StoreSpec, shard_bytes: int = SHARD_BYTES) -> KeyedFeatureStore:
+    """As `open_store`; also StoreError where nothing can be written to it, before anything is computed for it."""
+    store = open_store(spec, shard_bytes)
+    with _opening(spec), tempfile.TemporaryFile(dir=spec.root):
+        return store
+
+
+@contextmanager
+def _opening(spec: StoreSpec) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"feature store {spec.root} ({spec.kind}): expected a folder that this user may write to, found: {error}. "
+            f"Correct its permissions, or name another one as features.root in registry/deployment.yaml"
+        ) from error

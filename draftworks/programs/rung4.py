@@ -1,0 +1,127 @@
+"""Rung 4 of an evaluation run: what was measured before is read, and only for the rest is the target loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from draftworks.data.chat import ChatTokenizer
+from draftworks.evaluation.collectives import from_rank_0, on_every_rank, rank
+from draftworks.evaluation.decoding import DecodingLimits
+from draftworks.evaluation.differences import Course
+from draftworks.evaluation.loop import LOOP_REVISION, Loop
+from draftworks.evaluation.loop_cache import Found, LoopCache, LoopIdentity
+from draftworks.evaluation.measure import Prompt
+from draftworks.evaluation.measurement import LoopMeasurement
+from draftworks.evaluation.prompt_acceptance import micro_mean
+from draftworks.identity import digest
+from draftworks.programs.assembly import Draft
+from draftworks.runs import EvaluateRun
+from draftworks.specs import CaptureSpec
+from draftworks.strategies import resolve_strategy
+
+
+@dataclass(frozen=True, eq=False)
+class Rung4:
+    """The loops of one draft.
+
+    Attributes:
+        weights_digest: of the draft that `draft.strategy` holds.
+        walks: rung 3 of the prompts' answers, by sample id.
+        say: tells whoever waits; called on every rank.
+    """
+
+    run: EvaluateRun
+    draft: Draft
+    weights_digest: str
+    prompts: Sequence[Prompt]
+    walks: Mapping[str, Course]
+    draft_tokens: int
+    device: torch.device
+    say: Callable[[str], None]
+
+    def measure(self) -> tuple[LoopMeasurement, ...]:
+        """One per temperature. A collective.
+
+        Raises:
+            StoreError: the folder of the cache cannot be used.
+        """
+        if not self.prompts:
+            return ()
+        identities = [self._identity(temperature) for temperature in self.run.evaluation.loop.temperatures]
+        cache = self._on_rank_0(self._cache)
+        found: list[Found] = self._on_rank_0(lambda: [Found() if cache is None else cache.find(i) for i in identities])
+        loops = []
+        for identity, one in zip(identities, found):
+            if one.problem is not None:
+                self.say(f"rung 4 is measured anew: {one.problem}")
+            measured = one.measurement or self._decoded(identity, cache)
+            loops.append(measured)
+            self.say(_told(measured, known=one.measurement is not None))
+        return tuple(loops)
+
+    def _decoded(self, identity: LoopIdentity, cache: LoopCache | None) -> LoopMeasurement:
+        """Kept as soon as it is measured: an interruption later on loses nothing of it."""
+        walks = self.walks if identity.temperature == 0 else None
+        measured = self._loop.measure(self.prompts, identity.temperature, walks)
+        self._on_rank_0(lambda: None if cache is None else cache.keep(identity, measured))
+        return measured
+
+    @cached_property
+    def _loop(self) -> Loop:
+        """With the target in memory."""
+        from draftworks.capture.hf import load_hf_engine
+
+        run, target = self.run, self.run.target
+        engine = load_hf_engine(target, CaptureSpec(compute_dtype=run.evaluation.loop.compute_dtype), self.device)
+        taps = resolve_strategy(run.strategy).taps(target.num_layers, self.draft.options)
+        return Loop(engine.model, self.draft.strategy, taps, self._limits, self.draft_tokens, run.seed, run.max_length)
+
+    @cached_property
+    def _limits(self) -> DecodingLimits:
+        return DecodingLimits(self.run.max_new_tokens, ChatTokenizer.load(self.run.target).eos_ids)
+
+    def _identity(self, temperature: float) -> LoopIdentity:
+        return LoopIdentity(
+            weights_digest=self.weights_digest,
+            strategy=self.run.strategy,
+            options=self.draft.options.identity(),
+            target_digest=self.run.target.digest,
+            prompts=self._prompts_digest(compared=temperature == 0),
+            temperature=temperature,
+            draft_tokens=self.draft_tokens,
+            stop_ids=tuple(self._limits.stop_ids),
+            max_new_tokens=self._limits.max_new_tokens,
+            max_length=self.run.max_length,
+            compute_dtype=self.run.evaluation.loop.compute_dtype,
+            seed=self.run.seed,
+            revision=LOOP_REVISION,
+        )
+
+    def _prompts_digest(self, compared: bool) -> str:
+        """Where the loop is compared with the walk, the walk decides what comes of it too."""
+        asked = [[prompt.sample_id, list(prompt.tokens)] for prompt in self.prompts]
+        return digest(
+            [asked, [self.walks[prompt.sample_id].to_json() for prompt in self.prompts] if compared else None]
+        )
+
+    def _cache(self) -> LoopCache | None:
+        return None if self.run.loop_cache is None else LoopCache.open(self.run.loop_cache)
+
+    @staticmethod
+    def _on_rank_0(action: Callable[[], object]):
+        """What it returns there, on every rank; its error too."""
+        return from_rank_0(on_every_rank(lambda: action() if rank() == 0 else None))
+
+
+def _told(loop: LoopMeasurement, known: bool) -> str:
+    told = (
+        f"{micro_mean(loop.prompts) or 0:.3f} accepted tokens per pass in the real loop at temperature "
+        f"{loop.temperature:g} (rung 4), {loop.speed_up:.2f} times the speed of plain decoding"
+    )
+    if not known or loop.occasion is None:
+        return told
+    return f"{told}; measured before, on {loop.occasion.device} at {loop.occasion.date:%Y-%m-%d %H:%M %Z}"

@@ -1,0 +1,144 @@
+"""SGLang's HTTP interface, as far as we use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from draftworks.errors import CaptureError, EngineError
+from draftworks.serving.sglang_hook import capture_hook
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """How a running server is set up, as it says itself.
+
+    Attributes:
+        layer_ids: layers whose outputs are captured; None if it captures none.
+        spool: where our hook writes; None if it has not loaded it.
+    """
+
+    version: str
+    model: str
+    revision: str | None
+    dtype: str
+    context: int | None
+    radix_cache: bool
+    chunked_prefill: bool
+    layer_ids: tuple[int, ...] | None
+    spool: Path | None
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A prompt, and SGLang's own sampling parameters for it."""
+
+    request_id: str
+    input_ids: Sequence[int]
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What SGLang answered to a prompt.
+
+    Attributes:
+        finish: SGLang's reason: `stop` (an end token, which is part of `output_ids`) or `length`.
+        cached_tokens: of the prompt, found in the prefix cache and not computed.
+    """
+
+    output_ids: tuple[int, ...]
+    finish: str
+    cached_tokens: int
+
+
+class SGLangClient:
+    """Talks to one server.
+
+    Raises (all methods):
+        EngineError: no connection, no answer in time, or an error of the server.
+        CaptureError: the server refuses a request (too long, for example).
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S))
+
+    def __enter__(self) -> SGLangClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def info(self) -> ServerInfo:
+        found = self._call("GET", "/server_info")
+        capturing = bool(found.get("enable_return_aux_hidden_states"))
+        layers = found.get("return_aux_hidden_state_layer_ids")
+        return ServerInfo(
+            version=str(found.get("version")),
+            model=str(found.get("model_path")),
+            revision=found.get("revision"),
+            dtype=str(found.get("dtype")),
+            context=found.get("context_length"),
+            radix_cache=not found.get("disable_radix_cache"),
+            chunked_prefill=found.get("chunked_prefill_size") != -1,
+            layer_ids=tuple(layers) if capturing and layers else None,
+            spool=_spool(found.get("forward_hooks") or []),
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text by the server's tokenizer, without special tokens."""
+        return self._call("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """One answer for each request, in their order; the server works on them together."""
+        answers = self._call(
+            "POST",
+            "/generate",
+            {
+                "rid": [request.request_id for request in requests],
+                "input_ids": [list(request.input_ids) for request in requests],
+                "sampling_params": [request.sampling for request in requests],
+            },
+        )
+        return [_generation(answer) for answer in answers]
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        where = f"SGLang at {self.url}"
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.TimeoutException as error:
+            raise EngineError(
+                f"{where} gave no answer to {path} within {self._timeout_s:g} s (sglang.request_timeout_s of the deployment)"
+            ) from error
+        except httpx.HTTPError as error:
+            raise EngineError(f"{where} cannot be reached ({path}): {type(error).__name__}: {error}") from error
+        if response.is_client_error:
+            raise CaptureError(f"{where} refuses {path} ({response.status_code}): {response.text[:500]}")
+        try:
+            response.raise_for_status()
+            return response.json()
+        except (httpx.HTTPStatusError, ValueError) as error:
+            raise EngineError(f"{where} failed on {path}: {error}: {response.text[:500]}") from error
+
+
+def _generation(answer: dict[str, Any]) -> Generation:
+    meta = answer["meta_info"]
+    return Generation(tuple(answer["output_ids"]), meta["finish_reason"]["type"], meta["cached_tokens"])
+
+
+def _spool(hooks: list[dict[str, Any]]) -> Path | None:
+    ours = f"{capture_hook.__module__}:{capture_hook.__name__}"
+    spools = [hook["config"]["spool"] for hook in hooks if hook.get("hook_factory") == ours]
+    return Path(spools[0]) if spools else None

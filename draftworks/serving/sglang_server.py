@@ -1,0 +1,260 @@
+"""SGLang as a process of ours: started, watched, stopped, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from draftworks import parent_death
+from draftworks.errors import ConfigError, EngineError
+from draftworks.serving.sglang_hook import SGLANG_VERSIONS, hook_option
+
+LOG_TAIL_LINES = 30
+_LOG_TAIL_BYTES = 32 << 10
+_POLL_S = 0.25
+_SPARE_CONTEXT = 16
+"""SGLang keeps some positions for itself; a sample as long as the target's context has to fit all the same."""
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "DAGSTER_PIPES_")
+"""Of the process group we may be a rank of: SGLang would take them for its own."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a server serves and how.
+
+    Attributes:
+        layer_ids: layers (0-based) whose outputs are captured, ascending; empty for a server that only generates.
+        spool: where hidden states are written; see draftworks.serving.spool.
+        device: `cpu` or `cuda`.
+        first_gpu: the first of `tp_size` GPUs.
+    """
+
+    model: str
+    revision: str | None
+    tokenizer: str
+    context: int
+    dtype: str
+    device: str
+    layer_ids: tuple[int, ...]
+    spool: Path
+    tp_size: int = 1
+    first_gpu: int = 0
+    mem_fraction: float | None = None
+    max_total_tokens: int | None = None
+    extra: tuple[str, ...] = ()
+
+    def arguments(self, port: int) -> list[str]:
+        """Of `sglang.launch_server`. A cached prefix or a prompt in chunks would lose hidden states, so both are off."""
+        values: dict[str, str | int | float | None] = {
+            "--model-path": self.model,
+            "--revision": self.revision,
+            "--tokenizer-path": self.tokenizer,
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--device": self.device,
+            "--dtype": self.dtype,
+            "--context-length": self.context + _SPARE_CONTEXT,
+            "--tp-size": self.tp_size,
+            "--base-gpu-id": self.first_gpu if self.device == "cuda" else None,
+            "--mem-fraction-static": self.mem_fraction,
+            "--max-total-tokens": self.max_total_tokens,
+            "--chunked-prefill-size": -1,
+        }
+        words = [str(word) for name, value in values.items() if value is not None for word in (name, value)]
+        return [*words, "--disable-radix-cache", "--sleep-on-idle", *self._capture(), *self.extra]
+
+    def _capture(self) -> list[str]:
+        if not self.layer_ids:
+            return []
+        named = ["--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"]  # the convention; no draft
+        layers = ["--return-aux-hidden-state-layer-ids", *map(str, self.layer_ids)]
+        # A replayed graph runs no hook, and prompts are where hidden states are taken.
+        graphs = ["--disable-prefill-cuda-graph"] if self.device == "cuda" else []
+        return [*named, *layers, *graphs, "--forward-hooks", hook_option(self.spool)]
+
+
+class SGLangServer:
+    """One server on a free port of the loopback interface.
+
+    Start it from a thread that lives as long as it is needed, best the main one: the kernel ends the server when the
+    *thread* that started it ends.
+
+    Args:
+        python: of the environment SGLang is installed in.
+        folder: for its log and a link to this package; created if absent.
+    """
+
+    def __init__(
+        self, python: Path, options: ServerOptions, folder: Path, start_timeout_s: float, grace_s: float
+    ) -> None:
+        self._python = python
+        self._options = options
+        self._folder = folder
+        self._start_timeout_s = start_timeout_s
+        self._grace_s = grace_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    @property
+    def log(self) -> Path:
+        return self._folder / "sglang.log"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start it and wait until it serves.
+
+        Raises:
+            ConfigError: there is no SGLang of a supported version at `python`.
+            EngineError: it ended or was not ready in time; with the end of its log.
+        """
+        require_version(self._python)
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._options.spool.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*_die_with_us(), str(self._python), "-m", "sglang.launch_server", *self._options.arguments(port)],
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """End it and all its processes: asked first, killed after the grace."""
+        if self._process is None:
+            return
+        tree = _descendants(self._process.pid)
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(self._grace_s)
+        except subprocess.TimeoutExpired:
+            tree = {*tree, *_descendants(self._process.pid)}
+            self._process.kill()
+            self._process.wait()
+        for process in tree:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(tree, timeout=self._grace_s)
+        self._process = None
+
+    def log_tail(self) -> str:
+        """The last lines of its log, indented."""
+        with self.log.open("rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LOG_TAIL_BYTES))
+            lines = stream.read().decode("utf-8", errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        while time.monotonic() < deadline:
+            if not self.runs():
+                code = self._process.returncode if self._process else None
+                raise EngineError(
+                    f"SGLang ended with code {code} before it served. The end of {self.log}:\n{self.log_tail()}"
+                )
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == httpx.codes.OK:
+                    return
+            time.sleep(_POLL_S)
+        raise EngineError(
+            f"SGLang was not ready within {self._start_timeout_s:g} s (sglang.start_timeout_s of the deployment). "
+            f"The end of {self.log}:\n{self.log_tail()}"
+        )
+
+    def _environment(self) -> dict[str, str]:
+        """Ours, without what speaks of our own process group, and with this package where SGLang finds its hook.
+
+        The package is reached through a folder with nothing but a link to it, so that SGLang sees none of the libraries
+        that are installed beside it.
+        """
+        own = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
+        own |= {
+            "PYTHONPATH": str(_linked_package(self._folder / "package")),
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        }
+        if self._options.revision is None:
+            own["HF_HUB_OFFLINE"] = "1"
+        if self._options.device == "cpu" and self._options.tp_size > 1:
+            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self._options.tp_size)))  # a core for each rank
+        return own
+
+
+def require_version(python: Path) -> str:
+    """The version of SGLang that a Python has.
+
+    Raises:
+        ConfigError: no such Python, no SGLang, or a version whose inner types the capture hook does not know.
+    """
+    asked = "import importlib.metadata as m; print(m.version('sglang'))"
+    where = f"SGLang's Python {python} (sglang.python of the deployment)"
+    try:
+        done = subprocess.run([python, "-c", asked], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{where} cannot be run: {error}. `make sglang-env` makes an environment for CPU") from error
+    if done.returncode != 0:
+        raise ConfigError(f"{where} has no SGLang: {done.stderr.strip().splitlines()[-1:]}. Install it there")
+    version = done.stdout.strip()
+    check_version(version, where)
+    return version
+
+
+def check_version(version: str, where: str) -> None:
+    """ConfigError unless the capture hook was made for this version of SGLang."""
+    if version not in SGLANG_VERSIONS:
+        raise ConfigError(
+            f"{where}: expected SGLang {' or '.join(SGLANG_VERSIONS)}, whose inner types the capture hook reads, "
+            f"found {version}. Install that version"
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _die_with_us() -> list[str]:
+    """The words before a command that make the kernel end it when this process ends."""
+    if sys.platform != "linux":
+        return []
+    return [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
+
+
+def _descendants(pid: int) -> set[psutil.Process]:
+    try:
+        return set(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def _linked_package(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "draftworks"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(parent_death.__file__).resolve().parent, target_is_directory=True)
+    return folder

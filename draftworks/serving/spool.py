@@ -1,0 +1,113 @@
+"""The folder through which a serving engine hands hidden states to us: a safetensors file for each pass over a request.
+
+    spool/{request id}.{start}.safetensors     complete: it appears by a rename
+    spool/{request id}.failed                  why the engine could not write it, as text
+
+The writer runs inside the engine, the reader in our process on the same machine. Nothing here is kept: the reader takes
+what it asked for, checks it, and puts it into the feature store. Needs torch and safetensors only.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftworks.errors import CaptureError
+
+SPOOL_SCHEMA = "draftworks.spool.1"
+_OURS = "draftworks-"
+_WITH_LOGITS = f"{_OURS}logits-"
+
+
+def new_request_id(with_logits: bool = False) -> str:
+    """An id that makes the engine write this request's states, and its next-token logits if asked to."""
+    return f"{_WITH_LOGITS if with_logits else _OURS}{uuid.uuid4().hex}"
+
+
+def is_captured(request_id: str) -> bool:
+    """Whether the states of a request are to be written: only ours, not those of a health check or of other clients."""
+    return request_id.startswith(_OURS)
+
+
+def wants_logits(request_id: str) -> bool:
+    return request_id.startswith(_WITH_LOGITS)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One forward pass over `T` consecutive tokens of a request. A sound capture is one part that begins at 0.
+
+    Attributes:
+        start: tokens before these, which came from a cache or from an earlier pass.
+        input_ids: (T,), int64.
+        taps: (T, k * H), the tapped streams side by side in ascending order.
+        last: (T, H), after the final norm.
+        logits: (V,), of the token after the last, as the engine samples from it; None if not asked for.
+    """
+
+    start: int
+    input_ids: Tensor
+    taps: Tensor
+    last: Tensor
+    logits: Tensor | None = None
+
+
+def write_part(spool: Path, request_id: str, part: Part) -> None:
+    """Make a part appear in the spool, complete. Tensors may be on any device."""
+    tensors = {"input_ids": part.input_ids, "taps": part.taps, "last": part.last}
+    if part.logits is not None:
+        tensors["logits"] = part.logits
+    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    path = spool / f"{request_id}.{part.start}.safetensors"
+    staging = path.with_suffix(".tmp")
+    save_file(own, staging, metadata={"schema": SPOOL_SCHEMA, "start": str(part.start)})
+    os.replace(staging, path)
+
+
+def write_failure(spool: Path, request_id: str, reason: str) -> None:
+    """Tell the reader why there is no part."""
+    (spool / f"{request_id}.failed").write_text(reason, encoding="utf-8")
+
+
+def take_parts(spool: Path, request_id: str) -> list[Part]:
+    """All parts of a finished request in the order of their tokens, removed from the spool; none if there are none.
+
+    Raises:
+        CaptureError: the engine failed to write one, or a file is damaged or of another schema.
+    """
+    failed = spool / f"{request_id}.failed"
+    try:
+        if failed.exists():
+            raise CaptureError(f"the engine could not write hidden states: {failed.read_text(encoding='utf-8')}")
+        return sorted(map(_read, spool.glob(f"{request_id}.*.safetensors")), key=lambda part: part.start)
+    finally:
+        discard_parts(spool, [request_id])
+
+
+def discard_parts(spool: Path, request_ids: Iterable[str]) -> None:
+    """Remove whatever the spool has of these requests."""
+    for request_id in request_ids:
+        for path in spool.glob(f"{request_id}.*"):
+            path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Part:
+    try:
+        with safe_open(path, framework="pt") as stream:
+            found = stream.metadata() or {}
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a mapping
+    except (SafetensorError, OSError) as error:
+        raise CaptureError(f"{path} is not a readable safetensors file: {error}") from error
+    if found.get("schema") != SPOOL_SCHEMA:
+        raise CaptureError(
+            f"{path} has schema {found.get('schema')!r}, expected {SPOOL_SCHEMA!r}: the engine loaded a hook of another "
+            "version of Draftworks. Start it with the one that is installed here"
+        )
+    return Part(int(found["start"]), tensors["input_ids"], tensors["taps"], tensors["last"], tensors.get("logits"))

@@ -1,0 +1,31 @@
+"""The draft strategies this platform knows, by name. Torch-free: factories are dotted paths, imported where work is done."""
+
+from draftworks.strategies.dflash import DFLASH, DFlashOptions, dflash_taps
+from draftworks.strategies.eagle3 import EAGLE3, Eagle3Options, eagle3_taps
+from draftworks.strategies.spec import (
+    ExportSpec,
+    StrategyOptions,
+    StrategySpec,
+    TargetSizes,
+    available_strategies,
+    load_dotted,
+    register_strategy,
+    resolve_strategy,
+)
+
+__all__ = [
+    "DFLASH",
+    "EAGLE3",
+    "DFlashOptions",
+    "Eagle3Options",
+    "ExportSpec",
+    "StrategyOptions",
+    "StrategySpec",
+    "TargetSizes",
+    "available_strategies",
+    "dflash_taps",
+    "eagle3_taps",
+    "load_dotted",
+    "register_strategy",
+    "resolve_strategy",
+]

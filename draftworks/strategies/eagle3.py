@@ -1,0 +1,88 @@
+"""EAGLE-3: its options, and what it needs of a target."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from draftworks.identity import LayerTap
+from draftworks.strategies.spec import ExportSpec, StrategyOptions, StrategySpec, register_strategy
+from draftworks.strategies.taps import checked_taps
+
+
+class Eagle3Options(StrategyOptions):
+    """EAGLE-3: one decoder layer over fused taps of the target, trained on its own outputs (test-time training)."""
+
+    structural = ("fc_norm", "norm_output", "feedback")
+
+    ttt_length: int = Field(
+        7, ge=1, le=32, description="Draft steps unrolled in training; what one proposal can accept."
+    )
+    draft_vocab_size: int = Field(32000, ge=8, description="Most frequent supervised tokens the head predicts.")
+    layer_ids: list[int] | None = Field(
+        None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
+    )
+    intermediate_size: int | None = Field(None, gt=0, description="Of the MLP; default the target's.")
+    num_heads: int | None = Field(None, gt=0, description="Default the target's.")
+    num_kv_heads: int | None = Field(None, gt=0, description="Default the target's.")
+    step_decay: float = Field(0.8, gt=0, le=1, description="Weight of step i's loss is step_decay ** i.")
+    loss: Literal["token_mean", "specforge"] = Field(
+        "token_mean", description="Normalisation: by supervised tokens, or the reference's mean over all positions."
+    )
+    fc_norm: bool = Field(False, description="EAGLE-3.1: every tap gets a norm of its own before they are fused.")
+    norm_output: bool = Field(
+        True, description="The head reads the normed state. False as SpecForge means it; no server can be told so."
+    )
+    feedback: Literal["pre_norm", "post_norm"] = Field(
+        "pre_norm",
+        description="State that the next step takes over. EAGLE-3.1 of speculators, vLLM and SGLang is post_norm.",
+    )
+    objective: Literal["ce", "lk_alpha", "lk_lambda"] = Field(
+        "ce", description="Cross-entropy with the target, log acceptance probability, or the two blended (LK losses)."
+    )
+    kl_scale: float = Field(1.0, ge=0, description="lk_lambda: share of cross-entropy where nothing is accepted.")
+    kl_decay: float = Field(1.0, ge=0, description="lk_lambda: how fast that share falls as acceptance grows.")
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Eagle3Options:
+        if not self.norm_output and self.feedback == "post_norm":
+            raise ValueError("feedback post_norm feeds back the normed output, but norm_output is false: change one")
+        if self.objective != "lk_lambda" and (self.kl_scale, self.kl_decay) != (1.0, 1.0):
+            raise ValueError(f"kl_scale and kl_decay belong to objective lk_lambda, but objective is {self.objective}")
+        return self
+
+
+def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]:
+    """The taps of EAGLE-3, ascending: three unless the options name others.
+
+    Raises:
+        ConfigError: a tap is not inside the target, or taps collide.
+    """
+    default = [2, num_layers // 2, num_layers - 3]
+    count = len(default if options.layer_ids is None else options.layer_ids)
+    return checked_taps("eagle3", options.layer_ids, default, num_layers, count)
+
+
+EAGLE3 = register_strategy(
+    StrategySpec(
+        name="eagle3",
+        description="EAGLE-3: autoregressive draft of one decoder layer over fused layers of the target.",
+        options=Eagle3Options,
+        taps=eagle3_taps,
+        factory="draftworks.drafts.eagle3:Eagle3Strategy",
+        uses_vocab_mapping=True,
+        exports=(
+            ExportSpec(
+                name="sglang_eagle3",
+                description="SGLang, and what reads its layout. fc_norm and other than three taps need its #24663 (May 2026).",
+                factory="draftworks.export.sglang_eagle3:SglangEagle3",
+            ),
+            ExportSpec(
+                name="speculators_eagle3",
+                description="speculators 0.9.0 and vLLM.",
+                factory="draftworks.export.speculators_eagle3:SpeculatorsEagle3",
+            ),
+        ),
+    )
+)

@@ -1,0 +1,141 @@
+"""Exports: a draft in the formats of servers, with gates that no wrong file passes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from draftworks.artifacts import Artifact, Built
+from draftworks.export.names import DRAFT_FOLDER, GATE_MEANINGS, READABLE
+from draftworks.identity import digest, file_digest
+from draftworks.model_card import CARD
+from draftworks.runs import ExportRun, TargetFiles
+from draftworks.specs import ExportSettings
+from draftworks.strategies import StrategySpec
+from resources.torch_launcher import TorchLauncher
+from resources.workspace import Workspace
+from spec_assets.common import asset, checked_partition, draft_of, launch, obtained, shown, target_with_strategy, told
+from spec_assets.metadata import human_bytes, table
+
+GROUP = "exports"
+
+
+def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
+    """The asset `{strategy}_export`. It comes after the report, whose model card goes beside the weights."""
+    formats = ", ".join(spec.name for spec in strategy.exports)
+
+    @asset(
+        group=GROUP,
+        kinds=["safetensors"],
+        name=f"{strategy.name}_export",
+        description=f"The {strategy.name} draft as servers load it, a folder for each format that can hold it: {formats}.",
+        deps=["target_model", "recipe", f"{strategy.name}_draft", f"{strategy.name}_report"],
+        optional=True,
+    )
+    def export(
+        context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
+    ) -> dg.MaterializeResult:
+        target = target_with_strategy(context, workspace, strategy)
+        draft = draft_of(workspace, strategy, target)
+        files, settings = workspace.target_files(target.name), target.strategies[strategy.name].export
+        card = card_of(workspace, strategy, draft)
+
+        def build(out: Path) -> Built:
+            run = ExportRun(out=out, target=files, draft=draft.path, export=settings, card=card)
+            job = launch(context, launcher, workspace, "export", run, processes=1, device="cpu")
+            made = job.report["formats"]
+            return Built(digest({name: result["digest"] for name, result in made.items()}), job.report)
+
+        artifact = obtained(context, workspace, export_identity(strategy, draft, files, settings, card), build)
+        for name, reason in artifact.summary["refused"].items():
+            context.log.warning(f"not exported as {name}: {reason}")
+        return shown(context, artifact, export_metadata(artifact))
+
+    return export
+
+
+def card_of(workspace: Workspace, strategy: StrategySpec, draft: Artifact) -> Path | None:
+    """The model card of the draft; None if its report is still that of another draft."""
+    report = workspace.artifacts.find(f"{strategy.name}_report", draft.target)
+    if report is None or report.identity["draft"] != draft.data_version:
+        return None
+    return report.path / CARD
+
+
+def export_identity(
+    strategy: StrategySpec, draft: Artifact, files: TargetFiles, settings: ExportSettings, card: Path | None
+) -> dict[str, Any]:
+    """Also where the target is, since some formats lead the server to it, and which formats there are."""
+    return {
+        "draft": draft.path.name,
+        "weights": draft.data_version,
+        "target": [files.digest, files.model, files.revision],
+        "settings": settings.model_dump(),
+        "formats": [spec.name for spec in strategy.exports],
+        "card": None if card is None else file_digest(card),
+    }
+
+
+def export_metadata(artifact: Artifact) -> dict[str, Any]:
+    """What was written where, for whom, and how to serve it."""
+    made: dict[str, Any] = artifact.summary["formats"]
+    rows = [
+        (name, result["dtype"], human_bytes(result["nbytes"]), result["loaders"], artifact.path / name)
+        for name, result in made.items()
+    ]
+    metadata: dict[str, Any] = {
+        "formats": table(("format", "dtype", "size", "loaded by", "folder"), rows),
+        "serving": dg.MetadataValue.md("\n\n".join(_serving(artifact))),
+        "weights_digest": artifact.summary["weights_digest"],
+        "model_card": artifact.identity["card"] is not None,
+    }
+    refused = artifact.summary["refused"]
+    return metadata | ({"left_out": table(("format", "why"), refused.items())} if refused else {})
+
+
+def _serving(artifact: Artifact) -> Iterator[str]:
+    for name, result in artifact.summary["formats"].items():
+        for server, command in result["commands"].items():
+            yield f"{server} (`{name}`):\n\n```\n{command.replace(DRAFT_FOLDER, str(artifact.path / name))}\n```"
+
+
+def export_checks(strategy: StrategySpec) -> dg.AssetChecksDefinition:
+    """A check for each gate, over all formats, in one step, which is skipped with the export of a target that has none."""
+    name = f"{strategy.name}_export"
+    specs = [
+        dg.AssetCheckSpec(gate, asset=name, blocking=True, description=meaning)
+        for gate, meaning in GATE_MEANINGS.items()
+    ]
+
+    @dg.multi_asset_check(name=f"{name}_gates", specs=specs)
+    def gates(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> Iterator[dg.AssetCheckResult]:
+        made = workspace.artifacts.current(name, checked_partition(context)).summary["formats"]
+        for gate in GATE_MEANINGS:
+            yield told(context, gate_result(name, gate, made))
+
+    return gates
+
+
+def gate_result(asset_name: str, gate: str, made: dict[str, Any]) -> dg.AssetCheckResult:
+    """One gate over all formats. Where the files could not be read, no other gate was looked at, and none is passed."""
+    found = {name: _gate_of(result, gate) for name, result in made.items()}
+    failed = {name: one for name, one in found.items() if not one["passed"]}
+    described = failed or found
+    figures = {f"{name}_{key}": value for name, one in found.items() for key, value in one["figures"].items()}
+    return dg.AssetCheckResult(
+        asset_key=asset_name,
+        check_name=gate,
+        passed=not failed,
+        severity=dg.AssetCheckSeverity.ERROR,
+        description="; ".join(f"{name}: {one['description']}" for name, one in described.items())
+        or "nothing was exported",
+        metadata={key: dg.MetadataValue.json(v) if isinstance(v, list) else v for key, v in figures.items()},
+    )
+
+
+def _gate_of(result: dict[str, Any], gate: str) -> dict[str, Any]:
+    for one in result["gates"]:
+        if one["name"] == gate:
+            return one
+    return {"passed": False, "description": f"not looked at: the gate `{READABLE}` was not passed", "figures": {}}

@@ -1,0 +1,129 @@
+"""An HTTP server with the answers of a real SGLang 0.5.23, and a host around it whose faults a test chooses."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftworks.capture.sglang_hosts import ExternalHost
+from draftworks.serving.sglang_client import SGLangClient
+from draftworks.serving.sglang_hook import hook_option
+from draftworks.serving.spool import Part, write_part
+
+HIDDEN = 8
+VOCAB = 50
+
+
+def server_info(model: str, spool: Path, **changes: Any) -> dict[str, Any]:
+    """What we read of the answer to /server_info, recorded from a server that was set up for capture."""
+    recorded = {
+        "version": "0.5.23",
+        "model_path": model,
+        "revision": None,
+        "dtype": "float32",
+        "context_length": 528,
+        "disable_radix_cache": True,
+        "chunked_prefill_size": -1,
+        "enable_return_aux_hidden_states": True,
+        "return_aux_hidden_state_layer_ids": [1, 3],
+        "forward_hooks": json.loads(hook_option(spool)),
+    }
+    return {**recorded, **changes}
+
+
+def generated(request_id: str, prompt: list[int]) -> dict[str, Any]:
+    """Recorded shape of one answer of /generate."""
+    meta = {"id": request_id, "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": len(prompt)}
+    return {"text": " in", "output_ids": [297], "meta_info": {**meta, "completion_tokens": 1, "cached_tokens": 0}}
+
+
+class FakeSGLang:
+    """Writes a part for every prompt: row t of tap k is filled with `100 * k + id of token t`.
+
+    Attributes:
+        info: the answer to /server_info.
+        failures: status codes of the next answers to /generate; 0 closes the connection.
+        delay_s: before every answer to /generate.
+        refused: prompts that hold this id are refused.
+        asked: bodies of /generate.
+    """
+
+    def __init__(self, info: dict[str, Any], spool: Path) -> None:
+        self.info = info
+        self.spool = spool
+        self.failures: list[int] = []
+        self.delay_s = 0.0
+        self.refused = -1
+        self.asked: list[dict[str, Any]] = []
+        self.url = ""
+
+    def generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        self.asked.append(body)
+        time.sleep(self.delay_s)
+        if self.failures:
+            return self.failures.pop(0), {"error": {"message": "out of memory"}}
+        if any(self.refused in prompt for prompt in body["input_ids"]):
+            return 400, {"error": {"message": "The input is longer than the model's context length."}}
+        for request_id, prompt in zip(body["rid"], body["input_ids"], strict=True):
+            write_part(self.spool, request_id, part_of(prompt))
+        return 200, [generated(*each) for each in zip(body["rid"], body["input_ids"], strict=True)]
+
+
+def part_of(prompt: list[int], start: int = 0) -> Part:
+    ids = torch.tensor(prompt)
+    rows = ids[:, None].float().expand(-1, HIDDEN)
+    return Part(start, ids, torch.cat([rows + 200, rows + 400], dim=1), rows, torch.zeros(VOCAB))
+
+
+@contextmanager
+def fake_sglang(spool: Path, **changes: Any) -> Iterator[FakeSGLang]:
+    spool.mkdir(parents=True, exist_ok=True)
+    fake = FakeSGLang(server_info("models/toy", spool, **changes), spool)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(200, fake.info)
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.answer(*fake.generate(body))
+
+        def answer(self, status: int, value: Any) -> None:
+            if status == 0:
+                return
+            content = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args: Any) -> None:
+            """A test's output is its own."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    fake.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class RevivedHost(ExternalHost):
+    """Counts how often it was asked to revive."""
+
+    def __init__(self, fake: FakeSGLang, timeout_s: float = 5.0) -> None:
+        super().__init__(SGLangClient(fake.url, timeout_s), fake.spool, (1, 3))
+        self.revivals = 0
+
+    def revive(self, error: Exception) -> None:
+        self.revivals += 1

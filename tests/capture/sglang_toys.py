@@ -1,0 +1,81 @@
+"""Targets and servers for the tests of capture through real SGLang."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from draftworks.capture.engine import EnginePlace, load_engine
+from draftworks.capture.sglang_engine import SGLangServerEngine
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.identity import LayerTap
+from draftworks.runs import TargetFiles
+from draftworks.serving.sglang_server import ServerOptions, SGLangServer
+from draftworks.specs import CaptureSpec, SGLangSpec
+
+ROOT = Path(__file__).resolve().parents[2]
+SGLANG = SGLangSpec(python=str(ROOT / ".venv-sglang" / "bin" / "python"), start_timeout_s=240, grace_s=10)
+CPU = torch.device("cpu")
+CHUNK = 16
+
+
+def capture_spec(**server) -> CaptureSpec:
+    return CaptureSpec(backend="sglang_server", compute_dtype="float32", dtype="float32", device="cpu", server=server)
+
+
+def taps_of(target: TargetFiles) -> tuple[LayerTap, ...]:
+    """All that SGLang can capture: every tap but the embeddings."""
+    return tuple(LayerTap(k) for k in range(1, target.num_layers))
+
+
+def sglang_engine(target: TargetFiles, folder: Path, taps: tuple[LayerTap, ...] | None, **server) -> SGLangServerEngine:
+    place = EnginePlace(folder, taps, lambda: TargetParts.load(target).head, SGLANG)
+    engine = load_engine(target, capture_spec(**server), CPU, place)
+    assert isinstance(engine, SGLangServerEngine)
+    return engine
+
+
+def random_qwen3(folder: Path, tokenizer: Path) -> TargetFiles:
+    """A Qwen3 of random weights, with the tokenizer of another target."""
+    config = Qwen3Config(
+        vocab_size=2048, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer / name, folder / name)
+    return TargetFiles(
+        name="qwen3", model=str(folder), tokenizer=str(folder), digest="0" * 16, tokenizer_digest="1" * 16,
+        num_layers=4, hidden_size=64, vocab_size=2048, context=256,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LossyOptions(ServerOptions):
+    """A server as it starts by default, with a prefix cache and prompts in (short) chunks: it loses hidden states."""
+
+    def arguments(self, port: int) -> list[str]:
+        kept = [word for word in super().arguments(port) if word != "--disable-radix-cache"]
+        return [*kept, "--chunked-prefill-size", str(CHUNK)]
+
+
+def lossy_options(target: TargetFiles, folder: Path) -> LossyOptions:
+    return LossyOptions(
+        model=target.model, revision=None, tokenizer=target.tokenizer, context=target.context, dtype="float32",
+        device="cpu", layer_ids=(1, 3), spool=folder / "spool", mem_fraction=0.8, max_total_tokens=2048,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    options = lossy_options(TargetFiles.model_validate_json(sys.argv[2]), folder)
+    server = SGLangServer(Path(SGLANG.python), options, folder, SGLANG.start_timeout_s, SGLANG.grace_s)
+    server.start()
+    print(server.url, server.pid, flush=True)
+    sys.stdin.read()

@@ -1,0 +1,157 @@
+"""The SGLang engine against a stand-in with recorded answers: what is asked, what is checked, what is tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang, part_of
+
+from draftworks.capture.engine import engine_identity
+from draftworks.capture.sglang_engine import SGLangServerEngine, sampling_parameters, whole_part
+from draftworks.errors import CaptureError, EngineError
+from draftworks.identity import LayerTap
+from draftworks.runs import TargetFiles
+from draftworks.serving.sglang_client import SGLangClient
+from draftworks.specs import CaptureSpec, ResponseSpec
+
+TARGET = TargetFiles(
+    name="toy", model="models/toy", tokenizer="models/toy", digest="0" * 16, tokenizer_digest="1" * 16,
+    num_layers=6, hidden_size=HIDDEN, vocab_size=VOCAB, context=32,
+)  # fmt: skip
+ROWS = [[7, 3, 9], [4], [5, 6, 7, 8]]
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[FakeSGLang]:
+    with fake_sglang(tmp_path / "spool") as fake:
+        yield fake
+
+
+def engine_on(fake: FakeSGLang, attempts: int = 3, timeout_s: float = 5.0) -> SGLangServerEngine:
+    identity = engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
+    return SGLangServerEngine(TARGET, identity, RevivedHost(fake, timeout_s), lambda: torch.eye(HIDDEN), attempts)
+
+
+@pytest.fixture(autouse=True)
+def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftworks.capture.sglang_engine._LONGEST_WAIT_S", 0.0)
+
+
+def test_streams_are_cut_out_of_what_the_server_captures(fake):
+    streams = engine_on(fake).capture(ROWS, [LayerTap(4), LayerTap(2)])
+    for row, found in zip(ROWS, streams, strict=True):
+        ids = torch.tensor(row, dtype=torch.float32)[:, None].expand(-1, HIDDEN)
+        assert torch.equal(found["hf2"], ids + 200)
+        assert torch.equal(found["hf4"], ids + 400)
+        assert torch.equal(found["last"], ids)
+    assert list(fake.spool.iterdir()) == []
+
+
+def test_one_token_is_asked_for_and_every_request_has_an_id_of_its_own(fake):
+    engine = engine_on(fake)
+    engine.capture(ROWS, [])
+    engine.capture(ROWS, [])
+    ids = [request_id for body in fake.asked for request_id in body["rid"]]
+    assert len(set(ids)) == 2 * len(ROWS)
+    assert {each["max_new_tokens"] for body in fake.asked for each in body["sampling_params"]} == {1}
+
+
+def test_what_cannot_be_right_is_never_sent(fake):
+    engine = engine_on(fake)
+    with pytest.raises(CaptureError, match=r"row 1 has 33 tokens, expected 1 to 32"):
+        engine.capture([[1], [1] * 33], [])
+    with pytest.raises(CaptureError, match=r"token ids 3..50, expected 0..49"):  # it would end the server
+        engine.capture([[3, 50]], [])
+    with pytest.raises(CaptureError, match=r"layer taps \[6\] are outside the target"):
+        engine.capture([[1]], [LayerTap(6)])
+    with pytest.raises(CaptureError, match=r"tap hf3 is not among those the server captures: hf2, hf4"):
+        engine.capture([[1]], [LayerTap(3)])
+    assert fake.asked == []
+
+
+@pytest.mark.parametrize("failure", [500, 0], ids=["server error", "connection lost"])
+def test_a_failing_batch_is_tried_again_after_a_revival(fake, failure):
+    fake.failures = [failure, failure]
+    engine = engine_on(fake)
+    assert len(engine.capture(ROWS, [])) == len(ROWS)
+    assert engine._host.revivals == 2
+
+
+def test_after_the_last_attempt_the_error_is_told_and_the_spool_is_clean(fake):
+    fake.failures = [500, 500, 500]
+    engine = engine_on(fake)
+    with pytest.raises(EngineError, match=r"(?s)SGLang at http://127.*failed on /generate: .*500.*out of memory"):
+        engine.capture(ROWS, [])
+    assert engine._host.revivals == 2
+    assert list(fake.spool.iterdir()) == []
+
+
+def test_a_refused_request_is_not_tried_again(fake):
+    fake.refused = 4
+    engine = engine_on(fake)
+    with pytest.raises(CaptureError, match=r"refuses /generate \(400\): .*longer than the model's context"):
+        engine.capture(ROWS, [])
+    assert len(fake.asked) == 1
+    assert engine._host.revivals == 0
+
+
+def test_a_server_that_does_not_answer_in_time_is_told(fake):
+    fake.delay_s = 1.0
+    with pytest.raises(EngineError, match=r"gave no answer to /generate within 0.2 s \(sglang.request_timeout_s"):
+        engine_on(fake, attempts=1, timeout_s=0.2).capture(ROWS, [])
+
+
+def test_a_server_that_is_not_there_is_told():
+    with pytest.raises(EngineError, match=r"SGLang at http://127.0.0.1:9 cannot be reached"):
+        SGLangClient("http://127.0.0.1:9", 1).info()
+
+
+def test_rows_from_a_cache_in_chunks_or_of_other_tokens_are_refused():
+    row = [1, 2, 3, 4]
+    assert whole_part([part_of(row)], row, 0).start == 0
+    with pytest.raises(CaptureError, match="wrote no hidden states of a row of 4 tokens"):
+        whole_part([], row, 0)
+    with pytest.raises(CaptureError, match="took 3 of a row's 4 tokens from its prefix cache.*--disable-radix-cache"):
+        whole_part([part_of(row[3:], start=3)], row, 3)
+    with pytest.raises(CaptureError, match="took 3 of a row's"):
+        whole_part([part_of(row)], row, 3)
+    with pytest.raises(CaptureError, match=r"in chunks of \[2, 2\].*--chunked-prefill-size -1"):
+        whole_part([part_of(row[:2]), part_of(row[2:], start=2)], row, 0)
+    with pytest.raises(CaptureError, match=r"in chunks of \[2\]"):
+        whole_part([part_of(row[:2])], row, 0)
+    with pytest.raises(CaptureError, match="computed other tokens"):
+        whole_part([part_of(row[::-1])], row, 0)
+    with pytest.raises(CaptureError, match="one per token, found 3 and 4"):
+        whole_part([replace(part_of(row), taps=torch.zeros(3, HIDDEN))], row, 0)
+
+
+def test_engines_have_keys_of_their_own():
+    identities = {engine_identity(CaptureSpec(backend=name)) for name in ("hf", "sglang_server")}
+    assert len(identities) == 2
+
+
+def test_sampling_options_have_sglangs_names():
+    sampling = ResponseSpec(max_new_tokens=9, temperature=0.5, top_p=0.9, top_k=7, repetition_penalty=1.2)
+    parameters = sampling_parameters(sampling, "0/a", room=5, end_ids={9, 3})
+    seed = parameters.pop("sampling_seed")
+    assert parameters == {
+        "max_new_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2,
+        "stop_token_ids": [3, 9],
+    }  # fmt: skip
+    assert sampling_parameters(sampling, "0/a", 5, ())["sampling_seed"] == seed
+    assert sampling_parameters(sampling, "1/a", 5, ())["sampling_seed"] != seed
+    assert sampling_parameters(ResponseSpec(), "0/a", 5, ())["top_k"] == -1
+    assert "sampling_seed" not in sampling_parameters(ResponseSpec(), "0/a", 5, ())
+
+
+def test_prompts_without_room_are_not_asked(fake):
+    long, short = [1] * 32, [1, 2]
+    answers = engine_on(fake).generate([long, short], ResponseSpec(max_new_tokens=50), ["a", "b"], max_total=99)
+    assert [answer.ids for answer in answers] == [(), (297,)]
+    assert [answer.finished for answer in answers] == [False, False]
+    (body,) = fake.asked
+    assert [each["max_new_tokens"] for each in body["sampling_params"]] == [30]

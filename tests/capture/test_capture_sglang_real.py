@@ -1,0 +1,235 @@
+"""Real SGLang: its features and words are those of transformers, what it loses is noticed, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import sglang_toys
+import torch
+from capture_toys import capture_run, random_rows
+from sglang_toys import CHUNK, CPU, SGLANG, random_qwen3, sglang_engine, taps_of
+from torch import Tensor
+
+from draftworks.capture.engine import TargetEngine
+from draftworks.capture.hf import HFTargetEngine, load_hf_engine
+from draftworks.capture.session import capture_features
+from draftworks.capture.sglang_engine import SGLangServerEngine
+from draftworks.capture.sglang_hosts import ExternalHost
+from draftworks.capture.verify import check_head
+from draftworks.data.chat import ChatTokenizer
+from draftworks.data.conversations import Turn
+from draftworks.errors import CaptureError, EngineError
+from draftworks.identity import LayerTap
+from draftworks.runs import TargetFiles
+from draftworks.serving.sglang_client import SGLangClient
+from draftworks.specs import CaptureSpec, ResponseSpec
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+TOLERANCE = 2e-5
+"""Of the largest absolute value of a stream."""
+ROWS = [row.input_ids.tolist() for row in random_rows(9, seed=3, longest=100)]
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServerEngine]:
+    engine = sglang_engine(tiny_target, tmp_path_factory.mktemp("sglang") / "llama", taps_of(tiny_target))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def qwen3_target(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TargetFiles:
+    return random_qwen3(tmp_path_factory.mktemp("models") / "qwen3", tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def qwen3(qwen3_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServerEngine]:
+    engine = sglang_engine(qwen3_target, tmp_path_factory.mktemp("sglang") / "qwen3", taps_of(qwen3_target), tp_size=2)
+    yield engine
+    engine.close()
+
+
+@dataclass(frozen=True)
+class LossyServer:
+    """A server in the hands of another process, as `lossy_options` sets it up."""
+
+    url: str
+    spool: Path
+    owner: subprocess.Popen[str]
+    processes: list[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def lossy(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LossyServer]:
+    folder = tmp_path_factory.mktemp("sglang") / "lossy"
+    folder.mkdir()
+    command = [sys.executable, sglang_toys.__file__, str(folder), tiny_target.model_dump_json()]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    url, pid = owner.stdout.readline().split()
+    server = psutil.Process(int(pid))
+    yield LossyServer(url, folder / "spool", owner, [server, *server.children(recursive=True)])
+    owner.kill()
+    owner.wait()
+
+
+def assert_same_features(engine: TargetEngine, reference: HFTargetEngine, taps: tuple[LayerTap, ...]) -> None:
+    for row, found in zip(ROWS, engine.capture(ROWS, taps), strict=True):
+        expected = reference.capture([row], taps)[0]
+        assert found.keys() == expected.keys()
+        for name, stream in expected.items():
+            assert found[name].shape == stream.shape
+            assert found[name].dtype == stream.dtype
+            assert relative_difference(found[name], stream) <= TOLERANCE, name
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def test_llama_features_equal_those_of_transformers_at_every_tap(llama, tiny_engine, tiny_target):
+    assert_same_features(llama, tiny_engine, taps_of(tiny_target))
+
+
+def test_taps_are_told_apart_in_any_order(llama, tiny_engine):
+    assert_same_features(llama, tiny_engine, (LayerTap(6), LayerTap(2)))
+
+
+def test_head_on_last_gives_the_logits_of_the_server(llama):
+    check_head(
+        llama, [str(index) for index in range(len(ROWS))], ROWS, [each["last"] for each in llama.capture(ROWS, [])]
+    )
+
+
+def test_a_sample_as_long_as_the_context_is_captured(llama, tiny_target):
+    row = [5 + index % 2000 for index in range(tiny_target.context)]
+    assert len(llama.capture([row], [])[0]["last"]) == tiny_target.context
+
+
+def test_greedy_answers_equal_those_of_transformers(llama, tiny_engine, tiny_target):
+    chat = ChatTokenizer.load(tiny_target)
+    prompts = [chat.prompt_ids([Turn("user", f"What does {name} do?")]) for name in ("zip", "os.path.join", "repr")]
+    ids = [str(index) for index in range(len(prompts))]
+    for limit in (7, 120):
+        sampling = ResponseSpec(max_new_tokens=limit)
+        expected = tiny_engine.generate(prompts, sampling, ids, 200, end_ids=chat.eos_ids)
+        assert llama.generate(prompts, sampling, ids, 200, end_ids=chat.eos_ids) == expected
+    assert any(each.finished for each in expected)
+
+
+def test_end_ids_end_an_answer_and_are_part_of_it(llama, tiny_engine):
+    prompt = ROWS[0]
+    long = llama.generate([prompt], ResponseSpec(max_new_tokens=6), ["a"], 200)[0].ids
+    end = long[2]
+    answer = llama.generate([prompt], ResponseSpec(max_new_tokens=6), ["a"], 200, end_ids=[end])[0]
+    assert (answer.ids, answer.finished) == (long[: long.index(end) + 1], True)
+
+
+def test_features_of_two_engines_agree_and_their_keys_do_not(llama, tiny_target, tiny_engine, tmp_path):
+    rows = random_rows(5)
+    by_sglang = capture_run(tiny_target, tmp_path, backend="sglang_server")
+    by_hf = by_sglang.model_copy(
+        update={"capture": CaptureSpec(compute_dtype="float32", dtype="float32", device="cpu")}
+    )
+    first = capture_features(by_sglang, lambda: llama, rows)
+    second = capture_features(by_hf, lambda: tiny_engine, rows)
+    assert first.captured == second.captured == len(rows)
+    assert capture_features(by_sglang, lambda: pytest.fail("all of it is there"), rows).captured == 0
+
+
+def test_a_server_of_somebody_else_serves_as_well(llama, tiny_target, tiny_engine, tmp_path):
+    url, spool = llama._host.client.url, str(llama._host.spool)
+    external = sglang_engine(tiny_target, tmp_path, (LayerTap(2), LayerTap(4)), url=url, spool=spool)
+    assert_same_features(external, tiny_engine, (LayerTap(2), LayerTap(4)))
+    external.close()
+    assert llama.capture(ROWS[:1], [])
+
+
+def test_a_server_with_other_weights_under_the_same_name_is_refused(llama, tiny_target, qwen3_target, tmp_path):
+    other = random_qwen3(tmp_path / "other", Path(tiny_target.model))
+    posing = tiny_target.model_copy(update={"model": other.model})
+    place = {"url": llama._host.client.url, "spool": str(llama._host.spool)}
+    with pytest.raises(EngineError, match=rf"serves the model {tiny_target.model}, expected {other.model}"):
+        sglang_engine(posing, tmp_path, (LayerTap(2),), **place)
+    shuffled = tmp_path / "shuffled"
+    reference = load_hf_engine(tiny_target, CaptureSpec(compute_dtype="float32"), CPU).model
+    with torch.no_grad():
+        reference.get_output_embeddings().weight.copy_(reference.get_output_embeddings().weight.roll(1, 0))
+    reference.save_pretrained(shuffled)
+    posing = tiny_target.model_copy(update={"model": str(shuffled)})
+    with pytest.raises(EngineError, match="the target's head on it differs from the target's logits"):
+        sglang_engine(posing, tmp_path, (LayerTap(2),), model=tiny_target.model, **place)
+
+
+def test_a_server_with_another_tokenizer_is_refused(llama, tiny_target, tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((Path(tiny_target.tokenizer) / name).read_bytes())
+    text = (Path(tiny_target.tokenizer) / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace('"merges": [', '"merges": [], "unused": [', 1))
+    other = tiny_target.model_copy(update={"tokenizer": str(folder)})
+    with pytest.raises(EngineError, match="its tokenizer gives"):
+        sglang_engine(other, tmp_path, None, url=llama._host.client.url, spool=str(llama._host.spool))
+
+
+def test_qwen3_on_two_ranks_equals_transformers(qwen3, qwen3_target):
+    reference = load_hf_engine(qwen3_target, CaptureSpec(compute_dtype="float32"), CPU)
+    assert_same_features(qwen3, reference, taps_of(qwen3_target))
+
+
+def test_a_server_that_died_is_started_again(qwen3, qwen3_target):
+    before = qwen3.capture(ROWS[:2], [LayerTap(1)])
+    dead = psutil.Process(qwen3._host.pid)
+    for process in [*dead.children(recursive=True), dead]:
+        process.kill()
+    after = qwen3.capture(ROWS[:2], [LayerTap(1)])
+    assert qwen3._host.pid != dead.pid
+    for one, other in zip(before, after, strict=True):
+        assert torch.allclose(one["hf1"], other["hf1"], atol=1e-5)
+
+
+def lossy_engine(lossy: LossyServer, target: TargetFiles) -> SGLangServerEngine:
+    """An engine on the lossy server that skips the examination of its set-up."""
+    host = ExternalHost(SGLangClient(lossy.url, 60), lossy.spool, (1, 3))
+    return SGLangServerEngine(target, load_identity(), host, attempts=1)
+
+
+def load_identity():
+    from draftworks.capture.engine import engine_identity
+
+    return engine_identity(sglang_toys.capture_spec())
+
+
+def test_a_set_up_that_loses_hidden_states_is_refused(lossy, tiny_target, tmp_path):
+    with pytest.raises(EngineError, match=r"(?s)--disable-radix-cache.*--chunked-prefill-size -1"):
+        sglang_engine(tiny_target, tmp_path, (LayerTap(2), LayerTap(4)), url=lossy.url, spool=str(lossy.spool))
+
+
+def test_rows_lost_to_chunks_are_noticed(lossy, tiny_target):
+    row = next(row for row in ROWS if len(row) > 2 * CHUNK)
+    with pytest.raises(CaptureError, match=rf"row of {len(row)} tokens in chunks of \[16, "):
+        lossy_engine(lossy, tiny_target).capture([row], [])
+
+
+def test_rows_lost_to_the_prefix_cache_are_noticed(lossy, tiny_target):
+    row, engine = list(range(100, 100 + CHUNK - 2)), lossy_engine(lossy, tiny_target)
+    assert len(engine.capture([row], [])[0]["last"]) == len(row)
+    with pytest.raises(CaptureError, match=rf"took 13 of a row's {len(row)} tokens from its prefix cache"):
+        engine.capture([row], [])
+
+
+def test_a_killed_owner_leaves_no_process(lossy):
+    assert all(process.is_running() for process in lossy.processes)
+    assert len(lossy.processes) >= 3
+    lossy.owner.kill()
+    lossy.owner.wait()
+    _, alive = psutil.wait_procs(lossy.processes, timeout=60)
+    assert alive == []

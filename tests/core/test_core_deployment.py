@@ -1,0 +1,68 @@
+"""The deployment says where features are kept; run files carry that to the programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftworks.errors import ConfigError
+from draftworks.registry import Registry
+from draftworks.runs import CaptureRun, StoreSpec, TargetFiles
+from draftworks.specs import CaptureSpec
+from resources.workspace import Workspace
+
+
+def deployment(folder: Path, text: str) -> Registry:
+    (folder / "deployment.yaml").write_text(text)
+    return Registry(folder)
+
+
+def workspace(folder: Path, text: str) -> Workspace:
+    return Workspace(registry_root=str(deployment(folder, text).root))
+
+
+def test_features_are_kept_under_var_unless_the_deployment_says_otherwise(tmp_path: Path):
+    var = (tmp_path / "../var").resolve()
+    assert workspace(tmp_path, "{}").feature_store("t") == StoreSpec(root=var / "feature_store" / "t")
+    local = workspace(tmp_path, "features: {root: here}").feature_store("t")
+    assert local == StoreSpec(kind="local", root=tmp_path / "here" / "t")
+    shared = workspace(tmp_path, "features: {kind: shared_dir, root: /mnt/features}").feature_store("t")
+    assert shared == StoreSpec(kind="shared_dir", root=Path("/mnt/features/t"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "features: {kind: shared_dir}",
+            "deployment.yaml: features: kind shared_dir needs a root: the existing folder",
+        ),
+        ("features: {kind: mooncake}", "deployment.yaml: features.kind: .*'local' or 'shared_dir' .found 'mooncake'"),
+        ("features: {rot: x}", r"deployment.yaml: unknown key features.rot; did you mean root\?"),
+    ],
+)
+def test_a_bad_store_is_refused_with_file_key_and_reason(tmp_path: Path, text: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        deployment(tmp_path, text).deployment()
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("feats", StoreSpec(root="feats")),
+        ({"kind": "shared_dir", "root": "feats"}, StoreSpec(kind="shared_dir", root="feats")),
+    ],
+)
+def test_the_store_of_a_run_file_is_a_place_or_a_kind_and_a_place(
+    tmp_path: Path, tiny_target: TargetFiles, written, meant
+):
+    run = CaptureRun(
+        out=tmp_path, target=tiny_target, tokens=tmp_path, taps=[2], capture=CaptureSpec(), store="elsewhere"
+    )
+    path = run.save(tmp_path / "run.yaml")
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "store": written}))
+    loaded = CaptureRun.load(path).store
+    assert loaded == meant.model_copy(update={"root": tmp_path / "feats"})
+    assert CaptureRun.load(CaptureRun.load(path).save(tmp_path / "again.yaml")).store == loaded

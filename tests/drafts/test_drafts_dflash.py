@@ -1,0 +1,244 @@
+"""DFlash: equal to a plain second writing of it, whatever the batch, and the same at work as in training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import dflash_reference as reference
+import pytest
+import torch
+from draft_toys import HIDDEN, VOCAB
+from torch.nn import functional as F
+
+from draftworks.drafts.anchors import drawn_blocks
+from draftworks.drafts.dflash import DFlashStrategy
+from draftworks.drafts.draft_io import load_draft, save_draft
+from draftworks.drafts.strategy import StepContext
+from draftworks.errors import ConfigError, DataError
+from draftworks.strategies import DFlashOptions
+
+OPTIONS = {"block_size": 4, "num_layers": 2, "layer_ids": [1, 3, 6], "num_anchors": 5}
+MASKS = [[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1]]
+
+
+@pytest.fixture
+def make(parts):
+    def make(dtype=torch.float64, seed: int = 3, **options) -> DFlashStrategy:
+        moved = replace(parts, embedding=parts.embedding.to(dtype), head=parts.head.to(dtype))
+        strategy = DFlashStrategy(DFlashOptions(**OPTIONS | options), moved, None, seed)
+        strategy.model.to(dtype)
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for name, weight in strategy.model.named_parameters():
+                if "norm" in name:
+                    weight.add_(0.3 * torch.randn(weight.shape, generator=generator).to(dtype))
+        return strategy
+
+    return make
+
+
+def sample(mask: list[int], seed: int, dtype=torch.float64, taps=("hf1", "hf3", "hf6")) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    features = {tap: torch.randn(len(mask), HIDDEN, generator=generator).to(dtype) for tap in taps}
+    ids = torch.randint(VOCAB, (len(mask),), generator=generator)
+    return {"input_ids": ids, "loss_mask": torch.tensor(mask, dtype=torch.bool), **features}
+
+
+SAMPLES = [sample(mask, seed) for seed, mask in enumerate(MASKS)]
+
+
+def side_by_side(one: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([one["hf1"], one["hf3"], one["hf6"]], dim=-1)
+
+
+def gradients(strategy: DFlashStrategy, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    names, weights = zip(*strategy.model.named_parameters())
+    return dict(zip(names, torch.autograd.grad(loss, weights)))
+
+
+def anchors_drawn(strategy: DFlashStrategy, batch, step: int) -> list[list[int]]:
+    mask = batch["loss_mask"]
+    candidates = mask & F.pad(mask[:, 1:], (0, 1), value=False)
+    options = strategy.options
+    blocks = drawn_blocks(candidates, batch["draws"], step, options.num_anchors, options.block_size)
+    return [row[on].tolist() for row, on in zip(blocks.anchors, blocks.live)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gamma": 2.0},
+        {"loss": "specforge"},
+        {"weighting": "dpace"},
+        {"weighting": "dpace_cumulative_confidence", "loss": "specforge"},
+        {"weighting": "dpace_continuation_value", "dpace_alpha": 0.2},
+        {"sliding_window": 3},
+        {"sliding_window": 2, "sliding_layers": [1], "attention": "eager"},
+        {"objective_chunk_blocks": 1},
+        {"num_heads": 2, "num_kv_heads": 2, "intermediate_size": 12},
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_the_plain_writing(make, options):
+    strategy = make(**options)
+    batch = strategy.collate(SAMPLES, ["a", "b", "c"])
+    output = strategy.forward_loss(batch, StepContext(global_step=7))
+    anchors = anchors_drawn(strategy, batch, step=7)
+    expected = sum(
+        reference.loss_sum(strategy, s["input_ids"], s["loss_mask"], side_by_side(s), drawn)
+        for s, drawn in zip(SAMPLES, anchors)
+    )
+    assert [len(drawn) for drawn in anchors] == [5, 2, 5]
+    torch.testing.assert_close(output.loss_sum, expected)
+    found, wanted = gradients(strategy, output.loss_sum), gradients(strategy, expected)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+        assert gradient.abs().max() > 0, name
+
+
+def test_attention_back_ends_agree(make):
+    for window in (None, 3):
+        outputs = {}
+        for backend in ("eager", "sdpa", "flex"):
+            strategy = make(attention=backend, sliding_window=window, dtype=torch.float32)
+            batch = strategy.collate([sample(mask, s, torch.float32) for s, mask in enumerate(MASKS)], ["a", "b", "c"])
+            with torch.no_grad():
+                outputs[backend] = strategy.forward_loss(batch, StepContext())
+        for backend in ("sdpa", "flex"):
+            torch.testing.assert_close(outputs[backend].loss_sum, outputs["eager"].loss_sum, rtol=1e-5, atol=1e-5)
+
+
+def test_a_long_batch_goes_through_attention_in_groups_with_the_same_result(make):
+    long = [sample([0] * 9 + [1] * 150, 11), sample([0] * 90 + [1] * 20, 12)]
+    sums = {}
+    for backend in ("eager", "sdpa"):
+        strategy = make(attention=backend, num_anchors=70, sliding_window=9, sliding_layers=[0])
+        output = strategy.forward_loss(strategy.collate(long, ["a", "b"]), StepContext())
+        sums[backend] = [output.loss_sum, *gradients(strategy, output.loss_sum).values()]
+    for ours, plain in zip(sums["sdpa"], sums["eager"]):
+        torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+@pytest.mark.parametrize("weighting", ["uniform", "dpace"])
+def test_sums_do_not_depend_on_batching_order_or_padding(make, loss, weighting):
+    strategy = make(loss=loss, weighting=weighting, num_anchors=3)
+
+    def run(*picked: int, extra: int = 0):
+        chosen = [SAMPLES[i] for i in picked]
+        names = ["abc"[i] for i in picked]
+        if extra:
+            chosen, names = [*chosen, sample([0] * extra, 9)], [*names, "nothing"]
+        return strategy.forward_loss(strategy.collate(chosen, names), StepContext(global_step=3))
+
+    whole = run(2, 0, 1, extra=30)
+    parts = [run(0), run(1), run(2)]
+    torch.testing.assert_close(whole.loss_sum, sum(part.loss_sum for part in parts))
+    if not (loss == "specforge" and weighting == "dpace"):
+        torch.testing.assert_close(whole.loss_weight, sum(part.loss_weight for part in parts))
+    for name, total in whole.counts.items():
+        torch.testing.assert_close(total, sum(part.counts[name] for part in parts))
+
+
+def test_evaluation_looks_at_the_same_blocks_whatever_the_step_and_the_seed(make):
+    strategy, other = make(num_anchors=2), make(num_anchors=2, seed=8)
+    other.model.load_state_dict(strategy.model.state_dict())
+    with torch.no_grad():
+        outputs = [
+            s.forward_loss(s.collate(SAMPLES, ["a", "b", "c"]), StepContext(global_step=step))
+            for s, step in ((strategy, 0), (strategy, 5), (other, 5))
+        ]
+    assert outputs[0].loss_sum == outputs[1].loss_sum == outputs[2].loss_sum
+    training = [strategy.forward_loss(strategy.collate(SAMPLES, list("abc")), StepContext(s)).loss_sum for s in (0, 5)]
+    assert training[0] != training[1]
+
+
+def test_a_batch_without_a_supervised_token_still_has_a_gradient_for_every_weight(make):
+    strategy = make()
+    output = strategy.forward_loss(strategy.collate([sample([0] * 6, 1)], ["a"]), StepContext())
+    output.loss_sum.backward()
+    assert output.loss_weight == 0
+    assert all(weight.grad is not None and not weight.grad.any() for weight in strategy.model.parameters())
+
+
+def test_proposals_are_the_plain_writings_first_choices(make):
+    strategy = make(sliding_window=4, sliding_layers=[0])
+    batch = strategy.collate(SAMPLES, ["a", "b", "c"])
+    rows = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
+    rows[0, [0, 3, 9]] = rows[1, 2] = True
+    found = strategy.propose(batch, rows, 3)
+    for b, t in rows.nonzero().tolist():
+        one = SAMPLES[b]
+        logits = reference.block_logits(strategy, one["input_ids"], side_by_side(one), t + 1)
+        assert found[b, t].tolist() == logits.argmax(-1).tolist()
+    assert (found[~rows] == -1).all()
+    assert torch.equal(strategy.propose(batch, rows, 2), found[..., :2])
+
+
+def test_a_drafter_fed_in_pieces_proposes_what_the_replay_does(make):
+    strategy = make(sliding_window=5)
+    one = sample([0] * 4 + [1] * 14, 21)
+    batch = strategy.collate([one], ["a"])
+    rows = torch.ones(1, 18, dtype=torch.bool)
+    replayed = strategy.propose(batch, rows, 3)
+    drafter, begin = strategy.drafter(), 0
+    for end in (4, 5, 8, 9, 14):
+        features = {tap: one[tap][begin:end] for tap in strategy.feature_names}
+        drafter.extend(features, one["input_ids"][begin + 1 : end + 1])
+        assert drafter.propose(3, 0.0, None).tokens.tolist() == replayed[0, end - 1].tolist()
+        begin = end
+
+
+def test_a_sampled_proposal_comes_with_the_distributions_it_was_drawn_from(make):
+    strategy = make()
+    one = SAMPLES[0]
+    drafter = strategy.drafter()
+    drafter.extend({tap: one[tap][:6] for tap in strategy.feature_names}, one["input_ids"][1:7])
+    proposal = drafter.propose(3, 0.7, torch.Generator().manual_seed(0))
+    logits = reference.block_logits(strategy, one["input_ids"], side_by_side(one), 6)
+    torch.testing.assert_close(proposal.probabilities, (logits / 0.7).softmax(-1))
+    assert (proposal.probabilities.gather(1, proposal.tokens[:, None]) > 0).all()
+
+
+def test_no_block_sees_its_own_answer(make):
+    """Features and tokens from the anchor on must not matter, nor those of other blocks."""
+    strategy = make()
+    batch = strategy.collate(SAMPLES[:1], ["a"])
+    rows = torch.zeros(1, 12, dtype=torch.bool)
+    rows[0, [2, 6]] = True
+    before = strategy.propose(batch, rows, 3)
+    batch["features"][0, 7:] = 100.0
+    batch["input_ids"][0, 8:] = 0
+    assert torch.equal(strategy.propose(batch, rows, 3), before)
+
+
+def test_a_draft_is_the_same_after_saving_and_loading(make, tmp_path):
+    strategy, other = make(dtype=torch.float32), make(dtype=torch.float32, seed=99, attention="eager")
+    save_draft(tmp_path, strategy, target_digest="t")
+    load_draft(tmp_path, other, target_digest="t")
+    assert all(
+        torch.equal(a, b) for a, b in zip(strategy.model.state_dict().values(), other.model.state_dict().values())
+    )
+
+
+def test_bad_input_is_refused(make, parts, vocab):
+    strategy = make()
+    with pytest.raises(ConfigError, match="proposes 3 tokens, asked for 4"):
+        strategy.propose(strategy.collate(SAMPLES, list("abc")), torch.ones(3, 12, dtype=torch.bool), 4)
+    with pytest.raises(ConfigError, match="mask_token_id 40"):
+        make(mask_token_id=VOCAB)
+    with pytest.raises(ConfigError, match="num_heads 3 is not a multiple"):
+        make(num_heads=3, num_kv_heads=2)
+    with pytest.raises(ConfigError, match="no vocabulary mapping"):
+        DFlashStrategy(DFlashOptions(**OPTIONS), parts, vocab, 0)
+    wrong = {**SAMPLES[0], "hf3": torch.zeros(5, HIDDEN)}
+    with pytest.raises(DataError, match="sample a: feature hf3"):
+        strategy.collate([wrong], ["a"])
+    for bad in (
+        {"sliding_layers": [0]},
+        {"sliding_window": 4, "sliding_layers": [7]},
+        {"weighting": "dpace", "gamma": 1},
+    ):
+        with pytest.raises(ValueError, match=r"sliding_layers|weighting"):
+            DFlashOptions(**OPTIONS | bad)

@@ -1,0 +1,100 @@
+"""The LK losses of EAGLE-3, through the whole draft."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eagle3_comparison import MASKS, assert_close, assert_trains_as_transcribed, gradients, run
+from pydantic import ValidationError
+
+from draftworks.strategies import Eagle3Options
+
+LK = [{"objective": "lk_alpha"}, {"objective": "lk_lambda"}, {"objective": "lk_lambda", "kl_scale": 3, "kl_decay": 2}]
+
+
+@pytest.fixture(params=LK, ids=["alpha", "lambda", "lambda_scaled"])
+def lk(request) -> dict:
+    return request.param
+
+
+def samples_of(make_sample, dtype=torch.float64):
+    return [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)]
+
+
+@pytest.mark.parametrize(("dtype", "ttt_length"), [(torch.float32, 4), (torch.float64, 1), (torch.float64, 13)])
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+def test_both_modes_equal_their_plain_transcription(make_strategy, make_sample, parts, dtype, ttt_length, loss, lk):
+    strategy = make_strategy(dtype, ttt_length=ttt_length, loss=loss, **lk)
+    assert_trains_as_transcribed(strategy, samples_of(make_sample, dtype), parts)
+
+
+def test_ragged_batch_equals_the_sum_of_single_samples(make_strategy, make_sample, lk):
+    strategy, samples = make_strategy(torch.float64, **lk), samples_of(make_sample)
+    together = run(strategy, samples)
+    whole = gradients(strategy, together.loss_sum)
+    singles = [run(strategy, [sample]) for sample in samples]
+    assert together.loss_weight == sum(s.loss_weight for s in singles)
+    for name, counts in together.counts.items():
+        assert_close(counts, sum(s.counts[name] for s in singles), 1e-12, name)
+    added_up = gradients(strategy, sum(s.loss_sum for s in singles))
+    for name, found in whole.items():
+        assert_close(found, added_up[name], 1e-12, name)
+
+
+def test_padding_changes_nothing(make_strategy, make_sample, lk):
+    strategy, samples = make_strategy(torch.float64, **lk), samples_of(make_sample)
+    alone = run(strategy, samples)
+    padded = run(strategy, [*samples, make_sample([0] * 40, 9, torch.float64)])
+    assert_close(padded.loss_sum, alone.loss_sum, 1e-12)
+    assert padded.loss_weight == alone.loss_weight
+
+
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+def test_evaluation_and_training_give_the_same_numbers(make_strategy, make_sample, loss, lk):
+    strategy, samples = make_strategy(torch.float64, loss=loss, **lk), samples_of(make_sample)
+    training = run(strategy, samples)
+    with torch.no_grad():
+        evaluation = run(strategy, samples)
+    assert torch.equal(training.loss_sum.detach(), evaluation.loss_sum)
+    assert training.counts.keys() == evaluation.counts.keys()
+    assert all(torch.equal(training.counts[name], evaluation.counts[name]) for name in training.counts)
+
+
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+@pytest.mark.parametrize("masks", [[[1]], [[0] * 6, [0, 0, 0]]])
+def test_nothing_supervised_costs_nothing_with_finite_gradients(make_strategy, make_sample, loss, masks, lk):
+    strategy = make_strategy(loss=loss, **lk)
+    output = run(strategy, [make_sample(mask) for mask in masks])
+    assert output.loss_sum.item() == 0
+    assert all(not grad.any() for grad in gradients(strategy, output.loss_sum).values())
+
+
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+def test_bfloat16_compute_stays_near_float32(make_strategy, make_sample, loss, lk):
+    samples = samples_of(make_sample, torch.float32)
+    exact, rounded = make_strategy(loss=loss, **lk), make_strategy(loss=loss, **lk)
+    for parameter in rounded.model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    wide, narrow = run(exact, samples), run(rounded, samples)
+    assert narrow.loss_sum.item() == pytest.approx(wide.loss_sum.item(), rel=0.02)
+    found, expected = gradients(rounded, narrow.loss_sum), gradients(exact, wide.loss_sum)
+    for name, grad in found.items():
+        assert torch.nn.functional.cosine_similarity(grad.float().flatten(), expected[name].flatten(), dim=0) > 0.98
+
+
+def test_training_raises_the_acceptance_of_a_batch_seen_again_and_again(make_strategy, make_sample, lk):
+    strategy, samples = make_strategy(**lk), samples_of(make_sample, torch.float32)
+    optimizer = torch.optim.AdamW(strategy.model.parameters(), lr=6e-3)
+    rates = []
+    for _ in range(12):
+        output = run(strategy, samples)
+        (output.loss_sum / output.loss_weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rates.append(float(output.counts["acceptance_sums"].sum() / output.counts["acceptance_denoms"].sum()))
+    assert rates[-1] > rates[0] + 0.2
+
+
+def test_options_that_an_objective_does_not_have_are_refused():
+    with pytest.raises(ValidationError, match="kl_scale and kl_decay belong to objective lk_lambda.*lk_alpha"):
+        Eagle3Options(objective="lk_alpha", kl_scale=3.0)

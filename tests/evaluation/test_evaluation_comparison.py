@@ -1,0 +1,141 @@
+"""A new draft is compared with the one it replaces on the same prompts, and where there are none that is said."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from report_folders import ASSET, TARGET, ReportFolders
+
+from draftworks.errors import StoreError
+from draftworks.evaluation.comparison import Replacement, against_replaced
+
+SAMPLES = {f"s{index}": [index, 7, 8, 9] for index in range(12)}
+GOOD = {name: [3, 2, 3] for name in SAMPLES}
+MIXED = {name: [3, 3, 3] if index % 2 else [2, 2, 2] for index, name in enumerate(SAMPLES)}
+BAD = {name: [1, 0, 1] for name in SAMPLES}
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> ReportFolders:
+    return ReportFolders(tmp_path)
+
+
+def compared(folders: ReportFolders) -> Replacement:
+    return against_replaced(folders.artifacts, ASSET, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "worse", "verdict"),
+    [(GOOD, BAD, True, "accepted less"), (BAD, GOOD, False, "accepted more"), (GOOD, MIXED, False, "no difference")],
+)
+def test_worse_is_a_draft_whose_whole_interval_lies_below_zero(folders: ReportFolders, before, after, worse, verdict):
+    answers = folders.publish_answers(SAMPLES)
+    old, new = folders.publish_report("old", answers, before), folders.publish_report("new", answers, after)
+    found = compared(folders)
+    assert (found.worse, found.paired.prompts) == (worse, 12)
+    assert verdict in found.describe()
+    difference = sum(map(sum, after.values())) / 36 - sum(map(sum, before.values())) / 36
+    assert found.paired.difference == pytest.approx(difference)
+    shown = found.to_json()
+    assert (shown["draft"], shown["draft_before"], shown["prompts"]) == ("new", "old", 12)
+    assert (shown["report"], shown["report_before"]) == (str(new.path), str(old.path))
+    assert shown["low"] <= shown["difference"] <= shown["high"]
+
+
+def test_only_prompts_with_the_same_tokens_and_mask_count(folders: ReportFolders):
+    """Five prompts are answered anew: on them the old draft was far better, which must not be seen."""
+    changed = {name: [*ids[:-1], 1] if name in list(SAMPLES)[:5] else ids for name, ids in SAMPLES.items()}
+    old = {name: [3, 3] if name in list(SAMPLES)[:5] else [1, 1] for name in SAMPLES}
+    folders.publish_report("old", folders.publish_answers(SAMPLES), old)
+    folders.publish_report("new", folders.publish_answers(changed), dict.fromkeys(SAMPLES, [1, 1]))
+    found = compared(folders)
+    assert (found.paired.prompts, found.paired.difference) == (7, 0.0)
+
+
+def test_eval_data_that_has_grown_still_compares_on_what_was_there(folders: ReportFolders):
+    few = dict(list(SAMPLES.items())[:6])
+    folders.publish_report("old", folders.publish_answers(few), {name: GOOD[name] for name in few})
+    folders.publish_report("new", folders.publish_answers(SAMPLES), BAD)
+    found = compared(folders)
+    assert (found.worse, found.paired.prompts) == (True, 6)
+
+
+def test_the_draft_before_is_the_newest_with_other_weights(folders: ReportFolders):
+    """The same weights measured again are no predecessor of themselves."""
+    answers = folders.publish_answers(SAMPLES)
+    folders.publish_report("oldest", answers, BAD)
+    folders.publish_report("old", answers, GOOD)
+    more = folders.publish_answers({**SAMPLES, "s99": [1, 2, 3]})
+    for known in (answers, more):
+        folders.publish_report("new", known, MIXED)
+    assert compared(folders).old.identity["draft"] == "old"
+
+
+def test_a_report_that_was_made_later_is_not_the_one_before(folders: ReportFolders):
+    answers = folders.publish_answers(SAMPLES)
+    for draft in ("first", "second", "first"):
+        folders.publish_report(draft, answers, GOOD)
+    assert compared(folders).old is None
+
+
+def test_a_first_draft_has_nothing_to_be_compared_with(folders: ReportFolders):
+    folders.publish_report("new", folders.publish_answers(SAMPLES), GOOD)
+    found = compared(folders)
+    assert not found.worse
+    assert found.describe() == "nothing to compare: it is the first draft of this target and strategy"
+    assert set(found.to_json()) == {"draft", "report"}
+
+
+@pytest.mark.parametrize(
+    ("samples", "masked", "accepted"),
+    [
+        ({name: [*ids[:-1], 1] for name, ids in SAMPLES.items()}, 0, BAD),
+        (SAMPLES, 1, BAD),
+        ({f"new-{name}": ids for name, ids in SAMPLES.items()}, 0, {f"new-{name}": [0] for name in SAMPLES}),
+        (SAMPLES, 0, {}),
+        (SAMPLES, 0, dict.fromkeys(SAMPLES, [])),
+    ],
+    ids=["other answers", "other masks", "other prompts", "no walk", "no pass"],
+)
+def test_without_a_shared_prompt_nothing_is_compared(folders: ReportFolders, samples, masked, accepted):
+    folders.publish_report("old", folders.publish_answers(SAMPLES), GOOD)
+    folders.publish_report("new", folders.publish_answers(samples, masked), accepted)
+    found = compared(folders)
+    assert (found.worse, found.paired, found.old.identity["draft"]) == (False, None, "old")
+    assert "no held-out prompt has the same tokens" in found.describe()
+
+
+@pytest.mark.parametrize("lost", ["heldout/prompts.parquet", "heldout/report.json"])
+def test_a_damaged_report_before_is_no_fault_of_the_new_draft(folders: ReportFolders, lost: str):
+    answers = folders.publish_answers(SAMPLES)
+    old = folders.publish_report("old", answers, GOOD)
+    folders.publish_report("new", answers, BAD)
+    (old.path / lost).unlink()
+    assert f"the report before it cannot be used: {old.path / lost}" in compared(folders).describe()
+
+
+def test_answers_that_are_not_there_any_more_are_said_to_be_missing(folders: ReportFolders):
+    old = folders.publish_report("old", folders.publish_answers({"s0": [1, 2]}), {"s0": [1]})
+    folders.publish_report("new", folders.publish_answers(SAMPLES), GOOD)
+    oldest = folders.artifacts.all("heldout_responses", TARGET)[-1]
+    shutil.rmtree(oldest.path)
+    assert f"{old.path}: the heldout_responses {oldest.data_version}" in compared(folders).describe()
+
+
+def test_a_damaged_new_report_is_an_error(folders: ReportFolders):
+    answers = folders.publish_answers(SAMPLES)
+    folders.publish_report("old", answers, GOOD)
+    new = folders.publish_report("new", answers, GOOD)
+    (new.path / "heldout" / "prompts.parquet").write_bytes(b"x")
+    with pytest.raises(StoreError, match="prompts.parquet"):
+        compared(folders)
+
+
+def test_it_needs_no_torch():
+    script = "import sys, draftworks.evaluation.comparison; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,125 @@
+"""The loop beside the walk: nothing is listed where they agree; where they part, who parted and how near a tie it was."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+import torch
+from ladder_toys import TAPS, TTT, Ladder, build_ladder
+from torch import Tensor
+
+from draftworks.evaluation.decoding import speculate
+from draftworks.evaluation.differences import Course, Difference
+from draftworks.evaluation.gaps import draft_gap
+from draftworks.evaluation.loop import Loop
+from draftworks.evaluation.measure import Prompt, replayed
+
+
+@pytest.fixture(scope="module")
+def ladder(tiny_folder, tiny_target) -> Ladder:
+    torch.set_num_threads(1)
+    return build_ladder(tiny_folder, tiny_target, prompts=8, max_new_tokens=32, steps=40)
+
+
+def courses(ladder: Ladder) -> dict[str, Course]:
+    names = {sample.name for sample in ladder.samples}
+    found = replayed(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
+    return {one.walk.sample_id: one.first for one in found}
+
+
+def differences(ladder: Ladder, walks: dict[str, Course]) -> list[Difference]:
+    loop = Loop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
+    prompts = [Prompt(sample.name, sample.prompt) for sample in ladder.samples]
+    return list(loop.measure(prompts, 0.0, walks).differences)
+
+
+def gap(logits: Tensor) -> float:
+    first, second = logits.double().topk(2).values.tolist()
+    return first - second
+
+
+def test_in_float64_nothing_differs(ladder: Ladder):
+    assert differences(ladder, courses(ladder)) == []
+
+
+def test_walks_are_kept_token_by_token_only_where_they_are_asked_for(ladder: Ladder):
+    asked = ladder.samples[2]
+    found = replayed(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), {asked.name})
+    [kept] = [one for one in found if one.first is not None]
+    assert (kept.walk.sample_id, kept.first.answer) == (asked.name, asked.answer)
+    assert [one.accepted for one in kept.first.passes] == [one.accepted for one in spoken(ladder, 2).passes]
+    assert kept.first == spoken(ladder, 2).course
+
+
+def spoken(ladder: Ladder, index: int):
+    return speculate(ladder.model, ladder.strategy, TAPS, ladder.samples[index].prompt, ladder.limits, TTT)
+
+
+def test_target_that_says_other_tokens_is_listed_with_its_own_gap(ladder: Ladder):
+    """The eval set was answered by the target, its weights have changed a little since."""
+    changed = deepcopy(ladder.model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight += 0.03 * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    found = differences(replace(ladder, model=changed), courses(ladder))
+    answers = {sample.name: sample for sample in ladder.samples}
+    said = [one for one in found if one.whose == "target"]
+    assert said
+    for one in said:
+        sample = answers[one.sample_id]
+        tokens = torch.tensor([[*sample.prompt, *sample.answer[: one.position]]])
+        with torch.no_grad():
+            logits = changed(tokens).logits[0, -1]
+        assert (one.walk, one.loop) == (sample.answer[one.position], int(logits.argmax()))
+        assert one.walk != one.loop
+        assert one.gap == pytest.approx(gap(logits))
+
+
+def test_draft_that_proposes_other_tokens_is_listed_with_its_own_gap(ladder: Ladder):
+    """The walk saw features that were stored badly; the answers are the same."""
+    generator = torch.Generator().manual_seed(0)
+
+    def stored_badly(stream: Tensor) -> Tensor:
+        return stream + 0.2 * stream.std() * torch.randn(stream.shape, generator=generator, dtype=stream.dtype)
+
+    noisy = [
+        replace(sample, features={name: stored_badly(each) for name, each in sample.features.items()})
+        for sample in ladder.samples
+    ]
+    found = differences(ladder, courses(replace(ladder, samples=noisy)))
+    assert found
+    places = {sample.name: index for index, sample in enumerate(ladder.samples)}
+    for one in found:
+        assert one.whose == "draft"
+        assert one.walk != one.loop
+        logits = proposals_of(ladder, places[one.sample_id])[one.pass_number * TTT + one.place]
+        assert int(ladder.strategy.model.draft_ids[logits.argmax()]) == one.loop
+        assert one.gap == pytest.approx(gap(logits), abs=1e-9)
+
+
+def proposals_of(ladder: Ladder, index: int) -> list[Tensor]:
+    """The draft's logits for every proposal of a real loop, in their order."""
+    logits: list[Tensor] = []
+    hook = ladder.strategy.model.lm_head.register_forward_hook(lambda module, args, out: logits.append(out[0, 0]))
+    spoken(ladder, index)
+    hook.remove()
+    return logits
+
+
+def test_gap_of_a_proposal_that_the_draft_does_not_make_is_unknown(ladder: Ladder):
+    sample = ladder.samples[0]
+    tokens = [*sample.prompt, *sample.answer[:4]]
+    assert draft_gap(ladder.model, ladder.strategy, TAPS, tokens, [0]) is None
+    assert draft_gap(ladder.model, ladder.strategy, TAPS, tokens, []) > 0
+
+
+def test_sampled_loops_are_compared_with_no_walk_and_say_when_they_were_timed(ladder: Ladder):
+    loop = Loop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
+    measured = loop.measure([Prompt("s", ladder.samples[0].prompt)], 0.7)
+    assert measured.differences is None
+    assert "CPU, 1 thread" in measured.occasion.device
+    assert (datetime.now(UTC) - measured.occasion.date).total_seconds() < 600

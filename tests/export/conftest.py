@@ -1,0 +1,43 @@
+"""The embedded target's tensors, something to ask a draft, and the real speculators library to judge exports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from speculators_judge import Case, Findings, Question, judge
+
+from draftworks.export.readers.reader import TargetTensors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def tiny_tensors(tiny_folder: Path) -> TargetTensors:
+    embedding = load_file(tiny_folder / "model.safetensors")["model.embed_tokens.weight"]
+    return TargetTensors(embedding, embedding)
+
+
+@pytest.fixture(scope="session")
+def question(tiny_tensors: TargetTensors) -> Question:
+    """Nine positions of a text over three taps, and three tokens drawn after it."""
+    generator = torch.Generator().manual_seed(7)
+    vocab, width = tiny_tensors.embedding.shape
+    tokens = torch.randint(vocab, (12,), generator=generator)
+    return Question(torch.randn(9, 3 * width, generator=generator), tokens[:9], tokens[9:])
+
+
+@pytest.fixture(scope="session")
+def speculators_judge(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Case]], dict[str, Findings]]:
+    """What the real library says of folders, by name; one process for all of them, since its import takes seconds."""
+    environment = ROOT / ".venv-speculators"
+    if not (environment / "ready").exists():
+        pytest.skip("no speculators environment: make speculators-env")
+
+    def ask(cases: Sequence[Case]) -> dict[str, Findings]:
+        return judge(environment / "bin" / "python", cases, tmp_path_factory.mktemp("speculators"))
+
+    return ask

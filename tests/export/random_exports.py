@@ -1,0 +1,220 @@
+"""Exported drafts with random weights, written by hand from the format tables: no exporter has a part in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 2048, 128, 4, 2, 32, 96
+"""The first two are those of the embedded target `tiny`, so that the real library can load its parts."""
+SAYS = 48
+"""Tokens of a reduced draft vocabulary."""
+BLOCK_SIZE, MASK_TOKEN, DFLASH_LAYERS = 6, 2047, 2
+
+
+@dataclass(frozen=True)
+class RandomExport:
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    def write(self, folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
+        save_file(dict(self.tensors), folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    def with_config(self, **changes: Any) -> RandomExport:
+        """Other values; a name `a__b` is key b of object a."""
+        config = json.loads(json.dumps(self.config))
+        for name, value in changes.items():
+            *outer, last = name.split("__")
+            place = config
+            for key in outer:
+                place = place[key]
+            place[last] = value
+        return replace(self, config=config)
+
+    def without_config(self, name: str) -> RandomExport:
+        """Without a top-level key."""
+        return replace(self, config={key: value for key, value in self.config.items() if key != name})
+
+    def with_tensors(self, **changes: Tensor) -> RandomExport:
+        """More or other tensors; dots of their names are written `__`."""
+        return replace(self, tensors={**self.tensors, **{k.replace("__", "."): v for k, v in changes.items()}})
+
+    def without_tensor(self, name: str) -> RandomExport:
+        return replace(self, tensors={key: tensor for key, tensor in self.tensors.items() if key != name})
+
+    def renamed(self, old: str, new: str) -> RandomExport:
+        """With another prefix of tensor names."""
+        return replace(self, tensors={name.replace(old, new): tensor for name, tensor in self.tensors.items()})
+
+
+def speculators_eagle3(target: Path, embedding: Tensor, **settings: Any) -> RandomExport:
+    tensors = {**_eagle3_tensors("layers.0.", settings), "embed_tokens.weight": embedding.clone()}
+    config = {
+        **_speculators_config("eagle3", target, speculative_tokens=4),
+        "transformer_layer_config": _layer_config("llama", layers=1),
+        "draft_vocab_size": SAYS,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+    }
+    return RandomExport(config | settings, tensors)
+
+
+def sglang_eagle3(**settings: Any) -> RandomExport:
+    config = {
+        **_layer_config("llama", layers=1),
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": SAYS,
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+    }
+    return RandomExport(config | settings, _eagle3_tensors("midlayer.", settings))
+
+
+def speculators_dflash(target: Path, says: int = VOCAB, window: int | None = None, **settings: Any) -> RandomExport:
+    tensors = _dflash_tensors()
+    if says != VOCAB:
+        tensors |= {"lm_head.weight": _matrix(says, HIDDEN, seed=90), **draft_vocabulary(says)}
+    config = {
+        **_speculators_config("dflash", target, speculative_tokens=BLOCK_SIZE - 1),
+        "transformer_layer_config": _layer_config("qwen3", DFLASH_LAYERS) | _window_config(window),
+        "draft_vocab_size": says,
+        "block_size": BLOCK_SIZE,
+        "mask_token_id": MASK_TOKEN,
+        "aux_hidden_state_layer_ids": [2, 4, 5],
+        "sliding_window_non_causal": window is None,
+        "sample_from_anchor": False,
+    }
+    return RandomExport(config | settings, tensors)
+
+
+def zlab_dflash(window: int | None = None, **settings: Any) -> RandomExport:
+    config = {
+        **_layer_config("qwen3", DFLASH_LAYERS),
+        **_window_config(window),
+        "architectures": ["DFlashDraftModel"],
+        "block_size": BLOCK_SIZE,
+        "num_target_layers": 8,
+        "dflash_config": {"mask_token_id": MASK_TOKEN, "target_layer_ids": [1, 3, 4]},
+    }
+    return RandomExport(config | settings, _dflash_tensors())
+
+
+def draft_vocabulary(says: int) -> dict[str, Tensor]:
+    """d2t and t2d of some of the target's tokens."""
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(80))[:says].sort().values
+    members = torch.zeros(VOCAB, dtype=torch.bool)
+    members[ids] = True
+    return {"d2t": ids - torch.arange(says), "t2d": members}
+
+
+def _speculators_config(algorithm: str, target: Path, speculative_tokens: int) -> dict[str, Any]:
+    method = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens}
+    return {
+        "speculators_model_type": algorithm,
+        "architectures": ["Eagle3Speculator" if algorithm == "eagle3" else "DFlashSpeculator"],
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]},
+        },
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+
+
+def _layer_config(model_type: str, layers: int) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "num_hidden_layers": layers,
+        "vocab_size": VOCAB,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_act": "silu",
+    }
+
+
+def _window_config(window: int | None) -> dict[str, Any]:
+    if window is None:
+        return {"layer_types": ["full_attention"] * DFLASH_LAYERS}
+    kinds = ["sliding_attention"] * DFLASH_LAYERS
+    return {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
+
+
+def _eagle3_tensors(layer: str, settings: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors = {
+        "fc.weight": _matrix(HIDDEN, 3 * HIDDEN, seed=1),
+        "norm.weight": _norm(HIDDEN, seed=2),
+        "lm_head.weight": _matrix(SAYS, HIDDEN, seed=3),
+        f"{layer}hidden_norm.weight": _norm(HIDDEN, seed=4),
+        **_layer_tensors(layer, 2 * HIDDEN, seed=5),
+        **draft_vocabulary(SAYS),
+    }
+    if settings.get("norm_before_fc"):
+        tensors["input_norm.weight"] = _norm(3 * HIDDEN, seed=60)
+    if settings.get("fc_norm"):
+        tensors |= {f"fc_norm.{i}.weight": _norm(HIDDEN, seed=61 + i) for i in range(3)}
+    return tensors
+
+
+def _dflash_tensors() -> dict[str, Tensor]:
+    tensors = {
+        "fc.weight": _matrix(HIDDEN, 3 * HIDDEN, seed=1),
+        "hidden_norm.weight": _norm(HIDDEN, seed=2),
+        "norm.weight": _norm(HIDDEN, seed=3),
+    }
+    for i in range(DFLASH_LAYERS):
+        layer = f"layers.{i}."
+        tensors |= _layer_tensors(layer, HIDDEN, seed=20 * (i + 1))
+        tensors |= {f"{layer}self_attn.{n}_norm.weight": _norm(HEAD_DIM, seed=70 + i) for n in "qk"}
+    return tensors
+
+
+def _layer_tensors(layer: str, inputs: int, seed: int) -> dict[str, Tensor]:
+    shapes = {
+        "self_attn.q_proj": (HEADS * HEAD_DIM, inputs),
+        "self_attn.k_proj": (KV_HEADS * HEAD_DIM, inputs),
+        "self_attn.v_proj": (KV_HEADS * HEAD_DIM, inputs),
+        "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+    }
+    tensors = {
+        f"{layer}{name}.weight": _matrix(*shape, seed=seed + i) for i, (name, shape) in enumerate(shapes.items())
+    }
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return tensors | {f"{layer}{name}.weight": _norm(HIDDEN, seed=seed + 10 + i) for i, name in enumerate(norms)}
+
+
+def _matrix(outputs: int, inputs: int, seed: int) -> Tensor:
+    """Wide enough that attention is not even, so that every weight shows in the logits."""
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) / inputs**0.5
+
+
+def _norm(size: int, seed: int) -> Tensor:
+    """Away from 1, so that a forgotten norm shows."""
+    return 1 + 0.3 * torch.randn(size, generator=torch.Generator().manual_seed(seed))

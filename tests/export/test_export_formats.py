@@ -1,0 +1,197 @@
+"""Every draft that a format can hold passes every gate in it; what it cannot hold is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from export_toys import CASES, FORMATS, LLAMA3_ROPE, VOCAB, Case, Toys
+from safetensors import safe_open
+from transformers import LlamaConfig, Qwen3Config
+
+from draftworks.errors import ConfigError, StoreError
+from draftworks.export import exporting
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import load_format
+from draftworks.export.exporting import choose_formats, export_draft
+from draftworks.strategies import available_strategies, resolve_strategy
+
+
+@pytest.fixture
+def toys(tmp_path: Path) -> Toys:
+    return Toys.make(tmp_path)
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def layer_config(config: dict) -> dict:
+    """Where the format keeps what describes the decoder layers."""
+    return config.get("transformer_layer_config", config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_gate_passes(tmp_path: Path, case: Case, dtype: str):
+    draft = case.toys(tmp_path).draft(case.strategy, **case.options)
+    result = export_draft(draft, case.format, tmp_path / "out", dtype)
+    assert [gate for gate in result.gates if not gate.passed] == []
+    assert len(result.gates) == 10
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        floating = {file.get_tensor(name).dtype for name in file.keys() if name not in ("d2t", "t2d")}  # noqa: SIM118
+    assert floating == {getattr(torch, dtype)}
+
+
+def test_every_registered_format_is_tried_here():
+    registered = {spec.name for name in available_strategies() for spec in resolve_strategy(name).exports}
+    assert registered == set(FORMATS)
+    for name, strategy in FORMATS.items():
+        assert (load_format(strategy, name).name, load_format(strategy, name).strategy) == (name, strategy)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("sglang_eagle3", {"feedback": "post_norm"}, "feedback: post_norm.*exported as speculators_eagle3"),
+        ("sglang_eagle3", {"norm_output": False}, "norm_output: false.*No format can hold it"),
+        ("speculators_eagle3", {"norm_output": False}, "norm_output: false.*No format can hold it"),
+        ("sglang_eagle3", {"layer_ids": [4]}, "one tap.*exported as speculators_eagle3"),
+        ("sglang_eagle3", {"layer_ids": [0, 4]}, "layer_ids .*embeddings.*exported as speculators_eagle3"),
+        ("zlab_dflash", {"layer_ids": [0, 4]}, "layer_ids .*embeddings.*exported as speculators_dflash"),
+        ("speculators_dflash", {"sliding_window": 3}, "sliding_window.*exported as zlab_dflash"),
+    ],
+)
+def test_what_a_server_would_compute_otherwise_is_refused(toys: Toys, name: str, options: dict, reason: str):
+    draft = toys.draft(FORMATS[name], **options)
+    with pytest.raises(ConfigError, match=f"cannot be exported as {name}: {reason}"):
+        export_draft(draft, name, toys.folder / "out")
+    assert not (toys.folder / "out").exists()
+
+
+def test_formats_that_cannot_hold_a_draft_are_left_out_unless_asked_for(toys: Toys):
+    draft = toys.draft("eagle3", feedback="post_norm")
+    choice = choose_formats(draft)
+    assert (choice.chosen, list(choice.refused)) == (("speculators_eagle3",), ["sglang_eagle3"])
+    with pytest.raises(ConfigError, match="cannot be exported as sglang_eagle3"):
+        choose_formats(draft, ["sglang_eagle3"])
+
+
+def test_an_unknown_format_is_an_error_with_the_closest_names(toys: Toys):
+    with pytest.raises(ConfigError, match="no export format 'sglang_eagle': did you mean sglang_eagle3"):
+        export_draft(toys.draft("eagle3"), "sglang_eagle", toys.folder / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("sglang_eagle3", [1, 3, 4]),
+        ("speculators_eagle3", [2, 4, 5]),
+        ("zlab_dflash", [1, 3, 5]),
+        ("speculators_dflash", [2, 4, 6]),
+    ],
+)
+def test_layer_ids_count_as_the_format_does(toys: Toys, name: str, ids: list[int]):
+    export_draft(toys.draft(FORMATS[name]), name, toys.folder / "out")
+    config = config_of(toys.folder / "out")
+    places = [config, config.get("eagle_config", {}), config.get("dflash_config", {})]
+    keys = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
+    assert [place[key] for place in places for key in keys if key in place] == [ids]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_both_spellings_of_rope_are_the_targets(tmp_path: Path, name: str):
+    toys = Toys.make(tmp_path, rope=LLAMA3_ROPE)
+    export_draft(toys.draft(FORMATS[name]), name, tmp_path / "out")
+    config = layer_config(config_of(tmp_path / "out"))
+    make = LlamaConfig if config["model_type"] == "llama" else Qwen3Config
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
+    new = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
+    assert make(**old).rope_parameters == make(**new).rope_parameters == make(**config).rope_parameters == LLAMA3_ROPE
+
+
+def test_sglang_is_not_told_a_target_hidden_size(toys: Toys):
+    """It asks whether the key is there, and a null would be one."""
+    export_draft(toys.draft("eagle3"), "sglang_eagle3", toys.folder / "out")
+    assert "target_hidden_size" not in config_of(toys.folder / "out")
+
+
+def test_speculators_gets_no_mapping_where_it_has_none(toys: Toys):
+    draft = toys.draft("eagle3", draft_vocab_size=VOCAB)
+    export_draft(draft, "speculators_eagle3", toys.folder / "out")
+    with safe_open(toys.folder / "out" / "model.safetensors", "pt") as file:
+        assert not {"d2t", "t2d"} & set(file.keys())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_provenance_names_what_was_exported(toys: Toys, name: str):
+    draft = toys.draft(FORMATS[name])
+    export_draft(draft, name, toys.folder / "out")
+    found = config_of(toys.folder / "out")["provenance"]
+    assert found["weights_digest"] == draft.record.weights_digest
+    assert found["target_digest"] == toys.target.digest
+    assert found["draft"] == "draft"
+    assert found["draftworks"]
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [({}, "Any SGLang"), ({"fc_norm": True}, "#24663.*fc_norm"), ({"layer_ids": [1, 3, 4, 6]}, "#24663.*4 taps")],
+)
+def test_the_readme_says_which_sglang_loads_the_draft(toys: Toys, options: dict, needed: str):
+    export_draft(toys.draft("eagle3", **options), "sglang_eagle3", toys.folder / "out")
+    text = (toys.folder / "out" / "README.md").read_text()
+    serving = text[text.index("## Serving") :]
+    assert re.search(needed, serving)
+    assert "--speculative-draft-model-path DRAFT_FOLDER --speculative-num-steps 3" in serving
+
+
+def test_the_model_card_comes_first_in_the_readme(toys: Toys):
+    export_draft(toys.draft("eagle3"), "sglang_eagle3", toys.folder / "out", card="---\ntags: []\n---\n# A card\n")
+    text = (toys.folder / "out" / "README.md").read_text()
+    assert text.startswith("---\ntags: []\n---\n# A card\n\n## Serving\n")
+
+
+def test_equal_drafts_have_equal_digests_and_others_do_not(toys: Toys):
+    draft = toys.draft("eagle3")
+    digests = [export_draft(draft, "sglang_eagle3", toys.folder / name).digest for name in ("a", "b")]
+    digests.append(export_draft(draft, "sglang_eagle3", toys.folder / "c", "float32").digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_failed_export_leaves_the_one_before_as_it_was(toys: Toys, monkeypatch: pytest.MonkeyPatch):
+    draft, out = toys.draft("eagle3"), toys.folder / "out"
+    export_draft(draft, "sglang_eagle3", out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def no_space(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(exporting, "publish_json", no_space)
+    with pytest.raises(OSError, match="no space"):
+        export_draft(draft, "sglang_eagle3", out, "float32")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    with pytest.raises(OSError, match="no space"):
+        export_draft(draft, "sglang_eagle3", toys.folder / "new")
+    assert sorted(path.name for path in toys.folder.iterdir()) == ["draft", "out", "target"]
+
+
+def test_a_draft_of_another_target_is_refused(toys: Toys):
+    toys.draft("eagle3")
+    other = toys.target.model_copy(update={"digest": "f" * 16})
+    with pytest.raises(StoreError, match="Export it with the target it was trained for"):
+        CanonicalDraft.load(toys.folder / "draft", other)
+
+
+def test_altered_weights_are_refused(toys: Toys):
+    draft = toys.draft("eagle3")
+    path = draft.folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match="digest: expected"):
+        CanonicalDraft.load(draft.folder, toys.target)

@@ -1,0 +1,235 @@
+"""Whatever a loader would pass over in silence, a gate does not; see the measured failures of the real loaders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from export_toys import FORMATS, Toys
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import load_format
+from draftworks.export.exporting import export_draft
+from draftworks.export.gates import GATES, GateResult, check_export
+from draftworks.export.names import GATE_MEANINGS, READABLE
+
+Tensors = dict[str, Tensor]
+Config = dict[str, Any]
+EAGLE3, DFLASH = ("sglang_eagle3", "speculators_eagle3"), ("zlab_dflash", "speculators_dflash")
+SPECULATORS = ("speculators_eagle3", "speculators_dflash")
+ALL = (*EAGLE3, *DFLASH)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An export that passes, and how to look at a damaged copy of it."""
+
+    toys: Toys
+    format: str
+
+    @property
+    def folder(self) -> Path:
+        return self.toys.folder / self.format
+
+    @cached_property
+    def draft(self) -> CanonicalDraft:
+        return self.toys.draft(FORMATS[self.format], name=FORMATS[self.format])
+
+    def gates(self, folder: Path) -> dict[str, GateResult]:
+        export_format, dtype = load_format(FORMATS[self.format], self.format), torch.bfloat16
+        strategy = self.draft.strategy(dtype)
+        return {gate.name: gate for gate in check_export(folder, export_format, self.draft, strategy, dtype)}
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+    """By format."""
+    toys = Toys.make(tmp_path_factory.mktemp("gates"))
+    made = {name: Exported(toys, name) for name in ALL}
+    for name, exported in made.items():
+        export_draft(exported.draft, name, exported.folder)
+    return made
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A change of tensors or config.json, and the gate that must see it."""
+
+    name: str
+    gate: str
+    formats: tuple[str, ...] = ALL
+    tensors: Callable[[Tensors], Any] = lambda tensors: None
+    config: Callable[[Config], Any] = lambda config: None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def do(self, source: Path, folder: Path) -> None:
+        shutil.copytree(source, folder)
+        weights, path = load_file(folder / "model.safetensors"), folder / "config.json"
+        config = json.loads(path.read_text())
+        self.tensors(weights)
+        self.config(config)
+        save_file(weights, folder / "model.safetensors")
+        path.write_text(json.dumps(config))
+
+
+def rename(tensors: Tensors, old: str, new: str) -> None:
+    for name in [name for name in tensors if name.startswith(old)]:
+        tensors[name.replace(old, new, 1)] = tensors.pop(name)
+
+
+def as_ids(tensors: Tensors) -> None:
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+
+
+def mark_another(tensors: Tensors) -> None:
+    """As many tokens, but one of them another."""
+    marked = tensors["t2d"]
+    marked[int(marked.nonzero()[0])], marked[int((~marked).nonzero()[0])] = False, True
+
+
+def swap_taps(tensors: Tensors) -> None:
+    first, *others = tensors["fc.weight"].chunk(3, dim=1)
+    tensors["fc.weight"] = torch.cat([*others, first], dim=1)
+
+
+def overflow(tensors: Tensors) -> None:
+    """What becomes of a large weight on its way through fp16."""
+    tensors["norm.weight"] = (tensors["norm.weight"].float() * 1e6).half().bfloat16()
+
+
+def cut_fc(tensors: Tensors) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"][:, 1:].contiguous()
+
+
+def nudge(tensors: Tensors) -> None:
+    tensors["norm.weight"].view(torch.int16)[0] += 1
+
+
+def layer_ids(config: Config) -> list[int]:
+    """The list in the config, to be changed in place."""
+    for place in (config, config.get("eagle_config", {}), config.get("dflash_config", {})):
+        for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"):
+            if key in place:
+                return place[key]
+    raise AssertionError("no layer ids")
+
+
+def count_from_the_other_end(config: Config) -> None:
+    ids = layer_ids(config)
+    ids[:] = [layer + 1 for layer in ids]
+
+
+def other_rope(config: Config) -> None:
+    layer = config.get("transformer_layer_config", config)
+    layer["rope_parameters"]["rope_theta"] = layer["rope_theta"] = 1e6
+
+
+def without(key: str) -> Callable[[dict], Any]:
+    return lambda found: found.pop(key)
+
+
+def having(**values: Any) -> Callable[[dict], Any]:
+    return lambda found: found.update(values)
+
+
+def in_layers(**values: Any) -> Callable[[Config], Any]:
+    return lambda config: config.get("transformer_layer_config", config).update(values)
+
+
+DAMAGES = (
+    Damage("fc missing", "key_set", tensors=without("fc.weight")),
+    Damage("layers under another name", "key_set", EAGLE3[:1], lambda t: rename(t, "midlayer.", "layers.0.")),
+    Damage("layers under SGLang's name", "key_set", EAGLE3[1:], lambda t: rename(t, "layers.0.", "midlayer.")),
+    Damage("layers below another module", "key_set", DFLASH, lambda t: rename(t, "layers.", "decoder.layers.")),
+    Damage("lm_head missing", "key_set", EAGLE3, without("lm_head.weight")),
+    Damage("embed_tokens missing", "key_set", EAGLE3[1:], without("embed_tokens.weight")),
+    Damage("hidden_norm missing", "key_set", DFLASH, without("hidden_norm.weight")),
+    Damage("d2t missing", "key_set", EAGLE3, without("d2t")),
+    Damage("extra tensor", "key_set", tensors=having(extra=torch.zeros(2))),
+    Damage("fc cut", "shapes", tensors=cut_fc),
+    Damage("fc of another width than the layers", "fc_width", tensors=cut_fc),
+    Damage("absolute ids in d2t", "vocabulary", EAGLE3, as_ids),
+    Damage("stale t2d", "vocabulary", EAGLE3, mark_another),
+    Damage("d2t in int32", "vocabulary", EAGLE3, lambda t: t.update(d2t=t["d2t"].int())),
+    Damage("swapped taps seen in the weights", "tensors_equal", tensors=swap_taps),
+    Damage("swapped taps seen in the logits", "same_logits", tensors=swap_taps),
+    Damage("fp16 overflow", "finite", tensors=overflow),
+    Damage("one bit", "tensors_equal", tensors=nudge),
+    Damage("another dtype", "tensors_equal", tensors=lambda t: t.update({"norm.weight": t["norm.weight"].half()})),
+    Damage(
+        "another target's embedding",
+        "same_logits",
+        EAGLE3[1:],
+        lambda t: t["embed_tokens.weight"].copy_(t["embed_tokens.weight"].flip(0)),
+    ),
+    Damage("layer ids of the other convention", "layer_ids", config=count_from_the_other_end),
+    Damage("layer ids of the other convention, logits", "same_logits", config=count_from_the_other_end),
+    Damage("one layer id too few", "fc_width", config=lambda c: layer_ids(c).pop()),
+    Damage("layer ids in another order", "layer_ids", config=lambda c: layer_ids(c).reverse()),
+    Damage("rope theta", "config_round_trip", config=other_rope),
+    Damage("rope theta, logits", "same_logits", config=other_rope),
+    Damage("the two spellings of rope differ", "config_round_trip", config=in_layers(rope_theta=77.0)),
+    Damage("dtype of the weights", "config_round_trip", config=having(dtype="float32")),
+    Damage("norm epsilon", "config_round_trip", config=in_layers(rms_norm_eps=0.1)),
+    Damage("number of heads", "config_round_trip", config=in_layers(num_attention_heads=2)),
+    Damage("draft vocabulary", "config_round_trip", EAGLE3, config=having(draft_vocab_size=23)),
+    Damage("feedback", "config_round_trip", EAGLE3, config=having(norm_output=True)),
+    Damage("feedback, logits", "same_logits", EAGLE3, config=having(norm_output=True)),
+    Damage("norms before fc", "config_round_trip", EAGLE3, config=having(fc_norm=True)),
+    Damage("normed residual", "config_round_trip", EAGLE3[1:], config=having(norm_before_residual=True)),
+    Damage("normed residual left open", "config_round_trip", EAGLE3[1:], config=without("norm_before_residual")),
+    Damage("block size", "config_round_trip", DFLASH, config=having(block_size=5)),
+    Damage("mask token", "same_logits", DFLASH[1:], config=having(mask_token_id=3)),
+    Damage("anchor sampled from", "config_round_trip", DFLASH[1:], config=having(sample_from_anchor=True)),
+    Damage("causal blocks in vLLM", "same_logits", DFLASH[1:], config=having(sliding_window_non_causal=False)),
+    Damage("a null where SGLang asks for the key", "same_logits", EAGLE3[:1], config=having(target_hidden_size=None)),
+    Damage("another class", "same_logits", EAGLE3[:1] + DFLASH[:1], config=having(architectures=["LlamaForCausalLM"])),
+    Damage("no speculators_config", "same_logits", SPECULATORS, config=without("speculators_config")),
+    Damage("no config of the layers", "config_round_trip", SPECULATORS, config=without("transformer_layer_config")),
+)
+
+
+CAUGHT = [pytest.param(name, damage, id=f"{name}-{damage}") for damage in DAMAGES for name in damage.formats]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_export_passes_all_gates(exports: dict[str, Exported], name: str):
+    exported = exports[name]
+    gates = exported.gates(exported.folder)
+    assert list(gates) == [READABLE, *GATES] == list(GATE_MEANINGS)
+    assert {name for name, gate in gates.items() if not gate.passed} == set()
+    assert 0 <= gates["same_logits"].figures["largest_difference"] < 1e-5
+
+
+@pytest.mark.parametrize(("name", "damage"), CAUGHT)
+def test_a_silent_failure_is_caught(exports: dict[str, Exported], name: str, damage: Damage, tmp_path: Path):
+    damage.do(exports[name].folder, tmp_path / "damaged")
+    gates = exports[name].gates(tmp_path / "damaged")
+    assert list(gates) == [READABLE, *GATES]
+    assert not gates[damage.gate].passed
+    assert gates[damage.gate].description
+    json.dumps([dict(gate.figures) for gate in gates.values()], allow_nan=False)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-9])])
+def test_files_that_cannot_be_read_fail_one_gate(
+    exports: dict[str, Exported], tmp_path: Path, file: str, spoil: Callable[[Path], Any]
+):
+    exported = exports["sglang_eagle3"]
+    shutil.copytree(exported.folder, tmp_path / "damaged")
+    spoil(tmp_path / "damaged" / file)
+    (gate,) = exported.gates(tmp_path / "damaged").values()
+    assert (gate.name, gate.passed) == (READABLE, False)
+    assert file in gate.description

@@ -1,0 +1,333 @@
+"""What was exported comes back as the draft it was; relatives from other trainers come in; everything else is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from export_toys import CASES, FORMATS, VOCAB, Case, Toys
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftworks.data.vocab import VocabMapping
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import ConfigError, DraftworksError, StoreError
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.exporting import export_draft
+from draftworks.export.importing import import_draft
+from draftworks.runs import VOCAB_FILE
+
+Tensors = dict[str, Tensor]
+Config = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
+    """A target, and an export of a plain draft in each format, in fp32."""
+    made = Toys.make(tmp_path_factory.mktemp("importing"))
+    for name, strategy in FORMATS.items():
+        export_draft(made.draft(strategy, name=strategy), name, made.folder / name, "float32")
+    return made
+
+
+def changed(
+    source: Path,
+    folder: Path,
+    tensors: Callable[[Tensors], Any] = lambda tensors: None,
+    config: Callable[[Config], Any] = lambda config: None,
+) -> Path:
+    """A copy with other tensors or another config.json, and without provenance, as from another trainer."""
+    folder.mkdir()
+    weights, values = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    values.pop("provenance", None)
+    tensors(weights)
+    config(values)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def assert_same_draft(found: CanonicalDraft, expected: CanonicalDraft, dtype: torch.dtype = torch.float32) -> None:
+    assert found.weights.keys() == expected.weights.keys()
+    for name, tensor in expected.weights.items():
+        wanted = tensor.to(dtype).float() if tensor.is_floating_point() else tensor
+        assert torch.equal(found.weights[name], wanted), name
+    assert {**found.config, "options": None} == {**expected.config, "options": None}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_was_exported_comes_back(tmp_path: Path, case: Case, dtype: str):
+    toys = case.toys(tmp_path)
+    draft = toys.draft(case.strategy, **case.options)
+    export_draft(draft, case.format, tmp_path / "exported", dtype)
+    imported = import_draft(tmp_path / "exported", toys.target, tmp_path / "imported")
+    found = CanonicalDraft.load(tmp_path / "imported", toys.target)
+    assert_same_draft(found, draft, getattr(torch, dtype))
+    assert found.config["options"] == draft.config["options"]
+    assert (imported.format, imported.strategy) == (case.format, case.strategy)
+    assert found.strategy().drafter() is not None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_checkpoint_of_another_trainer_needs_no_provenance(toys: Toys, tmp_path: Path, name: str):
+    source = changed(toys.folder / name, tmp_path / "foreign")
+    import_draft(source, toys.target, tmp_path / "imported")
+    strategy = FORMATS[name]
+    expected = CanonicalDraft.load(toys.folder / strategy, toys.target)
+    assert_same_draft(CanonicalDraft.load(tmp_path / "imported", toys.target), expected)
+
+
+def test_a_draft_of_our_own_comes_in_as_it_is(toys: Toys, tmp_path: Path):
+    imported = import_draft(toys.folder / "eagle3", toys.target, tmp_path / "imported")
+    found, expected = (CanonicalDraft.load(f, toys.target) for f in (tmp_path / "imported", toys.folder / "eagle3"))
+    assert (found.record, imported.format) == (expected.record, "draftworks")
+    assert torch.equal(torch.from_numpy(imported.vocab.d2t), expected.weights["d2t"])
+
+
+@pytest.mark.parametrize("source", ["eagle3", "speculators_eagle3"])
+def test_the_vocabulary_mapping_lies_beside_an_imported_draft(toys: Toys, tmp_path: Path, source: str):
+    imported = import_draft(toys.folder / source, toys.target, tmp_path / "imported")
+    mapping = VocabMapping.load(tmp_path / "imported" / VOCAB_FILE)
+    assert (
+        mapping.digest == imported.vocab.digest == CanonicalDraft.load(toys.folder / "eagle3", toys.target).vocab.digest
+    )
+
+
+def renamed(old: str, new: str) -> Callable[[Tensors], None]:
+    def rename(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith(old)]:
+            tensors[new + name.removeprefix(old)] = tensors.pop(name)
+
+    return rename
+
+
+def with_embedding(tensors: Tensors, toys: Toys) -> None:
+    tensors["embed_tokens.weight"] = TargetParts.load(toys.target).embedding.clone()
+
+
+def old_rope(config: Config) -> None:
+    del config["rope_parameters"]
+
+
+RELATIVES = {
+    "ModelOpt names": ("sglang_eagle3", renamed("midlayer.", "layers.0."), lambda c: None),
+    "below model": ("sglang_eagle3", renamed("midlayer.", "model.midlayer."), lambda c: None),
+    "only d2t": ("sglang_eagle3", lambda t: t.pop("t2d"), lambda c: None),
+    "rope of transformers 4": ("sglang_eagle3", lambda t: None, old_rope),
+    "default layers": ("sglang_eagle3", lambda t: None, lambda c: c.pop("eagle_config")),
+    "default layers of speculators": (
+        "speculators_eagle3",
+        lambda t: None,
+        lambda c: c.pop("eagle_aux_hidden_state_layer_ids"),
+    ),
+    "block size beside the mask token": (
+        "zlab_dflash",
+        lambda t: None,
+        lambda c: c["dflash_config"].update(block_size=c.pop("block_size")),
+    ),
+    "layers without types": ("zlab_dflash", lambda t: None, lambda c: c.pop("layer_types")),
+}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_relatives_of_a_format_come_in(toys: Toys, tmp_path: Path, name: str):
+    source, tensors, config = RELATIVES[name]
+    import_draft(
+        changed(toys.folder / source, tmp_path / "foreign", tensors, config), toys.target, tmp_path / "imported"
+    )
+    expected = CanonicalDraft.load(toys.folder / FORMATS[source], toys.target)
+    assert_same_draft(CanonicalDraft.load(tmp_path / "imported", toys.target), expected)
+
+
+def test_names_of_specforges_first_norms_are_known(toys: Toys, tmp_path: Path):
+    draft = toys.draft("eagle3", name="normed", fc_norm=True)
+    export_draft(draft, "sglang_eagle3", toys.folder / "normed-export", "float32")
+    old = {f"fc_norm.{i}.weight": f"aux_norm_{place}.weight" for i, place in enumerate(("low", "mid", "high"))}
+
+    def rename(tensors: Tensors) -> None:
+        for name, other in old.items():
+            tensors[other] = tensors.pop(name)
+
+    source = changed(toys.folder / "normed-export", tmp_path / "foreign", rename)
+    import_draft(source, toys.target, tmp_path / "imported")
+    assert_same_draft(CanonicalDraft.load(tmp_path / "imported", toys.target), draft)
+
+
+def test_the_targets_own_embedding_may_be_in_the_file_and_no_other(toys: Toys, tmp_path: Path):
+    source = changed(toys.folder / "sglang_eagle3", tmp_path / "own", lambda t: with_embedding(t, toys))
+    import_draft(source, toys.target, tmp_path / "imported")
+    other = changed(source, tmp_path / "other", lambda t: t["embed_tokens.weight"].mul_(2))
+    with pytest.raises(StoreError, match=r"embed_tokens\.weight is not the target's"):
+        import_draft(other, toys.target, tmp_path / "refused")
+
+
+def test_a_whole_vocabulary_needs_neither_mapping_nor_head(toys: Toys, tmp_path: Path):
+    draft = toys.draft("eagle3", name="whole", draft_vocab_size=VOCAB)
+    export_draft(draft, "sglang_eagle3", toys.folder / "whole-export", "float32")
+
+    def borrow(tensors: Tensors) -> None:
+        for name in ("d2t", "t2d", "lm_head.weight"):
+            del tensors[name]
+
+    source = changed(
+        toys.folder / "whole-export", tmp_path / "foreign", borrow, lambda c: c.update(draft_vocab_size=None)
+    )
+    import_draft(source, toys.target, tmp_path / "imported")
+    found = CanonicalDraft.load(tmp_path / "imported", toys.target)
+    assert torch.equal(found.weights["lm_head.weight"], TargetParts.load(toys.target).head.float())
+    assert not found.weights["d2t"].any()
+
+
+def test_shards_come_in(toys: Toys, tmp_path: Path):
+    source = shutil.copytree(toys.folder / "zlab_dflash", tmp_path / "sharded")
+    weights = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    names = sorted(weights)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: weights[name] for name in held}, source / file)
+    index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    import_draft(source, toys.target, tmp_path / "imported")
+    expected = CanonicalDraft.load(toys.folder / "dflash", toys.target)
+    assert_same_draft(CanonicalDraft.load(tmp_path / "imported", toys.target), expected)
+    (source / "b.safetensors").unlink()
+    with pytest.raises(StoreError, match=r"b\.safetensors: missing"):
+        import_draft(source, toys.target, tmp_path / "refused")
+
+
+def absolute(tensors: Tensors) -> None:
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+
+
+def absolute_alone(tensors: Tensors) -> None:
+    absolute(tensors)
+    del tensors["t2d"]
+
+
+def layer(**values: Any) -> Callable[[Config], Any]:
+    return lambda config: config["transformer_layer_config"].update(values)
+
+
+def having(**values: Any) -> Callable[[Config], Any]:
+    return lambda config: config.update(values)
+
+
+def nothing(_: Any) -> None:
+    return None
+
+
+REFUSED: dict[str, tuple[str, Callable[[Tensors], Any], Callable[[Config], Any], str]] = {
+    "not a draft": ("sglang_eagle3", nothing, having(architectures=["LlamaForCausalLM"]), "not a draft that is known"),
+    "another strategy": ("speculators_eagle3", nothing, having(speculators_model_type="mtp"), "kind 'mtp'"),
+    "built on DFlash": ("zlab_dflash", nothing, having(projector_type="domino"), "another strategy .* built on DFlash"),
+    "hidden size": ("sglang_eagle3", nothing, having(hidden_size=32), "hidden_size: expected 16, found 32"),
+    "vocabulary": ("speculators_eagle3", nothing, layer(vocab_size=41), "vocab_size: expected 40, found 41"),
+    "head size": ("zlab_dflash", nothing, having(head_dim=8), "head_dim: expected 6, found 8"),
+    "epsilon": ("zlab_dflash", nothing, having(rms_norm_eps=1e-6), "rms_norm_eps: expected 1e-05, found 1e-06"),
+    "rope": (
+        "sglang_eagle3",
+        nothing,
+        having(rope_parameters=None, rope_theta=9.0),
+        "rope: expected .*100.0.*found .*9.0",
+    ),
+    "two ropes": ("sglang_eagle3", nothing, having(rope_theta=9.0), "contradict each other in rope_theta"),
+    "tap outside": (
+        "speculators_dflash",
+        nothing,
+        having(aux_hidden_state_layer_ids=[2, 4, 8]),
+        r"layers \[8\] as hf_index: the target has 0\.\.7",
+    ),
+    "target depth": ("zlab_dflash", nothing, having(num_target_layers=36), "num_target_layers 36: the target has 8"),
+    "missing": ("zlab_dflash", lambda t: t.pop("fc.weight"), nothing, r"missing tensors: fc\.weight"),
+    "unknown": ("zlab_dflash", lambda t: t.update(extra=torch.ones(1)), nothing, "unknown tensors: extra"),
+    "shape": (
+        "zlab_dflash",
+        lambda t: t.update({"norm.weight": torch.ones(5)}),
+        nothing,
+        r"norm\.weight: expected \(16,\)",
+    ),
+    "twice": (
+        "sglang_eagle3",
+        lambda t: t.update({"model.norm.weight": torch.ones(16)}),
+        nothing,
+        r"norm\.weight is there twice",
+    ),
+    "not finite": ("zlab_dflash", lambda t: t["norm.weight"].fill_(torch.inf), nothing, r"not finite: norm\.weight"),
+    "absolute ids": ("sglang_eagle3", absolute, nothing, "d2t holds the target's ids themselves"),
+    "absolute ids alone": ("sglang_eagle3", absolute_alone, nothing, "d2t holds the target's ids themselves"),
+    "two meanings of norm_output": (
+        "sglang_eagle3",
+        nothing,
+        having(norm_output=True),
+        "norm_output: true means two things",
+    ),
+    "normed residual": ("speculators_eagle3", nothing, having(norm_before_residual=True), "norm_before_residual: true"),
+    "residual left open": (
+        "speculators_eagle3",
+        nothing,
+        lambda c: c.pop("norm_before_residual"),
+        "norm_before_residual is missing",
+    ),
+    "norm before fc": ("speculators_eagle3", nothing, having(norm_before_fc=True), "norm_before_fc: true"),
+    "activation": ("zlab_dflash", nothing, having(hidden_act="gelu"), "hidden_act 'gelu'"),
+    "biases": ("speculators_dflash", nothing, layer(attention_bias=True), "attention_bias: drafts here have no biases"),
+    "reduced DFlash": ("speculators_dflash", nothing, having(draft_vocab_size=24), "draft_vocab_size 24 of 40"),
+    "window of speculators": (
+        "speculators_dflash",
+        nothing,
+        layer(sliding_window=4, layer_types=["sliding_attention"] * 2),
+        "sliding_window: speculators counts a window from the anchor",
+    ),
+    "sampled anchor": ("speculators_dflash", nothing, having(sample_from_anchor=True), "sample_from_anchor"),
+    "two layers": ("sglang_eagle3", nothing, having(num_hidden_layers=2), "EAGLE-3 drafts here have one layer"),
+    "no layers": (
+        "speculators_eagle3",
+        nothing,
+        lambda c: c.pop("transformer_layer_config"),
+        "transformer_layer_config is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_draft_here_can_be_is_refused(toys: Toys, tmp_path: Path, name: str):
+    source, tensors, config, message = REFUSED[name]
+    folder = changed(toys.folder / source, tmp_path / "foreign", tensors, config)
+    with pytest.raises(DraftworksError, match=message) as caught:
+        import_draft(folder, toys.target, tmp_path / "imported")
+    assert str(folder) in str(caught.value)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_pickled_weights_are_refused(toys: Toys, tmp_path: Path):
+    source = changed(toys.folder / "zlab_dflash", tmp_path / "foreign")
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    with pytest.raises(StoreError, match=r"pytorch_model\.bin would have to be unpickled"):
+        import_draft(source, toys.target, tmp_path / "imported")
+
+
+def test_a_folder_without_a_config_is_refused(toys: Toys, tmp_path: Path):
+    with pytest.raises(StoreError, match=r"config\.json is missing"):
+        import_draft(tmp_path, toys.target, tmp_path / "imported")
+
+
+def test_a_draft_of_ours_for_another_target_is_refused(toys: Toys, tmp_path: Path):
+    other = toys.target.model_copy(update={"digest": "f" * 16})
+    with pytest.raises(StoreError, match="a draft of the target with digest"):
+        import_draft(toys.folder / "eagle3", other, tmp_path / "imported")
+
+
+def test_a_hint_that_is_no_option_is_an_error_of_the_config(toys: Toys, tmp_path: Path):
+    source = shutil.copytree(toys.folder / "sglang_eagle3", tmp_path / "foreign")
+    config = json.loads((source / "config.json").read_text())
+    config["provenance"]["options"]["ttt_length"] = 0
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="ttt_length"):
+        import_draft(source, toys.target, tmp_path / "imported")

@@ -1,0 +1,55 @@
+"""Layer ids by format: the table of conventions for a target of 36 layers, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from draftworks.errors import ConfigError
+from draftworks.export.layer_ids import FORMATS, from_format, to_format
+from draftworks.identity import LayerTap
+
+EAGLE3 = [LayerTap(2), LayerTap(18), LayerTap(33)]
+DFLASH = [LayerTap(2), LayerTap(10), LayerTap(18), LayerTap(26), LayerTap(34)]
+
+TABLE = [
+    ("speculators_eagle3", EAGLE3, [2, 18, 33]),  # vLLM's own default for 36 layers: [2, n // 2, n - 3]
+    ("sglang_eagle3", EAGLE3, [1, 17, 32]),  # SpecForge's default: [1, n // 2 - 1, n - 4]
+    ("speculators_dflash", DFLASH, [2, 10, 18, 26, 34]),
+    ("zlab_dflash", DFLASH, [1, 9, 17, 25, 33]),  # as in the published draft for Qwen3-8B
+]
+
+
+@pytest.mark.parametrize(("export_format", "taps", "ids"), TABLE)
+def test_ids_are_those_of_the_published_drafts_for_36_layers(export_format, taps, ids):
+    assert to_format(export_format, taps) == ids
+    assert from_format(export_format, ids) == tuple(taps)
+
+
+def test_the_table_has_every_format():
+    assert {export_format for export_format, _, _ in TABLE} == set(FORMATS)
+
+
+@pytest.mark.parametrize("export_format", FORMATS)
+@pytest.mark.parametrize("ids", [[], [3, 2], [2, 2], [-1, 4], [1, True], [1.0, 2]])
+def test_ids_that_do_not_name_columns_of_fc_are_refused(export_format, ids):
+    with pytest.raises(ConfigError, match="expected ascending integers"):
+        from_format(export_format, ids)
+
+
+@pytest.mark.parametrize("export_format", ["sglang_eagle3", "zlab_dflash"])
+def test_the_embeddings_have_no_id_where_layers_are_counted_by_their_output(export_format):
+    with pytest.raises(ConfigError, match=r"found \[-1, 4\]"):
+        to_format(export_format, [LayerTap(0), LayerTap(5)])
+
+
+def test_an_unknown_format_is_answered_with_the_closest_ones():
+    with pytest.raises(ConfigError, match="did you mean zlab_dflash"):
+        to_format("z-lab_dflash", EAGLE3)
+
+
+def test_layer_ids_need_no_torch():
+    code = "import sys, draftworks.export.layer_ids; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

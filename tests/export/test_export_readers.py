@@ -1,0 +1,217 @@
+"""What the readers compute, and the exports they refuse because a server would run another draft."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_exports import (
+    BLOCK_SIZE,
+    SAYS,
+    VOCAB,
+    RandomExport,
+    draft_vocabulary,
+    sglang_eagle3,
+    speculators_dflash,
+    speculators_eagle3,
+    zlab_dflash,
+)
+
+from draftworks.errors import ConfigError, StoreError
+from draftworks.export.layer_ids import FORMATS
+from draftworks.export.readers.opening import open_export
+from draftworks.export.readers.reader import TargetTensors
+
+
+@pytest.fixture(scope="session")
+def exports(tiny_folder, tiny_tensors) -> dict[str, RandomExport]:
+    return {
+        "sglang_eagle3": sglang_eagle3(),
+        "speculators_eagle3": speculators_eagle3(tiny_folder, tiny_tensors.embedding),
+        "zlab_dflash": zlab_dflash(),
+        "speculators_dflash": speculators_dflash(tiny_folder, says=SAYS),
+    }
+
+
+@pytest.fixture
+def read(tmp_path, tiny_tensors):
+    """Opens an export; several in a test get folders of their own."""
+    count = iter(range(100))
+
+    def opened(export_format: str, export: RandomExport, target: TargetTensors = tiny_tensors):
+        return open_export(export_format, export.write(tmp_path / str(next(count))), target)
+
+    return opened
+
+
+@pytest.fixture
+def ask(read, question):
+    """The log probabilities that an export gives to the question, (k, V)."""
+
+    def answer(export_format: str, export: RandomExport, **changes):
+        asked = vars(question) | changes
+        return read(export_format, export).log_probabilities(**asked)
+
+    return answer
+
+
+@pytest.mark.parametrize("export_format", FORMATS)
+def test_every_step_has_a_distribution_over_what_the_draft_can_say(export_format, exports, ask, question):
+    rows = ask(export_format, exports[export_format])
+    assert rows.shape == (len(question.drawn), VOCAB)
+    torch.testing.assert_close(rows.exp().sum(-1), torch.ones(len(rows), dtype=torch.float64))
+    if "d2t" in exports[export_format].tensors:
+        assert torch.equal(rows[0].isfinite(), draft_vocabulary(SAYS)["t2d"])
+
+
+@pytest.mark.parametrize("export_format", FORMATS)
+def test_streams_by_name_are_put_in_the_order_of_the_layer_ids(export_format, exports, ask, question):
+    together = ask(export_format, exports[export_format])
+    low, middle, high = question.features.chunk(3, dim=-1)
+    by_name = {"hf5": high, "hf2": low, "hf4": middle, "last": low}
+    assert torch.equal(ask(export_format, exports[export_format], features=by_name), together)
+
+
+def test_a_stream_that_the_target_does_not_have_is_named(exports, ask, question):
+    low, middle, high = question.features.chunk(3, dim=-1)
+    with pytest.raises(StoreError, match="lead to hf5: expected some of hf2, hf4, hf3"):
+        ask("zlab_dflash", exports["zlab_dflash"], features={"hf2": low, "hf4": middle, "hf3": high})
+
+
+@pytest.mark.parametrize("export_format", ["sglang_eagle3", "speculators_eagle3"])
+def test_a_step_of_a_chain_depends_on_the_words_before_it_alone(export_format, exports, ask, question):
+    said, drawn = ask(export_format, exports[export_format]), question.drawn.clone()
+    drawn[1] = (drawn[1] + 1) % VOCAB
+    other = ask(export_format, exports[export_format], drawn=drawn)
+    assert torch.equal(other[:2], said[:2])
+    assert not torch.allclose(other[2].exp(), said[2].exp(), atol=1e-4)
+
+
+@pytest.mark.parametrize("export_format", ["zlab_dflash", "speculators_dflash"])
+def test_a_block_does_not_depend_on_its_own_words(export_format, exports, ask, question):
+    said = ask(export_format, exports[export_format])
+    assert torch.equal(ask(export_format, exports[export_format], drawn=question.drawn.flip(0)), said)
+
+
+def test_both_eagle3_layouts_compute_the_same(exports, ask):
+    assert torch.equal(
+        ask("sglang_eagle3", exports["sglang_eagle3"]), ask("speculators_eagle3", exports["speculators_eagle3"])
+    )
+
+
+def test_both_dflash_layouts_compute_the_same_without_windows(ask, tiny_folder):
+    assert torch.equal(ask("zlab_dflash", zlab_dflash()), ask("speculators_dflash", speculators_dflash(tiny_folder)))
+
+
+def test_a_window_is_another_one_in_speculators_until_it_holds_everything(ask, tiny_folder, question):
+    def both(window: int):
+        return (
+            ask("zlab_dflash", zlab_dflash(window)),
+            ask("speculators_dflash", speculators_dflash(tiny_folder, window=window)),
+        )
+
+    moving, anchored = both(window=4)
+    assert not torch.allclose(moving, anchored, atol=1e-2)
+    moving, anchored = both(window=len(question.features) + BLOCK_SIZE)
+    assert torch.equal(moving, anchored)
+
+
+def test_a_block_has_no_more_proposals_than_places(read, exports, question):
+    reader = read("zlab_dflash", exports["zlab_dflash"])
+    with pytest.raises(ValueError, match="5 proposals, asked for 6"):
+        reader.log_probabilities(question.features, question.next_tokens, torch.zeros(6, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("export_format", FORMATS)
+def test_exactly_the_tensors_of_the_format_are_taken(export_format, exports, read):
+    export = exports[export_format]
+    for name, tensor in export.tensors.items():
+        with pytest.raises(StoreError, match=f"missing: {name}; unknown: none"):
+            read(export_format, export.without_tensor(name))
+        with pytest.raises(StoreError, match=f"{name}: expected"):
+            read(export_format, export.with_tensors(**{name: torch.cat([tensor, tensor])}))
+        with pytest.raises(StoreError, match=f"{name}: expected"):
+            read(export_format, export.with_tensors(**{name: tensor.to(torch.int32)}))
+    with pytest.raises(StoreError, match=r"model\.safetensors: .*unknown: more"):
+        read(export_format, export.with_tensors(more=torch.zeros(1)))
+
+
+REFUSED = [
+    ("sglang_eagle3", {"architectures": ["LlamaForCausalLM"]}, "architectures"),
+    ("sglang_eagle3", {"eagle_config__use_aux_hidden_state": False}, "eagle_config.use_aux_hidden_state"),
+    ("sglang_eagle3", {"eagle_config__eagle_aux_hidden_state_layer_ids": [4, 3, 1]}, "layer_ids"),
+    (
+        "sglang_eagle3",
+        {"eagle_config__eagle_aux_hidden_state_layer_ids": [3]},
+        "two layers or more, else fc is skipped",
+    ),
+    ("sglang_eagle3", {"target_hidden_size": None}, "target_hidden_size"),
+    ("sglang_eagle3", {"norm_before_residual": True}, "norm_before_residual"),
+    ("sglang_eagle3", {"fc_norm": True}, "norm_output: expected true or false"),
+    ("sglang_eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ("sglang_eagle3", {"num_hidden_layers": 2}, "num_hidden_layers"),
+    ("sglang_eagle3", {"hidden_act": "gelu"}, "hidden_act"),
+    ("sglang_eagle3", {"attention_bias": True}, "attention_bias"),
+    ("sglang_eagle3", {"draft_vocab_size": None}, "draft_vocab_size: expected int, found None"),
+    ("sglang_eagle3", {"rms_norm_eps": "1e-6"}, "rms_norm_eps: expected float, found '1e-6'"),
+    ("speculators_eagle3", {"speculators_model_type": "peagle"}, "speculators_model_type"),
+    ("speculators_eagle3", {"speculators_config__verifier__name_or_path": None}, "verifier.name_or_path"),
+    ("speculators_eagle3", {"speculators_config__proposal_methods": []}, "proposal_methods"),
+    ("speculators_eagle3", {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc"),
+    ("speculators_eagle3", {"transformer_layer_config__model_type": "qwen3"}, "model_type"),
+    ("speculators_eagle3", {"target_hidden_size": 64}, "target_hidden_size: expected 128"),
+    ("zlab_dflash", {"model_type": "llama"}, "model_type"),
+    ("zlab_dflash", {"is_causal": True}, "is_causal"),
+    ("zlab_dflash", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("zlab_dflash", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "use_sliding_window"),
+    ("zlab_dflash", {"dflash_config__mask_token_id": VOCAB}, "dflash_config.mask_token_id: expected 0 to 2047"),
+    ("zlab_dflash", {"block_size": 1}, "block_size"),
+    ("speculators_dflash", {"sample_from_anchor": True}, "sample_from_anchor"),
+    ("speculators_dflash", {"block_size": 8}, "proposal_methods: expected block_size - 1"),
+    ("speculators_dflash", {"mask_token_id": None}, "mask_token_id"),
+    ("speculators_dflash", {"sliding_window_non_causal": False}, "vLLM makes full attention causal"),
+]
+
+
+@pytest.mark.parametrize(("export_format", "changes", "message"), REFUSED)
+def test_a_config_that_a_server_takes_for_another_draft_is_refused(export_format, changes, message, exports, read):
+    with pytest.raises(StoreError, match=rf"config\.json: .*{message}"):
+        read(export_format, exports[export_format].with_config(**changes))
+
+
+def test_a_draft_for_another_target_is_refused(exports, read, tiny_tensors):
+    other = TargetTensors(tiny_tensors.embedding[:, :64], tiny_tensors.head)
+    with pytest.raises(
+        StoreError, match=r"embedding is floating point \(2048, 128\), found torch.float32 \(2048, 64\)"
+    ):
+        read("zlab_dflash", exports["zlab_dflash"], other)
+
+
+def test_offsets_and_members_must_name_the_same_tokens(exports, read):
+    export = exports["sglang_eagle3"]
+    with pytest.raises(StoreError, match=r"found 48 that lead to .*These are the ids themselves"):
+        read("sglang_eagle3", export.with_tensors(d2t=export.tensors["d2t"] + torch.arange(SAYS)))
+    with pytest.raises(StoreError, match="d2t: expected offsets"):
+        read("sglang_eagle3", export.with_tensors(t2d=~export.tensors["t2d"]))
+
+
+def test_a_draft_that_says_everything_may_map_it_in_sglang_alone(exports, read, tiny_folder, tiny_tensors):
+    everything = {"d2t": torch.zeros(VOCAB, dtype=torch.int64), "t2d": torch.ones(VOCAB, dtype=torch.bool)}
+    for export_format in ("sglang_eagle3", "speculators_eagle3"):
+        export = exports[export_format].with_config(draft_vocab_size=VOCAB)
+        export = export.with_tensors(lm_head__weight=tiny_tensors.head.clone())
+        bare = export.without_tensor("d2t").without_tensor("t2d")
+        assert torch.equal(read(export_format, bare).vocabulary.ids, torch.arange(VOCAB))
+        if export_format == "sglang_eagle3":
+            assert torch.equal(
+                read(export_format, export.with_tensors(**everything)).vocabulary.ids, torch.arange(VOCAB)
+            )
+        else:
+            with pytest.raises(StoreError, match="unknown: d2t, t2d"):
+                read(export_format, export.with_tensors(**everything))
+
+
+def test_a_folder_without_a_draft_and_an_unknown_format_are_refused(tmp_path, tiny_tensors):
+    with pytest.raises(StoreError, match=r"expected config\.json and model\.safetensors"):
+        open_export("zlab_dflash", tmp_path, tiny_tensors)
+    with pytest.raises(ConfigError, match="no reader for the export format 'gguf'"):
+        open_export("gguf", tmp_path, tiny_tensors)

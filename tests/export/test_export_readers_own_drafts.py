@@ -1,0 +1,124 @@
+"""Our drafters and the readers agree on every distribution of a proposal, given the same weights in each layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from random_exports import (
+    BLOCK_SIZE,
+    DFLASH_LAYERS,
+    INTERMEDIATE,
+    MASK_TOKEN,
+    SAYS,
+    RandomExport,
+    draft_vocabulary,
+    sglang_eagle3,
+    speculators_dflash,
+    speculators_eagle3,
+    zlab_dflash,
+)
+from torch import Tensor
+
+from draftworks.data.vocab import VocabMapping
+from draftworks.drafts.dflash import DFlashStrategy
+from draftworks.drafts.eagle3 import Eagle3Strategy
+from draftworks.drafts.strategy import DraftStrategy, Proposal
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.export.readers.opening import open_export
+from draftworks.strategies import DFlashOptions, Eagle3Options
+
+TAPS = [2, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_target) -> TargetParts:
+    return TargetParts.load(tiny_target)
+
+
+def moved(strategy: DraftStrategy) -> DraftStrategy:
+    """With norms away from 1, so that one in another place shows."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, weight in strategy.model.named_parameters():
+            if "norm" in name:
+                weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
+    return strategy
+
+
+def our_eagle3(parts: TargetParts, **options) -> DraftStrategy:
+    vocabulary = draft_vocabulary(SAYS)
+    vocab = VocabMapping(vocabulary["d2t"].numpy(), vocabulary["t2d"].numpy())
+    chosen = Eagle3Options(draft_vocab_size=SAYS, intermediate_size=INTERMEDIATE, layer_ids=TAPS, **options)
+    return moved(Eagle3Strategy(chosen, parts, vocab, seed=5))
+
+
+def our_dflash(parts: TargetParts, **options) -> DraftStrategy:
+    sizes = {"block_size": BLOCK_SIZE, "num_layers": DFLASH_LAYERS, "intermediate_size": INTERMEDIATE}
+    chosen = DFlashOptions(**sizes, mask_token_id=MASK_TOKEN, layer_ids=TAPS, **options)
+    return moved(DFlashStrategy(chosen, parts, None, seed=5))
+
+
+def proposed(strategy: DraftStrategy, features: Mapping[str, Tensor], next_tokens: Tensor, count: int) -> Proposal:
+    """Given the text in three pieces, as a server gets it."""
+    drafter = strategy.drafter()
+    for start, end in pairwise((0, 4, 5, len(next_tokens))):
+        drafter.extend({name: stream[start:end] for name, stream in features.items()}, next_tokens[start:end])
+    return drafter.propose(count, temperature=1.0, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def check(tmp_path, tiny_tensors, question):
+    """That a strategy proposes what its weights do when they are read back in a format."""
+
+    def agree(strategy: DraftStrategy, export_format: str, export: RandomExport, count: int) -> None:
+        reader = open_export(export_format, export.write(tmp_path / "export"), tiny_tensors)
+        features = dict(zip(("hf2", "hf4", "hf5"), question.features.chunk(3, dim=-1), strict=True))
+        proposal = proposed(strategy, features, question.next_tokens, count)
+        theirs = reader.log_probabilities(features, question.next_tokens, proposal.tokens)
+        torch.testing.assert_close(proposal.probabilities.log().double(), theirs, rtol=0, atol=1e-4)
+        torch.testing.assert_close(proposal.probabilities.double(), theirs.exp(), rtol=0, atol=1e-6)
+
+    return agree
+
+
+EAGLE3 = [
+    ({}, {}),
+    ({"feedback": "post_norm"}, {"norm_output": True}),
+    ({"fc_norm": True}, {"fc_norm": True, "norm_output": False}),
+    ({"fc_norm": True, "feedback": "post_norm"}, {"fc_norm": True, "norm_output": True}),
+]
+
+
+@pytest.mark.parametrize(("options", "settings"), EAGLE3)
+def test_eagle3_is_what_sglang_would_compute(options, settings, check, parts):
+    strategy = our_eagle3(parts, **options)
+    export = replace(sglang_eagle3(**settings), tensors=strategy.model.state_dict())
+    check(strategy, "sglang_eagle3", export, count=4)
+
+
+@pytest.mark.parametrize(("options", "settings"), EAGLE3)
+def test_eagle3_is_what_speculators_would_compute_without_norm_before_residual(
+    options, settings, check, parts, tiny_folder
+):
+    strategy = our_eagle3(parts, **options)
+    embedding = {"embed_tokens.weight": parts.embedding.clone()}
+    export = speculators_eagle3(tiny_folder, parts.embedding, **settings)
+    export = replace(export, tensors=strategy.model.state_dict() | embedding).renamed("midlayer.", "layers.0.")
+    check(strategy, "speculators_eagle3", export, count=4)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_dflash_is_what_z_lab_and_sglang_would_compute(window, check, parts):
+    strategy = our_dflash(parts, sliding_window=window)
+    export = replace(zlab_dflash(window), tensors=strategy.model.state_dict())
+    check(strategy, "zlab_dflash", export, count=BLOCK_SIZE - 1)
+
+
+def test_dflash_without_windows_is_what_speculators_would_compute(check, parts, tiny_folder):
+    strategy = our_dflash(parts)
+    export = replace(speculators_dflash(tiny_folder), tensors=strategy.model.state_dict())
+    check(strategy, "speculators_dflash", export, count=BLOCK_SIZE - 1)

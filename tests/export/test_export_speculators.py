@@ -1,0 +1,80 @@
+"""The real speculators library and our independent readers compute the same logits from the same folder."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from random_exports import SAYS, speculators_dflash, speculators_eagle3
+from speculators_judge import Case
+
+from draftworks.export.readers.opening import open_export
+
+pytestmark = pytest.mark.speculators
+
+EAGLE3 = {
+    "eagle3": {},
+    "eagle3_norm_before_residual": {"norm_before_residual": True},
+    "eagle3_norm_before_fc": {"norm_before_fc": True},
+    "eagle3_fc_norm": {"fc_norm": True},
+    "eagle3_norm_output": {"norm_output": True},
+    "eagle31": {"fc_norm": True, "norm_output": True},
+}
+DFLASH = {
+    "dflash": {},
+    "dflash_window": {"window": 4},
+    "dflash_window_both_ways": {"window": 4, "sliding_window_non_causal": True},
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+REDUCED = {"dflash_reduced": {"says": SAYS}}
+CASES = (*EAGLE3, *DFLASH, *REDUCED, "eagle3_llama3_rope")
+BACK_ENDS = ("eager", "sdpa")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tiny_folder, tiny_tensors):
+    root = tmp_path_factory.mktemp("exports")
+    exports = {name: speculators_eagle3(tiny_folder, tiny_tensors.embedding, **EAGLE3[name]) for name in EAGLE3}
+    exports |= {name: speculators_dflash(tiny_folder, **settings) for name, settings in (DFLASH | REDUCED).items()}
+    scaled = exports["eagle3"].with_config(transformer_layer_config__rope_parameters=LLAMA3_ROPE)
+    exports["eagle3_llama3_rope"] = scaled
+    return {name: export.write(root / name) for name, export in exports.items()}
+
+
+@pytest.fixture(scope="module")
+def findings(speculators_judge, folders, question):
+    return speculators_judge(
+        [Case(f"{name}-{end}", folder, question, end) for name, folder in folders.items() for end in BACK_ENDS]
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_library_takes_every_tensor_and_needs_no_other(case, findings):
+    for end in BACK_ENDS:
+        assert findings[f"{case}-{end}"].faithful, findings[f"{case}-{end}"]
+
+
+@pytest.mark.parametrize("end", BACK_ENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_the_reader(case, end, findings, folders, tiny_tensors, question):
+    export_format = "speculators_dflash" if case in DFLASH | REDUCED else "speculators_eagle3"
+    reader = open_export(export_format, folders[case], tiny_tensors)
+    ours = reader.logits(question.features, question.next_tokens, question.drawn)
+    theirs = findings[f"{case}-{end}"].logits
+    # The full vocabulary has logits up to 13, whose rounding in fp32 is larger.
+    assert float((theirs - ours).abs().max()) < 1e-5 * max(1.0, float(ours.abs().max()))
+
+
+@pytest.mark.parametrize("names", [(*EAGLE3, "eagle3_llama3_rope"), tuple(DFLASH)])
+def test_every_option_changes_the_logits(names, findings):
+    """Else agreeing on them would say nothing."""
+    for one, other in combinations(names, 2):
+        logits = [findings[f"{name}-eager"].logits for name in (one, other)]
+        assert float((logits[0] - logits[1]).abs().max()) > 1e-2, (one, other)

@@ -1,0 +1,81 @@
+"""The real speculators library loads what we export and computes what our drafters do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from export_toys import CASES
+from export_toys import Case as Exporting
+from speculators_judge import Case, Findings, Question
+from torch import Tensor
+
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.export.exporting import export_draft
+
+pytestmark = pytest.mark.speculators
+
+EXPORTS = [case for case in CASES if case.format.startswith("speculators_")]
+ROWS = 9
+ENDS = ("eager", "sdpa")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A draft exported in fp32 and in bf16, and what our drafter proposed after `question`."""
+
+    fp32: Path
+    bf16: Path
+    question: Question
+    probabilities: Tensor
+    draft_ids: Tensor
+
+
+def exported(case: Exporting, folder: Path) -> Exported:
+    toys = case.toys(folder)
+    draft = toys.draft(case.strategy, **case.options)
+    paths = {dtype: toys.folder / dtype for dtype in ("float32", "bfloat16")}
+    for dtype, path in paths.items():
+        assert export_draft(draft, case.format, path, dtype).passed
+    strategy = draft.strategy()
+    generator = torch.Generator().manual_seed(1)
+    features = [torch.randn(ROWS, draft.parts.hidden_size, generator=generator) for _ in draft.taps]
+    tokens = torch.randint(draft.parts.vocab_size, (ROWS,), generator=generator)
+    drafter = strategy.drafter()
+    drafter.extend(dict(zip((tap.name for tap in draft.taps), features, strict=True)), tokens)
+    proposal = drafter.propose(strategy.draft_tokens, temperature=1.0, generator=generator)
+    question = Question(torch.cat(features, dim=-1), tokens, proposal.tokens)
+    ids = said_by(strategy, draft.parts.vocab_size)
+    return Exported(paths["float32"], paths["bfloat16"], question, proposal.probabilities, ids)
+
+
+def said_by(strategy: DraftStrategy, vocab: int) -> Tensor:
+    """The target's ids of the columns of the draft's logits."""
+    return getattr(strategy.model, "draft_ids", torch.arange(vocab))
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory) -> dict[str, Exported]:
+    return {str(case): exported(case, tmp_path_factory.mktemp("export")) for case in EXPORTS}
+
+
+@pytest.fixture(scope="module")
+def findings(speculators_judge, exports) -> dict[str, Findings]:
+    cases = [Case(f"{name}-{end}", one.fp32, one.question, end) for name, one in exports.items() for end in ENDS]
+    return speculators_judge(cases + [Case(f"{name}-bf16", one.bf16) for name, one in exports.items()])
+
+
+@pytest.mark.parametrize("name", [str(case) for case in EXPORTS])
+def test_the_library_holds_exactly_what_we_wrote(name, findings):
+    for kind in (*ENDS, "bf16"):
+        assert findings[f"{name}-{kind}"].faithful, findings[f"{name}-{kind}"]
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("name", [str(case) for case in EXPORTS])
+def test_the_library_computes_what_our_drafter_proposes(name, end, exports, findings):
+    ours = exports[name].probabilities[:, exports[name].draft_ids]
+    theirs = findings[f"{name}-{end}"].logits.log_softmax(-1)
+    torch.testing.assert_close(ours.log(), theirs, rtol=1e-5, atol=1e-5)

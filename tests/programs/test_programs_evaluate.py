@@ -1,0 +1,182 @@
+"""The evaluation program: rung 4 is decoded once, and what the walk and the loop say differently is in the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from draft_run_files import RunFiles
+
+from draftworks.capture import hf
+from draftworks.errors import StoreError
+from draftworks.evaluation.report import Report
+from draftworks.evaluation.report_files import DIFFERENCES
+from draftworks.features.manifest import read_feature_set, write_feature_set
+from draftworks.programs.evaluate import evaluate
+from draftworks.programs.program import ProgramContext
+from draftworks.programs.train import train
+from draftworks.runs import EvaluateRun, TargetFiles
+from draftworks.specs import EvaluationSpec, LoopSpec
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_target: TargetFiles) -> RunFiles:
+    torch.set_num_threads(1)
+    files = RunFiles.make(tmp_path_factory.mktemp("trained"), tiny_target)
+    train(files.train_run(), ProgramContext())
+    return files
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The targets that are loaded from here on."""
+    names: list[str] = []
+    load = hf.load_hf_engine
+
+    def watched(target: TargetFiles, *arguments: Any) -> hf.HFTargetEngine:
+        names.append(target.name)
+        return load(target, *arguments)
+
+    monkeypatch.setattr(hf, "load_hf_engine", watched)
+    return names
+
+
+def run_of(files: RunFiles, out: Path, cache: Path | None, slices: tuple[str, ...] = (), **loop: Any) -> EvaluateRun:
+    spec = EvaluationSpec(loop=LoopSpec(**loop), slices=list(slices), resamples=100)
+    return files.evaluate_run(out=out, evaluation=spec, max_new_tokens=6, loop_cache=cache)
+
+
+def loops_of(run: EvaluateRun):
+    evaluate(run, ProgramContext())
+    return Report.load(run.out).drafts["trained"].loops
+
+
+def test_another_slice_column_decodes_nothing_again(trained: RunFiles, tmp_path: Path, loads: list[str]) -> None:
+    first = loops_of(run_of(trained, tmp_path / "first", tmp_path / "loops"))
+    assert loads == ["tiny"]
+    again = run_of(trained, tmp_path / "again", tmp_path / "loops", slices=("length",))
+    assert loops_of(again) == first
+    assert loads == ["tiny"]
+    assert f"{first[0].occasion.date:%Y-%m-%d %H:%M} UTC" in (again.out / "report.md").read_text()
+
+
+def test_only_a_temperature_that_is_new_is_decoded(
+    trained: RunFiles, tmp_path: Path, loads: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    [greedy] = loops_of(run_of(trained, tmp_path / "first", tmp_path / "loops"))
+    capsys.readouterr()
+    both = loops_of(run_of(trained, tmp_path / "both", tmp_path / "loops", temperatures=[0.7, 0.0]))
+    assert [loop.temperature for loop in both] == [0.7, 0.0]
+    assert both[1] == greedy
+    assert loads == ["tiny", "tiny"]
+    assert len(list((tmp_path / "loops").iterdir())) == 2
+    told = [line for line in capsys.readouterr().out.splitlines() if "(rung 4)" in line]
+    assert ["measured before" in line for line in told] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_new_tokens": 5},
+        {"max_length": 40},
+        {"seed": 1},
+        {"evaluation": EvaluationSpec(loop=LoopSpec(prompts=2))},
+        {"evaluation": EvaluationSpec(loop=LoopSpec(compute_dtype="bfloat16"))},
+        {"evaluation": EvaluationSpec(draft_tokens=1)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_decides_the_loop_makes_it_another(
+    change: dict[str, Any], trained: RunFiles, tmp_path: Path, loads: list[str]
+) -> None:
+    run = run_of(trained, tmp_path / "first", tmp_path / "loops")
+    loops_of(run)
+    loops_of(run.model_copy(update={"out": tmp_path / "second", **change}))
+    assert len(loads) == len(list((tmp_path / "loops").iterdir())) == 2
+
+
+def test_damaged_measurement_is_made_anew_saying_so(
+    trained: RunFiles, tmp_path: Path, loads: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(trained, tmp_path / "report", tmp_path / "loops")
+    [first] = loops_of(run)
+    [entry] = (tmp_path / "loops").iterdir()
+    entry.write_text(entry.read_text()[:-40])
+    capsys.readouterr()
+    [second] = loops_of(run)
+    assert f"rung 4 is measured anew: {entry}" in capsys.readouterr().out
+    assert (second.prompts, second.differences) == (first.prompts, first.differences)
+    assert loads == ["tiny", "tiny"]
+    assert loops_of(run) == (second,)
+    assert len(loads) == 2
+
+
+def test_without_a_cache_every_evaluation_decodes(trained: RunFiles, tmp_path: Path, loads: list[str]) -> None:
+    for name in ("first", "second"):
+        loops_of(run_of(trained, tmp_path / name, None))
+    assert len(loads) == 2
+
+
+def test_cache_that_cannot_be_used_is_refused_before_the_target_is_loaded(
+    trained: RunFiles, tmp_path: Path, loads: list[str]
+) -> None:
+    (tmp_path / "loops").write_text("a file")
+    with pytest.raises(StoreError, match="loops: expected the folder of the loop cache"):
+        loops_of(run_of(trained, tmp_path / "report", tmp_path / "loops"))
+    assert loads == []
+
+
+def on_two_ranks(run: EvaluateRun, folder: Path) -> list[dict[str, int]]:
+    """By torchrun; how many targets each rank loaded."""
+    worker = Path(__file__).with_name("evaluate_worker.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
+    run_file = run.save(folder / "run.yaml")
+    done = subprocess.run([*command, str(run_file)], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return sorted(told, key=lambda each: each["rank"])
+
+
+def test_two_ranks_measure_once_and_read_what_one_of_them_kept(trained: RunFiles, tmp_path: Path) -> None:
+    first, again = (run_of(trained, tmp_path / name, tmp_path / "loops") for name in ("first", "again"))
+    assert on_two_ranks(first, tmp_path) == [{"rank": 0, "loads": 1}, {"rank": 1, "loads": 1}]
+    assert on_two_ranks(again, tmp_path) == [{"rank": 0, "loads": 0}, {"rank": 1, "loads": 0}]
+    [measured], [read] = (Report.load(run.out).drafts["trained"].loops for run in (first, again))
+    assert read == measured
+    [alone] = loops_of(run_of(trained, tmp_path / "alone", None))
+    assert (alone.prompts, alone.differences) == (measured.prompts, measured.differences)
+
+
+def test_every_difference_between_walk_and_loop_is_in_the_report(trained: RunFiles, tmp_path: Path) -> None:
+    """Random answers: the loop says other tokens from the first or second on."""
+    run = run_of(trained, tmp_path / "report", None)
+    [loop] = loops_of(run)
+    assert [one.whose for one in loop.differences] == ["target"] * 3
+    table = pd.read_parquet(run.out / DIFFERENCES)
+    assert table["sample_id"].tolist() == [one.sample_id for one in loop.differences]
+    assert table["gap"].tolist() == [one.gap for one in loop.differences]
+    assert (table["walk"] != table["loop"]).all()
+    assert "3 of 3 prompts differ" in (run.out / "report.md").read_text()
+
+
+def test_agreement_of_labels_is_known_also_of_a_strategy_that_does_not_read_the_last_hidden_state(
+    trained: RunFiles, tmp_path: Path
+) -> None:
+    options = {"block_size": 3, "layer_ids": [2, 4, 5], "num_layers": 1, "intermediate_size": 32}
+    other = {"strategy": "dflash", "options": options, "vocab_mapping": None}
+    train(trained.train_run(out=tmp_path / "draft", **other), ProgramContext())
+    run = run_of(trained, tmp_path / "report", None, prompts=1)
+    known = evaluate(run, ProgramContext())["label_agreement"]
+    run = run.model_copy(update={"draft": tmp_path / "draft", **other})
+    assert evaluate(run, ProgramContext())["label_agreement"] == known
+
+    found = read_feature_set(run.heldout.features)
+    unnormed = run.heldout.model_copy(update={"features": tmp_path / "unnormed"})
+    write_feature_set(unnormed.features, found.refs, {"last_normed": False}, found.streams, found.store)
+    assert evaluate(run.model_copy(update={"heldout": unnormed}), ProgramContext())["label_agreement"] is None

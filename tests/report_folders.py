@@ -1,0 +1,56 @@
+"""Reports of drafts as results that lie in a folder: written, never measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from draftworks.artifacts import Artifact, ArtifactStore, Built
+from draftworks.data.token_rows import TokenRow
+from draftworks.data.tokenized import write_tokens
+from draftworks.evaluation.measurement import DraftMeasurement
+from draftworks.evaluation.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.report import Report
+from draftworks.evaluation.result import EvalResult
+from draftworks.evaluation.statistics import Resampling
+
+TARGET, ASSET = "small", "eagle3_report"
+ACCURACY = EvalResult(30.0, 10.0, 40, {"acc_corrects": (8.0, 4.0), "acc_denoms": (10.0, 8.0)})
+
+
+@dataclass(frozen=True)
+class ReportFolders:
+    """What is published for the target `small`."""
+
+    var: Path
+
+    @property
+    def artifacts(self) -> ArtifactStore:
+        return ArtifactStore(self.var)
+
+    def publish_answers(self, samples: Mapping[str, Sequence[int]], masked: int = 0) -> str:
+        """Held-out answers by sample id, their first `masked` tokens not supervised; returns their version."""
+        rows = [TokenRow(name, np.array(ids, np.int32), np.arange(len(ids)) >= masked) for name, ids in samples.items()]
+
+        def build(out: Path) -> Built:
+            return Built(write_tokens(out / "tokens", rows)["digest"])
+
+        identity = {"samples": {name: list(ids) for name, ids in samples.items()}, "masked": masked}
+        return self.artifacts.obtain("heldout_responses", TARGET, identity, build).data_version
+
+    def publish_report(self, draft: str, answers: str, accepted: Mapping[str, list[int]]) -> Artifact:
+        """A report of a draft, by the draft tokens that each pass of the walk accepted on each prompt; none is no walk."""
+        walk = [PromptAcceptance.of_passes(name, found, sum(found) + len(found)) for name, found in accepted.items()]
+        measured = {"trained": DraftMeasurement(ACCURACY, walk=tuple(walk)), "untrained": DraftMeasurement(ACCURACY)}
+
+        def build(out: Path) -> Built:
+            report = Report(TARGET, "eagle3", "heldout", measured, draft_tokens=3, resampling=Resampling(resamples=200))
+            report.save(out / "heldout")
+            scores = {name: one.result.metrics() for name, one in measured.items()}
+            return Built(f"of {draft}", {"drafts": scores})
+
+        identity = {"draft": draft, "heldout": [answers, "features"]}
+        return self.artifacts.obtain(ASSET, TARGET, identity, build)

@@ -1,0 +1,90 @@
+"""The spool: what the engine writes is what the reader takes, whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from draftworks.errors import CaptureError
+from draftworks.serving.spool import (
+    Part,
+    discard_parts,
+    is_captured,
+    new_request_id,
+    take_parts,
+    wants_logits,
+    write_failure,
+    write_part,
+)
+
+
+def random_part(start: int = 0, dtype: torch.dtype = torch.float32) -> Part:
+    generator = torch.Generator().manual_seed(start)
+    taps, last = torch.randn(5, 12, generator=generator).to(dtype), torch.randn(5, 4, generator=generator).to(dtype)
+    return Part(start, torch.arange(5), taps, last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_are_taken_as_written_and_only_once(tmp_path: Path, dtype):
+    request_id, written = new_request_id(), random_part(dtype=dtype)
+    write_part(tmp_path, request_id, written)
+    (taken,) = take_parts(tmp_path, request_id)
+    assert taken.start == 0
+    for name in ("input_ids", "taps", "last"):
+        assert torch.equal(getattr(taken, name), getattr(written, name))
+    assert taken.logits is None
+    assert list(tmp_path.iterdir()) == []
+    assert take_parts(tmp_path, request_id) == []
+
+
+def test_slices_of_a_packed_batch_take_no_more_room_than_their_rows(tmp_path: Path):
+    packed = torch.zeros(10_000, 64)
+    write_part(tmp_path, "draftworks-a", Part(0, torch.arange(2), packed[7:9], packed[7:9, :8]))
+    assert next(tmp_path.iterdir()).stat().st_size < 2000
+
+
+def test_parts_come_in_the_order_of_their_tokens(tmp_path: Path):
+    request_id = new_request_id()
+    for start in (16, 0, 8):
+        write_part(tmp_path, request_id, random_part(start))
+    assert [part.start for part in take_parts(tmp_path, request_id)] == [0, 8, 16]
+
+
+def test_requests_do_not_see_each_other(tmp_path: Path):
+    ours, theirs = new_request_id(), new_request_id()
+    write_part(tmp_path, theirs, random_part())
+    assert take_parts(tmp_path, ours) == []
+    discard_parts(tmp_path, [ours])
+    assert len(take_parts(tmp_path, theirs)) == 1
+
+
+def test_a_file_being_written_is_not_there_yet(tmp_path: Path):
+    request_id = new_request_id()
+    (tmp_path / f"{request_id}.0.tmp").write_bytes(b"half")
+    assert take_parts(tmp_path, request_id) == []
+
+
+def test_the_reason_of_a_failure_is_told(tmp_path: Path):
+    write_failure(tmp_path, "draftworks-a", "no space left")
+    with pytest.raises(CaptureError, match="could not write hidden states: no space left"):
+        take_parts(tmp_path, "draftworks-a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_files_and_those_of_another_version_are_refused(tmp_path: Path):
+    (tmp_path / "draftworks-a.0.safetensors").write_bytes(b"half a header")
+    with pytest.raises(CaptureError, match=r"draftworks-a.0.safetensors is not a readable"):
+        take_parts(tmp_path, "draftworks-a")
+    save_file({"last": torch.zeros(1)}, tmp_path / "draftworks-b.0.safetensors", {"schema": "draftworks.spool.0"})
+    with pytest.raises(CaptureError, match=r"schema 'draftworks.spool.0', expected 'draftworks.spool.1'"):
+        take_parts(tmp_path, "draftworks-b")
+
+
+def test_only_our_requests_are_captured_and_only_some_with_logits():
+    assert is_captured(new_request_id())
+    assert not wants_logits(new_request_id())
+    assert wants_logits(new_request_id(with_logits=True))
+    assert not is_captured("HEALTH_CHECK_1")

@@ -1,0 +1,24 @@
+"""A strategy of another package, as small as one can be: one matrix over one tap and the last word guesses the next word."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from draftworks.strategies import StrategyOptions, StrategySpec, register_strategy
+from draftworks.strategies.taps import checked_taps
+
+
+class OneHeadOptions(StrategyOptions):
+    layer_id: int = Field(4, description="The tap, as hf_index.")
+
+
+register_strategy(
+    StrategySpec(
+        name="one_head",
+        description="One matrix.",
+        options=OneHeadOptions,
+        taps=lambda layers, options: checked_taps("one_head", [options.layer_id], [], layers, 1),
+        factory="one_head_draft:OneHeadStrategy",
+        uses_last_hidden=False,
+    )
+)
