@@ -1,7 +1,7 @@
 """What the rungs of the acceptance ladder cost: the walk against one pass that proposes at every row of an answer.
 
     python benchmarks/evaluation.py                   # 256 x 32, one thread, fp32
-    python benchmarks/evaluation.py --length 1024 --batch 4
+    python benchmarks/evaluation.py --length 1024 --batch 4 --strategy dflash
 
 The walk and the block counts are read off such a pass, so the aim is a ratio near 1 (at most 1.5). Random features: the
 figures are times, acceptance means nothing.
@@ -29,6 +29,7 @@ from draftworks.evaluation.replay import replay
 class Result:
     """Medians in milliseconds for one batch; `ratio` is the median of replay over propose, turn by turn."""
 
+    strategy: str
     length: int
     batch: int
     proposals: int
@@ -46,22 +47,24 @@ def milliseconds(action: Callable[[], object]) -> float:
 
 def measure(case: Case, repeats: int) -> Result:
     strategy, batch = prepare(case)
-    rows = token_mean_gates(batch["loss_mask"], case.ttt)[0]
+    count = min(case.ttt, strategy.draft_tokens)
+    rows = token_mean_gates(batch["loss_mask"], count)[0]
     accuracy, propose, walk = [], [], []
     with torch.no_grad():
         for turn in range(repeats + 1):
             times = [
                 milliseconds(lambda: strategy.forward_loss(batch, StepContext())),
-                milliseconds(lambda: strategy.propose(batch, rows, case.ttt)),
-                milliseconds(lambda: replay(strategy, batch, case.ttt)),
+                milliseconds(lambda: strategy.propose(batch, rows, count)),
+                milliseconds(lambda: replay(strategy, batch, count)),
             ]
             if turn > 0:  # the first warms up
                 for found, value in zip((accuracy, propose, walk), times):
                     found.append(value)
     return Result(
+        case.strategy,
         case.length,
         case.batch,
-        case.ttt,
+        count,
         accuracy_ms=round(statistics.median(accuracy), 1),
         propose_ms=round(statistics.median(propose), 1),
         replay_ms=round(statistics.median(walk), 1),
@@ -74,10 +77,11 @@ def main(
     batch: Annotated[int, typer.Option(min=1)] = 32,
     ttt: Annotated[int, typer.Option(min=1, help="Proposals per pass.")] = 5,
     repeats: Annotated[int, typer.Option(min=1)] = 9,
+    strategy: str = "eagle3",
 ) -> None:
     """Print a small table and one line of JSON."""
     torch.set_num_threads(1)
-    result = measure(Case(length=length, batch=batch, ttt=ttt), repeats)
+    result = measure(Case(length=length, batch=batch, ttt=ttt, strategy=strategy), repeats)
     print(f"{'size':>10} {'rungs 0-1 ms':>13} {'propose ms':>11} {'rungs 2-3 ms':>13} {'ratio':>6}")
     size = f"{length}x{batch}"
     print(

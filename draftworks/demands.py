@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
-from draftworks.errors import ConfigError
-from draftworks.runs import TargetFiles
+from pathlib import Path
+
+from draftworks.draft_config import read_config
+from draftworks.errors import ConfigError, StoreError
+from draftworks.registry import Registry
+from draftworks.runs import VOCAB_FILE, TargetFiles
 from draftworks.specs import TargetSpec
-from draftworks.strategies import TargetSizes, resolve_strategy
+from draftworks.strategies import StrategyOptions, StrategySpec, TargetSizes, resolve_strategy
 
 
-def check_demands(target: TargetSpec, files: TargetFiles) -> None:
-    """ConfigError if the model cannot give what its strategies need."""
+def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) -> None:
+    """ConfigError if the model cannot give what its strategies need, or a draft to begin from is not one of them."""
     union_of_taps(target, files.num_layers)
-    sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size)
+    sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size, target.max_length)
     for name, entry in target.strategies.items():
         strategy = resolve_strategy(name)
+        options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
         if strategy.check is not None:
-            strategy.check(strategy.parse_options(entry.options, where=f"target {target.name}: {name}"), sizes)
+            strategy.check(options, sizes)
+        if entry.start_from is not None:
+            where = f"target {target.name}: strategies.{name}.start_from"
+            _check_start(registry.located(entry.start_from), strategy, options, files, where)
     size = draft_vocab_size(target)
     if size is not None and size > files.vocab_size:
         raise ConfigError(
             f"target {target.name}: draft_vocab_size {size} is larger than the model's vocabulary of {files.vocab_size}. "
             f"Set options.draft_vocab_size to at most that"
         )
+
+
+def _check_start(
+    folder: Path, strategy: StrategySpec, options: StrategyOptions, files: TargetFiles, where: str
+) -> None:
+    try:
+        found = read_config(folder)
+    except StoreError as error:
+        raise ConfigError(f"{where}: {error}. `draftworks import` makes a draft of a peer's checkpoint") from error
+    if found.strategy != strategy.name:
+        raise ConfigError(f"{where}: {folder}: expected a draft of {strategy.name}, found one of {found.strategy}")
+    theirs = strategy.parse_options(found.draft.get("options", {}), where=str(folder))
+    wanted = {"hidden_size": files.hidden_size, "vocab_size": files.vocab_size, **options.structure()}
+    given = {**found.draft, **theirs.structure()}
+    if strategy.uses_vocab_mapping:
+        wanted["draft_vocab_size"] = options.draft_vocab_size
+    wrong = [
+        f"{key}: expected {value}, found {given.get(key)}" for key, value in wanted.items() if given.get(key) != value
+    ]
+    if wrong:
+        raise ConfigError(f"{where}: {folder}: {'; '.join(wrong)}")
+    if strategy.uses_vocab_mapping and not (folder / VOCAB_FILE).is_file():
+        raise ConfigError(f"{where}: {folder}: {VOCAB_FILE} is missing. Import the draft again")
 
 
 def union_of_taps(target: TargetSpec, num_layers: int) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftworks.draft_config import read_config
 from draftworks.errors import ConfigError
 from draftworks.specs import (
     DatasetSpec,
@@ -126,8 +127,12 @@ def with_overrides(
     return entry.model_copy(update={"options": typed.model_dump(), "training": merged})
 
 
-def resolved_options(target: TargetSpec) -> dict[str, Any]:
-    """The recipe of a target as JSON: every option that decides a result, with the defaults filled in."""
+def resolved_options(target: TargetSpec, registry: Registry) -> dict[str, Any]:
+    """The recipe of a target as JSON: every option that decides a result, with the defaults filled in.
+
+    Raises:
+        StoreError: a draft to begin from is not there.
+    """
     return {
         "max_length": target.max_length,
         "data": target.data.identity(),
@@ -139,7 +144,7 @@ def resolved_options(target: TargetSpec) -> dict[str, Any]:
             name: {
                 "options": resolve_strategy(name).parse_options(entry.options, f"target {target.name}").identity(),
                 "training": entry.training.identity(),
-                "start_from": entry.start_from,
+                "start_from": entry.start_from and read_config(registry.located(entry.start_from)).weights_digest,
                 "export": entry.export.model_dump(),
             }
             for name, entry in target.strategies.items()

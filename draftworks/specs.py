@@ -169,7 +169,7 @@ class EvaluationSpec(Spec):
     )
     cron_timezone: str = Field("UTC", description="Of `cron`: an IANA name such as Europe/Berlin.")
     draft_tokens: int | None = Field(
-        None, ge=1, description="Proposals per pass; default what the draft was trained for."
+        None, ge=1, description="Proposals per pass, at most what a draft can make; default what it was trained for."
     )
     loop: LoopSpec = Field(default_factory=LoopSpec)
     confidence: float = Field(0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")

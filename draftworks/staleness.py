@@ -34,9 +34,8 @@ class Subject:
     @property
     def identity(self) -> str:
         """Equal for two evaluations that would come to the same."""
-        made = [
-            {name: _version(artifact) for name, artifact in group.items()} for group in (self.drafts, self.responses)
-        ]
+        drafts = {name: [draft.data_version, draft.path.name] for name, draft in self.drafts.items()}
+        made = [drafts, {name: _version(artifact) for name, artifact in self.responses.items()}]
         return digest([self.files.digest, self.files.tokenizer_digest, self.sources, made])
 
     def changes(self, artifacts: ArtifactStore) -> list[str]:
@@ -46,7 +45,7 @@ class Subject:
             found += self._changes_of_eval_set(name, artifacts)
         for strategy, draft in self.drafts.items():
             report = artifacts.find(f"{strategy}_report", self.files.name)
-            if report is None or report.identity["draft"] != draft.data_version:
+            if report is None or not _is_of(report, draft):
                 found.append(f"{strategy} draft")
         return list(dict.fromkeys(found))
 
@@ -58,9 +57,8 @@ class Subject:
             found.append("weights of the target")
         if features is not None and features.identity.get("tokenizer") != self.files.tokenizer_digest:
             found.append("tokenizer or chat template")
-        versions = [_version(self.responses[name]), _version(features)]
         reports = [artifacts.find(f"{strategy}_report", target) for strategy in self.drafts]
-        if any(report is not None and _measured_on(report, name) != versions for report in reports):
+        if any(report and not _measured_on(report, name, self.responses[name], features) for report in reports):
             found.append(f"eval set {name}")
         prepared = artifacts.find(f"{name}_set", target) if name in self.sources else None
         if prepared is not None and prepared.identity.get("dataset") != self.sources[name]:
@@ -78,6 +76,16 @@ def _version(artifact: Artifact | None) -> str | None:
     return None if artifact is None else artifact.data_version
 
 
-def _measured_on(report: Artifact, name: str) -> list[str] | None:
-    """Versions of the responses and features of an eval set that a report is of."""
-    return report.identity["heldout"] if name == HELDOUT else report.identity.get("evals", {}).get(name)
+def _is_of(report: Artifact, draft: Artifact) -> bool:
+    """Weights alone do not say it: a draft published as it began may have the weights of another, and other options."""
+    return (report.identity["draft"], report.identity.get("draft_identity")) == (draft.data_version, draft.path.name)
+
+
+def _measured_on(report: Artifact, name: str, responses: Artifact | None, features: Artifact | None) -> bool:
+    """Whether a report is of these answers of an eval set, and of these features as far as its draft reads them."""
+    measured = report.identity["heldout"] if name == HELDOUT else report.identity.get("evals", {}).get(name)
+    if measured is None or responses is None or features is None:
+        return False
+    answers, streams = measured
+    known = features.summary.get("stream_versions", {})
+    return answers == responses.data_version and isinstance(streams, dict) and streams.items() <= known.items()

@@ -64,4 +64,4 @@ def inputs_digest(workspace: Workspace, target: str) -> str:
     spec = registry.target(target)
     files = workspace.target_files(target)
     data = workspace.dataset_version(registry.dataset(spec.dataset))
-    return digest([files.digest, files.tokenizer_digest, data, resolved_options(spec)])
+    return digest([files.digest, files.tokenizer_digest, data, resolved_options(spec, registry)])

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from draftworks.artifacts import Artifact, ArtifactStore, Built
 from draftworks.draft_config import read_config
+from draftworks.identity import digest
 from draftworks.registry import HELDOUT, with_overrides
 from draftworks.runs import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, StoreSpec, TargetFiles, TrainRun
 from draftworks.specs import TargetSpec, TrainingSpec
@@ -18,7 +19,7 @@ from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, checked_partition, launch, obtained, retried, shown, target_with_strategy, told
 from spec_assets.evals import eval_data_versions, feature_set
-from spec_assets.features import GPU_POOL
+from spec_assets.features import GPU_POOL, stream_versions
 from spec_assets.metadata import human_bytes, picture, table
 
 GROUP = "drafts"
@@ -45,7 +46,12 @@ class DraftConfig(dg.Config):
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """Everything a draft is made of, resolved."""
+    """Everything a draft is made of, resolved.
+
+    Attributes:
+        feature_versions: of the streams that this strategy reads, as in `heldout_versions`: a tap that another strategy
+            needs beside them is no reason to train again.
+    """
 
     files: TargetFiles
     options: dict[str, Any]
@@ -53,7 +59,8 @@ class DraftInputs:
     train_tokens: Artifact
     train_features: Artifact
     heldout: FeatureSet
-    heldout_versions: list[str]
+    feature_versions: dict[str, str]
+    heldout_versions: list[Any]
     vocab_mapping: Artifact | None
     start_from: Path | None
 
@@ -65,7 +72,7 @@ class DraftInputs:
             "training": self.training.identity(),
             "target": self.files.digest,
             "tokens": self.train_tokens.data_version,
-            "features": self.train_features.data_version,
+            "features": digest(self.feature_versions),
             "vocab_mapping": None if self.vocab_mapping is None else self.vocab_mapping.data_version,
             "heldout": self.heldout_versions,
         }
@@ -82,14 +89,19 @@ def draft_inputs(workspace: Workspace, strategy: StrategySpec, target: TargetSpe
     entry = target.strategies[strategy.name]
     chosen = with_overrides(target.name, strategy, entry, config.options, config.training)
     artifacts: ArtifactStore = workspace.artifacts
+    files = workspace.target_files(target.name)
+    options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
+    streams = strategy.features(files.num_layers, options)
+    train_features = artifacts.current("training_features", target.name)
     return DraftInputs(
-        files=workspace.target_files(target.name),
+        files=files,
         options=chosen.options,
         training=chosen.training,
         train_tokens=artifacts.current("tokenized_train", target.name),
-        train_features=artifacts.current("training_features", target.name),
+        train_features=train_features,
+        feature_versions=stream_versions(train_features, streams),
         heldout=feature_set(workspace, target.name, HELDOUT),
-        heldout_versions=eval_data_versions(workspace, target.name, HELDOUT),
+        heldout_versions=eval_data_versions(workspace, target.name, HELDOUT, streams),
         vocab_mapping=artifacts.current("vocab_mapping", target.name) if strategy.uses_vocab_mapping else None,
         start_from=None if entry.start_from is None else workspace.registry.located(entry.start_from),
     )

@@ -1,7 +1,7 @@
 """Eval sets: what drafts are measured on. `heldout` is split off a target's own conversations; others are named in registry/evals/."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, checked_partition, launch, obtained, shown, target_with_eval, told
 from spec_assets.data import Conversations, answered, greedy, supervised_share
-from spec_assets.features import GPU_POOL, VERIFIED, VERIFIED_MEANS, features_metadata, verified
+from spec_assets.features import GPU_POOL, VERIFIED, VERIFIED_MEANS, features_metadata, stream_versions, verified
 from spec_assets.metadata import summary_figures
 
 CAPTURE_REPORT = "capture.json"
@@ -233,10 +233,16 @@ def feature_set(workspace: Workspace, target: str, name: str) -> FeatureSet:
     return FeatureSet(tokens=responses.path / TOKENS_FOLDER, features=_entry_path(workspace, features))
 
 
-def eval_data_versions(workspace: Workspace, target: str, name: str) -> list[str]:
-    """Content versions of an eval set's answers and features."""
-    names = (f"{name}_responses", f"{name}_eval_features")
-    return [workspace.artifacts.current(asset_name, target).data_version for asset_name in names]
+def eval_data_versions(workspace: Workspace, target: str, name: str, streams: Iterable[str]) -> list[Any]:
+    """Content versions of an eval set: of its answers, and by name of those of its features that are read.
+
+    Raises:
+        StoreError: not materialized yet, or a stream was not captured.
+    """
+    responses, features = (
+        workspace.artifacts.current(f"{name}_{kind}", target) for kind in ("responses", "eval_features")
+    )
+    return [responses.data_version, stream_versions(features, streams)]
 
 
 def _recorded(entry: CacheEntry) -> Built:

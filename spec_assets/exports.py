@@ -58,7 +58,7 @@ def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
 def card_of(workspace: Workspace, strategy: StrategySpec, draft: Artifact) -> Path | None:
     """The model card of the draft; None if its report is still that of another draft."""
     report = workspace.artifacts.find(f"{strategy.name}_report", draft.target)
-    if report is None or report.identity["draft"] != draft.data_version:
+    if report is None or report.identity.get("draft_identity") != draft.path.name:
         return None
     return report.path / CARD
 
@@ -118,7 +118,8 @@ def export_checks(strategy: StrategySpec) -> dg.AssetChecksDefinition:
 
 
 def gate_result(asset_name: str, gate: str, made: dict[str, Any]) -> dg.AssetCheckResult:
-    """One gate over all formats. Where the files could not be read, no other gate was looked at, and none is passed."""
+    """One gate over all formats. Where the files could not be read, no other gate was looked at, and none is
+    passed; nor where there are no files."""
     found = {name: _gate_of(result, gate) for name, result in made.items()}
     failed = {name: one for name, one in found.items() if not one["passed"]}
     described = failed or found
@@ -126,7 +127,7 @@ def gate_result(asset_name: str, gate: str, made: dict[str, Any]) -> dg.AssetChe
     return dg.AssetCheckResult(
         asset_key=asset_name,
         check_name=gate,
-        passed=not failed,
+        passed=bool(found) and not failed,
         severity=dg.AssetCheckSeverity.ERROR,
         description="; ".join(f"{name}: {one['description']}" for name, one in described.items())
         or "nothing was exported",

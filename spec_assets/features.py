@@ -1,11 +1,13 @@
 """Features: the target's hidden states at every tap that any of its strategies needs, in one content-addressed store."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import dagster as dg
 
 from draftworks.artifacts import Artifact, Built
 from draftworks.demands import union_of_taps
+from draftworks.errors import StoreError
 from draftworks.runs import CaptureRun
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
@@ -67,6 +69,22 @@ def training_features(
     artifact = obtained(context, workspace, identity, build, still_good=still_stored)
     check = verified(artifact, check_name=VERIFIED, asset_key="training_features")
     return shown(context, artifact, features_metadata(artifact), [check])
+
+
+def stream_versions(features: Artifact, names: Iterable[str]) -> dict[str, str]:
+    """Content versions of the streams that a strategy reads, by name: what other strategies need beside them is not its own.
+
+    Raises:
+        StoreError: a stream was not captured.
+    """
+    known = features.summary.get("stream_versions", {})
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise StoreError(
+            f"{features.asset} of target {features.target}: expected the features {missing}, found {sorted(known)}. Set the "
+            "strategy's layer_ids in the registry, and materialize the features again: what is stored is not captured twice"
+        )
+    return {name: known[name] for name in names}
 
 
 def features_metadata(artifact: Artifact) -> dict:

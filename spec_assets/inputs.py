@@ -22,7 +22,7 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
         context.log.warning(f"run {run_id} was killed: it counts as failed now, and what it held of the pools is free")
     target = workspace.registry.target(context.partition_key)
     files = workspace.target_files(target.name)
-    check_demands(target, files)
+    check_demands(target, files, workspace.registry)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(digest([files.digest, files.tokenizer_digest])),
         metadata={
@@ -69,7 +69,7 @@ def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Materi
         with_overrides(target.name, resolve_strategy(name), entry, *overrides)
     for name in target.evals:
         workspace.registry.eval(name)
-    options = resolved_options(target)
+    options = resolved_options(target, workspace.registry)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(digest(options)), metadata={"options": dg.MetadataValue.json(options)}
     )

@@ -9,7 +9,7 @@ import dagster as dg
 
 from draftworks.artifacts import Artifact, Built
 from draftworks.evaluation.report_summary import ReportSummary
-from draftworks.identity import digest
+from draftworks.identity import LastHidden, digest
 from draftworks.model_card import CARD, CardSubject, model_card, page_of
 from draftworks.publishing import published
 from draftworks.registry import HELDOUT
@@ -24,6 +24,7 @@ from spec_assets.features import GPU_POOL
 from spec_assets.metadata import picture
 
 GROUP = "reports"
+LAST = LastHidden().name
 
 
 def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefinition:
@@ -87,11 +88,23 @@ class ReportSubject:
             train_tokens=workspace.artifacts.current("tokenized_train", target.name),
         )
 
+    def streams(self, workspace: Workspace) -> list[str]:
+        """What of the captured features is read: the draft's own, and `last` for the agreement of the labels."""
+        files, options = workspace.target_files(self.target.name), self.draft.identity["options"]
+        typed = self.strategy.parse_options(options, where=f"options of {self.draft.path}")
+        return list(dict.fromkeys([*self.strategy.features(files.num_layers, typed), LAST]))
+
     def identity(self, workspace: Workspace) -> dict[str, Any]:
+        """The draft by its weights and by what it was made from: equal weights may have other options."""
+        streams = self.streams(workspace)
+        versions = {
+            name: eval_data_versions(workspace, self.target.name, name, streams) for name in eval_names_of(self.target)
+        }
         return {
             "draft": self.draft.data_version,
-            "heldout": eval_data_versions(workspace, self.target.name, HELDOUT),
-            "evals": {name: eval_data_versions(workspace, self.target.name, name) for name in self.target.evals},
+            "draft_identity": self.draft.path.name,
+            "heldout": versions.pop(HELDOUT),
+            "evals": versions,
             "evaluation": self.target.evaluation.identity(),
             "limits": [self.target.responses.max_new_tokens, self.target.max_length],
             "bigram_tokens": self.train_tokens.data_version,

@@ -1,12 +1,17 @@
-"""Fixtures shared by all rooms: the embedded tiny target."""
+"""Fixtures shared by all rooms: the embedded tiny target, and real SGLang that serves it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from draftworks.runs import TargetFiles
+
+if TYPE_CHECKING:
+    from draftworks.capture.sglang_engine import SGLangServerEngine
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,3 +50,13 @@ def tiny_target(tiny_folder: Path) -> TargetFiles:
         vocab_size=2048,
         context=512,
     )
+
+
+@pytest.fixture(scope="session")
+def tiny_sglang(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServerEngine]:
+    """A server of real SGLang, started once, that captures every tap it can."""
+    from sglang_toys import sglang_engine, taps_of
+
+    engine = sglang_engine(tiny_target, tmp_path_factory.mktemp("sglang") / "tiny", taps_of(tiny_target))
+    yield engine
+    engine.close()

@@ -41,13 +41,17 @@ class ReportFolders:
         identity = {"samples": {name: list(ids) for name, ids in samples.items()}, "masked": masked}
         return self.artifacts.obtain("heldout_responses", TARGET, identity, build).data_version
 
-    def publish_report(self, draft: str, answers: str, accepted: Mapping[str, list[int]]) -> Artifact:
+    def publish_report(
+        self, draft: str, answers: str, accepted: Mapping[str, list[int]], draft_tokens: int = 3
+    ) -> Artifact:
         """A report of a draft, by the draft tokens that each pass of the walk accepted on each prompt; none is no walk."""
         walk = [PromptAcceptance.of_passes(name, found, sum(found) + len(found)) for name, found in accepted.items()]
         measured = {"trained": DraftMeasurement(ACCURACY, walk=tuple(walk)), "untrained": DraftMeasurement(ACCURACY)}
 
         def build(out: Path) -> Built:
-            report = Report(TARGET, "eagle3", "heldout", measured, draft_tokens=3, resampling=Resampling(resamples=200))
+            report = Report(
+                TARGET, "eagle3", "heldout", measured, draft_tokens=draft_tokens, resampling=Resampling(resamples=200)
+            )
             report.save(out / "heldout")
             scores = {name: one.result.metrics() for name, one in measured.items()}
             return Built(f"of {draft}", {"drafts": scores})

@@ -35,9 +35,11 @@ class TargetEngine(ABC):
         backend: name in `KNOWN_BACKENDS`.
         identity: who computes; part of every feature key.
         last_hidden: norm convention of the stream `last`.
+        concurrent: whether `generate` may be called from several threads, and answers more in the same time if it is.
     """
 
     backend: ClassVar[str]
+    concurrent: ClassVar[bool] = False
     identity: EngineIdentity
     last_hidden: LastHidden
 
@@ -82,7 +84,7 @@ class EnginePlace:
     """Surroundings of an engine, for those that need more than a target and a device.
 
     Attributes:
-        folder: on the disk of this machine, the engine's own; it may be created, and is removed by `close`.
+        folder: on the disk of this machine, the engine's own, and created by it.
         taps: everything that will be captured, beside `last`; None = nothing, the engine only generates.
         head: the target's output matrix (V, H), read when it is needed.
         local_rank: of this process among those of this machine, each of which has an engine.

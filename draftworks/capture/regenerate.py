@@ -1,6 +1,6 @@
 """Let the target answer the conversations itself, so that a draft learns what the target says.
 
-Every assistant turn is generated in order, in batches; a finished conversation is on disk at once, so a run that is
+Every assistant turn is generated in order, many conversations at a time; a finished conversation is on disk at once, so a run that is
 killed goes on where it was, and a run with some new conversations answers only those.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -97,17 +98,32 @@ class _Regeneration:
         size = self._run.responses.batch_size
         left = (each for each in read_conversations(self._run.conversations) if each.id not in self._partial)
         for window in _chunks(left, WINDOW * size):
-            for batch in _chunks(sorted(self._opened(window), key=lambda each: len(each.ids)), size):
-                self._answer(batch)
-                self._partial.extend(dialogue.record() for dialogue in batch)
-                self._done += len(batch)
-                for dialogue in batch:
-                    if dialogue.stopped:
-                        log.warning("conversation %s ends early: %s", dialogue.id, dialogue.stopped)
-                self.tokens += sum(dialogue.generated for dialogue in batch)
+            dialogues = sorted(self._opened(window), key=lambda each: len(each.ids))
+            for finished in self._answered(dialogues, size):
+                self._keep(finished)
                 self.seconds = time.monotonic() - started
                 self._report()
         self.seconds = time.monotonic() - started
+
+    def _answered(self, dialogues: Sequence[Dialogue], size: int) -> Iterator[Sequence[Dialogue]]:
+        """Dialogues as they are finished, `size` of them at work at a time: together as a batch, or each for itself."""
+        if not dialogues:
+            return
+        self._engine = self._engine or self._factory()
+        if self._engine.concurrent:
+            yield from ([each] for each in _concurrently(self._converse, dialogues, size))
+            return
+        for batch in _chunks(dialogues, size):
+            self._converse(*batch)
+            yield batch
+
+    def _keep(self, finished: Sequence[Dialogue]) -> None:
+        self._partial.extend(dialogue.record() for dialogue in finished)
+        self._done += len(finished)
+        self.tokens += sum(dialogue.generated for dialogue in finished)
+        for dialogue in finished:
+            if dialogue.stopped:
+                log.warning("conversation %s ends early: %s", dialogue.id, dialogue.stopped)
 
     def _report(self) -> None:
         if self._progress is not None:
@@ -125,9 +141,10 @@ class _Regeneration:
         self._done += len(dropped)
         return dialogues
 
-    def _answer(self, batch: Sequence[Dialogue]) -> None:
-        self._engine = self._engine or self._factory()
-        turn, active = 0, list(batch)
+    def _converse(self, *dialogues: Dialogue) -> None:
+        """Every answer of these dialogues, turn by turn."""
+        assert self._engine is not None
+        turn, active = 0, list(dialogues)
         while active:
             responses = self._engine.generate(
                 [dialogue.ids for dialogue in active],
@@ -141,6 +158,21 @@ class _Regeneration:
                 dialogue.add(response)
             active = [dialogue for dialogue in active if not dialogue.done]
             turn += 1
+
+
+def _concurrently(work: Callable[[Dialogue], None], dialogues: Sequence[Dialogue], threads: int) -> Iterator[Dialogue]:
+    """Dialogues on which `work` is done, as they are; its first error ends it all.
+
+    Leaving early waits for nobody: whoever closes the engine ends the requests that are still on their way.
+    """
+    pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="answer")
+    try:
+        futures = {pool.submit(work, dialogue): dialogue for dialogue in dialogues}
+        for future in as_completed(futures):
+            future.result()
+            yield futures[future]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

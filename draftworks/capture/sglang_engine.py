@@ -6,13 +6,15 @@ cuts a prompt into chunks.
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 from torch import Tensor
 
 from draftworks.capture.engine import Generated, TargetEngine, check_token_rows, find_backend
@@ -41,6 +43,7 @@ class SGLangServerEngine(TargetEngine):
     """
 
     backend = "sglang_server"
+    concurrent = True
 
     def __init__(
         self,
@@ -57,6 +60,19 @@ class SGLangServerEngine(TargetEngine):
         self._read_head = head
         self._head: Tensor | None = None
         self._attempts = attempts
+        self._reviving = threading.Lock()
+        self._revivals = 0
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        """Where the server answers now."""
+        return self._host.client.url
+
+    @property
+    def spool(self) -> Path:
+        """Where the server writes hidden states."""
+        return self._host.spool
 
     def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
         columns = [self._column(tap) for tap in taps]
@@ -97,9 +113,9 @@ class SGLangServerEngine(TargetEngine):
         for sample_id, prompt in zip(sample_ids, prompts, strict=True):
             if not prompt:
                 raise CaptureError(f"sample {sample_id}: the prompt of turn {turn} is empty")
-        check_token_rows(prompts, self._target.context, self._target.vocab_size)
         room = min(max_total, self._target.context)
         asked = [index for index, prompt in enumerate(prompts) if len(prompt) < room]
+        check_token_rows([prompts[index] for index in asked], room, self._target.vocab_size)
         parameters = [
             sampling_parameters(sampling, f"{turn}/{sample_ids[index]}", room - len(prompts[index]), end_ids)
             for index in asked
@@ -110,6 +126,8 @@ class SGLangServerEngine(TargetEngine):
         return results
 
     def close(self) -> None:
+        """End it. Requests of other threads fail, and are not tried again."""
+        self._closed = True
         self._host.close()
 
     def _column(self, tap: LayerTap) -> int:
@@ -150,18 +168,30 @@ class SGLangServerEngine(TargetEngine):
         return self._retried(attempt) if prompts else []
 
     def _retried(self, attempt: Callable[[], Result]) -> Result:
-        def revive(state: RetryCallState) -> None:
-            error = state.outcome.exception() if state.outcome else None
-            self._host.revive(error if isinstance(error, EngineError) else EngineError(str(error)))
+        """What `attempt` returns, after as many attempts as are allowed, with a revival of the server between them."""
+        begun = 0
+
+        def noted() -> Result:
+            nonlocal begun
+            begun = self._revivals
+            return attempt()
 
         retrying = Retrying(
             stop=stop_after_attempt(self._attempts),
             wait=wait_exponential(max=_LONGEST_WAIT_S),
-            retry=retry_if_exception_type(EngineError),
-            before_sleep=revive,
+            retry=retry_if_exception(lambda error: isinstance(error, EngineError) and not self._closed),
+            before_sleep=lambda state: self._revive(state, begun),
             reraise=True,
         )
-        return retrying(attempt)
+        return retrying(noted)
+
+    def _revive(self, state: RetryCallState, begun: int) -> None:
+        """Revive the server, if no other thread has done it since the failed attempt began."""
+        error = state.outcome.exception() if state.outcome else None
+        with self._reviving:
+            if isinstance(error, EngineError) and self._revivals == begun:
+                self._host.revive(error)
+                self._revivals += 1
 
 
 def whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int) -> Part:

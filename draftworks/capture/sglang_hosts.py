@@ -41,12 +41,11 @@ class ManagedHost(ServerHost):
     """A server of our own, started by the constructor and gone after `close`.
 
     Args:
-        folder: ours alone: log, spool, and the link through which SGLang finds the hook. After `close` it is gone.
+        folder: ours alone: log, spool, and the link through which SGLang finds the hook. After `close` only the log is left.
     """
 
     def __init__(self, python: Path, options: ServerOptions, folder: Path, sglang: SGLangSpec) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
         self._sglang = sglang
         self._server = SGLangServer(python, options, folder, sglang.start_timeout_s, sglang.grace_s)
         self.spool = options.spool
@@ -62,17 +61,16 @@ class ManagedHost(ServerHost):
         log.warning(
             "%s\nSGLang %s and is started again. The end of its log:\n%s", error, state, self._server.log_tail()
         )
-        self.client.close()
         self._server.stop()
-        shutil.rmtree(self.spool, ignore_errors=True)
         self._start()
 
     def close(self) -> None:
         self.client.close()
         self._server.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.spool, ignore_errors=True)
 
     def _start(self) -> None:
+        shutil.rmtree(self.spool, ignore_errors=True)  # what a server before it left there, nobody waits for
         log.info("starting SGLang, its log is %s", self._server.log)
         self._server.start()
         log.info("SGLang serves at %s, process %s", self._server.url, self._server.pid)

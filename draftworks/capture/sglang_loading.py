@@ -26,8 +26,6 @@ def load_sglang_engine(
 ) -> SGLangServerEngine:
     """Start a server for the target, or reach the one at `capture.server.url`. Close the engine when it is done.
 
-    Call it from a thread that lives as long as the engine; see `SGLangServer`.
-
     Raises:
         ConfigError: there is no SGLang of a supported version, or a tap that SGLang cannot capture.
         EngineError: the server does not start, cannot be reached, loses hidden states, or serves something else.
@@ -43,7 +41,7 @@ def load_sglang_engine(
     host = ExternalHost(
         SGLangClient(capture.server.url, place.sglang.request_timeout_s),
         Path(capture.server.spool or ""),
-        info.layer_ids or (),
+        tuple(sorted(info.layer_ids or ())),
     )
     engine = _engine(target, capture, host, place)
     try:

@@ -12,6 +12,8 @@ from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.identity import digest
 from draftworks.publishing import published
 
+AGAIN = "Make it again; where it is part of a draft, train the draft again"
+
 
 @dataclass(frozen=True, eq=False)
 class VocabMapping:
@@ -60,10 +62,10 @@ class VocabMapping:
         try:
             tensors = load(path.read_bytes())
         except (OSError, SafetensorError) as error:
-            raise StoreError(f"{path}: the vocabulary mapping cannot be read ({error}): make it again") from error
+            raise StoreError(f"{path}: the vocabulary mapping cannot be read ({error}). {AGAIN}") from error
         problem = _inconsistency(tensors)
         if problem:
-            raise StoreError(f"{path}: not a vocabulary mapping: {problem}: make it again")
+            raise StoreError(f"{path}: not a vocabulary mapping: {problem}. {AGAIN}")
         return cls(tensors["d2t"], tensors["t2d"])
 
 

@@ -4,23 +4,25 @@ A token of the block at anchor a sees the context at positions below a, and all 
 sliding window of w tokens, position p sees p - w + 1 … p only, so attention within the block is causal there.
 
 Three back ends give the same numbers to rounding: `eager` writes the mask out, `sdpa` goes through the blocks in groups
-and cuts the context to what a group can see, `flex` compiles the mask (CUDA).
+and cuts the context to what a group can see, `flex` compiles the mask. Flex has been compared on a CPU only, where it has
+no gradients, so it is taken only when it is asked for.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
+from draftworks.errors import ConfigError
 
-GROUP_TOKENS = 128
-"""Query tokens of one group of the `sdpa` back end."""
+GROUP_TOKENS = {"cpu": 128, "cuda": 4096}
+"""Query tokens of one group of the `sdpa` back end, by type of device."""
 
 
 class KeyValue(NamedTuple):
@@ -30,59 +32,77 @@ class KeyValue(NamedTuple):
     value: Tensor
 
 
-def block_attention(
-    query: Tensor, context: KeyValue, own: KeyValue, blocks: Blocks, window: int | None, backend: str
-) -> Tensor:
-    """Attention of all blocks.
+class BlockAttention:
+    """Attention of all blocks of a batch: the same blocks in every layer, so a mask is made once for each window.
 
     Args:
-        query: (B, heads, A · size, D).
-        context: of the positions 0 … S-1.
-        own: of the blocks' tokens; heads a multiple of kv_heads.
-        window: of the layer, in tokens; None = none.
-        backend: eager, sdpa, flex, or auto.
+        length: S, positions of the context.
+        backend: eager, sdpa, flex, or auto, which is sdpa.
 
-    Returns:
-        (B, heads, A · size, D).
+    Raises:
+        ConfigError: flex with gradients on a CPU, where torch has none.
     """
-    return _BACKENDS[chosen_backend(backend, query.device)](query, context, own, blocks, window)
+
+    def __init__(self, blocks: Blocks, length: int, backend: str = "auto") -> None:
+        if backend == "flex" and blocks.anchors.device.type == "cpu" and torch.is_grad_enabled():
+            raise ConfigError("dflash: attention flex has no gradients on a CPU: set options.attention to sdpa or auto")
+        self.blocks = blocks
+        self._length = length
+        self._attend = {"eager": self._eager, "flex": self._flex}.get(backend, self._sdpa)
+        self._flex_masks: dict[int | None, Any] = {}
+
+    def __call__(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
+        """Attention of one layer.
+
+        Args:
+            query: (B, heads, A · size, D).
+            context: of the positions 0 … S-1.
+            own: of the blocks' tokens; heads a multiple of kv_heads.
+            window: of the layer, in tokens; None = none.
+
+        Returns:
+            (B, heads, A · size, D).
+        """
+        return self._attend(query, context, own, window)
+
+    def _eager(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
+        groups = query.shape[1] // own.key.shape[1]
+        key = torch.cat([context.key, own.key], dim=2).repeat_interleave(groups, dim=1)
+        value = torch.cat([context.value, own.value], dim=2).repeat_interleave(groups, dim=1)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scores = (query @ key.transpose(-1, -2)).to(wide) * query.shape[-1] ** -0.5
+        seen = _sees(self.blocks, self._length, window)
+        return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(query.dtype) @ value
+
+    def _sdpa(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
+        blocks = self.blocks
+        at_once = max(1, GROUP_TOKENS.get(query.device.type, GROUP_TOKENS["cuda"]) // blocks.size)
+        ends = blocks.anchors.amax(0).tolist()
+        outputs = []
+        for start in range(0, blocks.count, at_once):
+            group = blocks.part(start, start + at_once)
+            mine = slice(start * blocks.size, (start + group.count) * blocks.size)
+            reach = max(ends[start : start + at_once])
+            key = torch.cat([context.key[:, :, :reach], own.key[:, :, mine]], dim=2)
+            value = torch.cat([context.value[:, :, :reach], own.value[:, :, mine]], dim=2)
+            seen = _sees(group, reach, window)
+            part = F.scaled_dot_product_attention(query[:, :, mine], key, value, attn_mask=seen, enable_gqa=True)
+            outputs.append(part)
+        return torch.cat(outputs, dim=2)
+
+    def _flex(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
+        if window not in self._flex_masks:
+            self._flex_masks[window] = _flex_mask(self.blocks, self._length, window)
+        key = torch.cat([context.key, own.key], dim=2)
+        value = torch.cat([context.value, own.value], dim=2)
+        attention = _flex_attention(query.device.type)
+        return attention(query, key, value, block_mask=self._flex_masks[window], enable_gqa=True)
 
 
-def chosen_backend(backend: str, device: torch.device) -> str:
-    if backend == "auto":
-        return "flex" if device.type == "cuda" else "sdpa"
-    return backend
-
-
-def _eager(query: Tensor, context: KeyValue, own: KeyValue, blocks: Blocks, window: int | None) -> Tensor:
-    groups = query.shape[1] // own.key.shape[1]
-    key = torch.cat([context.key, own.key], dim=2).repeat_interleave(groups, dim=1)
-    value = torch.cat([context.value, own.value], dim=2).repeat_interleave(groups, dim=1)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = (query @ key.transpose(-1, -2)).to(wide) * query.shape[-1] ** -0.5
-    seen = torch.cat([_sees_context(blocks, context.key.shape[2], window), _sees_blocks(blocks, window)], dim=-1)
-    return scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1).to(query.dtype) @ value
-
-
-def _sdpa(query: Tensor, context: KeyValue, own: KeyValue, blocks: Blocks, window: int | None) -> Tensor:
-    at_once = max(1, GROUP_TOKENS // blocks.size)
-    ends = blocks.anchors.amax(0).tolist()
-    outputs = []
-    for start in range(0, blocks.count, at_once):
-        group = blocks.part(start, start + at_once)
-        mine = slice(start * blocks.size, (start + group.count) * blocks.size)
-        reach = max(ends[start : start + at_once])
-        key = torch.cat([context.key[:, :, :reach], own.key[:, :, mine]], dim=2)
-        value = torch.cat([context.value[:, :, :reach], own.value[:, :, mine]], dim=2)
-        seen = torch.cat([_sees_context(group, reach, window), _sees_blocks(group, window)], dim=-1)[:, None]
-        outputs.append(F.scaled_dot_product_attention(query[:, :, mine], key, value, attn_mask=seen, enable_gqa=True))
-    return torch.cat(outputs, dim=2)
-
-
-def _flex(query: Tensor, context: KeyValue, own: KeyValue, blocks: Blocks, window: int | None) -> Tensor:
+def _flex_mask(blocks: Blocks, length: int, window: int | None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    length, size, anchors = context.key.shape[2], blocks.size, blocks.anchors
+    size, anchors = blocks.size, blocks.anchors
 
     def seen(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         anchor, position = anchors[batch, q // size], anchors[batch, q // size] + q % size
@@ -91,12 +111,8 @@ def _flex(query: Tensor, context: KeyValue, own: KeyValue, blocks: Blocks, windo
         visible = torch.where(kv < length, kv < anchor, ours)
         return visible if window is None else visible & (where <= position) & (where > position - window)
 
-    device = query.device
-    shape = (query.shape[0], None, query.shape[2], length + query.shape[2])
-    mask = create_block_mask(seen, *shape, device=device)
-    key = torch.cat([context.key, own.key], dim=2)
-    value = torch.cat([context.value, own.value], dim=2)
-    return _flex_attention(device.type)(query, key, value, block_mask=mask, enable_gqa=True)
+    tokens = blocks.count * size
+    return create_block_mask(seen, anchors.shape[0], None, tokens, length + tokens, device=anchors.device)
 
 
 @functools.cache
@@ -107,7 +123,9 @@ def _flex_attention(device_type: str) -> Callable[..., Tensor]:
     return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
 
 
-_BACKENDS = {"eager": _eager, "sdpa": _sdpa, "flex": _flex}
+def _sees(blocks: Blocks, length: int, window: int | None) -> Tensor:
+    """(B, 1, A · size, length + A · size) bool: which keys, of the context and then of the blocks, a token sees."""
+    return torch.cat([_sees_context(blocks, length, window), _sees_blocks(blocks, window)], dim=-1)[:, None]
 
 
 def _sees_context(blocks: Blocks, length: int, window: int | None) -> Tensor:

@@ -45,7 +45,7 @@ class DFlashStrategy(DraftStrategy):
         if vocab is not None:
             raise ConfigError("dflash predicts over the target's whole vocabulary: expected no vocabulary mapping")
         self.options = options
-        self.draft_tokens = options.block_size - 1
+        self.draft_tokens = self.most_draft_tokens = options.block_size - 1
         self.feature_names = DFLASH.features(target.num_layers, options)
         self._target = target
         self._seed = seed

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
-from draftworks.drafts.block_attention import KeyValue
+from draftworks.drafts.block_attention import BlockAttention, KeyValue
 from draftworks.drafts.dflash_model import DFlashDraft
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
@@ -47,9 +47,9 @@ class DFlashDrafter(Drafter):
         where = torch.tensor([[self._rows]], device=self._anchor.device)
         block = Blocks(where, torch.ones_like(where, dtype=torch.bool), model.block_size)
         rotation = model.rotation_at(block.positions, self._rows + model.block_size)
-        hidden = model.embed_blocks(self._anchor[None])
+        hidden, attend = model.embed_blocks(self._anchor[None]), BlockAttention(block, self._rows)
         for layer, context in zip(model.layers, self._context, strict=True):
-            hidden = layer.over(hidden, context, rotation, block)
+            hidden = layer.over(hidden, context, rotation, attend)
         logits = F.linear(model.norm(hidden[0, 1 : 1 + count]), model.target_head)
         if temperature == 0:
             return Proposal(logits.argmax(-1))

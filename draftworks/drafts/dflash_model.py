@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks, all_blocks
-from draftworks.drafts.block_attention import KeyValue, block_attention
+from draftworks.drafts.block_attention import BlockAttention, KeyValue
 from draftworks.drafts.block_losses import BlockLosses, Weigh, block_cross_entropy
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded_linear
 from draftworks.drafts.target_parts import TargetParts
@@ -63,19 +63,19 @@ class DFlashLayer(nn.Module):
         self.mlp = GatedMlp(width, sizes.intermediate_size, generator)
         self.input_layernorm = RmsNorm(width, eps)
         self.post_attention_layernorm = RmsNorm(width, eps)
-        self._window, self._backend = window, sizes.backend
+        self._window = window
 
     def forward(
-        self, hidden: Tensor, context: Tensor, at_context: Rotation, at_blocks: Rotation, blocks: Blocks
+        self, hidden: Tensor, context: Tensor, at_context: Rotation, at_blocks: Rotation, attend: BlockAttention
     ) -> Tensor:
         """(B, A · size, H), the blocks' states, over the context (B, S, H)."""
-        return self.over(hidden, self.self_attn.key_value(context, at_context), at_blocks, blocks)
+        return self.over(hidden, self.self_attn.key_value(context, at_context), at_blocks, attend)
 
-    def over(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, blocks: Blocks) -> Tensor:
+    def over(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, attend: BlockAttention) -> Tensor:
         """The same over a context whose keys and values are known."""
         normed, attention = self.input_layernorm(hidden), self.self_attn
         query, own = attention.query(normed, at_blocks), attention.key_value(normed, at_blocks)
-        attended = block_attention(query, context, own, blocks, self._window, self._backend)
+        attended = attend(query, context, own, self._window)
         hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -96,6 +96,7 @@ class DFlashDraft(nn.Module):
         self.norm = RmsNorm(width, eps)
         self.rotary = Rotary(target)
         self.block_size, self.mask_token_id = sizes.block_size, sizes.mask_token_id
+        self._backend = sizes.backend
         self.register_buffer("embed_tokens", target.embedding, persistent=False)
         self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
 
@@ -126,8 +127,9 @@ class DFlashDraft(nn.Module):
         at_context = self.rotary(length, context.dtype)
         at_blocks = self.rotation_at(blocks.positions, length + self.block_size)
         hidden = self.embed_blocks(input_ids.gather(1, blocks.anchors))
+        attend = BlockAttention(blocks, length, self._backend)
         for layer in self.layers:
-            hidden = layer(hidden, context, at_context, at_blocks, blocks)
+            hidden = layer(hidden, context, at_context, at_blocks, attend)
         return hidden.unflatten(1, (-1, self.block_size))
 
     def forward(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draftworks.draft_config import CONFIG, WEIGHTS, DraftConfig, read_config
 from draftworks.drafts.strategy import DraftStrategy
-from draftworks.errors import StoreError
+from draftworks.errors import ConfigError, StoreError
 from draftworks.identity import file_digest
 from draftworks.publishing import publish_json, published
 from draftworks.strategies import resolve_strategy
@@ -64,7 +64,7 @@ def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str | None,
     _require(folder / CONFIG, "strategy", strategy.name, config.strategy)
     if target_digest is not None:
         _require(folder / CONFIG, "target digest", target_digest, config.target_digest)
-    expected, found = _as_json(strategy.config()), config.draft
+    expected, found = _as_json(strategy.config()), _with_defaults(config.draft, strategy.name, folder / CONFIG)
     if to_train:
         expected, found = _structure(expected, strategy.name), _structure(found, strategy.name)
     for key in sorted(expected.keys() | found.keys()):
@@ -72,6 +72,15 @@ def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str | None,
     _require(folder / WEIGHTS, "digest", config.weights_digest, _digest_of(folder / WEIGHTS))
     load_weights(folder / WEIGHTS, strategy.model)
     return config
+
+
+def _with_defaults(draft: dict[str, Any], strategy: str, path: Path) -> dict[str, Any]:
+    """The description with the options that its strategy has learnt since at their defaults: a draft outlives new options."""
+    try:
+        options = resolve_strategy(strategy).parse_options(draft.get("options", {}), where=f"{path}: options")
+    except ConfigError as error:
+        raise StoreError(f"{error}. Train the draft again") from error
+    return {**draft, "options": _as_json(options.identity())}
 
 
 def _structure(draft: dict[str, Any], strategy: str) -> dict[str, Any]:

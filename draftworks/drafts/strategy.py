@@ -51,6 +51,8 @@ class DraftStrategy(ABC):
     """Stored features a sample needs, beside `input_ids` and `loss_mask`."""
     draft_tokens: int = 1
     """How many tokens it is made to propose in one go: what a server would ask for."""
+    most_draft_tokens: int | None = None
+    """How many it can propose in one go; None where there is no limit."""
     model_methods: tuple[str, ...] = ()
     """Methods of `model`, beside its forward, that compute with its parameters: FSDP gathers them for these too."""
 

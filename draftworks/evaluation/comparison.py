@@ -74,7 +74,8 @@ def against_replaced(artifacts: ArtifactStore, asset: str, target: str) -> Repla
     """The draft of the current report against that of the newest report before it with other weights, on `heldout`.
 
     A prompt counts if its tokens and loss mask are the same in both: an answer that was generated anew keeps the id of its
-    conversation, and is another thing to be measured on.
+    conversation, and is another thing to be measured on. Reports that proposed different numbers of tokens per pass do not
+    compare: of more proposals more are accepted, by the same draft.
 
     Raises:
         StoreError: there is no report, or the current one, or what it was measured on, is missing or damaged.
@@ -82,20 +83,21 @@ def against_replaced(artifacts: ArtifactStore, asset: str, target: str) -> Repla
     new = artifacts.current(asset, target)
     old = report_before(artifacts, new)
     if old is None:
-        return Replacement(new, None, why_not="it is the first draft of this target and strategy")
-    walk, tokens = walk_of(new.path / HELDOUT), TokenizedSet.open(_eval_tokens(artifacts, new))
-    resampling = _resampling(new.path / HELDOUT)
+        return Replacement(new, None, why_not=_why_none_before(artifacts, new))
+    measured = _Measured.of(artifacts, new)
     try:
-        old_walk, old_tokens = walk_of(old.path / HELDOUT), TokenizedSet.open(_eval_tokens(artifacts, old))
+        before = _Measured.of(artifacts, old)
     except StoreError as error:
         return Replacement(new, old, why_not=f"the report before it cannot be used: {error}")
-    same = same_samples(tokens, old_tokens)
-    pair = [[prompt for prompt in prompts if prompt.sample_id in same] for prompts in (walk, old_walk)]
-    if not _measured(pair[0]) & _measured(pair[1]):
+    if measured.draft_tokens != before.draft_tokens:
+        return Replacement(new, old, why_not=_other_count(measured.draft_tokens, before.draft_tokens))
+    same = same_samples(measured.tokens, before.tokens)
+    pair = [[prompt for prompt in one.walk if prompt.sample_id in same] for one in (measured, before)]
+    if not _with_a_pass(pair[0]) & _with_a_pass(pair[1]):
         return Replacement(
             new, old, why_not="no held-out prompt has the same tokens in both reports and a pass in both"
         )
-    return Replacement(new, old, paired_difference(*pair, resampling=resampling))
+    return Replacement(new, old, paired_difference(*pair, resampling=measured.resampling))
 
 
 def report_before(artifacts: ArtifactStore, report: Artifact) -> Artifact | None:
@@ -136,11 +138,42 @@ def _eval_tokens(artifacts: ArtifactStore, report: Artifact) -> Path:
     raise StoreError(f"{report.path}: the {asset} {wanted} that it was measured on are not there any more")
 
 
-def _resampling(folder: Path) -> Resampling:
-    values = read_report(folder)
-    with reading(folder / REPORT):
-        return Resampling(**values["resampling"])
+@dataclass(frozen=True)
+class _Measured:
+    """What of a report is compared.
+
+    Attributes:
+        draft_tokens: proposed per pass.
+        tokens: what the walk was measured on.
+    """
+
+    walk: tuple[PromptAcceptance, ...]
+    draft_tokens: int
+    resampling: Resampling
+    tokens: TokenizedSet
+
+    @classmethod
+    def of(cls, artifacts: ArtifactStore, report: Artifact) -> _Measured:
+        """Raises StoreError where the report, or what it was measured on, is missing or damaged."""
+        folder = report.path / HELDOUT
+        values = read_report(folder)
+        with reading(folder / REPORT):
+            draft_tokens, resampling = values["draft_tokens"], Resampling(**values["resampling"])
+        return cls(walk_of(folder), draft_tokens, resampling, TokenizedSet.open(_eval_tokens(artifacts, report)))
 
 
-def _measured(prompts: Sequence[PromptAcceptance]) -> set[str]:
+def _why_none_before(artifacts: ArtifactStore, report: Artifact) -> str:
+    if any(found.identity["draft"] != report.identity["draft"] for found in artifacts.all(report.asset, report.target)):
+        return "it was measured before every other draft that is known: an older draft is the current one again"
+    return "it is the first draft of this target and strategy"
+
+
+def _other_count(now: int, before: int) -> str:
+    return (
+        f"{now} tokens per pass were proposed now, {before} in the report before it. Set evaluation.draft_tokens to "
+        "compare drafts that propose different numbers by themselves"
+    )
+
+
+def _with_a_pass(prompts: Sequence[PromptAcceptance]) -> set[str]:
     return {prompt.sample_id for prompt in prompts if prompt.passes}

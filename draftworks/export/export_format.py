@@ -1,8 +1,8 @@
 """What a format of other software must say of itself, so that drafts are written in it, checked and read back.
 
 A format is one small class: which tensors under which names, which config.json, and what a config.json of it means.
-Writing, gates and importing are the same for all of them. Add its `ExportSpec` to the strategy, and its way of counting
-layers to draftworks.export.layer_ids.
+Writing, gates and importing are the same for all of them. The `ExportSpec` of its strategy leads here, and says how the
+format counts layers and who reads it independently.
 """
 
 from __future__ import annotations

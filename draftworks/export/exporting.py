@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -101,10 +101,11 @@ def export_draft(
 
 
 def choose_formats(draft: CanonicalDraft, wanted: Sequence[str] | None = None) -> FormatChoice:
-    """All formats that can hold the draft, or exactly those `wanted`.
+    """All formats that can hold the draft, or exactly those `wanted`; at least one.
 
     Raises:
-        ConfigError: a wanted format does not exist for this strategy, or cannot hold this draft.
+        ConfigError: a wanted format does not exist for this strategy, or cannot hold this draft; or none can, or none
+            is wanted.
     """
     names = format_names(draft.record.strategy) if wanted is None else list(wanted)
     reasons = {name: load_format(draft.record.strategy, name).refusal(draft) for name in names}
@@ -112,7 +113,10 @@ def choose_formats(draft: CanonicalDraft, wanted: Sequence[str] | None = None) -
     for name, reason in refused.items():
         if wanted is not None:
             raise refusal_error(draft, name, reason)
-    return FormatChoice(tuple(name for name in names if name not in refused), refused)
+    chosen = tuple(name for name in names if name not in refused)
+    if not chosen:
+        raise nothing_error(draft, refused)
+    return FormatChoice(chosen, refused)
 
 
 def refusal_error(draft: CanonicalDraft, format_name: str, reason: str) -> ConfigError:
@@ -123,6 +127,21 @@ def refusal_error(draft: CanonicalDraft, format_name: str, reason: str) -> Confi
         f"It can be exported as {', '.join(others)}" if others else "No format can hold it: train without this option"
     )
     return ConfigError(f"{draft.folder}: cannot be exported as {format_name}: {reason}. {advice}")
+
+
+def nothing_error(draft: CanonicalDraft, refused: Mapping[str, str]) -> ConfigError:
+    """An export without a single file would pass every gate."""
+    if not refused:
+        known = ", ".join(format_names(draft.record.strategy)) or "none"
+        return ConfigError(
+            f"{draft.folder}: nothing to export: formats: expected one at least of {known}, found none. "
+            "Leave `formats` out for all that fit"
+        )
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    return ConfigError(
+        f"{draft.folder}: no format can hold this draft: {reasons}. Train without what is named, or make this target's "
+        "other assets without the export"
+    )
 
 
 def provenance(draft: CanonicalDraft) -> dict[str, Any]:

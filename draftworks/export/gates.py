@@ -160,6 +160,8 @@ def _vocabulary(export: ExportedDraft) -> Verdict:
 
 
 def _fc_width(export: ExportedDraft) -> Verdict:
+    if "fc.weight" not in export.export_format.expected_tensors(export.described):
+        return Verdict(True, "a format without `fc`: nothing to fuse")
     taps, hidden = len(export.shape.taps), export.shape.hidden_size
     width = export.tensor("fc.weight").shape[-1]
     figures = {"taps": taps, "hidden_size": hidden, "fc_inputs": width}

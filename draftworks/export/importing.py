@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,16 +38,17 @@ class ImportedDraft:
 
 
 def import_draft(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
-    """Recognise a checkpoint and write it as a canonical draft into `out`, complete or not at all.
+    """Recognise a checkpoint and write it as a canonical draft into `out`, a new folder, complete or not at all.
 
     Known are our own drafts, speculators (EAGLE-3, DFlash), SGLang's EAGLE-3 with its relatives from SpecForge and
     ModelOpt, and z-lab's DFlash. Weights become fp32 without loss.
 
     Raises:
-        ConfigError: not one of these, or a draft that computes what no strategy here does, or one for a target of other
-            sizes.
+        ConfigError: `out` exists, and is left as it is; not one of these; a draft that computes what no strategy here
+            does; or one for a target of other sizes.
         StoreError: a file is missing or damaged, or tensors are missing, unknown or contradict each other.
     """
+    _require_new(out)
     config = read_json(source / CONFIG)
     if {"strategy", "draft", "weights_digest"} <= config.keys():
         return _import_own(source, target, out)
@@ -78,6 +80,15 @@ def recognised_format(source: Path, config: Mapping[str, Any]) -> ExportFormat:
     kind = config.get("speculators_model_type") or config.get("architectures") or config.get("model_type")
     known = ", ".join(dict.fromkeys([OWN, *(found.name for found in formats)]))
     raise ConfigError(f"{source / CONFIG}: a model of kind {kind!r}: not a draft that is known here ({known})")
+
+
+def _require_new(out: Path) -> None:
+    """Publishing replaces what is there, and a person's folder is not ours to replace. A dangling link is there too."""
+    if os.path.lexists(os.path.abspath(out)):
+        raise ConfigError(
+            f"{out}: expected a path where nothing is yet, found something there that an import would replace: "
+            "name a new folder, or remove this one yourself"
+        )
 
 
 def _import_own(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:

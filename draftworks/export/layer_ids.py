@@ -6,12 +6,12 @@ that wrote the stream, one less. A draft whose ids are counted the wrong way loa
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from draftworks.errors import ConfigError
 from draftworks.identity import LayerTap
+from draftworks.strategies import LayerCounting, resolve_export
 
 
 @dataclass(frozen=True)
@@ -22,18 +22,10 @@ class _Counting:
     from_id: Callable[[int], LayerTap]
 
 
-_LAYERS_PASSED = _Counting(LayerTap.to_vllm, LayerTap.from_vllm)
-_LAYER_OUTPUT = _Counting(LayerTap.to_layer_output, LayerTap.from_layer_output)
-
-_COUNTING = {
-    # SGLang adds one itself when it is given ids; only its own default list is already counted as layers passed.
-    "sglang_eagle3": _LAYER_OUTPUT,
-    "speculators_eagle3": _LAYERS_PASSED,
-    "zlab_dflash": _LAYER_OUTPUT,
-    "speculators_dflash": _LAYERS_PASSED,
+_COUNTING: dict[LayerCounting, _Counting] = {
+    "layers_passed": _Counting(LayerTap.to_vllm, LayerTap.from_vllm),
+    "layer_output": _Counting(LayerTap.to_layer_output, LayerTap.from_layer_output),
 }
-
-FORMATS = tuple(_COUNTING)
 
 
 def to_format(export_format: str, taps: Sequence[LayerTap]) -> list[int]:
@@ -66,8 +58,4 @@ def _checked(export_format: str, ids: Sequence[int]) -> list[int]:
 
 
 def _counting(export_format: str) -> _Counting:
-    if export_format not in _COUNTING:
-        close = difflib.get_close_matches(export_format, FORMATS, n=2)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise ConfigError(f"unknown export format {export_format!r}: {hint}Available: {', '.join(FORMATS)}")
-    return _COUNTING[export_format]
+    return _COUNTING[resolve_export(export_format).counting]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +14,7 @@ from draftworks.features.contracts import SampleRef
 from draftworks.identity import DIGEST_LENGTH, digest
 from draftworks.publishing import publish_json, published
 
-MANIFEST_SCHEMA = "draftworks.features.2"
+MANIFEST_SCHEMA = "draftworks.features.3"
 REFS = "refs.jsonl"
 MANIFEST = "manifest.json"
 ADVICE = "Capture the features again: nothing that is stored will be captured twice."
@@ -29,6 +29,7 @@ class FeatureSetManifest:
         streams: names of the stored features of every sample.
         nbytes: of all distinct features.
         data_version: digest of the sorted keys: the same features, the same version, wherever they lie.
+        stream_versions: the same for each stream by itself: what does not read the others is not made again for them.
     """
 
     identity: dict[str, Any]
@@ -38,9 +39,14 @@ class FeatureSetManifest:
     nbytes: int
     store: str
     data_version: str
+    stream_versions: dict[str, str]
     refs_digest: str
     schema: str = MANIFEST_SCHEMA
     refs: tuple[SampleRef, ...] = field(default=(), repr=False)
+
+    def version_of(self, names: Iterable[str]) -> str:
+        """Content version of some streams alone; KeyError for one that is not there."""
+        return digest({name: self.stream_versions[name] for name in names})
 
 
 def write_feature_set(
@@ -58,6 +64,7 @@ def write_feature_set(
         nbytes=sum(sizes.values()),
         store=store,
         data_version=digest(sorted(sizes)),
+        stream_versions={name: digest(sorted({ref.feature_keys[name] for ref in refs})) for name in streams},
         refs_digest=_digest(lines),
         refs=tuple(refs),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from draftworks.capture.engine import EnginePlace, TargetEngine, load_engine
@@ -15,6 +16,7 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.evaluation.collectives import gather_from_ranks
 from draftworks.features.opening import open_store
 from draftworks.identity import LayerTap
+from draftworks.programs.engine_folder import engine_folder
 from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runs import CaptureRun
@@ -24,12 +26,16 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
     """Capture hidden states of a tokenized set. Ranks share the samples; each writes its own shards."""
     tokens = TokenizedSet.open(run.tokens)
     started = time.monotonic()
-    with distributed(run.capture.device) as device, ExitStack() as closing:
+    with (
+        distributed(run.capture.device) as device,
+        engine_folder(run.out / f"engine-{ctx.rank}") as folder,
+        ExitStack() as closing,
+    ):
 
         @cache
         def engine() -> TargetEngine:
             """Loaded once, and only if there is something to do."""
-            loaded = load_engine(run.target, run.capture, device, _place(run, ctx))
+            loaded = load_engine(run.target, run.capture, device, _place(run, ctx, folder))
             closing.callback(loaded.close)
             return loaded
 
@@ -49,6 +55,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         "samples": len(manifest.refs),
         "tokens": manifest.tokens,
         "streams": list(manifest.streams),
+        "stream_versions": manifest.stream_versions,
         "bytes": manifest.nbytes,
         "bytes_per_token": round(manifest.nbytes / manifest.tokens, 1),
         "captured_samples": sum(each.captured for each in summaries),
@@ -60,9 +67,9 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
     }
 
 
-def _place(run: CaptureRun, ctx: ProgramContext) -> EnginePlace:
+def _place(run: CaptureRun, ctx: ProgramContext, folder: Path) -> EnginePlace:
     return EnginePlace(
-        folder=run.out / f"engine-{ctx.rank}",
+        folder=folder,
         taps=tuple(map(LayerTap, sorted(set(run.taps)))),
         head=lambda: TargetParts.load(run.target).head,
         sglang=run.sglang,

@@ -138,7 +138,7 @@ def unmet_demands(registry: Registry) -> list[str]:
         try:
             registry.dataset(target.dataset)
             if not target.is_hub:
-                check_demands(target, resolve_target(target, registry, digests))
+                check_demands(target, resolve_target(target, registry, digests), registry)
         except DraftworksError as error:
             found.append(str(error))
     return found

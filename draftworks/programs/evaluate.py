@@ -60,7 +60,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         "trained_for_target_digest": config.target_digest,
         "weights_digest": config.weights_digest,
         "eval_tokens": samples.tokens.digest,
-        "eval_features": samples.manifest.data_version,
+        "eval_features": samples.manifest.version_of(draft.strategy.feature_names),
         "untrained_seed": run.seed,
     }
     report = Report(
@@ -101,7 +101,9 @@ class _Measuring:
 
     @property
     def draft_tokens(self) -> int:
-        return self.run.evaluation.draft_tokens or self.strategy.draft_tokens
+        """As many as asked for, as far as the draft can propose them."""
+        asked = self.run.evaluation.draft_tokens or self.strategy.draft_tokens
+        return min(asked, self.strategy.most_draft_tokens or asked)
 
     def loader(self) -> FeatureDataLoader:
         return evaluation_loader(self.samples, self.strategy, self.run.micro_batch_size, self.ctx)

@@ -15,7 +15,7 @@ def export(run: ExportRun, ctx: ProgramContext) -> dict[str, Any]:
     """Every format into a folder of its own. A gate that is not passed is in the report, and is no error here.
 
     Raises:
-        ConfigError: a format that was asked for does not exist or cannot hold this draft.
+        ConfigError: a format that was asked for does not exist or cannot hold this draft, or none can.
         StoreError: draft, target or card cannot be read.
     """
     card = _read_card(run)

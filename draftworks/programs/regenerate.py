@@ -9,6 +9,7 @@ from draftworks.capture.answers import capture_spec
 from draftworks.capture.engine import EnginePlace, TargetEngine, load_engine
 from draftworks.capture.regenerate import regenerate
 from draftworks.data.chat import ChatTokenizer
+from draftworks.programs.engine_folder import engine_folder
 from draftworks.programs.process_group import resolve_device
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runs import RegenerateRun
@@ -17,10 +18,10 @@ from draftworks.runs import RegenerateRun
 def answer(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
     """Answer every conversation with the target; what an interrupted run finished is kept."""
     device = resolve_device(run.device)
-    with ExitStack() as closing:
+    with engine_folder(run.out / "engine") as folder, ExitStack() as closing:
 
         def engine() -> TargetEngine:
-            place = EnginePlace(run.out / "engine", sglang=run.sglang)
+            place = EnginePlace(folder, sglang=run.sglang)
             loaded = load_engine(run.target, capture_spec(run), device, place)
             closing.callback(loaded.close)
             return loaded

@@ -78,7 +78,11 @@ def _persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:
 def _identity(
     run: TrainRun, draft: Draft, samples: Samples, held_out: Samples, begun: DraftConfig | None
 ) -> dict[str, Any]:
-    """What decides the weights. A checkpoint of anything else is not resumed."""
+    """What decides the weights. A checkpoint of anything else is not resumed.
+
+    Features are those that the strategy reads: another one's taps beside them change nothing.
+    """
+    names = draft.strategy.feature_names
     return {
         "strategy": run.strategy,
         "options": draft.options.identity(),
@@ -86,8 +90,8 @@ def _identity(
         "training": run.training.identity(),
         "target": run.target.digest,
         "vocab_mapping": draft.vocab.digest if draft.vocab else None,
-        "train": {"tokens": samples.tokens.digest, "features": samples.manifest.data_version},
-        "heldout": {"tokens": held_out.tokens.digest, "features": held_out.manifest.data_version},
+        "train": {"tokens": samples.tokens.digest, "features": samples.manifest.version_of(names)},
+        "heldout": {"tokens": held_out.tokens.digest, "features": held_out.manifest.version_of(names)},
     }
 
 

@@ -60,7 +60,7 @@ class Generation:
 
 
 class SGLangClient:
-    """Talks to one server.
+    """Talks to one server, for any number of threads.
 
     Raises (all methods):
         EngineError: no connection, no answer in time, or an error of the server.
@@ -70,7 +70,10 @@ class SGLangClient:
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        self._http = httpx.Client(base_url=self.url, timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S))
+        # As many connections as there are callers: how many requests run together is theirs to say.
+        limits = httpx.Limits(max_connections=None)
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=limits)
 
     def __enter__(self) -> SGLangClient:
         return self
@@ -116,6 +119,8 @@ class SGLangClient:
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         where = f"SGLang at {self.url}"
+        if self._http.is_closed:
+            raise EngineError(f"{where} is no longer ours to ask ({path}): the engine was closed")
         try:
             response = self._http.request(method, path, json=body)
         except httpx.TimeoutException as error:
@@ -135,7 +140,10 @@ class SGLangClient:
 
 def _generation(answer: dict[str, Any]) -> Generation:
     meta = answer["meta_info"]
-    return Generation(tuple(answer["output_ids"]), meta["finish_reason"]["type"], meta["cached_tokens"])
+    finish = meta["finish_reason"]
+    if finish["type"] == "abort":
+        raise EngineError(f"SGLang gave up a request: {finish.get('message', 'it does not say why')}")
+    return Generation(tuple(answer["output_ids"]), finish["type"], meta["cached_tokens"])
 
 
 def _spool(hooks: list[dict[str, Any]]) -> Path | None:

@@ -43,6 +43,15 @@ class SGLangCaptureBackend:
         batch = next((each for each in args if isinstance(each, ForwardBatch)), None)
         if batch is None or not batch.forward_mode.is_extend() or not batch.rids or not _is_first_rank():
             return  # decoding, a warm-up, or a rank whose rows are copies of the first one's
+        self.write(batch, output)
+
+    def write(self, batch: Any, output: Any) -> None:
+        """Write the parts of our requests in a prefill.
+
+        Args:
+            batch: SGLang's `ForwardBatch`.
+            output: SGLang's `LogitsProcessorOutput`, (rows, k * H) and (rows, H), the requests of the batch one after another.
+        """
         ours = [request_id for request_id in batch.rids if is_captured(request_id)]
         try:
             for request_id, part in _parts(batch, output):

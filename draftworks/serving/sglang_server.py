@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,9 +87,6 @@ class ServerOptions:
 class SGLangServer:
     """One server on a free port of the loopback interface.
 
-    Start it from a thread that lives as long as it is needed, best the main one: the kernel ends the server when the
-    *thread* that started it ends.
-
     Args:
         python: of the environment SGLang is installed in.
         folder: for its log and a link to this package; created if absent.
@@ -103,6 +101,8 @@ class SGLangServer:
         self._start_timeout_s = start_timeout_s
         self._grace_s = grace_s
         self._process: subprocess.Popen[bytes] | None = None
+        # The kernel ends a server when the *thread* that started it ends, so that thread is one of our own.
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang-starter")
         self.url = ""
 
     @property
@@ -123,16 +123,10 @@ class SGLangServer:
         require_version(self._python)
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._options.spool.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [*_die_with_us(), str(self._python), "-m", "sglang.launch_server", *self._options.arguments(port)],
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        for folder in (self._folder, self._options.spool):
+            folder.mkdir(parents=True, exist_ok=True)
+        command = [str(self._python), "-m", "sglang.launch_server", *self._options.arguments(port)]
+        self._process = self._starter.submit(self._spawn, command).result()
         try:
             self._wait_until_ready()
         except BaseException:
@@ -168,6 +162,17 @@ class SGLangServer:
             lines = stream.read().decode("utf-8", errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
 
+    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [*_die_with_us(), *command],
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._start_timeout_s
         while time.monotonic() < deadline:
@@ -200,7 +205,9 @@ class SGLangServer:
         if self._options.revision is None:
             own["HF_HUB_OFFLINE"] = "1"
         if self._options.device == "cpu" and self._options.tp_size > 1:
-            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self._options.tp_size)))  # a core for each rank
+            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+                map(str, range(self._options.tp_size))
+            )  # a core for each rank
         return own
 
 

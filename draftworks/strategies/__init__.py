@@ -4,12 +4,14 @@ from draftworks.strategies.dflash import DFLASH, DFlashOptions, dflash_taps
 from draftworks.strategies.eagle3 import EAGLE3, Eagle3Options, eagle3_taps
 from draftworks.strategies.spec import (
     ExportSpec,
+    LayerCounting,
     StrategyOptions,
     StrategySpec,
     TargetSizes,
     available_strategies,
     load_dotted,
     register_strategy,
+    resolve_export,
     resolve_strategy,
 )
 
@@ -19,6 +21,7 @@ __all__ = [
     "DFlashOptions",
     "Eagle3Options",
     "ExportSpec",
+    "LayerCounting",
     "StrategyOptions",
     "StrategySpec",
     "TargetSizes",
@@ -27,5 +30,6 @@ __all__ = [
     "eagle3_taps",
     "load_dotted",
     "register_strategy",
+    "resolve_export",
     "resolve_strategy",
 ]

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from draftworks.errors import ConfigError
 from draftworks.identity import LayerTap
+from draftworks.strategies.sizes import check_heads
 from draftworks.strategies.spec import ExportSpec, StrategyOptions, StrategySpec, TargetSizes, register_strategy
 from draftworks.strategies.taps import checked_taps
 
@@ -23,7 +24,7 @@ class DFlashOptions(StrategyOptions):
     num_taps: int = Field(
         5, ge=1, description="Layers of the target to fuse, spread evenly; layer_ids names them instead."
     )
-    layer_ids: list[int] | None = Field(None, description="Taps as hf_index, ascending.")
+    layer_ids: list[int] | None = Field(None, min_length=1, description="Taps as hf_index, ascending.")
     intermediate_size: int | None = Field(None, gt=0, description="Of the MLPs; default the target's.")
     num_heads: int | None = Field(None, gt=0, description="Default the target's.")
     num_kv_heads: int | None = Field(None, gt=0, description="Default the target's.")
@@ -58,6 +59,7 @@ class DFlashOptions(StrategyOptions):
             outside = [k for k in self.sliding_layers if not 0 <= k < self.num_layers]
             if outside:
                 raise ValueError(f"sliding_layers {outside} outside 0..{self.num_layers - 1}, the layers of the draft")
+        check_heads(self.num_heads, self.num_kv_heads)
         if self.weighting != "uniform" and self.gamma is not None:
             raise ValueError(f"weighting {self.weighting} and gamma both weigh the labels of a block: set one of them")
         return self
@@ -86,7 +88,12 @@ def dflash_taps(num_layers: int, options: DFlashOptions) -> tuple[LayerTap, ...]
 
 
 def check_dflash(options: DFlashOptions, target: TargetSizes) -> None:
-    """ConfigError for a mask token that the target does not have."""
+    """ConfigError for a mask token that the target does not have, or a block that no sample can hold."""
+    if options.block_size >= target.max_length:
+        raise ConfigError(
+            f"dflash: block_size {options.block_size} does not fit into samples of at most {target.max_length} tokens: "
+            "lower it, or raise max_length"
+        )
     if options.mask_token_id is not None and options.mask_token_id >= target.vocab_size:
         raise ConfigError(
             f"dflash: mask_token_id {options.mask_token_id} is outside the target's vocabulary, 0..{target.vocab_size - 1}"
@@ -107,11 +114,15 @@ DFLASH = register_strategy(
                 name="zlab_dflash",
                 description="z-lab's own code, and SGLang with DFlash.",
                 factory="draftworks.export.zlab_dflash:ZlabDFlash",
+                reader="draftworks.export.readers.dflash_layouts:read_zlab_dflash",
+                counting="layer_output",
             ),
             ExportSpec(
                 name="speculators_dflash",
                 description="speculators 0.9.0 and vLLM with DFlash; no sliding windows.",
                 factory="draftworks.export.speculators_dflash:SpeculatorsDFlash",
+                reader="draftworks.export.readers.dflash_layouts:read_speculators_dflash",
+                counting="layers_passed",
             ),
         ),
     )

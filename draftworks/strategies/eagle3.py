@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from draftworks.identity import LayerTap
+from draftworks.strategies.sizes import check_heads
 from draftworks.strategies.spec import ExportSpec, StrategyOptions, StrategySpec, register_strategy
 from draftworks.strategies.taps import checked_taps
 
@@ -46,6 +47,7 @@ class Eagle3Options(StrategyOptions):
 
     @model_validator(mode="after")
     def _options_fit(self) -> Eagle3Options:
+        check_heads(self.num_heads, self.num_kv_heads)
         if not self.norm_output and self.feedback == "post_norm":
             raise ValueError("feedback post_norm feeds back the normed output, but norm_output is false: change one")
         if self.objective != "lk_lambda" and (self.kl_scale, self.kl_decay) != (1.0, 1.0):
@@ -77,11 +79,16 @@ EAGLE3 = register_strategy(
                 name="sglang_eagle3",
                 description="SGLang, and what reads its layout. fc_norm and other than three taps need its #24663 (May 2026).",
                 factory="draftworks.export.sglang_eagle3:SglangEagle3",
+                reader="draftworks.export.readers.eagle3_layouts:read_sglang_eagle3",
+                # SGLang adds one itself when it is given ids; only its own default list is counted as layers passed.
+                counting="layer_output",
             ),
             ExportSpec(
                 name="speculators_eagle3",
                 description="speculators 0.9.0 and vLLM.",
                 factory="draftworks.export.speculators_eagle3:SpeculatorsEagle3",
+                reader="draftworks.export.readers.eagle3_layouts:read_speculators_eagle3",
+                counting="layers_passed",
             ),
         ),
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from draftworks.errors import ConfigError
 from draftworks.identity import LayerTap
@@ -16,6 +16,9 @@ from draftworks.specs import Spec, validated
 
 PLUGINS = "draftworks.strategies"
 """Entry-point group: importing a module named there registers strategies of other packages, in every process."""
+
+LayerCounting = Literal["layers_passed", "layer_output"]
+"""How a format numbers a tap: `hf_index` itself, or the 0-based layer that wrote the stream, one less."""
 
 
 class StrategyOptions(Spec):
@@ -40,14 +43,26 @@ class ExportSpec:
     """A format of other software in which a strategy's drafts can be written.
 
     Attributes:
-        name: unique, such as `sglang_eagle3`.
+        name: unique among all strategies, such as `sglang_eagle3`.
         description: who loads it, from which version on.
         factory: dotted path `module:callable` of the `ExportFormat` (see draftworks.export.export_format).
+        reader: dotted path `module:callable` of what makes an `ExportReader` of an `ExportFolder`, `TargetTensors` and a
+            dtype (see draftworks.export.readers.reader), without code of the format's own.
+        counting: of its layer ids.
     """
 
     name: str
     description: str
     factory: str
+    reader: str
+    counting: LayerCounting
+
+    def __post_init__(self) -> None:
+        ways = get_args(LayerCounting)
+        if self.counting not in ways:
+            raise ConfigError(
+                f"export format {self.name}: counting: expected one of {', '.join(ways)}, found {self.counting!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -86,10 +101,7 @@ class StrategySpec:
         """The export format of that name; ConfigError with the closest names for an unknown one."""
         formats = {spec.name: spec for spec in self.exports}
         if name not in formats:
-            close = difflib.get_close_matches(name, formats, n=2)
-            hint = f"did you mean {' or '.join(close)}? " if close else ""
-            known = ", ".join(formats) or "none"
-            raise ConfigError(f"strategy {self.name} has no export format {name!r}: {hint}Available: {known}")
+            raise ConfigError(f"strategy {self.name} has no export format {name!r}: {_known(name, formats)}")
         return formats[name]
 
     def load_factory(self) -> Callable[..., Any]:
@@ -103,6 +115,7 @@ class TargetSizes:
     num_layers: int
     hidden_size: int
     vocab_size: int
+    max_length: int
 
 
 def load_dotted(path: str) -> Any:
@@ -115,9 +128,21 @@ _REGISTRY: dict[str, StrategySpec] = {}
 
 
 def register_strategy(spec: StrategySpec) -> StrategySpec:
-    """Make a strategy known to the whole platform; a second one of the same name is an error."""
+    """Make a strategy known to the whole platform.
+
+    Raises:
+        ConfigError: a second one of the same name, or with an export format whose name is taken.
+    """
     if spec.name in _REGISTRY:
         raise ConfigError(f"strategy {spec.name!r} is registered already")
+    owners = {export.name: strategy.name for strategy in _REGISTRY.values() for export in strategy.exports}
+    for export in spec.exports:
+        if export.name in owners:
+            owner = owners[export.name]
+            raise ConfigError(
+                f"strategy {spec.name!r}: export format {export.name!r} is one of strategy {owner!r}: rename it"
+            )
+        owners[export.name] = spec.name
     _REGISTRY[spec.name] = spec
     return spec
 
@@ -126,16 +151,30 @@ def resolve_strategy(name: str) -> StrategySpec:
     """The strategy of that name; ConfigError with the closest names for an unknown one."""
     known = available_strategies()
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=2)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise ConfigError(f"unknown strategy {name!r}: {hint}Available: {', '.join(known)}")
+        raise ConfigError(f"unknown strategy {name!r}: {_known(name, known)}")
     return _REGISTRY[name]
+
+
+def resolve_export(name: str) -> ExportSpec:
+    """The export format of that name, of any strategy; ConfigError with the closest names for an unknown one."""
+    formats = {export.name: export for strategy in available_strategies() for export in _REGISTRY[strategy].exports}
+    if name not in formats:
+        raise ConfigError(f"unknown export format {name!r}: {_known(name, formats)}")
+    return formats[name]
 
 
 def available_strategies() -> tuple[str, ...]:
     """Names of all of them, those of plug-ins included."""
     _load_plugins()
     return tuple(sorted(_REGISTRY))
+
+
+def _known(name: str, known: Iterable[str]) -> str:
+    """For the error about an unknown name: those it may have been meant for, and all there are."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=2)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    return f"{hint}Available: {', '.join(known) or 'none'}"
 
 
 @functools.cache

@@ -53,6 +53,7 @@ class FakeSGLang:
         failures: status codes of the next answers to /generate; 0 closes the connection.
         delay_s: before every answer to /generate.
         refused: prompts that hold this id are refused.
+        aborted: how many answers yet give their requests up.
         asked: bodies of /generate.
     """
 
@@ -62,6 +63,7 @@ class FakeSGLang:
         self.failures: list[int] = []
         self.delay_s = 0.0
         self.refused = -1
+        self.aborted = 0
         self.asked: list[dict[str, Any]] = []
         self.url = ""
 
@@ -74,13 +76,22 @@ class FakeSGLang:
             return 400, {"error": {"message": "The input is longer than the model's context length."}}
         for request_id, prompt in zip(body["rid"], body["input_ids"], strict=True):
             write_part(self.spool, request_id, part_of(prompt))
-        return 200, [generated(*each) for each in zip(body["rid"], body["input_ids"], strict=True)]
+        answers = [generated(*each) for each in zip(body["rid"], body["input_ids"], strict=True)]
+        if self.aborted:
+            self.aborted -= 1
+            answers[0]["meta_info"]["finish_reason"] = {"type": "abort", "message": "out of memory"}
+        return 200, answers
 
 
 def part_of(prompt: list[int], start: int = 0) -> Part:
     ids = torch.tensor(prompt)
     rows = ids[:, None].float().expand(-1, HIDDEN)
     return Part(start, ids, torch.cat([rows + 200, rows + 400], dim=1), rows, torch.zeros(VOCAB))
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that stopped waiting is part of the test."""
 
 
 @contextmanager
@@ -108,7 +119,7 @@ def fake_sglang(spool: Path, **changes: Any) -> Iterator[FakeSGLang]:
         def log_message(self, *args: Any) -> None:
             """A test's output is its own."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     fake.url = f"http://127.0.0.1:{server.server_port}"
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from draftworks.data.conversations import (
     write_conversations,
 )
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.errors import DataError
+from draftworks.errors import DataError, EngineError
 from draftworks.runs import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.specs import ResponseSpec
 
@@ -238,3 +240,52 @@ def test_progress_ends_complete(tiny_target, tmp_path: Path, watched, chat):
     assert seen[-1].done == seen[-1].total == 5
     assert seen[-1].eta_s == 0
     assert seen[-1].tokens_per_s > 0
+
+
+class Concurrent(Ending):
+    """An engine that answers each conversation for itself, as a server does; counts how many at a time."""
+
+    concurrent = True
+
+    def __init__(self, engine) -> None:
+        super().__init__(engine)
+        self._lock = threading.Lock()
+        self.inside = self.most = 0
+        self.fails_on = ""
+
+    def generate(self, prompts, sampling, sample_ids, max_total, turn=0, end_ids=()):
+        with self._lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        try:
+            if self.fails_on in sample_ids:
+                raise EngineError("the server is gone")
+            time.sleep(0.02)
+            return super().generate(prompts, sampling, sample_ids, max_total, turn, end_ids)
+        finally:
+            with self._lock:
+                self.inside -= 1
+
+
+def test_conversations_answered_each_for_itself_are_those_of_a_batch(tiny_target, tmp_path: Path, tiny_engine, chat):
+    sources = [conversation(i, 1 + i % 3) for i in range(9)]
+    together = make_run(tiny_target, tmp_path / "a", sources)
+    alone = make_run(tiny_target, tmp_path / "b", sources)
+    regenerate(together, Ending(tiny_engine), chat)
+    engine = Concurrent(tiny_engine)
+    summary = regenerate(alone, engine, chat)
+    digests = {TokenizedSet.open(run.out / TOKENS_FOLDER).digest for run in (together, alone)}
+    assert len(digests) == 1
+    assert 1 < engine.most <= alone.responses.batch_size
+    assert (engine.loads, summary.conversations) == (1, 9)
+
+
+def test_what_was_finished_before_the_engine_failed_is_kept(tiny_target, tmp_path: Path, tiny_engine, chat):
+    sources = [conversation(i) for i in range(9)]
+    run = make_run(tiny_target, tmp_path, sources, responses={"batch_size": 2})
+    engine = Concurrent(tiny_engine)
+    engine.fails_on = sources[8].id
+    with pytest.raises(EngineError, match="the server is gone"):
+        regenerate(run, engine, chat)
+    engine.fails_on = ""
+    assert 0 < regenerate(run, engine, chat).resumed < 9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +82,25 @@ def test_a_failing_batch_is_tried_again_after_a_revival(fake, failure):
     assert engine._host.revivals == 2
 
 
+def test_threads_that_fail_together_revive_the_server_once(fake):
+    engine = engine_on(fake)
+    fake.failures = [500] * 4
+    fake.delay_s = 0.3
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda row: engine.capture([row], []), [[1], [2], [3], [4]]))
+    assert [each[0]["last"][0, 0].item() for each in answers] == [1, 2, 3, 4]
+    assert engine._host.revivals == 1
+
+
+def test_a_closed_engine_is_not_revived(fake):
+    engine = engine_on(fake)
+    fake.failures = [500]
+    engine.close()
+    with pytest.raises(EngineError, match="the engine was closed"):
+        engine.capture([[1]], [])
+    assert engine._host.revivals == 0
+
+
 def test_after_the_last_attempt_the_error_is_told_and_the_spool_is_clean(fake):
     fake.failures = [500, 500, 500]
     engine = engine_on(fake)
@@ -148,10 +168,17 @@ def test_sampling_options_have_sglangs_names():
     assert "sampling_seed" not in sampling_parameters(ResponseSpec(), "0/a", 5, ())
 
 
+def test_a_request_that_the_server_gave_up_is_tried_again(fake):
+    fake.aborted = 1
+    engine = engine_on(fake)
+    assert len(engine.generate([[1, 2]], ResponseSpec(), ["a"], 20)[0].ids) == 1
+    assert engine._host.revivals == 1
+
+
 def test_prompts_without_room_are_not_asked(fake):
-    long, short = [1] * 32, [1, 2]
-    answers = engine_on(fake).generate([long, short], ResponseSpec(max_new_tokens=50), ["a", "b"], max_total=99)
-    assert [answer.ids for answer in answers] == [(), (297,)]
-    assert [answer.finished for answer in answers] == [False, False]
+    prompts = [[1] * 32, [1, 2], [1] * 40]
+    answers = engine_on(fake).generate(prompts, ResponseSpec(max_new_tokens=50), ["a", "b", "c"], max_total=99)
+    assert [answer.ids for answer in answers] == [(), (297,), ()]
+    assert [answer.finished for answer in answers] == [False, False, False]
     (body,) = fake.asked
     assert [each["max_new_tokens"] for each in body["sampling_params"]] == [30]

@@ -13,10 +13,10 @@ import pytest
 import sglang_toys
 import torch
 from capture_toys import capture_run, random_rows
-from sglang_toys import CHUNK, CPU, SGLANG, random_qwen3, sglang_engine, taps_of
+from sglang_toys import CHUNK, CPU, capture_spec, random_qwen3, sglang_engine, taps_of
 from torch import Tensor
 
-from draftworks.capture.engine import TargetEngine
+from draftworks.capture.engine import TargetEngine, engine_identity
 from draftworks.capture.hf import HFTargetEngine, load_hf_engine
 from draftworks.capture.session import capture_features
 from draftworks.capture.sglang_engine import SGLangServerEngine
@@ -37,11 +37,9 @@ TOLERANCE = 2e-5
 ROWS = [row.input_ids.tolist() for row in random_rows(9, seed=3, longest=100)]
 
 
-@pytest.fixture(scope="module")
-def llama(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServerEngine]:
-    engine = sglang_engine(tiny_target, tmp_path_factory.mktemp("sglang") / "llama", taps_of(tiny_target))
-    yield engine
-    engine.close()
+@pytest.fixture
+def llama(tiny_sglang: SGLangServerEngine) -> SGLangServerEngine:
+    return tiny_sglang
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +143,7 @@ def test_features_of_two_engines_agree_and_their_keys_do_not(llama, tiny_target,
 
 
 def test_a_server_of_somebody_else_serves_as_well(llama, tiny_target, tiny_engine, tmp_path):
-    url, spool = llama._host.client.url, str(llama._host.spool)
+    url, spool = llama.url, str(llama.spool)
     external = sglang_engine(tiny_target, tmp_path, (LayerTap(2), LayerTap(4)), url=url, spool=spool)
     assert_same_features(external, tiny_engine, (LayerTap(2), LayerTap(4)))
     external.close()
@@ -155,7 +153,7 @@ def test_a_server_of_somebody_else_serves_as_well(llama, tiny_target, tiny_engin
 def test_a_server_with_other_weights_under_the_same_name_is_refused(llama, tiny_target, qwen3_target, tmp_path):
     other = random_qwen3(tmp_path / "other", Path(tiny_target.model))
     posing = tiny_target.model_copy(update={"model": other.model})
-    place = {"url": llama._host.client.url, "spool": str(llama._host.spool)}
+    place = {"url": llama.url, "spool": str(llama.spool)}
     with pytest.raises(EngineError, match=rf"serves the model {tiny_target.model}, expected {other.model}"):
         sglang_engine(posing, tmp_path, (LayerTap(2),), **place)
     shuffled = tmp_path / "shuffled"
@@ -177,7 +175,7 @@ def test_a_server_with_another_tokenizer_is_refused(llama, tiny_target, tmp_path
     (folder / "tokenizer.json").write_text(text.replace('"merges": [', '"merges": [], "unused": [', 1))
     other = tiny_target.model_copy(update={"tokenizer": str(folder)})
     with pytest.raises(EngineError, match="its tokenizer gives"):
-        sglang_engine(other, tmp_path, None, url=llama._host.client.url, spool=str(llama._host.spool))
+        sglang_engine(other, tmp_path, None, url=llama.url, spool=str(llama.spool))
 
 
 def test_qwen3_on_two_ranks_equals_transformers(qwen3, qwen3_target):
@@ -199,13 +197,7 @@ def test_a_server_that_died_is_started_again(qwen3, qwen3_target):
 def lossy_engine(lossy: LossyServer, target: TargetFiles) -> SGLangServerEngine:
     """An engine on the lossy server that skips the examination of its set-up."""
     host = ExternalHost(SGLangClient(lossy.url, 60), lossy.spool, (1, 3))
-    return SGLangServerEngine(target, load_identity(), host, attempts=1)
-
-
-def load_identity():
-    from draftworks.capture.engine import engine_identity
-
-    return engine_identity(sglang_toys.capture_spec())
+    return SGLangServerEngine(target, engine_identity(capture_spec()), host, attempts=1)
 
 
 def test_a_set_up_that_loses_hidden_states_is_refused(lossy, tiny_target, tmp_path):

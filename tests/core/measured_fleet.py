@@ -79,7 +79,7 @@ class MeasuredFleet:
         self, target: str, *rungs: dict[str, Any], day: int = 1, schema: int = SCHEMA_VERSION
     ) -> Artifact:
         """A report of what is there, of a day in May; rung 1 is in every report."""
-        draft = self.artifacts.current("eagle3_draft", target).data_version
+        draft = self.artifacts.current("eagle3_draft", target)
         report = {
             "schema_version": schema,
             "target": target,
@@ -97,7 +97,13 @@ class MeasuredFleet:
             (out / "heldout" / "report.json").write_text(json.dumps(report))
             return Built("a report")
 
-        identity = {"draft": draft, "heldout": ["answers", "features"], "evals": {}, "report": report}
+        identity = {
+            "draft": draft.data_version,
+            "draft_identity": draft.path.name,
+            "heldout": ["answers", {}],
+            "evals": {},
+            "report": report,
+        }
         return self.artifacts.obtain("eagle3_report", target, identity, build)
 
     def _digests(self, target: str) -> dict[str, str]:

@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "draftworks"
-ROOMS = ["data", "features", "capture", "drafts", "evaluation", "training", "programs"]
+ROOMS = ["data", "features", "serving", "capture", "drafts", "evaluation", "training", "programs"]
 """From the ground floor up: a room imports itself and what is below."""
-FEATURE_DEPENDENCIES = {"torch", "numpy", "safetensors", "pydantic", "draftworks"}
+SERVING_DEPENDENCIES = {"torch", "numpy", "safetensors", "pydantic", "draftworks", "sglang"}
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -44,12 +44,13 @@ def test_the_engine_never_imports_dagster_or_the_rooms_around_it():
         assert not {name.split(".")[0] for name in imported_modules(path)} & outside, path
 
 
-def test_features_need_nothing_a_serving_environment_lacks():
+def test_what_runs_in_a_serving_environment_needs_nothing_it_lacks():
     import sys
 
-    for path in (ENGINE / "features").rglob("*.py"):
+    hook = [ENGINE / "serving" / "spool.py", ENGINE / "serving" / "sglang_hook.py"]
+    for path in [*(ENGINE / "features").rglob("*.py"), *hook]:
         roots = {name.split(".")[0] for name in imported_modules(path)} - set(sys.stdlib_module_names)
-        assert roots <= FEATURE_DEPENDENCIES, f"{path} imports {roots - FEATURE_DEPENDENCIES}"
+        assert roots <= SERVING_DEPENDENCIES, f"{path} imports {roots - SERVING_DEPENDENCIES}"
 
 
 def test_nothing_reads_pickle():

@@ -229,7 +229,7 @@ def test_bad_input_is_refused(make, parts, vocab):
     with pytest.raises(ConfigError, match="mask_token_id 40"):
         make(mask_token_id=VOCAB)
     with pytest.raises(ConfigError, match="num_heads 3 is not a multiple"):
-        make(num_heads=3, num_kv_heads=2)
+        make(num_heads=3)
     with pytest.raises(ConfigError, match="no vocabulary mapping"):
         DFlashStrategy(DFlashOptions(**OPTIONS), parts, vocab, 0)
     wrong = {**SAMPLES[0], "hf3": torch.zeros(5, HIDDEN)}

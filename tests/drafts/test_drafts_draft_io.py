@@ -16,18 +16,19 @@ from draftworks.drafts.draft_io import CONFIG, WEIGHTS, load_draft, read_config,
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.errors import StoreError
 from draftworks.features.contracts import TrainBatch
+from draftworks.strategies import Eagle3Options
 
 TARGET = "0123456789abcdef"
 
 
 class Small(DraftStrategy):
-    """A linear layer, a persistent and a non-persistent buffer."""
+    """A linear layer, a persistent and a non-persistent buffer, under the name and options of a strategy that is known."""
 
-    name = "small"
+    name = "eagle3"
     feature_names = ()
 
     def __init__(self, options: dict[str, Any] | None = None, width: int = 3) -> None:
-        self.options = options or {"taps": (1, 2)}
+        self.options = Eagle3Options(**(options or {"layer_ids": [1, 2]}))
         self.model = nn.Linear(width, 2)
         self.model.register_buffer("d2t", torch.arange(2))
         self.model.register_buffer("embedding", torch.zeros(5), persistent=False)
@@ -48,7 +49,7 @@ class Small(DraftStrategy):
         return ()
 
     def config(self) -> dict[str, Any]:
-        return {"options": self.options}
+        return {"options": self.options.identity()}
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_round_trip(tmp_path: Path) -> None:
     save_draft(tmp_path, draft, TARGET, provenance={"steps": 3})
     config = load_draft(tmp_path, other, TARGET)
     assert config == read_config(tmp_path)
-    assert (config.strategy, config.target_digest, config.provenance) == ("small", TARGET, {"steps": 3})
+    assert (config.strategy, config.target_digest, config.provenance) == ("eagle3", TARGET, {"steps": 3})
     for name, tensor in draft.model.state_dict().items():
         assert torch.equal(other.model.state_dict()[name], tensor)
 
@@ -113,7 +114,7 @@ def assert_refused(folder: Path, message: str, draft: Small | None = None, targe
 
 def test_another_strategy_is_refused(saved: Path) -> None:
     _edit_config(saved, strategy="other")
-    assert_refused(saved, r"config\.json: strategy: expected small, found other")
+    assert_refused(saved, r"config\.json: strategy: expected eagle3, found other")
 
 
 def test_another_target_is_refused(saved: Path) -> None:
@@ -121,7 +122,24 @@ def test_another_target_is_refused(saved: Path) -> None:
 
 
 def test_other_options_are_refused_with_both_values(saved: Path) -> None:
-    assert_refused(saved, r"draft\.options: expected .*9.*, found .*1.*2", Small({"taps": 9}))
+    assert_refused(saved, r"draft\.options: expected .*\[9\].*, found .*\[1, 2\]", Small({"layer_ids": [9]}))
+
+
+def _edit_options(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    draft = json.loads((folder / CONFIG).read_text())["draft"]
+    edit(draft["options"])
+    _edit_config(folder, draft=draft)
+
+
+def test_a_draft_outlives_options_that_came_after_it(saved: Path) -> None:
+    _edit_options(saved, lambda options: options.pop("step_decay"))
+    load_draft(saved, Small(), TARGET)
+    assert_refused(saved, r"draft\.options: expected", Small({"layer_ids": [1, 2], "step_decay": 0.5}))
+
+
+def test_options_that_are_not_known_any_more_are_named(saved: Path) -> None:
+    _edit_options(saved, lambda options: options.update(layers_ids=[1]))
+    assert_refused(saved, r"config\.json: options.*layers_ids.*Train the draft again")
 
 
 def test_missing_and_unexpected_tensors_are_named(saved: Path) -> None:

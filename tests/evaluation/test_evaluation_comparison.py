@@ -79,7 +79,19 @@ def test_a_report_that_was_made_later_is_not_the_one_before(folders: ReportFolde
     answers = folders.publish_answers(SAMPLES)
     for draft in ("first", "second", "first"):
         folders.publish_report(draft, answers, GOOD)
-    assert compared(folders).old is None
+    found = compared(folders)
+    assert found.old is None
+    assert "an older draft is the current one again" in found.describe()
+
+
+def test_reports_that_proposed_different_numbers_of_tokens_do_not_compare(folders: ReportFolders):
+    """Of fewer proposals fewer are accepted: that is no fault of the draft."""
+    answers = folders.publish_answers(SAMPLES)
+    folders.publish_report("old", answers, GOOD, draft_tokens=7)
+    folders.publish_report("new", answers, BAD, draft_tokens=3)
+    found = compared(folders)
+    assert (found.worse, found.paired, found.old.identity["draft"]) == (False, None, "old")
+    assert "3 tokens per pass were proposed now, 7 in the report before it" in found.describe()
 
 
 def test_a_first_draft_has_nothing_to_be_compared_with(folders: ReportFolders):

@@ -69,7 +69,7 @@ class Toys:
 
     def strategy(self, strategy: str, **options: Any) -> DraftStrategy:
         spec = resolve_strategy(strategy)
-        typed = spec.parse_options({**OPTIONS[strategy], **options}, where="toys")
+        typed = spec.parse_options({**OPTIONS.get(strategy, {}), **options}, where="toys")
         parts = TargetParts.load(self.target)
         vocab = small_vocab(typed.draft_vocab_size, parts.vocab_size) if spec.uses_vocab_mapping else None
         made = spec.load_factory()(typed, parts, vocab, 3)

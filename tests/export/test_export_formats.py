@@ -81,6 +81,16 @@ def test_formats_that_cannot_hold_a_draft_are_left_out_unless_asked_for(toys: To
         choose_formats(draft, ["sglang_eagle3"])
 
 
+def test_a_draft_that_no_format_can_hold_is_an_error_with_every_reason(toys: Toys):
+    with pytest.raises(ConfigError, match="sglang_eagle3: norm_output: false.*speculators_eagle3: norm_output: false"):
+        choose_formats(toys.draft("eagle3", norm_output=False))
+
+
+def test_to_want_no_format_at_all_is_an_error(toys: Toys):
+    with pytest.raises(ConfigError, match="formats: expected one at least of sglang_eagle3, speculators_eagle3"):
+        choose_formats(toys.draft("eagle3"), [])
+
+
 def test_an_unknown_format_is_an_error_with_the_closest_names(toys: Toys):
     with pytest.raises(ConfigError, match="no export format 'sglang_eagle': did you mean sglang_eagle3"):
         export_draft(toys.draft("eagle3"), "sglang_eagle", toys.folder / "out")

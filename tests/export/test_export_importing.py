@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -311,6 +312,27 @@ def test_pickled_weights_are_refused(toys: Toys, tmp_path: Path):
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     with pytest.raises(StoreError, match=r"pytorch_model\.bin would have to be unpickled"):
         import_draft(source, toys.target, tmp_path / "imported")
+
+
+def tree(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("source", ["eagle3", "sglang_eagle3"])
+@pytest.mark.parametrize("out", ["peer", "held", "held/file", ".", "held/..", "new/..", "link"])
+def test_what_is_at_the_new_place_already_is_never_touched(
+    toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, out: str
+):
+    shutil.copytree(toys.folder / source, tmp_path / "peer")
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "file").write_text("kept")
+    (tmp_path / "link").symlink_to("nowhere")
+    before = tree(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(Path(out)))}: expected a path where nothing is yet"):
+        import_draft(Path("peer"), toys.target, Path(out))
+    assert tree(tmp_path) == before
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_a_folder_without_a_config_is_refused(toys: Toys, tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from export_toys import FORMATS
 from random_exports import (
     BLOCK_SIZE,
     SAYS,
@@ -17,7 +18,6 @@ from random_exports import (
 )
 
 from draftworks.errors import ConfigError, StoreError
-from draftworks.export.layer_ids import FORMATS
 from draftworks.export.readers.opening import open_export
 from draftworks.export.readers.reader import TargetTensors
 
@@ -213,5 +213,5 @@ def test_a_draft_that_says_everything_may_map_it_in_sglang_alone(exports, read, 
 def test_a_folder_without_a_draft_and_an_unknown_format_are_refused(tmp_path, tiny_tensors):
     with pytest.raises(StoreError, match=r"expected config\.json and model\.safetensors"):
         open_export("zlab_dflash", tmp_path, tiny_tensors)
-    with pytest.raises(ConfigError, match="no reader for the export format 'gguf'"):
+    with pytest.raises(ConfigError, match="unknown export format 'gguf'"):
         open_export("gguf", tmp_path, tiny_tensors)

@@ -35,6 +35,19 @@ def test_data_version_is_of_the_keys_alone(tmp_path: Path):
     assert one.data_version == other.data_version != fewer.data_version
 
 
+def test_the_version_of_some_streams_is_the_same_whatever_is_captured_beside_them(tmp_path: Path):
+    store, refs = filled_store(tmp_path / "store", 4)
+    both = write_feature_set(tmp_path / "both", refs, {}, ("hf2", "last"), store.uri)
+    alone = write_feature_set(tmp_path / "alone", [ref.select(("hf2",)) for ref in refs], {}, ("hf2",), store.uri)
+    fewer = write_feature_set(tmp_path / "fewer", refs[1:], {}, ("hf2", "last"), store.uri)
+    assert both.data_version != alone.data_version
+    assert both.version_of(["hf2"]) == alone.version_of(["hf2"])
+    assert len({both.version_of(names) for names in (["hf2"], ["last"], ["hf2", "last"])}) == 3
+    assert fewer.version_of(["hf2"]) != both.version_of(["hf2"])
+    with pytest.raises(KeyError, match="last"):
+        alone.version_of(["last"])
+
+
 def test_missing_set_says_so(tmp_path: Path):
     with pytest.raises(StoreError, match="no feature set in .*manifest.json is missing"):
         read_feature_set(tmp_path)
@@ -60,6 +73,6 @@ def test_truncated_manifest_is_noticed(written: Path):
 
 
 def test_other_schema_is_refused(written: Path):
-    (written / MANIFEST).write_text((written / MANIFEST).read_text().replace("features.2", "features.9"))
-    with pytest.raises(StoreError, match=r"expected 'draftworks.features.2'"):
+    (written / MANIFEST).write_text((written / MANIFEST).read_text().replace("features.3", "features.9"))
+    with pytest.raises(StoreError, match=r"expected 'draftworks.features.3'"):
         read_feature_set(written)

@@ -26,7 +26,7 @@ def test_whole_set_is_held_until_its_features_are_gone(written: Path):
     assert not holds_feature_set(StoreSpec(root=written / "store"), written / "set")
 
 
-@pytest.mark.parametrize(("name", "old", "new"), [(MANIFEST, "features.2", "features.1"), (REFS, "s1", "s9")])
+@pytest.mark.parametrize(("name", "old", "new"), [(MANIFEST, "features.3", "features.2"), (REFS, "s1", "s9")])
 def test_set_of_another_schema_or_damaged_is_to_be_made_again(written: Path, name: str, old: str, new: str):
     path = written / "set" / name
     path.write_text(path.read_text().replace(old, new, 1))

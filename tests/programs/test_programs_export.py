@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +25,16 @@ OPTIONS = {"ttt_length": 2, "draft_vocab_size": 64, "intermediate_size": 32}
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_target: TargetFiles) -> ExportRun:
+    return run_of(tmp_path, tiny_target)
+
+
+def run_of(folder: Path, target: TargetFiles, **options: Any) -> ExportRun:
     """An untrained draft and an empty folder to export into."""
-    build_vocab_mapping(np.arange(tiny_target.vocab_size), 64).save(tmp_path / "vocab.safetensors")
-    draft = build_draft(tiny_target, "eagle3", OPTIONS, tmp_path / "vocab.safetensors", seed=1)
-    save_draft(tmp_path / "draft", draft.strategy, tiny_target.digest)
-    (tmp_path / "out").mkdir()
-    return ExportRun(out=tmp_path / "out", target=tiny_target, draft=tmp_path / "draft")
+    build_vocab_mapping(np.arange(target.vocab_size), 64).save(folder / "vocab.safetensors")
+    draft = build_draft(target, "eagle3", OPTIONS | options, folder / "vocab.safetensors", seed=1)
+    save_draft(folder / "draft", draft.strategy, target.digest)
+    (folder / "out").mkdir()
+    return ExportRun(out=folder / "out", target=target, draft=folder / "draft")
 
 
 def test_every_format_that_fits_gets_a_folder(run: ExportRun):
@@ -57,6 +62,13 @@ def test_an_unknown_format_is_refused_before_anything_is_written(run: ExportRun)
     settings = ExportSettings(formats=["sglang_eagle3", "gguf"])
     with pytest.raises(ConfigError, match="no export format 'gguf'"):
         export(run.model_copy(update={"export": settings}), ProgramContext())
+    assert list(run.out.iterdir()) == []
+
+
+def test_a_draft_that_no_format_can_hold_is_an_error_and_no_empty_export(tmp_path: Path, tiny_target: TargetFiles):
+    run = run_of(tmp_path, tiny_target, norm_output=False)
+    with pytest.raises(ConfigError, match=r"sglang_eagle3: norm_output: false.*speculators_eagle3: norm_output: false"):
+        export(run, ProgramContext())
     assert list(run.out.iterdir()) == []
 
 

@@ -106,6 +106,11 @@ def test_missing_vocabulary_mapping_is_refused(files: RunFiles) -> None:
     assert_refused(files, ConfigError, "needs a vocabulary mapping", vocab_mapping=None)
 
 
+def test_a_vocabulary_that_is_lost_from_a_draft_says_how_to_get_it_back(files: RunFiles) -> None:
+    lost = files.folder / "draft" / "vocab.safetensors"
+    assert_refused(files, StoreError, f"{lost}: .* cannot be read .*train the draft again", vocab_mapping=lost)
+
+
 def test_features_of_another_target_are_refused(files: RunFiles, tiny_target: TargetFiles) -> None:
     other = tiny_target.model_copy(update={"digest": "f" * 16})
     assert_refused(files, StoreError, "features of target 0123456789abcdef, expected ffff", target=other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -10,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from draft_run_files import OPTIONS, TRAINING, RunFiles
+from draft_run_files import OPTIONS, STREAMS, TRAINING, RunFiles
 from safetensors.torch import load_file
 
 from draftworks.drafts.draft_io import read_config
 from draftworks.errors import StoreError
+from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
@@ -154,13 +154,27 @@ def test_checkpoint_of_other_data_is_refused(files: RunFiles) -> None:
     train(run, ProgramContext())
     before = tree(run.out)
     more = files.feature_set("more", samples=9, seed=3)
-    ours, theirs = (json.loads((s.features / "manifest.json").read_text()) for s in (more, run.train))
+    ours, theirs = (read_feature_set(each.features).version_of(STREAMS) for each in (more, run.train))
     with pytest.raises(StoreError) as caught:
         train(files.train_run(train=more), ProgramContext())
     told = str(caught.value)
     assert "train.tokens: the checkpoint has" in told
-    assert f"train.features: the checkpoint has {theirs['data_version']}, this training {ours['data_version']}" in told
+    assert f"train.features: the checkpoint has {theirs}, this training {ours}" in told
     assert tree(run.out) == before
+
+
+def test_a_training_goes_on_where_features_that_it_does_not_read_were_captured_since(files: RunFiles) -> None:
+    run = files.train_run(options={**OPTIONS, "layer_ids": [2, 4]})
+    captured = {each.features: read_feature_set(each.features) for each in (run.train, run.heldout)}
+    own = ("hf2", "hf4", "last")
+    for folder, found in captured.items():
+        write_feature_set(folder, [ref.select(own) for ref in found.refs], found.identity, own, found.store)
+    first = train(run, ProgramContext())
+    for folder, found in captured.items():
+        write_feature_set(folder, found.refs, found.identity, found.streams, found.store)
+    again = train(run, ProgramContext())
+    assert again["weights_digest"] == first["weights_digest"]
+    assert again["sessions"][-1]["from_step"] > 0
 
 
 def test_named_checkpoint_goes_on_elsewhere_and_in_other_pieces(files: RunFiles) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -62,11 +63,13 @@ class Fleet:
         self._publish(f"{name}_responses", target, version, {})
         self.publish_features(target, name)
 
-    def publish_features(self, target: str, name: str = "heldout") -> None:
+    def publish_features(self, target: str, name: str = "heldout", beside: tuple[str, ...] = ()) -> None:
+        """Those that the draft reads, and those of other strategies `beside` them."""
         files = self.workspace.target_files(target)
         version = f"{self._current(f'{name}_responses', target).data_version} by {files.digest}"
-        identity = {"target": files.digest, "tokenizer": files.tokenizer_digest}
-        self._publish(f"{name}_eval_features", target, version, identity)
+        identity = {"target": files.digest, "tokenizer": files.tokenizer_digest, "beside": beside}
+        streams = dict.fromkeys(("hf2", *beside), version)
+        self._publish(f"{name}_eval_features", target, version, identity, {"stream_versions": streams})
 
     def publish_set(self, target: str, name: str) -> None:
         """A named eval set of the data set's files as they are."""
@@ -75,26 +78,31 @@ class Fleet:
         self._publish(f"{name}_set", target, version, {"dataset": version})
         self.publish_eval_data(target, version, name)
 
-    def publish_draft(self, target: str, version: str, strategy: str = "eagle3") -> None:
-        self._publish(f"{strategy}_draft", target, version, {})
+    def publish_draft(self, target: str, version: str, strategy: str = "eagle3", **identity: Any) -> None:
+        self._publish(f"{strategy}_draft", target, version, identity)
 
     def publish_report(self, target: str, strategy: str = "eagle3") -> None:
         """A report of what is there."""
         evals = {name: self._eval_versions(target, name) for name in self.workspace.registry.target(target).evals}
+        draft = self._current(f"{strategy}_draft", target)
         identity = {
-            "draft": self._current(f"{strategy}_draft", target).data_version,
+            "draft": draft.data_version,
+            "draft_identity": draft.path.name,
             "heldout": self._eval_versions(target, "heldout"),
             "evals": evals,
         }
         self._publish(f"{strategy}_report", target, "a report", identity)
 
-    def _eval_versions(self, target: str, name: str) -> list[str]:
-        return [self._current(f"{name}_{kind}", target).data_version for kind in ("responses", "eval_features")]
+    def _eval_versions(self, target: str, name: str) -> list[Any]:
+        responses, features = (self._current(f"{name}_{kind}", target) for kind in ("responses", "eval_features"))
+        return [responses.data_version, {"hf2": features.summary["stream_versions"]["hf2"]}]
 
     def _current(self, asset: str, target: str) -> Artifact:
         return self.workspace.artifacts.current(asset, target)
 
-    def _publish(self, asset: str, target: str, version: str, identity: dict) -> None:
+    def _publish(
+        self, asset: str, target: str, version: str, identity: dict, summary: dict[str, Any] | None = None
+    ) -> None:
         self.workspace.artifacts.obtain(
-            asset, target, {**identity, "version": version}, lambda out: Built(data_version=version)
+            asset, target, {**identity, "version": version}, lambda out: Built(version, summary or {})
         )

@@ -56,6 +56,11 @@ def change_draft(fleet: Fleet) -> None:
     fleet.publish_draft("two", "second")
 
 
+def change_options(fleet: Fleet) -> None:
+    """The weights stay the same."""
+    fleet.publish_draft("two", "first", options="others")
+
+
 def change_named_set(fleet: Fleet) -> None:
     (fleet.registry / "chats.jsonl").write_text("{}\n{}\n")
 
@@ -66,6 +71,7 @@ CHANGES = [
     (change_template, "tokenizer or chat template"),
     (change_eval_data, "eval set heldout"),
     (change_draft, "eagle3 draft"),
+    (change_options, "eagle3 draft"),
 ]
 
 
@@ -83,6 +89,11 @@ def test_a_change_asks_for_its_own_target_once_and_says_why(fleet, instance, cha
     assert requested(first) == ["two"]
     assert because(first) == f"changed: {reason}"
     assert requested(tick(fleet, instance, first.cursor)) == []
+
+
+def test_features_of_another_strategy_beside_those_of_the_draft_start_nothing(fleet, instance):
+    fleet.publish_features("two", beside=("hf3",))
+    assert requested(tick(fleet, instance)) == []
 
 
 def with_named_eval_set(fleet: Fleet) -> None:

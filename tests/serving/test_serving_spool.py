@@ -61,10 +61,17 @@ def test_requests_do_not_see_each_other(tmp_path: Path):
     assert len(take_parts(tmp_path, theirs)) == 1
 
 
-def test_a_file_being_written_is_not_there_yet(tmp_path: Path):
+def test_a_write_that_breaks_off_leaves_nothing_to_take(tmp_path: Path, monkeypatch):
+    def break_off(tensors: dict, path: Path, metadata: dict) -> None:
+        path.write_bytes(b"half a header")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("draftworks.serving.spool.save_file", break_off)
     request_id = new_request_id()
-    (tmp_path / f"{request_id}.0.tmp").write_bytes(b"half")
+    with pytest.raises(OSError, match="no space left"):
+        write_part(tmp_path, request_id, random_part())
     assert take_parts(tmp_path, request_id) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_reason_of_a_failure_is_told(tmp_path: Path):

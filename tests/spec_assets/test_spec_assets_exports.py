@@ -118,6 +118,13 @@ def test_a_gate_that_was_not_looked_at_is_not_passed():
     assert "`readable` was not passed" in gate_result("eagle3_export", "same_logits", made).description
 
 
+@pytest.mark.parametrize("gate", GATE_MEANINGS)
+def test_no_gate_is_passed_where_nothing_was_exported(gate: str):
+    result = gate_result("eagle3_export", gate, {})
+    assert not result.passed
+    assert result.description == "nothing was exported"
+
+
 def test_the_gates_of_a_damaged_export_fail_the_run(finished, tmp_path):
     """The record says that one gate was not passed: the run that looks at it is red."""
     site = finished.site.copy(tmp_path)

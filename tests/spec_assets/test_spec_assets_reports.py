@@ -6,6 +6,11 @@ import shutil
 
 import dagster as dg
 
+from draftworks.artifacts import Artifact, Built
+from draftworks.strategies import resolve_strategy
+from resources.workspace import Workspace
+from spec_assets.reports import ReportSubject
+
 
 def made(result: dg.ExecuteInProcessResult) -> set[str]:
     return {event.asset_key.to_user_string() for event in result.get_asset_materialization_events()}
@@ -21,3 +26,24 @@ def test_evaluating_a_strategy_without_a_draft_yields_no_report_and_says_why(fin
     assert "eagle3_report" not in made(result)
     assert "target small has no eagle3 draft yet: nothing to do" in capfd.readouterr().err
     assert not any(check.asset_key == dg.AssetKey("eagle3_report") for check in result.get_asset_check_evaluations())
+
+
+def test_equal_weights_with_other_options_are_measured_again(finished, tmp_path):
+    """A draft that is published as it began has the weights of another, and may propose otherwise."""
+    workspace = Workspace(registry_root=str(finished.site.copy(tmp_path).registry))
+    target, strategy = workspace.registry.target("small"), resolve_strategy("eagle3")
+    measured = ReportSubject.of(workspace, strategy, target)
+    report = workspace.artifacts.current("eagle3_report", "small")
+    assert measured.identity(workspace).items() <= report.identity.items()
+
+    republish(workspace, measured.draft, options={**measured.draft.identity["options"], "step_decay": 0.5})
+    identity = ReportSubject.of(workspace, strategy, target).identity(workspace)
+    assert identity["draft"] == report.identity["draft"]
+    assert {name for name, value in identity.items() if value != report.identity[name]} == {"draft_identity"}
+
+
+def republish(workspace: Workspace, draft: Artifact, **changes) -> None:
+    """The same weights, made from something else."""
+    workspace.artifacts.obtain(
+        draft.asset, draft.target, {**draft.identity, **changes}, lambda out: Built(draft.data_version, draft.summary)
+    )

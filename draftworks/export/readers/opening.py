@@ -6,18 +6,9 @@ from pathlib import Path
 
 import torch
 
-from draftworks.errors import ConfigError
-from draftworks.export.readers.dflash_layouts import read_speculators_dflash, read_zlab_dflash
-from draftworks.export.readers.eagle3_layouts import read_sglang_eagle3, read_speculators_eagle3
 from draftworks.export.readers.files import ExportFolder
 from draftworks.export.readers.reader import ExportReader, TargetTensors
-
-_READERS = {
-    "sglang_eagle3": read_sglang_eagle3,
-    "speculators_eagle3": read_speculators_eagle3,
-    "zlab_dflash": read_zlab_dflash,
-    "speculators_dflash": read_speculators_dflash,
-}
+from draftworks.strategies import load_dotted, resolve_export
 
 
 def open_export(
@@ -29,9 +20,8 @@ def open_export(
         dtype: what to compute in, whatever the file holds.
 
     Raises:
-        ConfigError: no reader for that format.
+        ConfigError: no such format.
         StoreError: the files are not a draft of that format for this target.
     """
-    if export_format not in _READERS:
-        raise ConfigError(f"no reader for the export format {export_format!r}: there are {', '.join(_READERS)}")
-    return _READERS[export_format](ExportFolder.read(folder), target, dtype)
+    read = load_dotted(resolve_export(export_format).reader)
+    return read(ExportFolder.read(folder), target, dtype)

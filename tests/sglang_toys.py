@@ -1,4 +1,4 @@
-"""Targets and servers for the tests of capture through real SGLang."""
+"""Targets and servers for the tests that run real SGLang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftworks.runs import TargetFiles
 from draftworks.serving.sglang_server import ServerOptions, SGLangServer
 from draftworks.specs import CaptureSpec, SGLangSpec
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 SGLANG = SGLangSpec(python=str(ROOT / ".venv-sglang" / "bin" / "python"), start_timeout_s=240, grace_s=10)
 CPU = torch.device("cpu")
 CHUNK = 16

@@ -1,0 +1,73 @@
+"""What strategies ask of a target is refused before anything is captured, where the model or a begun draft cannot give it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftworks.demands import check_demands
+from draftworks.errors import ConfigError
+from draftworks.registry import Registry
+from draftworks.runs import VOCAB_FILE
+from draftworks.specs import StrategyEntry, TargetSpec
+
+OPTIONS = {"draft_vocab_size": 64}
+
+
+def target(strategy: str = "eagle3", **entry) -> TargetSpec:
+    entries = {strategy: StrategyEntry(**entry)}
+    return TargetSpec(name="small", model="m", dataset="d", max_length=32, strategies=entries)
+
+
+def begun(root: Path, **changes) -> TargetSpec:
+    """A target whose draft begins from one in `root/peer`."""
+    folder = root / "peer"
+    folder.mkdir()
+    draft = {"options": OPTIONS, "hidden_size": 128, "vocab_size": 2048, "draft_vocab_size": 64}
+    strategy = changes.pop("strategy", "eagle3")
+    config = {"strategy": strategy, "draft": draft | changes, "target_digest": "t", "weights_digest": "w"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / VOCAB_FILE).touch()
+    return target(options=OPTIONS, start_from="peer")
+
+
+def test_a_draft_that_fits_may_be_begun_from(tmp_path, tiny_target):
+    check_demands(begun(tmp_path), tiny_target, Registry(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strategy": "dflash"}, "expected a draft of eagle3, found one of dflash"),
+        ({"hidden_size": 64}, "hidden_size: expected 128, found 64"),
+        ({"vocab_size": 99}, "vocab_size: expected 2048, found 99"),
+        ({"draft_vocab_size": 65}, "draft_vocab_size: expected 64, found 65"),
+        ({"options": {**OPTIONS, "feedback": "post_norm"}}, "feedback: expected pre_norm, found post_norm"),
+    ],
+)
+def test_one_that_does_not_is_refused_with_both_values(tmp_path, tiny_target, changes, message):
+    with pytest.raises(ConfigError, match=rf"strategies\.eagle3\.start_from: .*peer: .*{message}"):
+        check_demands(begun(tmp_path, **changes), tiny_target, Registry(tmp_path))
+
+
+def test_one_that_is_not_there_is_refused(tmp_path, tiny_target):
+    missing = target(options=OPTIONS, start_from="nowhere")
+    with pytest.raises(ConfigError, match=r"start_from: .*nowhere: not a draft.*draftworks import"):
+        check_demands(missing, tiny_target, Registry(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        ("dflash", {"block_size": 40}, "block_size 40 does not fit into samples of at most 32 tokens"),
+        ("dflash", {"mask_token_id": 2048}, "mask_token_id 2048 is outside"),
+        ("dflash", {"layer_ids": [2, 8]}, r"\[8\] outside 0\.\.7"),
+        ("eagle3", {"draft_vocab_size": 4096}, "draft_vocab_size 4096 is larger"),
+        ("eagle3", {"num_heads": 3, "num_kv_heads": 2}, "num_heads 3 is not a multiple of num_kv_heads 2"),
+    ],
+)
+def test_options_that_do_not_fit_the_target_are_refused(tmp_path, tiny_target, strategy, options, message):
+    with pytest.raises(ConfigError, match=message):
+        check_demands(target(strategy, options=options), tiny_target, Registry(tmp_path))

@@ -1,0 +1,25 @@
+"""EAGLE-3 under the name of another package, for a server of its own: other layer ids, another name for `fc`."""
+
+from __future__ import annotations
+
+from draftworks.strategies import Eagle3Options, ExportSpec, StrategySpec, eagle3_taps, register_strategy
+
+FUSED = register_strategy(
+    StrategySpec(
+        name="fused_eagle3",
+        description="EAGLE-3.",
+        options=Eagle3Options,
+        taps=eagle3_taps,
+        factory="fused_format:FusedStrategy",
+        uses_vocab_mapping=True,
+        exports=(
+            ExportSpec(
+                name="fused",
+                description="A server of another package.",
+                factory="fused_format:FusedFormat",
+                reader="fused_format:read_fused",
+                counting="layer_output",
+            ),
+        ),
+    )
+)

@@ -1,0 +1,58 @@
+"""What needs torch: the draft, its format, and a reader of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from fused import FUSED
+from torch import Tensor
+
+from draftworks.drafts.eagle3 import Eagle3Strategy
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import DraftShape, Shapes
+from draftworks.export.readers.eagle3_layouts import read_speculators_eagle3
+from draftworks.export.readers.files import ExportFolder
+from draftworks.export.readers.reader import ExportReader, TargetTensors, read_taps
+from draftworks.export.speculators_eagle3 import SpeculatorsEagle3
+
+KIND, LAYER_IDS = "speculators_model_type", "eagle_aux_hidden_state_layer_ids"
+OURS, THEIRS = "fc.weight", "fuse.weight"
+Value = TypeVar("Value")
+
+
+class FusedStrategy(Eagle3Strategy):
+    name = FUSED.name
+
+
+class FusedFormat(SpeculatorsEagle3):
+    name = "fused"
+    strategy = FUSED.name
+
+    def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+        return _renamed(super().tensors(draft), OURS, THEIRS)
+
+    def expected_tensors(self, shape: DraftShape) -> Shapes:
+        return _renamed(super().expected_tensors(shape), OURS, THEIRS)
+
+    def canonical_name(self, name: str) -> str:
+        return OURS if name == THEIRS else super().canonical_name(name)
+
+    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        return super().config(draft, dtype) | {KIND: self.name}
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return config.get(KIND) == self.name
+
+
+def read_fused(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> ExportReader:
+    taps = [tap.hf_index for tap in read_taps(folder, FusedFormat.name, LAYER_IDS)]
+    config = {**folder.config, KIND: "eagle3", LAYER_IDS: taps}
+    relative = replace(folder, config=config, tensors=_renamed(folder.tensors, THEIRS, OURS))
+    return read_speculators_eagle3(relative, target, dtype)
+
+
+def _renamed(values: Mapping[str, Value], old: str, new: str) -> dict[str, Value]:
+    return {new if name == old else name: value for name, value in values.items()}

@@ -1,0 +1,70 @@
+"""The hook: it cuts a packed batch into its requests, writes ours alone, and never raises into the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from draftworks.errors import CaptureError
+from draftworks.serving.sglang_hook import SGLangCaptureBackend
+from draftworks.serving.spool import new_request_id, take_parts
+
+LENGTHS = [3, 1, 4]
+
+
+def packed(request_ids: list[str], starts: list[int], padding: int = 0) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """A batch as SGLang packs it, its values counting the rows, and what comes out of the layer that makes logits."""
+    rows = torch.arange(sum(LENGTHS) + padding, dtype=torch.float32)[:, None]
+    batch = SimpleNamespace(
+        rids=request_ids,
+        extend_seq_lens_cpu=LENGTHS,
+        extend_prefix_lens_cpu=starts,
+        input_ids=torch.arange(sum(LENGTHS) + padding, dtype=torch.int32),
+    )
+    logits = torch.arange(len(LENGTHS), dtype=torch.float32)[:, None].expand(-1, 5)
+    output = SimpleNamespace(
+        hidden_states=rows.expand(-1, 4), last_hidden_states=rows.expand(-1, 2), next_token_logits=logits
+    )
+    return batch, output
+
+
+def test_every_request_gets_its_own_rows(tmp_path: Path):
+    ids = [new_request_id(), new_request_id(with_logits=True), new_request_id()]
+    SGLangCaptureBackend(tmp_path).write(*packed(ids, [0, 0, 7], padding=2))
+    parts = [take_parts(tmp_path, request_id)[0] for request_id in ids]
+    assert [part.input_ids.tolist() for part in parts] == [[0, 1, 2], [3], [4, 5, 6, 7]]
+    for part in parts:
+        assert torch.equal(part.taps, part.input_ids[:, None].float().expand(-1, 4))
+        assert torch.equal(part.last, part.input_ids[:, None].float().expand(-1, 2))
+    assert [part.start for part in parts] == [0, 0, 7]
+    assert [part.logits is None for part in parts] == [True, False, True]
+    assert parts[1].logits.tolist() == [1.0] * 5
+
+
+def test_requests_of_others_are_left_alone(tmp_path: Path):
+    SGLangCaptureBackend(tmp_path).write(*packed(["HEALTH_CHECK_1", "answer", "x"], [0, 0, 0]))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["hidden_states", "last_hidden_states"])
+def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path: Path, missing):
+    ids = [new_request_id(), "answer", new_request_id()]
+    batch, output = packed(ids, [0, 0, 0])
+    setattr(output, missing, None)
+    SGLangCaptureBackend(tmp_path).write(batch, output)
+    for request_id in (ids[0], ids[2]):
+        with pytest.raises(CaptureError, match="--enable-return-aux-hidden-states"):
+            take_parts(tmp_path, request_id)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_are_missing_are_told(tmp_path: Path):
+    ids = [new_request_id() for _ in LENGTHS]
+    batch, output = packed(ids, [0, 0, 0])
+    output.last_hidden_states = output.last_hidden_states[:5]
+    SGLangCaptureBackend(tmp_path).write(batch, output)
+    with pytest.raises(CaptureError, match="kept 5 rows of 8 tokens"):
+        take_parts(tmp_path, ids[0])
