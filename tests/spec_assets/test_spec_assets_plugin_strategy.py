@@ -17,14 +17,16 @@ from draftworks.artifacts import ArtifactStore
 PLUGIN = Path(__file__).with_name("plugin")
 ENTRY = """
   one_head:
+    options: {layer_id: 3}
     training: {global_batch_size: 8, micro_batch_size: 4, epochs: 2, lr: 0.01, compute_dtype: float32, device: cpu, log_every: 2}
 """
 
 
 @pytest.mark.slow
-def test_a_plugged_in_strategy_goes_from_captured_features_to_the_leaderboard(finished, tmp_path):
+def test_a_plugged_in_strategy_goes_from_capture_to_the_leaderboard(finished, tmp_path):
     site = finished.site.copy(tmp_path)
-    before = ArtifactStore(site.var).current("training_features", "small")
+    made = ArtifactStore(site.var)
+    eagle3 = made.current("eagle3_draft", "small").path
     site.target_file.write_text(site.target_file.read_text() + ENTRY)
     home = tmp_path / "dagster_home"
     home.mkdir()
@@ -41,9 +43,10 @@ def test_a_plugged_in_strategy_goes_from_captured_features_to_the_leaderboard(fi
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
-    made = ArtifactStore(site.var)
-    features = made.current("training_features", "small")
-    assert features.data_version == before.data_version  # its tap was there already
+    features = made.current("training_features", "small").summary
+    assert features["streams"] == ["hf2", "hf3", "hf4", "hf5", "last"]
+    assert features["captured_bytes"] * 5 == features["bytes"]  # its own tap and nothing else
+    assert made.current("eagle3_draft", "small").path == eagle3
     draft = made.current("one_head_draft", "small")
     assert draft.summary["last_loss"] < draft.summary["first_loss"]
     report = made.current("one_head_report", "small").summary
