@@ -46,6 +46,9 @@ def watch_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 
 def _become_command(arguments: list[str]) -> None:
     parent, *command = arguments
+    # A signal that the parent ignores or blocks would be ignored or blocked by the command too.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     die_with_parent(signal.SIGTERM, parent=int(parent))
     os.execvp(command[0], command)
 

@@ -40,3 +40,27 @@ def test_shim_becomes_the_command() -> None:
     shim = [sys.executable, "-I", "-S", parent_death.__file__, str(psutil.Process().pid)]
     done = subprocess.run([*shim, "echo", "a b", "c"], capture_output=True, text=True, check=True)
     assert done.stdout == "a b c\n"
+
+
+DEAF_PARENT = (
+    "import os, signal, subprocess, sys\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+    "p = subprocess.Popen([sys.executable, '-I', '-S', sys.argv[1], str(os.getpid()), 'sleep', '60'])\n"
+    "print(p.pid, flush=True); p.wait()"
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+def test_a_command_dies_with_a_parent_that_ignores_and_blocks_the_signal() -> None:
+    command = [sys.executable, "-c", DEAF_PARENT, parent_death.__file__]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        by = time.monotonic() + 5
+        while child.is_running() and child.name() != "sleep" and time.monotonic() < by:
+            time.sleep(0.02)
+        parent.kill()
+        gone_by = time.monotonic() + 3
+        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < gone_by:
+            time.sleep(0.02)
+        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
