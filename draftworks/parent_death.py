@@ -44,6 +44,13 @@ def watch_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     os.kill(os.getpid(), signum)
 
 
+def shim() -> list[str]:
+    """The words before a command that make the kernel end it when this process ends; none where there is no such kernel."""
+    if sys.platform != "linux":
+        return []
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+
+
 def _become_command(arguments: list[str]) -> None:
     parent, *command = arguments
     # A signal that the parent ignores or blocks would be ignored or blocked by the command too.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class LocalLauncher(TorchLauncher):
         }
         with run_dir.log.open("ab") as log:
             torchrun = subprocess.Popen(
-                [*_die_with_us(), *job.command(f"--log-dir={run_dir.ranks}")],
+                [*parent_death.shim(), *job.command(f"--log-dir={run_dir.ranks}")],
                 env={**os.environ, **own, **env, MARK: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -83,13 +82,6 @@ class LocalLauncher(TorchLauncher):
 
     def describe(self, handle: LocalJob) -> dict[str, str | int]:
         return {"engine": "local", "pid": handle.torchrun.pid}
-
-
-def _die_with_us() -> list[str]:
-    """The words before a command that make the kernel end it when this process ends."""
-    if sys.platform != "linux":
-        return []
-    return [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
 
 
 def _share_of_cores(processes: int) -> int:

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -165,7 +164,7 @@ class SGLangServer:
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [*_die_with_us(), *command],
+                [*parent_death.shim(), *command],
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -243,13 +242,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _die_with_us() -> list[str]:
-    """The words before a command that make the kernel end it when this process ends."""
-    if sys.platform != "linux":
-        return []
-    return [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
 
 
 def _descendants(pid: int) -> set[psutil.Process]:
