@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import psutil
 import pytest
+from processes import ends
 
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.token_rows import TokenRow
@@ -133,7 +134,7 @@ def test_tokenizer_processes_end_when_their_parent_is_killed():
     with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True) as parent:
         worker = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-    assert psutil.wait_procs([worker], timeout=20)[1] == []
+    assert ends(worker, within_s=20)
 
 
 def test_data_room_imports_neither_torch_nor_transformers():

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from processes import ends
 
 from draftworks.errors import ConfigError
 from draftworks.programs.failure import RankFailure
@@ -107,10 +108,9 @@ def test_ranks_die_with_torchrun(tmp_path: Path) -> None:
         wait_for(torchrun, tmp_path / "out" / f"ready-{rank}")
     ranks = psutil.Process(torchrun.pid).children(recursive=True)
     torchrun.kill()
-    torchrun.communicate(timeout=3)
-    _, alive = psutil.wait_procs(ranks, timeout=3)
+    torchrun.communicate(timeout=20)
     assert len(ranks) >= 2
-    assert not [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE]
+    assert all(ends(rank, within_s=20) for rank in ranks)
 
 
 def test_progress_is_limited_and_from_rank_0(capsys: pytest.CaptureFixture[str]) -> None:

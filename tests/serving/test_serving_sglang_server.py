@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+from processes import ends
 
 from draftworks.errors import ConfigError, EngineError
 from draftworks.serving.sglang_server import ServerOptions, SGLangServer, require_version
@@ -72,7 +72,7 @@ def test_a_server_that_is_never_ready_is_ended_with_its_children(tmp_path: Path)
         slow.start()
     assert slow.pid is None
     with suppress(psutil.NoSuchProcess):
-        assert psutil.Process(int((tmp_path / "child").read_text())).status() == psutil.STATUS_ZOMBIE
+        assert ends(psutil.Process(int((tmp_path / "child").read_text())), within_s=10)
 
 
 SERVING = """
@@ -106,23 +106,17 @@ def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path: Path):
     python = python_that(tmp_path, SERVING)
     owner_code = (
         "import sys, time; from pathlib import Path; from dataclasses import replace\n"
-        "sys.path.insert(0, sys.argv[1]); import test_serving_sglang_server as t\n"
-        "s = t.server(Path(sys.argv[2]), Path(sys.argv[3])); s.start(); print(s.pid, flush=True); time.sleep(60)"
+        "sys.path[:0] = sys.argv[1:3]; import test_serving_sglang_server as t\n"
+        "s = t.server(Path(sys.argv[3]), Path(sys.argv[4])); s.start(); print(s.pid, flush=True); time.sleep(60)"
     )
-    command = [sys.executable, "-c", owner_code, str(Path(__file__).parent), str(python), str(tmp_path)]
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", owner_code, str(here), str(here.parent), str(python), str(tmp_path)]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     process = psutil.Process(int(owner.stdout.readline()))
     owner.kill()
     owner.wait()
-    deadline = time.monotonic() + 30
-    while lives(process) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not lives(process), Path(f"/proc/{process.pid}/status").read_text()
-
-
-def lives(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    assert ends(process, within_s=30), Path(f"/proc/{process.pid}/status").read_text()
 
 
 def test_wrong_missing_and_absent_sglang_are_told(tmp_path: Path):
