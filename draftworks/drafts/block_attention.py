@@ -10,8 +10,6 @@ no gradients, so it is taken only when it is asked for.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
-from draftworks.errors import ConfigError
+from draftworks.drafts.flex import check_flex, flex_attention_on
 
 GROUP_TOKENS = {"cpu": 128, "cuda": 4096}
 """Query tokens of one group of the `sdpa` back end, by type of device."""
@@ -44,8 +42,8 @@ class BlockAttention:
     """
 
     def __init__(self, blocks: Blocks, length: int, backend: str = "auto") -> None:
-        if backend == "flex" and blocks.anchors.device.type == "cpu" and torch.is_grad_enabled():
-            raise ConfigError("dflash: attention flex has no gradients on a CPU: set options.attention to sdpa or auto")
+        if backend == "flex":
+            check_flex("dflash", blocks.anchors.device)
         self.blocks = blocks
         self._length = length
         self._attend = {"eager": self._eager, "flex": self._flex}.get(backend, self._sdpa)
@@ -95,7 +93,7 @@ class BlockAttention:
             self._flex_masks[window] = _flex_mask(self.blocks, self._length, window)
         key = torch.cat([context.key, own.key], dim=2)
         value = torch.cat([context.value, own.value], dim=2)
-        attention = _flex_attention(query.device.type)
+        attention = flex_attention_on(query.device.type)
         return attention(query, key, value, block_mask=self._flex_masks[window], enable_gqa=True)
 
 
@@ -113,14 +111,6 @@ def _flex_mask(blocks: Blocks, length: int, window: int | None) -> Any:
 
     tokens = blocks.count * size
     return create_block_mask(seen, anchors.shape[0], None, tokens, length + tokens, device=anchors.device)
-
-
-@functools.cache
-def _flex_attention(device_type: str) -> Callable[..., Tensor]:
-    """Compiled where that is what makes it fast; on CPU it runs as it is, without gradients."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
 
 
 def _sees(blocks: Blocks, length: int, window: int | None) -> Tensor:

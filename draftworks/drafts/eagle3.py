@@ -65,7 +65,8 @@ class Eagle3Strategy(ChainStrategy):
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
         draft_ids = torch.from_numpy(vocab.target_ids)
         norms = Eagle3Norms(options.fc_norm, options.norm_output, options.feedback)
-        self.model = Eagle3Draft(target, self._sizes, draft_ids, torch.Generator().manual_seed(seed), norms)
+        generator = torch.Generator().manual_seed(seed)
+        self.model = Eagle3Draft(target, self._sizes, draft_ids, generator, norms, options.attention)
         self._step_weights = [options.step_decay**step for step in range(options.ttt_length)]
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotation, seeded_linear
 from draftworks.drafts.rows import ActiveRows
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.drafts.ttt_attention import per_query_head, ttt_attention
+from draftworks.drafts.ttt_attention import ttt_attention
+from draftworks.drafts.ttt_masked import per_query_head
 
 
 class StepStates(NamedTuple):
@@ -81,10 +82,15 @@ class Eagle3Attention(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer. A step's residual stream begins as what the step before it carried over."""
+    """The decoder layer. A step's residual stream begins as what the step before it carried over.
 
-    def __init__(self, target: TargetParts, sizes: Eagle3Sizes, generator: torch.Generator) -> None:
+    Args:
+        attention: back end of the unroll, see `ttt_attention`.
+    """
+
+    def __init__(self, target: TargetParts, sizes: Eagle3Sizes, generator: torch.Generator, attention: str) -> None:
         super().__init__()
+        self._attention = attention
         width, eps = target.hidden_size, target.rms_norm_eps
         self.self_attn = Eagle3Attention(target, sizes, generator)
         self.mlp = GatedMlp(width, sizes.intermediate_size, generator)
@@ -163,7 +169,7 @@ class Eagle3Layer(nn.Module):
             heads = self.self_attn.heads(joint, rotation.window(step, length))
             keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
             values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
-            attended = ttt_attention(heads.query, keys, values).transpose(1, 2).flatten(2)
+            attended = ttt_attention(heads.query, keys, values, self._attention).transpose(1, 2).flatten(2)
             hidden = hidden + self.self_attn.o_proj(active.take(attended))
             hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
             spoken, hidden = emerge(hidden)

@@ -41,6 +41,7 @@ class Eagle3Draft(nn.Module):
     Args:
         draft_ids: (V_d,) int64 ascending, target ids that the draft's head predicts.
         generator: the only source of randomness of the initial weights; `lm_head` begins as the target's rows.
+        attention: back end of the unroll, see draftworks.drafts.ttt_attention.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class Eagle3Draft(nn.Module):
         draft_ids: Tensor,
         generator: torch.Generator,
         norms: Eagle3Norms,
+        attention: str = "auto",
     ) -> None:
         super().__init__()
         width, self.norms = target.hidden_size, norms
         normed_taps = sizes.taps if norms.fc_norm else 0
         self.fc_norm = nn.ModuleList(RmsNorm(width, target.rms_norm_eps) for _ in range(normed_taps))
         self.fc = seeded_linear(sizes.taps * width, width, generator)
-        self.midlayer = Eagle3Layer(target, sizes, generator)
+        self.midlayer = Eagle3Layer(target, sizes, generator, attention)
         self.norm = RmsNorm(width, target.rms_norm_eps).requires_grad_(norms.norm_output)
         self.lm_head = nn.utils.skip_init(nn.Linear, width, draft_ids.numel(), bias=False)
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """Torch's fused kernels of causal attention, with their backward: one adapter per kind of device.
 
-The operators are private to torch, so they may change without notice: `ttt_attention.fused_kernel_works` tries them before
+The operators are private to torch, so they may change without notice: `ttt_fused.fused_kernel_works` tries them before
 they are relied on. The CUDA adapter has been checked against the operators' declarations only, never on a GPU.
 """
 

@@ -1,130 +1,48 @@
 """Attention of test-time training (EAGLE-3, arXiv 2503.01840): one causal block and some diagonals.
 
 At step i a row t sees the keys of step 0 at positions 0 … t, and its own keys of the steps 1 … i. Written as one
-softmax this needs scores of S x (S + i). Here a fused kernel does the causal part; each diagonal is one number per
-row, merged in by log-sum-exp:
-
-    w = softmax([lse_causal, s_1, …, s_i]),  s_j = q·k_j/√d,  o = w_0·o_causal + Σ_j w_j·v_j
-
-For the gradients of the causal part the kernel's own backward is given the *merged* output and log-sum-exp: it rebuilds its
-probabilities as exp(q·k - lse), which then are those of the whole softmax.
+softmax this needs scores of S x (S + i). The back ends give the same numbers to rounding: `eager` writes the scores out,
+`sdpa` and `flex` are torch's own with a mask over the keys of all steps, and `auto` computes no diagonal as a matrix where
+this device has a kernel for that (draftworks.drafts.ttt_fused), and is sdpa elsewhere.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, Attended, CausalKernel
+from draftworks.drafts.flex import check_flex
+from draftworks.drafts.ttt_fused import fused_kernel_works, fused_ttt_attention
+from draftworks.drafts.ttt_masked import eager_ttt_attention, flex_ttt_attention, sdpa_ttt_attention
+
+TttAttention = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
-def ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], backend: str = "auto") -> Tensor:
     """Attention of step i = len(keys) - 1.
 
     Args:
         query: (B, heads, S, D).
         keys, values: of the steps 0 … i. Those of step 0 are (B, kv_heads, S, D), heads a multiple of kv_heads; those
             of later steps are (B, heads, S, D) by `per_query_head`, because row-wise products want plain memory.
+        backend: auto, eager, sdpa or flex.
 
     Returns:
         (B, heads, S, D), dtype of `query`.
+
+    Raises:
+        ConfigError: flex with gradients on a CPU, where torch has none.
     """
-    if fused_kernel_works(query.device, query.dtype, query.shape[-1]):
-        return _FusedTttAttention.apply(CAUSAL_KERNELS[query.device.type], query, len(keys), *keys, *values)
-    return plain_ttt_attention(query, keys, values)
+    return _attention(query, backend)(query, keys, values)
 
 
-def per_query_head(x: Tensor, heads: int) -> Tensor:
-    """Repeat (B, kv_heads, S, D) to (B, heads, S, D), each for its group of query heads; S outermost in memory."""
-    groups = heads // x.shape[1]
-    by_row = x.transpose(1, 2).unsqueeze(3)
-    return by_row.expand(-1, -1, -1, groups, -1).flatten(2, 3).transpose(1, 2)
-
-
-def plain_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """The same by explicit scores, O(S²) memory, on any device: what the fused path is checked against."""
-    length, heads = query.shape[2], query.shape[1]
-    wide = torch.promote_types(query.dtype, torch.float32)
-    causal = query @ per_query_head(keys[0], heads).transpose(-1, -2)
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    columns = [causal.masked_fill(future, float("-inf"))]
-    columns += [(query * key).sum(-1, keepdim=True) for key in keys[1:]]
-    weights = (torch.cat(columns, dim=-1).to(wide) * query.shape[-1] ** -0.5).softmax(-1).to(query.dtype)
-    output = weights[..., :length] @ per_query_head(values[0], heads)
-    for step, value in enumerate(values[1:]):
-        output = output + weights[..., length + step, None] * value
-    return output
-
-
-@functools.cache
-def fused_kernel_works(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether there is a kernel that gives, merged, the plain path's output and gradients: tried once, on a small case."""
-    kernel = CAUSAL_KERNELS.get(device.type)
-    if kernel is None:
-        return False
-    tolerance = 0.05 if dtype.itemsize == 2 else 1e-4
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, heads, 5, head_size) for heads in (4, 2, 4, 2, 4)]
-    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    seed = torch.randn(shapes[0], generator=generator).to(device, dtype)
-    try:
-        with torch.enable_grad():
-            results = []
-            for attend in (functools.partial(_FusedTttAttention.apply, kernel), _plain_flat):
-                leaves = [x.clone().requires_grad_() for x in inputs]
-                output = attend(leaves[0], 2, *leaves[1:])
-                results.append([output, *torch.autograd.grad(output, leaves, seed)])
-    except (AttributeError, RuntimeError, TypeError, NotImplementedError):
-        return False
-    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*results, strict=True))
-
-
-def _plain_flat(query: Tensor, steps: int, *keys_and_values: Tensor) -> Tensor:
-    return plain_ttt_attention(query, keys_and_values[:steps], keys_and_values[steps:])
-
-
-class _FusedTttAttention(torch.autograd.Function):
-    """`ttt_attention` with a fused kernel; arguments flat, because autograd sees only tensors at top level."""
-
-    @staticmethod
-    def forward(ctx, kernel: CausalKernel, query: Tensor, steps: int, *keys_and_values: Tensor) -> Tensor:
-        keys, values = keys_and_values[:steps], keys_and_values[steps:]
-        causal, lse, rest = kernel.forward(query, keys[0], values[0])
-        wide, scale = lse.dtype, query.shape[-1] ** -0.5
-        stacked = torch.stack([lse, *(_dots(query, key, wide).mul_(scale) for key in keys[1:])])
-        lse = torch.logsumexp(stacked, dim=0)
-        weights = stacked.sub_(lse).exp_()
-        output = causal.to(wide).mul_(weights[0, ..., None]) if steps > 1 else causal
-        for weight, value in zip(weights[1:], values[1:], strict=True):
-            output.addcmul_(weight[..., None], value.to(wide))
-        output = output.to(query.dtype)
-        ctx.save_for_backward(query, output, lse, weights, *keys_and_values)
-        ctx.kernel, ctx.rest = kernel, rest
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
-        query, output, lse, weights, *keys_and_values = ctx.saved_tensors
-        steps = len(keys_and_values) // 2
-        keys, values = keys_and_values[:steps], keys_and_values[steps:]
-        merged = Attended(output, lse, ctx.rest)
-        d_query, d_key, d_value = ctx.kernel.backward(grad, query, keys[0], values[0], merged)
-        d_keys, d_values = [d_key], [d_value]
-        wide, scale = lse.dtype, query.shape[-1] ** -0.5
-        inner = _dots(grad, output, wide) if steps > 1 else None
-        for weight, key, value in zip(weights[1:], keys[1:], values[1:], strict=True):
-            d_score = _dots(grad, value, wide).sub_(inner).mul_(weight).mul_(scale).to(query.dtype).unsqueeze(-1)
-            d_query.addcmul_(d_score, key)
-            d_keys.append(d_score * query)
-            d_values.append(weight.to(query.dtype).unsqueeze(-1) * grad)
-        return (None, d_query, None, *d_keys, *d_values)
-
-
-def _dots(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Row-wise dot products (…, S, D) · (…, S, D): (…, S), products and sum in `dtype`."""
-    return (x.to(dtype) * y.to(dtype)).sum(-1)
+def _attention(query: Tensor, backend: str) -> TttAttention:
+    if backend == "eager":
+        return eager_ttt_attention
+    if backend == "flex":
+        check_flex("eagle3", query.device)
+        return flex_ttt_attention
+    if backend == "auto" and fused_kernel_works(query.device, query.dtype, query.shape[-1]):
+        return fused_ttt_attention
+    return sdpa_ttt_attention

@@ -47,7 +47,7 @@ class DFlashOptions(StrategyOptions):
         None, description="Draft layers with the window; default all, where there is one."
     )
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
-        "auto", description="How it is computed, equal to rounding: flex on CUDA, else sdpa."
+        "auto", description="How it is computed, equal to rounding: auto is sdpa."
     )
     objective_chunk_blocks: int = Field(128, ge=1, description="Blocks whose logits are held at a time.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,6 +44,10 @@ class Eagle3Options(StrategyOptions):
     )
     kl_scale: float = Field(1.0, ge=0, description="lk_lambda: share of cross-entropy where nothing is accepted.")
     kl_decay: float = Field(1.0, ge=0, description="lk_lambda: how fast that share falls as acceptance grows.")
+    attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
+        "auto",
+        description="How it is computed, equal to rounding: auto is a fused kernel where there is one, else sdpa.",
+    )
 
     @model_validator(mode="after")
     def _options_fit(self) -> Eagle3Options:
@@ -53,6 +57,9 @@ class Eagle3Options(StrategyOptions):
         if self.objective != "lk_lambda" and (self.kl_scale, self.kl_decay) != (1.0, 1.0):
             raise ValueError(f"kl_scale and kl_decay belong to objective lk_lambda, but objective is {self.objective}")
         return self
+
+    def identity(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"attention"})
 
 
 def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]:

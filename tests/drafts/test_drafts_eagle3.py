@@ -37,6 +37,21 @@ def test_both_modes_equal_their_plain_transcription(make_strategy, make_sample, 
     assert_trains_as_transcribed(strategy, [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)], parts)
 
 
+def test_attention_back_ends_give_the_same_draft_and_are_no_part_of_it(make_strategy, make_sample):
+    samples = [make_sample(mask, seed, torch.float64) for seed, mask in enumerate(MASKS)]
+    made = {name: make_strategy(torch.float64, attention=name) for name in ("eager", "auto", "sdpa", "flex")}
+    sums = {}
+    for name in ("eager", "auto", "sdpa"):
+        output = run(made[name], samples)
+        sums[name] = {"loss": output.loss_sum, **gradients(made[name], output.loss_sum)}
+    for name, expected in sums["eager"].items():
+        assert_close(sums["auto"][name], expected, 1e-10, name)
+        assert_close(sums["sdpa"][name], expected, 1e-10, name)
+    with torch.no_grad():
+        assert_close(run(made["flex"], samples).loss_sum, sums["eager"]["loss"].detach(), 1e-10)
+    assert len({str(strategy.config()) for strategy in made.values()}) == 1
+
+
 def test_loss_per_step_is_over_supervised_rows_or_all_positions(make_strategy, make_sample):
     samples = [make_sample(mask, seed) for seed, mask in enumerate(MASKS)]
     by_token, by_position = (run(make_strategy(loss=loss), samples).counts for loss in ("token_mean", "specforge"))

@@ -5,9 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftworks.drafts import ttt_attention
-from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, CudaFlash
-from draftworks.drafts.ttt_attention import _FusedTttAttention, fused_kernel_works, plain_ttt_attention
+from draftworks.drafts.flash_kernels import CudaFlash
+from draftworks.drafts.ttt_attention import ttt_attention
+from draftworks.drafts.ttt_fused import _FusedTttAttention, fused_kernel_works, fused_ttt_attention
+from draftworks.drafts.ttt_masked import eager_ttt_attention, flex_ttt_attention, sdpa_ttt_attention
+from draftworks.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -28,29 +30,60 @@ def outputs_and_gradients(attend, size, dtype):
     return [output, *torch.autograd.grad(output, leaves, seed)]
 
 
-def fused(query, keys, values):
-    return _FusedTttAttention.apply(CAUSAL_KERNELS["cpu"], query, len(keys), *keys, *values)
-
-
 sizes = st.tuples(*(st.integers(low, high) for low, high in ((1, 3), (1, 2), (1, 3), (1, 40), (1, 9), (1, 8))))
 
 
 @pytest.mark.skipif(not fused_kernel_works(CPU, torch.float64, 4), reason="this torch lacks the fused CPU kernel")
 @settings(max_examples=30, deadline=None)
 @given(size=sizes, dtype=st.sampled_from([torch.float32, torch.float64]))
-def test_fused_equals_plain_in_value_and_every_gradient(size, dtype):
+def test_fused_equals_eager_in_value_and_every_gradient(size, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-10
     for found, expected in zip(
-        outputs_and_gradients(fused, size, dtype), outputs_and_gradients(plain_ttt_attention, size, dtype)
+        outputs_and_gradients(fused_ttt_attention, size, dtype), outputs_and_gradients(eager_ttt_attention, size, dtype)
     ):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_fused_equals_plain_beyond_one_block_of_the_kernel():
+@settings(max_examples=20, deadline=None)
+@given(size=sizes)
+def test_sdpa_equals_eager_in_value_and_every_gradient(size):
+    for found, expected in zip(
+        outputs_and_gradients(sdpa_ttt_attention, size, torch.float64),
+        outputs_and_gradients(eager_ttt_attention, size, torch.float64),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [(2, 2, 2, 7, 8, 3), (1, 1, 1, 130, 16, 1), (1, 1, 3, 150, 16, 4)], ids=str)
+def test_flex_equals_eager(size):
+    query, *rest = (x.detach() for x in random_inputs(*size, torch.float32)[1])
+    keys, values = rest[: size[-1]], rest[size[-1] :]
+    found, expected = (attend(query, keys, values) for attend in (flex_ttt_attention, eager_ttt_attention))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "flex"])
+def test_every_back_end_is_the_one_named(backend, monkeypatch):
+    _, (query, *rest) = random_inputs(1, 1, 1, 6, 4, 2, torch.float32)
+    used = {"auto": "fused", "sdpa": "sdpa", "eager": "eager", "flex": "flex"}[backend]
+    module = "draftworks.drafts.ttt_attention"
+    monkeypatch.setattr(f"{module}.{used}_ttt_attention", lambda query, keys, values: query + 1)
+    with torch.no_grad():
+        assert torch.equal(ttt_attention(query, rest[:2], rest[2:], backend), query + 1)
+
+
+def test_flex_with_gradients_on_a_cpu_is_refused():
+    _, (query, *rest) = random_inputs(1, 1, 1, 6, 4, 2, torch.float32)
+    with pytest.raises(ConfigError, match="eagle3: attention flex has no gradients on a CPU: set options.attention"):
+        ttt_attention(query, rest[:2], rest[2:], "flex")
+
+
+def test_fused_equals_eager_beyond_one_block_of_the_kernel():
     size = (1, 1, 2, 800, 8, 4)
     for found, expected in zip(
-        outputs_and_gradients(fused, size, torch.float64),
-        outputs_and_gradients(plain_ttt_attention, size, torch.float64),
+        outputs_and_gradients(fused_ttt_attention, size, torch.float64),
+        outputs_and_gradients(eager_ttt_attention, size, torch.float64),
     ):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
@@ -58,18 +91,18 @@ def test_fused_equals_plain_beyond_one_block_of_the_kernel():
 def test_later_rows_and_other_samples_are_never_seen():
     _, (query, *rest) = random_inputs(2, 2, 2, 10, 4, 3, torch.float64)
     query, rest = query.detach(), [x.detach().clone() for x in rest]
-    before = ttt_attention.ttt_attention(query, rest[:3], rest[3:])
+    before = ttt_attention(query, rest[:3], rest[3:])
     for x in rest:
         x[:, :, 6:] += 5
         x[1] -= 2
-    after = ttt_attention.ttt_attention(query, rest[:3], rest[3:])
+    after = ttt_attention(query, rest[:3], rest[3:])
     torch.testing.assert_close(before[0, :, :6], after[0, :, :6])
     assert not torch.allclose(before[0, :, 6:], after[0, :, 6:])
 
 
-def test_without_the_private_kernel_the_plain_path_is_taken(monkeypatch):
+def test_without_the_private_kernel_auto_is_sdpa(monkeypatch):
     size = (2, 2, 2, 7, 4, 3)
-    expected = outputs_and_gradients(ttt_attention.ttt_attention, size, torch.float64)
+    expected = outputs_and_gradients(ttt_attention, size, torch.float64)
     fused_kernel_works.cache_clear()
 
     def absent(*_args, **_kwargs):
@@ -78,7 +111,7 @@ def test_without_the_private_kernel_the_plain_path_is_taken(monkeypatch):
     monkeypatch.setattr(_FusedTttAttention, "forward", staticmethod(absent))
     try:
         assert not fused_kernel_works(CPU, torch.float64, 4)
-        for found, value in zip(outputs_and_gradients(ttt_attention.ttt_attention, size, torch.float64), expected):
+        for found, value in zip(outputs_and_gradients(ttt_attention, size, torch.float64), expected):
             torch.testing.assert_close(found, value)
     finally:
         fused_kernel_works.cache_clear()
@@ -90,7 +123,7 @@ def test_probe_accepts_a_right_kernel_at_every_head_size(dtype, head_size):
     assert fused_kernel_works(CPU, dtype, head_size)
 
 
-def test_device_without_a_kernel_takes_the_plain_path():
+def test_a_device_without_a_kernel_is_told():
     assert not fused_kernel_works(torch.device("meta"), torch.bfloat16, 8)
 
 
@@ -107,14 +140,15 @@ def test_cuda_adapter_fits_the_declarations_of_its_operators(steps):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_cuda_kernel_equals_plain(dtype):
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "flex"])
+def test_cuda_back_ends_equal_eager(backend, dtype):
     device = torch.device("cuda")
     assert fused_kernel_works(device, dtype, 64)
     _, inputs = random_inputs(2, 2, 2, 300, 64, 3, dtype)
     results = []
-    for attend in (ttt_attention.ttt_attention, plain_ttt_attention):
+    for name in (backend, "eager"):
         leaves = [x.detach().to(device).requires_grad_() for x in inputs]
-        output = attend(leaves[0], leaves[1:4], leaves[4:])
+        output = ttt_attention(leaves[0], leaves[1:4], leaves[4:], name)
         results.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)

@@ -1,0 +1,94 @@
+"""`ttt_attention` by a fused kernel: the causal block by torch's own, each diagonal merged in by log-sum-exp.
+
+    w = softmax([lse_causal, s_1, …, s_i]),  s_j = q·k_j/√d,  o = w_0·o_causal + Σ_j w_j·v_j
+
+For the gradients of the causal part the kernel's own backward is given the *merged* output and log-sum-exp: it rebuilds its
+probabilities as exp(q·k - lse), which then are those of the whole softmax.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, Attended, CausalKernel
+from draftworks.drafts.ttt_masked import eager_ttt_attention
+
+
+def fused_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """See `ttt_attention`. Only where `fused_kernel_works`."""
+    return _FusedTttAttention.apply(CAUSAL_KERNELS[query.device.type], query, len(keys), *keys, *values)
+
+
+@functools.cache
+def fused_kernel_works(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether there is a kernel that gives, merged, the eager path's output and gradients: tried once, on a small case."""
+    kernel = CAUSAL_KERNELS.get(device.type)
+    if kernel is None:
+        return False
+    tolerance = 0.05 if dtype.itemsize == 2 else 1e-4
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, 5, head_size) for heads in (4, 2, 4, 2, 4)]
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    seed = torch.randn(shapes[0], generator=generator).to(device, dtype)
+    try:
+        with torch.enable_grad():
+            results = []
+            for attend in (functools.partial(_FusedTttAttention.apply, kernel), _eager_flat):
+                leaves = [x.clone().requires_grad_() for x in inputs]
+                output = attend(leaves[0], 2, *leaves[1:])
+                results.append([output, *torch.autograd.grad(output, leaves, seed)])
+    except (AttributeError, RuntimeError, TypeError, NotImplementedError):
+        return False
+    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*results, strict=True))
+
+
+def _eager_flat(query: Tensor, steps: int, *keys_and_values: Tensor) -> Tensor:
+    return eager_ttt_attention(query, keys_and_values[:steps], keys_and_values[steps:])
+
+
+class _FusedTttAttention(torch.autograd.Function):
+    """`ttt_attention` with a fused kernel; arguments flat, because autograd sees only tensors at top level."""
+
+    @staticmethod
+    def forward(ctx, kernel: CausalKernel, query: Tensor, steps: int, *keys_and_values: Tensor) -> Tensor:
+        keys, values = keys_and_values[:steps], keys_and_values[steps:]
+        causal, lse, rest = kernel.forward(query, keys[0], values[0])
+        wide, scale = lse.dtype, query.shape[-1] ** -0.5
+        stacked = torch.stack([lse, *(_dots(query, key, wide).mul_(scale) for key in keys[1:])])
+        lse = torch.logsumexp(stacked, dim=0)
+        weights = stacked.sub_(lse).exp_()
+        output = causal.to(wide).mul_(weights[0, ..., None]) if steps > 1 else causal
+        for weight, value in zip(weights[1:], values[1:], strict=True):
+            output.addcmul_(weight[..., None], value.to(wide))
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, output, lse, weights, *keys_and_values)
+        ctx.kernel, ctx.rest = kernel, rest
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        query, output, lse, weights, *keys_and_values = ctx.saved_tensors
+        steps = len(keys_and_values) // 2
+        keys, values = keys_and_values[:steps], keys_and_values[steps:]
+        merged = Attended(output, lse, ctx.rest)
+        d_query, d_key, d_value = ctx.kernel.backward(grad, query, keys[0], values[0], merged)
+        d_keys, d_values = [d_key], [d_value]
+        wide, scale = lse.dtype, query.shape[-1] ** -0.5
+        inner = _dots(grad, output, wide) if steps > 1 else None
+        for weight, key, value in zip(weights[1:], keys[1:], values[1:], strict=True):
+            d_score = _dots(grad, value, wide).sub_(inner).mul_(weight).mul_(scale).to(query.dtype).unsqueeze(-1)
+            d_query.addcmul_(d_score, key)
+            d_keys.append(d_score * query)
+            d_values.append(weight.to(query.dtype).unsqueeze(-1) * grad)
+        return (None, d_query, None, *d_keys, *d_values)
+
+
+def _dots(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Row-wise dot products (…, S, D) · (…, S, D): (…, S), products and sum in `dtype`."""
+    return (x.to(dtype) * y.to(dtype)).sum(-1)

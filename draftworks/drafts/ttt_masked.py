@@ -1,0 +1,74 @@
+"""`ttt_attention` as one attention over the keys of all steps, by torch's public means: written out, sdpa, flex."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftworks.drafts.flex import flex_attention_on
+
+_MASKS_KEPT = 32
+"""Of flex: one for each step of the unroll at the lengths of late."""
+
+
+def per_query_head(x: Tensor, heads: int) -> Tensor:
+    """Repeat (B, kv_heads, S, D) to (B, heads, S, D), each for its group of query heads; S outermost in memory."""
+    groups = heads // x.shape[1]
+    by_row = x.transpose(1, 2).unsqueeze(3)
+    return by_row.expand(-1, -1, -1, groups, -1).flatten(2, 3).transpose(1, 2)
+
+
+def eager_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Explicit scores, O(S²) memory, on any device: what the others are checked against."""
+    length, heads = query.shape[2], query.shape[1]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    causal = query @ per_query_head(keys[0], heads).transpose(-1, -2)
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    columns = [causal.masked_fill(future, float("-inf"))]
+    columns += [(query * key).sum(-1, keepdim=True) for key in keys[1:]]
+    weights = (torch.cat(columns, dim=-1).to(wide) * query.shape[-1] ** -0.5).softmax(-1).to(query.dtype)
+    output = weights[..., :length] @ per_query_head(values[0], heads)
+    for step, value in enumerate(values[1:]):
+        output = output + weights[..., length + step, None] * value
+    return output
+
+
+def sdpa_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """torch's scaled_dot_product_attention with a mask of (S, steps · S)."""
+    seen = _sees(query.shape[2], len(keys), query.device)
+    heads = query.shape[1]
+    return F.scaled_dot_product_attention(query, _joined(keys, heads), _joined(values, heads), attn_mask=seen)
+
+
+def flex_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """torch's flex attention, which skips the tiles that the mask leaves out."""
+    mask, heads = _flex_mask(query.shape[2], len(keys), query.device), query.shape[1]
+    attention = flex_attention_on(query.device.type)
+    return attention(query, _joined(keys, heads), _joined(values, heads), block_mask=mask)
+
+
+def _joined(steps: Sequence[Tensor], heads: int) -> Tensor:
+    """Keys or values of all steps one after another, (B, heads, steps · S, D)."""
+    return torch.cat([per_query_head(steps[0], heads), *steps[1:]], dim=2)
+
+
+def _sees(length: int, steps: int, device: torch.device) -> Tensor:
+    """(S, steps · S) bool: a row sees step 0 up to itself, and itself in the others."""
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    own = torch.eye(length, dtype=torch.bool, device=device)
+    return torch.cat([causal, *[own] * (steps - 1)], dim=1)
+
+
+@functools.lru_cache(maxsize=_MASKS_KEPT)
+def _flex_mask(length: int, steps: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def seen(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return torch.where(kv < length, kv <= q, kv % length == q)
+
+    return create_block_mask(seen, None, None, length, steps * length, device=device)
