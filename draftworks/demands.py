@@ -8,7 +8,7 @@ from draftworks.draft_config import read_config
 from draftworks.errors import ConfigError, StoreError
 from draftworks.registry import Registry
 from draftworks.runs import VOCAB_FILE, TargetFiles
-from draftworks.specs import TargetSpec
+from draftworks.specs import ExportSettings, TargetSpec
 from draftworks.strategies import StrategyOptions, StrategySpec, TargetSizes, resolve_strategy
 
 
@@ -21,6 +21,9 @@ def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) ->
         options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
         if strategy.check is not None:
             strategy.check(options, sizes)
+        _check_export(
+            strategy, options, files.num_layers, entry.export, f"target {target.name}: strategies.{name}.export"
+        )
         if entry.start_from is not None:
             where = f"target {target.name}: strategies.{name}.start_from"
             _check_start(registry.located(entry.start_from), strategy, options, files, where)
@@ -29,6 +32,20 @@ def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) ->
         raise ConfigError(
             f"target {target.name}: draft_vocab_size {size} is larger than the model's vocabulary of {files.vocab_size}. "
             f"Set options.draft_vocab_size to at most that"
+        )
+
+
+def _check_export(
+    strategy: StrategySpec, options: StrategyOptions, num_layers: int, settings: ExportSettings, where: str
+) -> None:
+    """Who wants no export says so; any other draft has to have one in the end."""
+    refused = strategy.refusals(options, strategy.taps(num_layers, options), settings.formats)
+    useless = settings.formats is None and bool(refused) and len(refused) == len(strategy.exports)
+    if refused and (useless or settings.formats is not None):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise ConfigError(
+            f"{where}: the draft could not be written as {reasons}. Train without this option, or set formats to those "
+            "that can hold it, [] for none"
         )
 
 

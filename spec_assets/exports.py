@@ -15,7 +15,17 @@ from draftworks.specs import ExportSettings
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, draft_of, launch, obtained, shown, target_with_strategy, told
+from spec_assets.common import (
+    NothingToDo,
+    asset,
+    checked_partition,
+    draft_of,
+    launch,
+    obtained,
+    shown,
+    target_with_strategy,
+    told,
+)
 from spec_assets.metadata import human_bytes, table
 
 GROUP = "exports"
@@ -39,6 +49,10 @@ def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         target = target_with_strategy(context, workspace, strategy)
         draft = draft_of(workspace, strategy, target)
         files, settings = workspace.target_files(target.name), target.strategies[strategy.name].export
+        if settings.formats == []:
+            raise NothingToDo(
+                f"target {target.name} wants no export of its {strategy.name} draft (export.formats is [])"
+            )
         card = card_of(workspace, strategy, draft)
 
         def build(out: Path) -> Built:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,10 @@ class CanonicalDraft:
     @property
     def taps(self) -> tuple[LayerTap, ...]:
         return self.spec.taps(self.target.num_layers, self.options)
+
+    def refusals(self, wanted: Iterable[str] | None = None) -> dict[str, str]:
+        """Formats that cannot hold this draft so that a server computes the same, with the reason."""
+        return self.spec.refusals(self.options, self.taps, wanted)
 
     @property
     def vocab(self) -> VocabMapping | None:

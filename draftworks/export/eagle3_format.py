@@ -47,11 +47,6 @@ class Eagle3Format(ExportFormat):
             **{name: config[name] for name in _SAME_NAMES},
         )
 
-    def refusal(self, draft: CanonicalDraft) -> str | None:
-        if not norm_options(draft)["norm_output"]:
-            return "norm_output: false: servers give the head the normed state, so they would propose other tokens"
-        return super().refusal(draft)
-
     def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
         return {self._exported_name(name): tensor for name, tensor in draft.weights.items()}
 

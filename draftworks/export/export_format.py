@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.layer_ids import to_format
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
 from draftworks.strategies import load_dotted, resolve_strategy
@@ -68,17 +66,6 @@ class ExportFormat(ABC):
     @abstractmethod
     def described(self, draft: CanonicalDraft) -> DraftShape:
         """Our own draft in the terms in which `shape` describes an export."""
-
-    def refusal(self, draft: CanonicalDraft) -> str | None:
-        """Why this draft cannot be written so that a server computes the same; None if it can.
-
-        Formats add their own reasons to this one, that a layer has no number in them.
-        """
-        try:
-            to_format(self.name, draft.taps)
-        except ConfigError as error:
-            return f"layer_ids {[tap.hf_index for tap in draft.taps]}, where 0 is the embeddings: {error}"
-        return None
 
     @abstractmethod
     def loaders(self, draft: CanonicalDraft) -> str:

@@ -80,8 +80,7 @@ def export_draft(
         StoreError: the draft's weights do not fit its configuration.
     """
     export_format = load_format(draft.record.strategy, format_name)
-    reason = export_format.refusal(draft)
-    if reason:
+    for reason in draft.refusals([format_name]).values():
         raise refusal_error(draft, format_name, reason)
     torch_dtype = getattr(torch, dtype)
     strategy = draft.strategy(torch_dtype)
@@ -108,8 +107,7 @@ def choose_formats(draft: CanonicalDraft, wanted: Sequence[str] | None = None) -
             is wanted.
     """
     names = format_names(draft.record.strategy) if wanted is None else list(wanted)
-    reasons = {name: load_format(draft.record.strategy, name).refusal(draft) for name in names}
-    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    refused = draft.refusals(names)
     for name, reason in refused.items():
         if wanted is not None:
             raise refusal_error(draft, name, reason)
@@ -122,7 +120,8 @@ def choose_formats(draft: CanonicalDraft, wanted: Sequence[str] | None = None) -
 def refusal_error(draft: CanonicalDraft, format_name: str, reason: str) -> ConfigError:
     """Names the formats that would do."""
     strategy = draft.record.strategy
-    others = [name for name in format_names(strategy) if load_format(strategy, name).refusal(draft) is None]
+    refused = draft.refusals()
+    others = [name for name in format_names(strategy) if name not in refused]
     advice = (
         f"It can be exported as {', '.join(others)}" if others else "No format can hold it: train without this option"
     )

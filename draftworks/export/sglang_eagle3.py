@@ -34,13 +34,6 @@ class SglangEagle3(Eagle3Format):
     name = "sglang_eagle3"
     layer_prefix = CANONICAL_LAYER
 
-    def refusal(self, draft: CanonicalDraft) -> str | None:
-        if norm_options(draft)["feedback"] == "post_norm":
-            return "feedback: post_norm: SGLang before #24663 would feed back the un-normed state without a word"
-        if len(draft.taps) == 1:
-            return "one tap: SGLang skips `fc` where the target's features are as wide as the embedding"
-        return super().refusal(draft)
-
     def loaders(self, draft: CanonicalDraft) -> str:
         news = []
         if norm_options(draft)["fc_norm"]:

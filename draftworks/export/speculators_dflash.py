@@ -15,17 +15,11 @@ from draftworks.export.layer_ids import from_format, to_format
 from draftworks.export.layer_keys import layer_keys, layer_sizes, require
 from draftworks.export.speculators_keys import speculators_keys, vllm_commands
 from draftworks.runs import TargetFiles
-
-_OTHER_WINDOW = "speculators counts a window from the anchor for the whole block, here every token has its own"
+from draftworks.strategies.dflash import OTHER_WINDOW
 
 
 class SpeculatorsDFlash(DFlashFormat):
     name = "speculators_dflash"
-
-    def refusal(self, draft: CanonicalDraft) -> str | None:
-        if draft.options.sliding_window is not None:
-            return f"sliding_window: {_OTHER_WINDOW}"
-        return super().refusal(draft)
 
     def loaders(self, draft: CanonicalDraft) -> str:
         return "speculators 0.9.0, and vLLM with DFlash."
@@ -65,7 +59,7 @@ class SpeculatorsDFlash(DFlashFormat):
         sizes = layer_sizes(layer, f"{where}: transformer_layer_config")
         windows = read_windows(layer, sizes["num_layers"], f"{where}: transformer_layer_config")
         if any(windows):
-            raise ConfigError(f"{where}: sliding_window: {_OTHER_WINDOW}")
+            raise ConfigError(f"{where}: sliding_window: {OTHER_WINDOW}")
         if config.get("sample_from_anchor"):
             raise ConfigError(f"{where}: sample_from_anchor: true: drafts here take the anchor for a known token")
         if config.get("draft_vocab_size", sizes["vocab_size"]) != sizes["vocab_size"]:

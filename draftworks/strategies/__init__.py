@@ -1,6 +1,7 @@
 """The draft strategies this platform knows, by name. Torch-free: factories are dotted paths, imported where work is done."""
 
 from draftworks.strategies.dflash import DFLASH, DFlashOptions, dflash_taps
+from draftworks.strategies.domino import DOMINO, DominoOptions
 from draftworks.strategies.eagle3 import EAGLE3, Eagle3Options, eagle3_taps
 from draftworks.strategies.spec import (
     ExportSpec,
@@ -17,8 +18,10 @@ from draftworks.strategies.spec import (
 
 __all__ = [
     "DFLASH",
+    "DOMINO",
     "EAGLE3",
     "DFlashOptions",
+    "DominoOptions",
     "Eagle3Options",
     "ExportSpec",
     "LayerCounting",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,10 +12,14 @@ from draftworks.strategies.sizes import check_heads
 from draftworks.strategies.spec import ExportSpec, StrategyOptions, StrategySpec, TargetSizes, register_strategy
 from draftworks.strategies.taps import checked_taps
 
+OTHER_WINDOW = "speculators counts a window from the anchor for the whole block, here every token has its own"
+
 
 class DFlashOptions(StrategyOptions):
     """DFlash (arXiv 2602.06036): a whole block of tokens proposed in one pass, over several fused taps of the target."""
 
+    strategy: ClassVar[str] = "dflash"
+    """Whose options these are, for errors."""
     structural = ("block_size", "sliding_window", "sliding_layers")
 
     block_size: int = Field(16, ge=2, le=64, description="Tokens of a block: the last known one, then the proposals.")
@@ -84,20 +88,27 @@ def dflash_taps(num_layers: int, options: DFlashOptions) -> tuple[LayerTap, ...]
         default = [num_layers // 2 + 1]
     else:
         default = [1 + round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
-    return checked_taps("dflash", options.layer_ids, default, num_layers, count)
+    return checked_taps(options.strategy, options.layer_ids, default, num_layers, count)
 
 
 def check_dflash(options: DFlashOptions, target: TargetSizes) -> None:
     """ConfigError for a mask token that the target does not have, or a block that no sample can hold."""
     if options.block_size >= target.max_length:
         raise ConfigError(
-            f"dflash: block_size {options.block_size} does not fit into samples of at most {target.max_length} tokens: "
+            f"{options.strategy}: block_size {options.block_size} does not fit into samples of at most {target.max_length} tokens: "
             "lower it, or raise max_length"
         )
     if options.mask_token_id is not None and options.mask_token_id >= target.vocab_size:
         raise ConfigError(
-            f"dflash: mask_token_id {options.mask_token_id} is outside the target's vocabulary, 0..{target.vocab_size - 1}"
+            f"{options.strategy}: mask_token_id {options.mask_token_id} is outside the target's vocabulary, "
+            f"0..{target.vocab_size - 1}"
         )
+
+
+def _speculators_refuses(options: DFlashOptions, taps: tuple[LayerTap, ...]) -> str | None:
+    if options.sliding_window is not None:
+        return f"sliding_window: {OTHER_WINDOW}"
+    return None
 
 
 DFLASH = register_strategy(
@@ -123,6 +134,7 @@ DFLASH = register_strategy(
                 factory="draftworks.export.speculators_dflash:SpeculatorsDFlash",
                 reader="draftworks.export.readers.dflash_layouts:read_speculators_dflash",
                 counting="layers_passed",
+                refuses=_speculators_refuses,
             ),
         ),
     )

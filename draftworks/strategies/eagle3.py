@@ -73,6 +73,20 @@ def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]
     return checked_taps("eagle3", options.layer_ids, default, num_layers, count)
 
 
+def _no_server_computes(options: Eagle3Options, taps: tuple[LayerTap, ...]) -> str | None:
+    if not options.norm_output:
+        return "norm_output: false: servers give the head the normed state, so they would propose other tokens"
+    return None
+
+
+def _sglang_refuses(options: Eagle3Options, taps: tuple[LayerTap, ...]) -> str | None:
+    if options.feedback == "post_norm":
+        return "feedback: post_norm: SGLang before #24663 would feed back the un-normed state without a word"
+    if len(taps) == 1:
+        return "one tap: SGLang skips `fc` where the target's features are as wide as the embedding"
+    return _no_server_computes(options, taps)
+
+
 EAGLE3 = register_strategy(
     StrategySpec(
         name="eagle3",
@@ -89,6 +103,7 @@ EAGLE3 = register_strategy(
                 reader="draftworks.export.readers.eagle3_layouts:read_sglang_eagle3",
                 # SGLang adds one itself when it is given ids; only its own default list is counted as layers passed.
                 counting="layer_output",
+                refuses=_sglang_refuses,
             ),
             ExportSpec(
                 name="speculators_eagle3",
@@ -96,6 +111,7 @@ EAGLE3 = register_strategy(
                 factory="draftworks.export.speculators_eagle3:SpeculatorsEagle3",
                 reader="draftworks.export.readers.eagle3_layouts:read_speculators_eagle3",
                 counting="layers_passed",
+                refuses=_no_server_computes,
             ),
         ),
     )

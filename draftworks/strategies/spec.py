@@ -49,6 +49,7 @@ class ExportSpec:
         reader: dotted path `module:callable` of what makes an `ExportReader` of an `ExportFolder`, `TargetTensors` and a
             dtype (see draftworks.export.readers.reader), without code of the format's own.
         counting: of its layer ids.
+        refuses: see `refusal`, which asks it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ExportSpec:
     factory: str
     reader: str
     counting: LayerCounting
+    refuses: Callable[[Any, tuple[LayerTap, ...]], str | None] | None = None
 
     def __post_init__(self) -> None:
         ways = get_args(LayerCounting)
@@ -63,6 +65,14 @@ class ExportSpec:
             raise ConfigError(
                 f"export format {self.name}: counting: expected one of {', '.join(ways)}, found {self.counting!r}"
             )
+
+    def refusal(self, options: StrategyOptions, taps: tuple[LayerTap, ...]) -> str | None:
+        """Why no draft of these options and taps can be written so that a server computes the same; None if one can."""
+        if self.counting == "layer_output" and any(tap.hf_index == 0 for tap in taps):
+            return (
+                f"layer_ids {[tap.hf_index for tap in taps]}: 0 is the embeddings, which have no number in this format"
+            )
+        return None if self.refuses is None else self.refuses(options, taps)
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,14 @@ class StrategySpec:
         if name not in formats:
             raise ConfigError(f"strategy {self.name} has no export format {name!r}: {_known(name, formats)}")
         return formats[name]
+
+    def refusals(
+        self, options: StrategyOptions, taps: tuple[LayerTap, ...], wanted: Iterable[str] | None = None
+    ) -> dict[str, str]:
+        """Of the formats `wanted`, or of all, those that cannot hold such a draft, with the reason."""
+        formats = self.exports if wanted is None else [self.export(name) for name in wanted]
+        reasons = {spec.name: spec.refusal(options, taps) for spec in formats}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def load_factory(self) -> Callable[..., Any]:
         return load_dotted(self.factory)

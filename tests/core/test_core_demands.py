@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,36 @@ def test_one_that_is_not_there_is_refused(tmp_path, tiny_target):
         ("dflash", {"mask_token_id": 2048}, "mask_token_id 2048 is outside"),
         ("dflash", {"layer_ids": [2, 8]}, r"\[8\] outside 0\.\.7"),
         ("eagle3", {"draft_vocab_size": 4096}, "draft_vocab_size 4096 is larger"),
+        (
+            "eagle3",
+            {"norm_output": False},
+            "strategies.eagle3.export: .*sglang_eagle3: norm_output: false.*speculators_eagle3",
+        ),
         ("eagle3", {"num_heads": 3, "num_kv_heads": 2}, "num_heads 3 is not a multiple of num_kv_heads 2"),
     ],
 )
 def test_options_that_do_not_fit_the_target_are_refused(tmp_path, tiny_target, strategy, options, message):
     with pytest.raises(ConfigError, match=message):
         check_demands(target(strategy, options=options), tiny_target, Registry(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("formats", "refused"),
+    [(None, False), (["speculators_eagle3"], False), ([], False), (["sglang_eagle3"], True)],
+)
+def test_a_format_that_cannot_hold_the_draft_is_refused_only_where_it_is_wanted(
+    tmp_path, tiny_target, formats, refused
+):
+    wanted = target(options={**OPTIONS, "feedback": "post_norm"}, export={"formats": formats})
+    with pytest.raises(ConfigError, match="could not be written as sglang_eagle3") if refused else nullcontext():
+        check_demands(wanted, tiny_target, Registry(tmp_path))
+
+
+def test_without_an_export_a_draft_may_be_one_that_no_server_computes(tmp_path, tiny_target):
+    research = target(options={**OPTIONS, "norm_output": False}, export={"formats": []})
+    check_demands(research, tiny_target, Registry(tmp_path))
+
+
+def test_an_unknown_format_is_refused_with_the_closest_name(tmp_path, tiny_target):
+    with pytest.raises(ConfigError, match="no export format 'sglang_eagle': did you mean sglang_eagle3"):
+        check_demands(target(options=OPTIONS, export={"formats": ["sglang_eagle"]}), tiny_target, Registry(tmp_path))

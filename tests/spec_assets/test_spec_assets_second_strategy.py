@@ -11,6 +11,7 @@ DFLASH = """
   dflash:
     options: {block_size: 3, num_layers: 1, layer_ids: [2, 3, 5], num_anchors: 8, mask_token_id: 0, intermediate_size: 32}
     training: {global_batch_size: 8, micro_batch_size: 4, epochs: 1, lr: 0.002, compute_dtype: float32, device: cpu, log_every: 2}
+    export: {formats: []}
 """
 
 
@@ -37,6 +38,7 @@ def test_a_strategy_with_another_tap_captures_that_alone_and_trains_nothing_else
         "eagle3_export": "hit",
     }
     assert {found[f"dflash_{name}"] for name in ("draft", "report")} == {"built"}
+    assert "dflash_export" not in found
 
 
 def test_what_a_draft_does_not_read_is_not_in_its_identity(finished):
