@@ -57,7 +57,8 @@ def reevaluation_sensor(
     )
     def reevaluate(context: dg.SensorEvaluationContext, workspace: Workspace) -> dg.SensorResult:
         before = asked_before(context.cursor)
-        after: dict[str, Asked] = {}
+        # Of a target that is gone for now too: should it come back, what was asked then is no key for anything new.
+        after = dict(before)
         requests = []
         # Before anything is looked at: what a run publishes while this tick looks is left to the next tick.
         busy = targets_under_way(context.instance)
@@ -77,7 +78,7 @@ def reevaluation_sensor(
         return dg.SensorResult(
             run_requests=requests,
             cursor=json.dumps({name: asdict(asked) for name, asked in after.items() if asked != Asked()}),
-            skip_reason=None if requests else nothing_to_ask(after, busy),
+            skip_reason=None if requests else nothing_to_ask({target: after[target] for target in targets}, busy),
         )
 
     return reevaluate

@@ -35,14 +35,12 @@ def moved_targets(
     Digests are remembered by size, mtime and inode, so that a tick reads no weights that did not change.
     """
     known: dict[str, dict] = json.loads(context.cursor) if context.cursor else {}
-    seen: dict[str, dict] = {}
+    seen = dict(known)  # of a target that is gone for now too: it may come back
     for target in targets:
         try:
             found = inputs_digest(workspace, target)
         except DraftworksError as error:
             context.log.warning(str(error))
-            if target in known:
-                seen[target] = known[target]
             continue
         before = known.get(target, {"digest": None, "moves": 0})
         moved = found != before["digest"]

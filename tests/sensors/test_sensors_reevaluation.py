@@ -197,6 +197,21 @@ def test_what_comes_back_to_what_it_once_was_is_asked_for_with_a_key_of_its_own(
     assert len(seen) == len(set(seen)) == 3
 
 
+def test_a_target_that_was_away_comes_back_with_keys_of_its_own(fleet, instance):
+    change_weights(fleet)
+    asked = tick(fleet, instance)
+    kept = fleet.target_file("two").read_text()
+    fleet.target_file("two").unlink()
+    away = tick(fleet, instance, asked.cursor)
+    assert requested(away) == []
+    assert "two" not in away.skip_message
+    fleet.target_file("two").write_text(kept)
+    change_draft(fleet)
+    back = tick(fleet, instance, away.cursor)
+    assert requested(back) == ["two"]
+    assert keys(back)[0].endswith(":2")
+
+
 def test_what_was_evaluated_is_asked_for_again_when_its_report_is_not_the_newest(fleet, instance):
     fleet.publish_draft("two", "second")
     first = tick(fleet, instance)
@@ -270,7 +285,7 @@ def test_a_tick_over_a_thousand_measured_targets_takes_seconds(fleet, instance):
     before = time.process_time()
     assert requested(tick(fleet, instance)) == ["copy7"]
     seconds = time.process_time() - before
-    assert seconds < 5
+    assert seconds < 30  # about 2 s; with a second per target it would be 1,000
 
 
 TICK = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import dagster as dg
@@ -25,9 +26,11 @@ def registry(tmp_path: Path, tiny_folder: Path) -> Path:
     return root
 
 
-def tick(registry: Path, cursor: str | None = None) -> dg.SensorResult | dg.SkipReason:
+def tick(
+    registry: Path, cursor: str | None = None, targets: Sequence[str] = TARGETS
+) -> dg.SensorResult | dg.SkipReason:
     context = dg.build_sensor_context(cursor=cursor, resources={"workspace": Workspace(registry_root=str(registry))})
-    return registry_sensor(TARGETS)(context)
+    return registry_sensor(targets)(context)
 
 
 def requested(result: dg.SensorResult) -> list[str]:
@@ -51,6 +54,24 @@ def test_changed_data_asks_for_all_that_use_it(registry):
     cursor = tick(registry).cursor
     (registry / "chats.jsonl").write_text("{}\n{}\n")
     assert requested(tick(registry, cursor)) == ["one", "two"]
+
+
+def test_a_target_that_was_away_is_asked_for_only_if_it_changed_and_with_a_key_of_its_own(registry):
+    def edit(target: str, old: str, new: str) -> None:
+        path = registry / "targets" / f"{target}.yaml"
+        path.write_text(path.read_text().replace(old, new))
+
+    first = tick(registry)
+    edit("two", "64", "65")
+    moved = tick(registry, first.cursor)
+    edit("one", "64", "66")
+    away = tick(registry, moved.cursor, targets=["one"])
+    assert requested(away) == ["one"]
+    assert isinstance(tick(registry, away.cursor), dg.SkipReason)
+    edit("two", "65", "64")
+    back = tick(registry, away.cursor)
+    assert requested(back) == ["two"]
+    assert back.run_requests[0].run_key not in {request.run_key for request in first.run_requests}
 
 
 def test_a_broken_entry_does_not_hide_the_others(registry):
