@@ -95,7 +95,7 @@ def test_sigterm_interrupts_and_lets_the_program_save(tmp_path: Path) -> None:
     program = start({"task": "wait"}, tmp_path)
     wait_for(program, tmp_path / "out" / "ready-0")
     program.send_signal(signal.SIGTERM)
-    _, err = program.communicate(timeout=10)
+    _, err = program.communicate(timeout=40)
     assert program.returncode == 128 + signal.SIGTERM
     assert (tmp_path / "out" / "saved").exists()
     assert err == "interrupted by SIGTERM\n"
@@ -108,9 +108,9 @@ def test_ranks_die_with_torchrun(tmp_path: Path) -> None:
         wait_for(torchrun, tmp_path / "out" / f"ready-{rank}")
     ranks = psutil.Process(torchrun.pid).children(recursive=True)
     torchrun.kill()
-    torchrun.communicate(timeout=20)
+    torchrun.communicate(timeout=40)
     assert len(ranks) >= 2
-    assert all(ends(rank, within_s=20) for rank in ranks)
+    assert all(ends(rank, within_s=40) for rank in ranks)
 
 
 def test_progress_is_limited_and_from_rank_0(capsys: pytest.CaptureFixture[str]) -> None:

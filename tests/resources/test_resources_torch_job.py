@@ -18,6 +18,14 @@ def test_command_is_torchruns_with_a_rendezvous_of_its_own() -> None:
     assert command == [*torchrun, "-m", "draftworks.programs.train", "run.yaml"]
 
 
+def test_another_python_runs_torchrun_and_with_it_every_rank() -> None:
+    assert TorchJob("m", python=Path("/other/python")).command()[:3] == [
+        "/other/python",
+        "-m",
+        "torch.distributed.run",
+    ]
+
+
 def test_command_takes_the_rendezvous_of_a_cluster() -> None:
     command = TorchJob("m", nodes=2).command("--nnodes=2", "--rdzv-endpoint=host:1")
     assert "--standalone" not in command
