@@ -39,7 +39,7 @@ test-speculators: $(VENV)/ready $(SPECULATORS)/ready
 speculators-env: $(SPECULATORS)/ready
 
 test-sglang: $(VENV)/ready $(SGLANG)/ready
-	$(BIN)/python -m pytest -m sglang tests/capture tests/spec_assets
+	$(BIN)/python -m pytest -m sglang tests/capture tests/export tests/spec_assets
 
 sglang-env: $(SGLANG)/ready
 

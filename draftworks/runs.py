@@ -12,15 +12,14 @@ from typing import Any
 import yaml
 from pydantic import Field, field_validator, model_validator
 
+from draftworks.capture_specs import CaptureSpec, CustomEngineSpec
+from draftworks.serving_specs import ServingSpec
+from draftworks.sglang_specs import ServerSpec, SGLangSpec
+from draftworks.spec_base import Spec, SpecType
 from draftworks.specs import (
-    CaptureSpec,
     EvaluationSpec,
     ExportSettings,
     ResponseSpec,
-    ServerSpec,
-    SGLangSpec,
-    Spec,
-    SpecType,
     StoreKind,
     TrainingSpec,
     checked_name,
@@ -102,6 +101,7 @@ class RegenerateRun(RunFile):
     compute_dtype: str = "float32"
     backend: str = Field("hf", description="The engine that runs the target, as in `capture`.")
     server: ServerSpec = Field(default_factory=ServerSpec)
+    custom: CustomEngineSpec | None = None
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
 
 
@@ -183,6 +183,24 @@ class ExportRun(RunFile):
     draft: Path = Field(description="Folder of a trained draft.")
     export: ExportSettings = Field(default_factory=ExportSettings)
     card: Path | None = Field(None, description="File of the draft's model card, to go beside the weights.")
+
+
+class ServeRun(RunFile):
+    """Load an exported draft in a live SGLang server and count what it accepts: writes serving.json into `out`."""
+
+    target: TargetFiles
+    command: str = Field(description="As the export tells it to people; DRAFT_FOLDER in it stands for `draft`.")
+    draft: Path = Field(description="Folder of the draft in a format that SGLang loads.")
+    tokens: Path = Field(description="Folder of the tokenized eval set.")
+    report: Path = Field(description="Folder of the draft's report on it, for the walk to compare with.")
+    draft_tokens: int = Field(ge=1, description="Proposals per pass of that walk.")
+    serving: ServingSpec
+    logs: Path = Field(description="Folder for the server's log.")
+    sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    max_new_tokens: int = Field(512, gt=0, description="Where the eval set's answers end at the latest.")
+    max_length: int = Field(gt=2, description="Where its samples were cut, prompt included.")
+    confidence: float = Field(0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")
+    resamples: int = Field(2000, ge=100, description="Of the bootstrap.")
 
 
 def _anchored(spec: SpecType, base: Path) -> SpecType:

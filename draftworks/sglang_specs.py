@@ -2,33 +2,68 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftworks.spec_base import Spec
+from draftworks.urls import checked_url, checked_urls
 
 
-class ServerSpec(Spec):
-    """The SGLang server that runs a target for `backend: sglang_server`: started by us, or one of yours by its `url`."""
+class StartedServer(Spec):
+    """An SGLang server that we start."""
 
-    url: str | None = Field(None, description="Of a server that is running; None = each process starts its own.")
-    spool: str | None = Field(
-        None, description="The folder, on this machine, that the server at `url` writes hidden states to."
-    )
-    model: str | None = Field(
-        None, description="Path or hub id under which the server at `url` knows the target, if it is another there."
-    )
     tp_size: int = Field(1, ge=1, description="GPUs that share the target, of each server we start.")
+    dp_size: int = Field(1, ge=1, description="Copies of the target in each such server, on `tp_size` GPUs each.")
     mem_fraction: float | None = Field(
         None, gt=0, lt=1, description="Of a GPU's memory, for weights and cache; None = SGLang's own choice."
     )
     max_total_tokens: int | None = Field(None, gt=0, description="Tokens of the cache; None = what memory allows.")
     args: list[str] = Field(default_factory=list, description="More arguments of sglang.launch_server.")
 
+
+class ServerSpec(StartedServer):
+    """The SGLang server that runs a target for `backend: sglang_server`, or several of them that share the work: started by
+    us, or yours by their addresses.
+    """
+
+    url: str | None = Field(None, description="Of a server that is running; None = each process starts its own.")
+    urls: list[str] = Field(default_factory=list, description="Of several such servers, instead of `url`.")
+    spool: str | None = Field(
+        None, description="The folder, on this machine, that the servers at `url` or `urls` write hidden states to."
+    )
+    model: str | None = Field(
+        None, description="Path or hub id under which your servers know the target, if it is another there."
+    )
+    replicas: int = Field(
+        1, ge=1, description="Servers that each process starts, side by side, each on GPUs of its own."
+    )
+    max_outstanding: int = Field(
+        256, ge=1, description="Requests that one of several servers has at a time; others wait, or go elsewhere."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _valid_url(cls, value: str | None) -> str | None:
+        return None if value is None else checked_url(value)
+
+    @field_validator("urls")
+    @classmethod
+    def _valid_urls(cls, value: list[str]) -> list[str]:
+        return checked_urls(value)
+
     @model_validator(mode="after")
-    def _url_with_spool(self) -> ServerSpec:
-        if (self.url is None) != (self.spool is None):
+    def _yours_or_ours(self) -> ServerSpec:
+        if self.url is not None and self.urls:
+            raise ValueError("url and urls say the same thing: put every address into urls")
+        if bool(self.external) != (self.spool is not None):
             raise ValueError("url and spool go together: without the folder its hidden states cannot be had")
+        if self.external and self.replicas > 1:
+            raise ValueError("replicas are servers that we start: leave it out where url or urls names yours")
         return self
+
+    @property
+    def external(self) -> tuple[str, ...]:
+        """Addresses of servers that are running; empty where we start our own."""
+        return (self.url,) if self.url is not None else tuple(self.urls)
 
 
 class SGLangSpec(Spec):

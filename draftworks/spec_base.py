@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
+
+Dtype = Literal["float32", "bfloat16"]
 
 
 class Spec(BaseModel):

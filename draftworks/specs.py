@@ -14,14 +14,20 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from draftworks.capture_specs import CaptureSpec
 from draftworks.cron import checked_cron, checked_timezone
 from draftworks.errors import ConfigError
-from draftworks.sglang_specs import ServerSpec, SGLangSpec
-from draftworks.spec_base import Spec, SpecType
+from draftworks.response_specs import ResponseSpec
+from draftworks.serving_specs import ServingSpec
+from draftworks.sglang_specs import SGLangSpec
+from draftworks.spec_base import Dtype, Spec, SpecType
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-Dtype = Literal["float32", "bfloat16"]
+CREDENTIALS = re.compile(r"//[^/\s]*@")
+"""Of an address: no message repeats them."""
+SECRET = "api_key_env"
+"""Whoever takes this key for that of the server writes a secret there."""
 StoreKind = Literal["local", "shared_dir"]
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C where PyYAML has it: a registry of a thousand targets is read in under a second."""
@@ -43,52 +49,21 @@ class DataSpec(Spec):
         return self.model_dump(exclude={"workers"})
 
 
-class ResponseSpec(Spec):
-    """Where the assistant's words come from. Drafts learn what the *target* says, so `regenerate` is the default."""
-
-    mode: Literal["regenerate", "passthrough"] = Field(
-        "regenerate", description="The target answers the prompts, or the data's own answers are taken."
-    )
-    max_new_tokens: int = Field(512, gt=0, description="Of one answer.")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this mass; 1 = all.")
-    top_k: int = Field(0, ge=0, description="0 = no limit.")
-    repetition_penalty: float = Field(1.0, gt=0, description="Multiplicative, as in transformers; 1 = off.")
-    seed: int = Field(0, description="Of sampling.")
-    batch_size: int = Field(64, ge=1, description="Sequences decoded together; not part of any identity.")
-
-    def identity(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"batch_size"})
-
-
-class CaptureSpec(Spec):
-    """How the target's hidden states are captured. `backend`, `dtype` and `compute_dtype` decide what they are."""
-
-    backend: Literal["hf", "sglang_server"] = Field(
-        "hf", description="The engine that runs the target: hf is transformers, sglang_server SGLang."
-    )
-    server: ServerSpec = Field(default_factory=ServerSpec)
-    dtype: Dtype = Field("bfloat16", description="Of the stored features. The target runs in `compute_dtype`.")
-    compute_dtype: Dtype = Field("bfloat16", description="Of the target's weights and activations.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one.")
-    batch_tokens: int = Field(16384, gt=0, description="Tokens, padding included, of one forward pass.")
-    processes: int = Field(1, ge=1, description="Ranks that share the work; each writes its own shards.")
-    shard_mb: int = Field(256, gt=0, description="A shard is published when it has grown to this size.")
-    budget_gb: float = Field(100.0, gt=0, description="A capture that would store more is refused before it starts.")
-    max_failed_share: float = Field(
-        0.0, ge=0, lt=1, description="More samples than this without sound features stop the run; others are left out."
-    )
-
-    def identity(self) -> dict[str, Any]:
-        return self.model_dump(include={"backend", "dtype", "compute_dtype"})
-
-
 class TrainingSpec(Spec):
     """Hyper-parameters of a draft's training; the defaults are the reference's where it has one."""
 
     processes: int = Field(1, ge=1, description="torchrun ranks.")
     global_batch_size: int = Field(8, ge=1, description="Samples per optimizer step over all ranks.")
-    micro_batch_size: int = Field(1, ge=1, description="Samples per forward pass of one rank.")
+    micro_batch_size: int = Field(1, ge=1, description="Samples per forward pass of one rank, padded to the longest.")
+    pack_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="Instead of that, samples one after the other in rows of at most so many tokens, nothing padded: a "
+        "row per forward pass. Changes what a step costs, not what it learns.",
+    )
+    pack_overlong: Literal["refuse", "own_row"] = Field(
+        "refuse", description="Samples longer than pack_tokens end the run, or get a longer row each."
+    )
     epochs: float = Field(1.0, gt=0, description="Passes over the data; a share of one is allowed.")
     max_steps: int | None = Field(
         None, ge=0, description="Stops earlier than `epochs` would; 0 publishes the draft as it begins."
@@ -124,12 +99,24 @@ class TrainingSpec(Spec):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainingSpec:
+        if self.pack_tokens is not None:
+            return self
         share = self.micro_batch_size * self.processes
         if self.global_batch_size % share:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
                 f" x processes {self.processes} = {share}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _rows_for_all(self) -> TrainingSpec:
+        if self.pack_tokens is not None and self.global_batch_size < self.processes:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} leaves some of {self.processes} processes without a sample"
+            )
+        if self.pack_tokens is None and self.pack_overlong != "refuse":
+            raise ValueError(f"pack_overlong {self.pack_overlong} is about pack_tokens, which is not set: set it too")
         return self
 
     @model_validator(mode="after")
@@ -142,8 +129,9 @@ class TrainingSpec(Spec):
         """What decides the weights; how the global batch is cut into pieces and how it is kept safe does not. How often
         one evaluates does: the best of the evaluated drafts is the result.
         """
-        execution = {"processes", "micro_batch_size", "device", "log_every", "tensorboard"}
-        return self.model_dump(exclude=execution | {"save_every", "keep_checkpoints", "save_async"})
+        cut = {"processes", "micro_batch_size", "pack_tokens", "pack_overlong"}
+        kept = {"save_every", "keep_checkpoints", "save_async"}
+        return self.model_dump(exclude=cut | kept | {"device", "log_every", "tensorboard"})
 
 
 class LoopSpec(Spec):
@@ -172,6 +160,7 @@ class EvaluationSpec(Spec):
         None, ge=1, description="Proposals per pass, at most what a draft can make; default what it was trained for."
     )
     loop: LoopSpec = Field(default_factory=LoopSpec)
+    serving: ServingSpec = Field(default_factory=ServingSpec)
     confidence: float = Field(0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")
     resamples: int = Field(2000, ge=100, description="Of the bootstrap.")
     slices: list[str] = Field(
@@ -190,14 +179,16 @@ class EvaluationSpec(Spec):
         return checked_timezone(value)
 
     def identity(self) -> dict[str, Any]:
-        """What decides the figures."""
+        """What decides the figures of a report."""
         return self.model_dump(include={"draft_tokens", "loop", "confidence", "resamples", "slices"})
 
 
 class ExportSettings(Spec):
     """In what form a draft is handed to servers."""
 
-    formats: list[str] | None = Field(None, description="Of the strategy's export formats; default all that fit.")
+    formats: list[str] | None = Field(
+        None, description="Of the strategy's export formats; default all that fit, [] for no export."
+    )
     dtype: Dtype = Field("bfloat16", description="Of the exported weights.")
 
 
@@ -367,15 +358,22 @@ def describe(error: ValidationError, model: type[BaseModel], where: str) -> str:
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"]) or "(whole file)"
         if problem["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(str(problem["loc"][-1]), _keys_at(model, problem["loc"][:-1]), n=2)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            hint = _meant(problem["loc"][-1], _keys_at(model, problem["loc"][:-1]))
             lines.append(f"{where}: unknown key {key}{hint}")
         elif problem["type"] == "missing":
             lines.append(f"{where}: key {key} is missing")
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{where}: {key}: {message} (found {_short(problem['input'])})")
+            allowed = re.findall("'([^']*)'", problem["ctx"]["expected"]) if problem["type"] == "literal_error" else []
+            hint = _meant(problem["input"], allowed)
+            found = "not shown" if key.endswith(SECRET) else f"found {_short(problem['input'])}"
+            lines.append(f"{where}: {key}: {message} ({found}){hint}")
     return "\n".join(lines)
+
+
+def _meant(found: Any, known: list[str]) -> str:
+    close = difflib.get_close_matches(str(found), known, n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def _keys_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
@@ -393,5 +391,5 @@ def _keys_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = CREDENTIALS.sub("//***@", repr(value))
     return text if len(text) <= 80 else text[:77] + "..."

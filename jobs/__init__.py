@@ -9,10 +9,11 @@ import dagster as dg
 from draftworks.strategies import available_strategies, resolve_strategy
 
 INPUTS = dg.AssetSelection.groups("inputs")
+SERVING = dg.AssetSelection.groups("serving")
 
 
 def all_jobs(evals: Sequence[str]) -> list:
-    """`resolve`, `prepare`, `train_{strategy}` for each strategy, `evaluate`, `leaderboard` and `everything`."""
+    """`resolve`, `prepare`, `train_{strategy}` for each strategy, `evaluate`, `serve`, `leaderboard` and `everything`."""
     prepare = INPUTS | dg.AssetSelection.groups("data", "features")
     eval_data = [f"{name}_{kind}" for name in ["heldout", *evals] for kind in ("responses", "eval_features")]
     evaluate = INPUTS | dg.AssetSelection.groups("reports") | dg.AssetSelection.assets(*eval_data)
@@ -21,6 +22,11 @@ def all_jobs(evals: Sequence[str]) -> list:
         _job("prepare", prepare, "From conversations to captured features."),
         *(_train_job(strategy) for strategy in available_strategies()),
         _job("evaluate", evaluate, "Measure the drafts that exist."),
+        _job(
+            "serve",
+            INPUTS | SERVING,
+            "Ask a live server what it accepts of the exported drafts, where a target wants it.",
+        ),
         _job("leaderboard", dg.AssetSelection.assets("leaderboard"), "Where every draft of every target stands now."),
         _job("everything", dg.AssetSelection.all(), "From conversations to measured and exported drafts."),
     ]

@@ -14,7 +14,11 @@ from draftworks.errors import ConfigError
 
 @dataclass(frozen=True)
 class TorchJob:
-    """A Python module to run under torchrun; says nothing of where. Raises ConfigError for impossible counts."""
+    """A Python module to run under torchrun; says nothing of where. Raises ConfigError for impossible counts.
+
+    Attributes:
+        python: the interpreter of every rank, where it is not the one that launches.
+    """
 
     module: str
     args: tuple[str, ...] = ()
@@ -23,6 +27,7 @@ class TorchJob:
     procs_per_node: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
     time_limit_s: float | None = None
+    python: Path | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.procs_per_node < 1 or self.gpus_per_node < 0:
@@ -34,7 +39,7 @@ class TorchJob:
     def command(self, *options: str) -> list[str]:
         """The torchrun command line with `options`. Without a rendezvous among them: one node, a free port of its own."""
         rendezvous = () if any(option.startswith("--rdzv") for option in options) else ("--standalone",)
-        torchrun = (sys.executable, "-m", "torch.distributed.run", *rendezvous, *options)
+        torchrun = (str(self.python or sys.executable), "-m", "torch.distributed.run", *rendezvous, *options)
         return [*torchrun, f"--nproc-per-node={self.procs_per_node}", "-m", self.module, *self.args]
 
 

@@ -15,7 +15,7 @@ from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
 from draftworks.runs import StoreSpec, TargetFiles
 from draftworks.sources import dataset_version
-from draftworks.specs import DatasetSpec, SGLangSpec
+from draftworks.specs import CaptureSpec, DatasetSpec, SGLangSpec
 
 
 class Workspace(dg.ConfigurableResource):
@@ -58,6 +58,10 @@ class Workspace(dg.ConfigurableResource):
         """Where SGLang is. The path is not resolved: a virtual environment's Python is a link, and known by its place."""
         sglang = self.registry.deployment().sglang
         return sglang.model_copy(update={"python": os.path.abspath(self.registry.root / sglang.python)})
+
+    def python_of(self, capture: CaptureSpec) -> Path | None:
+        """The Python of the programs that load a target's engine; None is the one that runs this."""
+        return Path(self.sglang.python) if capture.inside_sglang else None
 
     @property
     def loop_cache(self) -> Path:

@@ -14,6 +14,7 @@ from draftworks.artifacts import Artifact, Built
 from draftworks.errors import DraftworksError
 from draftworks.registry import HELDOUT
 from draftworks.runs import RunFile
+from draftworks.serving.sglang_environment import program_environment
 from draftworks.specs import TargetSpec
 from draftworks.strategies import StrategySpec
 from resources.dead_runs import end_with_run_process
@@ -216,15 +217,22 @@ def launch(
     run: RunFile,
     processes: int,
     device: str,
+    python: Path | None = None,
 ) -> JobResult:
-    """Run `draftworks.programs.{program}` on a run file, wherever the launcher runs things."""
+    """Run `draftworks.programs.{program}` on a run file, wherever the launcher runs things.
+
+    Args:
+        python: that of SGLang's environment, for programs that run SGLang in their own process; ConfigError if it cannot.
+    """
     folder = workspace.run_folder(context.run.run_id, context.op_execution_context.op_handle.name)
     path = run.save(folder / "run.yaml")
+    extra = {} if python is None else program_environment(python, folder / "package")
     job = TorchJob(
         module=f"draftworks.programs.{program}",
         args=(str(path),),
         procs_per_node=processes,
         gpus_per_node=0 if device == "cpu" else processes,
-        env={"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        env={"HF_HUB_DISABLE_PROGRESS_BARS": "1", **extra},
+        python=python,
     )
     return launcher.run(context=context, job=job, run_dir=folder)

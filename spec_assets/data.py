@@ -150,7 +150,8 @@ def answered(
     """Conversations with their answers, tokenized: by the target, or the ones that are there."""
     spec = workspace.registry.target(context.partition_key)
     files = workspace.target_files(spec.name)
-    if responses.mode == "regenerate" and source.kind == "tokens":
+    generated, asked = responses.mode == "regenerate", responses.endpoint is not None
+    if generated and source.kind == "tokens":
         raise ConfigError(
             f"target {spec.name}: data set {source.name} is tokenized already, so its answers cannot be regenerated. "
             f"Set responses.mode to passthrough"
@@ -170,38 +171,44 @@ def answered(
             compute_dtype=spec.capture.compute_dtype,
             backend=spec.capture.backend,
             server=spec.capture.server,
+            custom=spec.capture.custom,
             sglang=workspace.sglang,
         )
-        return _built(launch(context, launcher, workspace, "regenerate", run, 1, spec.capture.device).report)
+        device, python = ("cpu", None) if asked else (spec.capture.device, workspace.python_of(spec.capture))
+        return _built(launch(context, launcher, workspace, "regenerate", run, 1, device, python).report)
 
     def pass_through(out: Path) -> Built:
         from draftworks.data.prepare import tokenize_part
 
-        summary = tokenize_part(source.folder, source.kind, files, spec.data, spec.max_length, out, context.log.info)
-        return _built(summary)
+        log, thinking = context.log.info, responses.thinking
+        return _built(
+            tokenize_part(source.folder, source.kind, files, spec.data, spec.max_length, out, log, thinking=thinking)
+        )
 
+    passed_through = responses.model_dump(include={"mode", "thinking"}, exclude_none=True)
     identity = {
         "conversations": source.prepared.data_version,
         "part": source.part,
-        "responses": responses.identity() if responses.mode == "regenerate" else {"mode": "passthrough"},
-        "target": files.digest if responses.mode == "regenerate" else None,
+        "responses": responses.identity() if generated else passed_through,
+        "target": files.digest if generated else None,
         "tokenizer": files.tokenizer_digest,
         "max_length": spec.max_length,
         "only_last_turn": spec.data.only_last_turn,
-        "compute_dtype": spec.capture.compute_dtype if responses.mode == "regenerate" else None,
-        "backend": spec.capture.backend if responses.mode == "regenerate" else None,
+        "compute_dtype": spec.capture.compute_dtype if generated and not asked else None,
+        "backend": spec.capture.engine if generated and not asked else None,
     }
-    build = regenerate if responses.mode == "regenerate" else pass_through
+    build = regenerate if generated else pass_through
     return obtained(context, workspace, identity, build)
 
 
 def greedy(target: TargetSpec, source: Conversations) -> ResponseSpec:
-    """How eval sets are answered: by the target, greedily, whatever training data it learns from.
+    """How eval sets are answered: by the engine of capture, greedily, whatever training data it learns from; thinking or
+    not as the training data's target did.
 
     Rows that are tokenized already are the exception: they have no prompt to answer.
     """
     mode = "passthrough" if source.kind == "tokens" else "regenerate"
-    return ResponseSpec(mode=mode, max_new_tokens=target.responses.max_new_tokens)
+    return ResponseSpec(mode=mode, max_new_tokens=target.responses.max_new_tokens, thinking=target.responses.thinking)
 
 
 def supervised_share(artifact: Artifact, asset_name: str, target: TargetSpec) -> dg.AssetCheckResult:

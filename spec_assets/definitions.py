@@ -10,6 +10,7 @@ from draftworks.registry import HELDOUT, Registry
 from draftworks.strategies import available_strategies, resolve_strategy
 from jobs import all_jobs
 from resources.launchers import launcher_for
+from resources.sglang_server import SGLangServer
 from resources.workspace import Workspace
 from sensors import all_schedules, all_sensors
 from spec_assets import data, features, inputs
@@ -21,8 +22,10 @@ from spec_assets.leaderboard import leaderboard_asset
 from spec_assets.partitions import partitioned, target_partitions
 from spec_assets.report_checks import report_checks
 from spec_assets.reports import report_asset
+from spec_assets.serving import serving_asset, serving_check
 
 REGISTRY = Path(__file__).resolve().parents[1] / "registry"
+MODULES = [inputs, data, features]
 
 
 def build_definitions(registry_root: Path) -> dg.Definitions:
@@ -32,13 +35,15 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
     strategies = [resolve_strategy(name) for name in available_strategies()]
     exported = [strategy for strategy in strategies if strategy.exports]
     assets = [
-        *dg.load_assets_from_modules([inputs, data, features]),
+        *dg.load_assets_from_modules(MODULES),
         *(made for name in evals for made in eval_set_assets(name)),
         *(eval_features_asset(name) for name in [HELDOUT, *evals]),
         *(draft_asset(strategy) for strategy in strategies),
         *(report_asset(strategy, evals) for strategy in strategies),
         *map(export_asset, exported),
+        *map(serving_asset, exported),
     ]
+    workspace = Workspace(registry_root=str(registry_root))
     return dg.Definitions(
         assets=[*partitioned(assets, targets), leaderboard_asset(strategies)],
         asset_checks=[
@@ -46,17 +51,25 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
             *map(draft_check, strategies),
             *(check for strategy in strategies for check in report_checks(strategy)),
             *map(export_checks, exported),
+            *map(serving_check, exported),
         ],
         jobs=all_jobs(evals),
         sensors=all_sensors(registry),
         schedules=all_schedules(registry),
         resources={
-            "workspace": Workspace(registry_root=str(registry_root)),
+            "workspace": workspace,
             "launcher": launcher_for(registry.deployment().launcher),
+            "sglang": SGLangServer(**workspace.sglang.model_dump()),
         },
-        executor=dg.multiprocess_executor.configured({"max_concurrent": 2}),
+        executor=executor(),
         loggers={"console": console},
     )
+
+
+def executor() -> dg.ExecutorDefinition:
+    """Steps begin as copies of a process that has imported Dagster and us already, which saves each of them seconds."""
+    preloaded = {"preload_modules": [module.__name__ for module in MODULES]}
+    return dg.multiprocess_executor.configured({"max_concurrent": 2, "start_method": {"forkserver": preloaded}})
 
 
 def checked_eval_names(registry: Registry) -> list[str]:

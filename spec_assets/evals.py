@@ -213,7 +213,8 @@ class EvalSubject:
                 store=store,
                 sglang=self.workspace.sglang,
             )
-            job = launch(context, launcher, self.workspace, "capture", run, capture.processes, capture.device)
+            python = self.workspace.python_of(capture)
+            job = launch(context, launcher, self.workspace, "capture", run, capture.processes, capture.device, python)
             publish_json(out / CAPTURE_REPORT, job.report)
 
         entry = cache.get_or_produce(config, produce, self.inputs)

@@ -52,7 +52,8 @@ def training_features(
             store=store,
             sglang=workspace.sglang,
         )
-        job = launch(context, launcher, workspace, "capture", run, spec.capture.processes, spec.capture.device)
+        python = workspace.python_of(spec.capture)
+        job = launch(context, launcher, workspace, "capture", run, spec.capture.processes, spec.capture.device, python)
         return Built(data_version=job.report["data_version"], summary=job.report)
 
     def still_stored(artifact: Artifact) -> bool:

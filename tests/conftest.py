@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from draftworks.runs import TargetFiles
 
 if TYPE_CHECKING:
-    from draftworks.capture.sglang_engine import SGLangServerEngine
+    from draftworks.capture.sglang_engine import SGLangEngine
+
+# Examples are drawn on machines that do other work too: no example is wrong because it was slow.
+settings.register_profile("unhurried", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,7 +58,7 @@ def tiny_target(tiny_folder: Path) -> TargetFiles:
 
 
 @pytest.fixture(scope="session")
-def tiny_sglang(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServerEngine]:
+def tiny_sglang(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     """A server of real SGLang, started once, that captures every tap it can."""
     from sglang_toys import sglang_engine, taps_of
 

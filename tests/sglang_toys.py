@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftworks.capture.engine import EnginePlace, load_engine
-from draftworks.capture.sglang_engine import SGLangServerEngine
+from draftworks.capture.sglang_engine import SGLangEngine
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
@@ -29,14 +30,15 @@ def capture_spec(**server) -> CaptureSpec:
 
 
 def taps_of(target: TargetFiles) -> tuple[LayerTap, ...]:
-    """All that SGLang can capture: every tap but the embeddings."""
-    return tuple(LayerTap(k) for k in range(1, target.num_layers))
+    """All of them, the embeddings included."""
+    return tuple(LayerTap(k) for k in range(target.num_layers))
 
 
-def sglang_engine(target: TargetFiles, folder: Path, taps: tuple[LayerTap, ...] | None, **server) -> SGLangServerEngine:
-    place = EnginePlace(folder, taps, lambda: TargetParts.load(target).head, SGLANG)
+def sglang_engine(target: TargetFiles, folder: Path, taps: tuple[LayerTap, ...] | None, **server) -> SGLangEngine:
+    parts = partial(TargetParts.load, target)
+    place = EnginePlace(folder, taps, lambda: parts().head, lambda: parts().embedding, SGLANG)
     engine = load_engine(target, capture_spec(**server), CPU, place)
-    assert isinstance(engine, SGLangServerEngine)
+    assert isinstance(engine, SGLangEngine)
     return engine
 
 

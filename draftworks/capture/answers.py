@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftworks.capture.dialogue import recorded_conversation, recorded_row
+from draftworks.capture.dialogue import recorded_conversation, recorded_rows
 from draftworks.capture.engine import engine_identity
 from draftworks.capture.partial import PartialFile
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
 from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts, write_rejected
 from draftworks.data.tokenized import write_tokens
-from draftworks.identity import digest
+from draftworks.identity import EngineIdentity, digest
 from draftworks.runs import TOKENS_FOLDER, RegenerateRun
-from draftworks.specs import CaptureSpec
+from draftworks.specs import CaptureSpec, validated
 
 CONVERSATIONS = "conversations"
 RECORD_SCHEMA = 2
@@ -57,13 +57,15 @@ def answers_file(run: RegenerateRun) -> Path:
 
 
 def capture_spec(run: RegenerateRun) -> CaptureSpec:
-    """How to load the engine of a run."""
-    return CaptureSpec(backend=run.backend, compute_dtype=run.compute_dtype, device=run.device, server=run.server)
+    """How to load the engine of a run. ConfigError where its settings do not go together."""
+    settings = run.model_dump(include={"backend", "compute_dtype", "device", "server", "custom"})
+    return validated(CaptureSpec, settings, where=f"the run of {run.out}")
 
 
 def answers_identity(run: RegenerateRun) -> dict[str, Any]:
     """What decides the answers."""
-    engine = engine_identity(capture_spec(run))
+    endpoint = run.responses.endpoint
+    engine = EngineIdentity(f"endpoint-{endpoint.server}") if endpoint else engine_identity(capture_spec(run))
     return {
         "schema": RECORD_SCHEMA,
         "target": run.target.digest,
@@ -75,14 +77,17 @@ def answers_identity(run: RegenerateRun) -> dict[str, Any]:
     }
 
 
-def publish_answers(run: RegenerateRun, answers: PartialFile) -> Published:
+def publish_answers(run: RegenerateRun, answers: PartialFile, refused: Sequence[RejectedSample] = ()) -> Published:
     """Write `out/conversations` and `out/tokens` in the order of the input, and first `out/quarantine.jsonl`.
+
+    Args:
+        refused: conversations that this run could not have answered; a later one may, so `answers` has nothing of them.
 
     Raises:
         DataError: more than `run.max_rejected_share` of the conversations have no answer, or all.
     """
     ids = [each.id for each in read_conversations(run.conversations)]
-    losses = _losses(answers[each] for each in ids)
+    losses = _losses((answers[each] for each in ids if each in answers), refused)
     quarantine = run.out / QUARANTINE_FILE
     write_rejected(quarantine, losses.rejected)
     check_rejected(losses.rejected, len(ids), run.max_rejected_share, quarantine)
@@ -90,12 +95,12 @@ def publish_answers(run: RegenerateRun, answers: PartialFile) -> Published:
         log.warning("conversation %s has no answer: %s", each.sample_id, each.reason)
     said = (recorded_conversation(answers[each.id], each) for each in _answered(run, losses))
     write_conversations(run.out / CONVERSATIONS, said, {"dropped": len(losses.rejected)})
-    rows = (recorded_row(answers[each.id], each, run.only_last_turn) for each in _answered(run, losses))
+    rows = (row for each in _answered(run, losses) for row in recorded_rows(answers[each.id], each, run.only_last_turn))
     return Published(losses, write_tokens(run.out / TOKENS_FOLDER, rows, losses.counts()))
 
 
-def _losses(records: Iterable[dict[str, Any]]) -> Losses:
-    rejected, unfinished, dropped_turns = [], 0, 0
+def _losses(records: Iterable[dict[str, Any]], refused: Sequence[RejectedSample]) -> Losses:
+    rejected, unfinished, dropped_turns = list(refused), 0, 0
     for record in records:
         if "dropped" in record:
             rejected.append(RejectedSample(record["id"], record["dropped"]))

@@ -17,18 +17,27 @@ from draftworks.errors import DataError
 class Dialogue:
     """Prompt ids + generated ids (+ continuation ids + generated ids ...).
 
-    Generated ids are kept as they were, never decoded and tokenized again. An assistant turn that opens the
+    Generated ids are kept as they were, never decoded and tokenized again. Where the template goes on with something else
+    than prompt and answer as they were (without the thoughts of earlier answers, say), the next answer begins a sample of
+    its own, so that every supervised token follows what the target saw when it said it. An assistant turn that opens the
     conversation is context; one that follows another without a turn between is left out.
 
     Args:
-        max_length: most tokens of the sample.
+        max_length: most tokens of a sample.
+        rendered: the target is given messages: what it sees is always what the template prints of the conversation so far.
+
+    Attributes:
+        refused: why nobody answers it.
 
     Raises:
         DataError: no assistant turn to write, the template refuses the conversation, or the prompt leaves no room.
     """
 
-    def __init__(self, conversation: Conversation, chat: ChatTokenizer, max_length: int) -> None:
+    def __init__(
+        self, conversation: Conversation, chat: ChatTokenizer, max_length: int, rendered: bool = False
+    ) -> None:
         self.id = conversation.id
+        self._rendered = rendered
         self._chat = chat
         self._max_length = max_length
         self._asked = _questions(conversation.turns)
@@ -38,13 +47,22 @@ class Dialogue:
         self._turns = list(self._asked.pop(0))
         self.ids = chat.prompt_ids(self._turns)
         self._spans: list[tuple[int, int]] = []
+        self._earlier: list[dict[str, Any]] = []
+        self._answered = 0
+        self.generated = 0
         self._unfinished = False
         self.done = False
         self.stopped: str | None = None
+        self.refused: str | None = None
         if len(self.ids) >= max_length:
             raise DataError(
                 f"its prompt has {len(self.ids)} tokens, which leaves no room for a response within max_length {max_length}"
             )
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The conversation so far."""
+        return tuple(self._turns)
 
     def add(self, response: Generated) -> None:
         """Take the response to `ids`, then whatever leads up to the next one; `done` if there is no next one.
@@ -52,6 +70,8 @@ class Dialogue:
         `stopped` says why, if the template refuses to go on after this response.
         """
         self._spans.append((len(self.ids), len(self.ids) + len(response.ids)))
+        self._answered += 1
+        self.generated += len(response.ids)
         self.ids = [*self.ids, *response.ids]
         self._turns.append(Turn("assistant", self._chat.decode(response.ids)))
         self._unfinished = not response.finished
@@ -60,46 +80,65 @@ class Dialogue:
             return
         following = self._asked.pop(0)
         try:
-            continued = [*self.ids, *self._chat.continuation_ids(self._turns, following)]
+            continued = self._continued(following)
         except DataError as error:
             self.done, self.stopped = True, str(error)
             return
         if len(continued) >= self._max_length:
             self.done = True
             return
+        if continued[: len(self.ids)] != self.ids:
+            self._earlier.append(self._sample())
+            self._spans = []
         self.ids = continued
         self._turns.extend(following)
 
-    @property
-    def generated(self) -> int:
-        """Tokens generated so far."""
-        return sum(end - start for start, end in self._spans)
+    def _continued(self, following: tuple[Turn, ...]) -> list[int]:
+        """What the target sees next: up to and with the header of the next answer."""
+        if not self._rendered and self._chat.keeps_answer(self._turns, following):
+            return [*self.ids, *self._chat.continuation_ids(self._turns, following)]
+        return self._chat.prompt_ids([*self._turns, *following])
+
+    def _sample(self) -> dict[str, Any]:
+        return {"ids": self.ids, "generated": self._spans}
 
     def record(self) -> dict[str, Any]:
         """What is written to the partial file: the sample, whether its last answer was cut by a limit, and how many
-        answers were never written because the conversation stopped.
+        answers were never written because the conversation stopped; in `earlier`, samples that end with earlier answers.
         """
+        earlier = {"earlier": self._earlier} if self._earlier else {}
         return {
             "id": self.id,
-            "ids": self.ids,
-            "generated": self._spans,
+            **self._sample(),
+            **earlier,
             "turns": [[turn.role, turn.content] for turn in self._turns],
             "unfinished": self._unfinished,
-            "dropped_turns": self._questions - len(self._spans),
+            "dropped_turns": self._questions - self._answered,
         }
 
 
-def recorded_row(record: Mapping[str, Any], original: Conversation, only_last_turn: bool = False) -> TokenRow:
-    """The tokenized sample of a record: the mask covers what was generated (or its last turn) and nothing else."""
-    mask = np.zeros(len(record["ids"]), dtype=np.bool_)
-    for start, end in record["generated"][-1 if only_last_turn else 0 :]:
-        mask[start:end] = True
-    return TokenRow(original.id, np.array(record["ids"], dtype=np.int32), mask, original.columns)
+def recorded_rows(record: Mapping[str, Any], original: Conversation, only_last_turn: bool = False) -> list[TokenRow]:
+    """The tokenized samples of a record: the masks cover what was generated (or the last turn) and nothing else.
+
+    The last sample has the id of the conversation, earlier ones have it with a number behind.
+    """
+    last = _row(record, original.id, original, only_last_turn)
+    if only_last_turn:
+        return [last]
+    earlier = enumerate(record.get("earlier", []), start=1)
+    return [*(_row(sample, f"{original.id}.{number}", original) for number, sample in earlier), last]
 
 
 def recorded_conversation(record: Mapping[str, Any], original: Conversation) -> Conversation:
     """The conversation of a record, under the id of the one it was made from."""
     return Conversation(original.id, tuple(Turn(*turn) for turn in record["turns"]), original.columns)
+
+
+def _row(sample: Mapping[str, Any], sample_id: str, original: Conversation, only_last_turn: bool = False) -> TokenRow:
+    mask = np.zeros(len(sample["ids"]), dtype=np.bool_)
+    for start, end in sample["generated"][-1 if only_last_turn else 0 :]:
+        mask[start:end] = True
+    return TokenRow(sample_id, np.array(sample["ids"], dtype=np.int32), mask, original.columns)
 
 
 def _questions(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:

@@ -36,10 +36,12 @@ class TargetEngine(ABC):
         identity: who computes; part of every feature key.
         last_hidden: norm convention of the stream `last`.
         concurrent: whether `generate` may be called from several threads, and answers more in the same time if it is.
+        replicas: copies of the target that answer side by side.
     """
 
     backend: ClassVar[str]
-    concurrent: ClassVar[bool] = False
+    concurrent: bool = False
+    replicas: int = 1
     identity: EngineIdentity
     last_hidden: LastHidden
 
@@ -54,14 +56,14 @@ class TargetEngine(ABC):
 
     @abstractmethod
     def logits(self, token_rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The target's own logits at the end of every row, (R, V): what capture is verified against.
+        """The target's own logits at the end of every row, (R, V) on CPU: what capture is verified against.
 
         R is at least 1 and at most S, as many as the engine can give at no great cost.
         """
 
     @abstractmethod
     def head_logits(self, last: Tensor) -> Tensor:
-        """Logits (R, V) from rows (R, H) of the stream `last`, by the target's head alone."""
+        """Logits (R, V), on CPU, from rows (R, H) of the stream `last`, by the target's head alone."""
 
     @abstractmethod
     def generate(
@@ -87,12 +89,14 @@ class EnginePlace:
         folder: on the disk of this machine, the engine's own, and created by it.
         taps: everything that will be captured, beside `last`; None = nothing, the engine only generates.
         head: the target's output matrix (V, H), read when it is needed.
+        embedding: the target's input matrix (V, H), likewise.
         local_rank: of this process among those of this machine, each of which has an engine.
     """
 
     folder: Path
     taps: tuple[LayerTap, ...] | None = None
     head: Callable[[], Tensor] | None = None
+    embedding: Callable[[], Tensor] | None = None
     sglang: SGLangSpec = field(default_factory=SGLangSpec)
     local_rank: int = 0
 
@@ -113,13 +117,15 @@ class Backend:
     last_hidden: LastHidden
 
 
+_SGLANG = Backend(
+    "draftworks.capture.sglang_loading:load_sglang_engine", "sglang", numerics=1, last_hidden=LastHidden(normed=True)
+)
 KNOWN_BACKENDS: dict[str, Backend] = {
     "hf": Backend("draftworks.capture.hf:load_hf_engine", "hf", numerics=1, last_hidden=LastHidden(normed=True)),
-    "sglang_server": Backend(
-        "draftworks.capture.sglang_loading:load_sglang_engine",
-        "sglang",
-        numerics=1,
-        last_hidden=LastHidden(normed=True),
+    "sglang": _SGLANG,
+    "sglang_server": _SGLANG,
+    "custom": Backend(
+        "draftworks.capture.custom:load_custom_engine", "custom", numerics=1, last_hidden=LastHidden(normed=True)
     ),
 }
 
@@ -138,6 +144,8 @@ def engine_identity(capture: CaptureSpec) -> EngineIdentity:
 
     The compute dtype is part of it: states computed in bfloat16 and stored in float32 are not those computed in float32.
     """
+    if capture.custom is not None:
+        return EngineIdentity(f"custom:{capture.custom.engine}-{capture.compute_dtype}", capture.custom.numerics)
     backend = find_backend(capture.backend)
     return EngineIdentity(f"{backend.engine}-{capture.compute_dtype}", backend.numerics)
 

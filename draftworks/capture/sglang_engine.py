@@ -1,4 +1,4 @@
-"""The `sglang_server` backend: a target served by SGLang, its hidden states handed over through files.
+"""The backends `sglang` and `sglang_server`: a target that SGLang runs, its hidden states handed over through files.
 
 Every answer is checked against what was asked: SGLang loses rows without a word when it finds a prefix in its cache or
 cuts a prompt into chunks.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +17,8 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_at
 from torch import Tensor
 
 from draftworks.capture.engine import Generated, TargetEngine, check_token_rows, find_backend
-from draftworks.capture.sglang_hosts import ServerHost
+from draftworks.capture.seeds import request_seed
+from draftworks.capture.sglang_hosts import SGLangHost
 from draftworks.errors import CaptureError, EngineError
 from draftworks.identity import EngineIdentity, LayerTap
 from draftworks.runs import TargetFiles
@@ -28,29 +28,32 @@ from draftworks.specs import ResponseSpec
 
 PREFILL_ONLY = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 """SGLang wants one new token at least; it costs no second pass."""
+EMBEDDINGS = LayerTap(0)
 _LONGEST_WAIT_S = 30.0
 
 Result = TypeVar("Result")
 
 
-class SGLangServerEngine(TargetEngine):
-    """A target behind a server.
+class SGLangEngine(TargetEngine):
+    """A target that SGLang runs.
 
     Args:
-        host: the server; closed by `close`.
+        host: where it runs; closed by `close`.
         head: reads the target's output matrix (V, H), once and only for verification.
+        embedding: reads the target's input matrix (V, H), once and only for the tap hf0: SGLang gives no embeddings.
         attempts: how often a batch is tried; between two, the host is asked to revive.
     """
 
-    backend = "sglang_server"
+    backend = "sglang"
     concurrent = True
 
     def __init__(
         self,
         target: TargetFiles,
         identity: EngineIdentity,
-        host: ServerHost,
+        host: SGLangHost,
         head: Callable[[], Tensor] | None = None,
+        embedding: Callable[[], Tensor] | None = None,
         attempts: int = 3,
     ) -> None:
         self.identity = identity
@@ -59,6 +62,8 @@ class SGLangServerEngine(TargetEngine):
         self._host = host
         self._read_head = head
         self._head: Tensor | None = None
+        self._read_embedding = embedding
+        self._embedding: Tensor | None = None
         self._attempts = attempts
         self._reviving = threading.Lock()
         self._revivals = 0
@@ -66,8 +71,12 @@ class SGLangServerEngine(TargetEngine):
 
     @property
     def url(self) -> str:
-        """Where the server answers now."""
+        """Where the server answers now; SGLang in this process has no address."""
         return self._host.client.url
+
+    @property
+    def replicas(self) -> int:
+        return self._host.replicas
 
     @property
     def spool(self) -> Path:
@@ -75,14 +84,16 @@ class SGLangServerEngine(TargetEngine):
         return self._host.spool
 
     def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
-        columns = [self._column(tap) for tap in taps]
+        columns = {tap: self._column(tap) for tap in taps if tap != EMBEDDINGS}
         width = self._target.hidden_size
         captured = []
         for part in self._parts(token_rows):
             streams = {
                 tap.name: part.taps[:, column * width : (column + 1) * width].contiguous()
-                for tap, column in zip(taps, columns, strict=True)
+                for tap, column in columns.items()
             }
+            if EMBEDDINGS in taps:
+                streams[EMBEDDINGS.name] = self._embedded(part)
             captured.append({**streams, "last": part.last})
         return captured
 
@@ -139,6 +150,13 @@ class SGLangServerEngine(TargetEngine):
             served = [LayerTap.from_layer_output(layer).name for layer in self._host.layer_ids]
             raise CaptureError(f"tap {tap.name} is not among those the server captures: {', '.join(served) or 'none'}")
         return self._host.layer_ids.index(tap.to_layer_output())
+
+    def _embedded(self, part: Part) -> Tensor:
+        if self._embedding is None:
+            if self._read_embedding is None:
+                raise EngineError("this engine was loaded without the target's embeddings, and has no tap hf0")
+            self._embedding = self._read_embedding()
+        return self._embedding[part.input_ids].to(part.last.dtype)
 
     def _parts(self, rows: Sequence[Sequence[int]], with_logits: bool = False) -> list[Part]:
         """The hidden states of every row, checked."""
@@ -242,6 +260,5 @@ def sampling_parameters(sampling: ResponseSpec, seed_key: str, room: int, end_id
         "stop_token_ids": sorted(end_ids),
     }
     if sampling.temperature > 0:
-        key = sha256(f"{sampling.seed}/{seed_key}".encode()).digest()
-        parameters["sampling_seed"] = int.from_bytes(key[:4], "big") >> 1
+        parameters["sampling_seed"] = request_seed(sampling.seed, seed_key)
     return parameters

@@ -1,30 +1,44 @@
-"""The SGLang server behind an engine: one that we start and start again, or one of somebody else's."""
+"""The SGLang behind an engine: a server that we start and start again, one of somebody else's, or SGLang in this process."""
 
 from __future__ import annotations
 
 import logging
 import shutil
+import signal
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Protocol
 
 from draftworks.errors import EngineError
-from draftworks.serving.sglang_client import SGLangClient
+from draftworks.serving.sglang_client import GenerateRequest, Generation, SGLangClient
+from draftworks.serving.sglang_embedded import EmbeddedSGLang
 from draftworks.serving.sglang_server import ServerOptions, SGLangServer
 from draftworks.specs import SGLangSpec
 
 log = logging.getLogger(__name__)
 
 
-class ServerHost(ABC):
-    """A server that serves.
+class Answering(Protocol):
+    """What a host is asked through: the client of a server or of several, or an Engine."""
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """As `SGLangClient.generate`."""
+
+
+class SGLangHost(ABC):
+    """SGLang, serving.
 
     Attributes:
         client: talks to it; another one after `revive`.
         spool: where it writes hidden states.
         layer_ids: layers whose outputs it captures, ascending.
+        replicas: servers that share the work.
     """
 
-    client: SGLangClient
+    replicas: int = 1
+    client: Answering
     spool: Path
     layer_ids: tuple[int, ...]
 
@@ -37,7 +51,7 @@ class ServerHost(ABC):
         """Let go of it."""
 
 
-class ManagedHost(ServerHost):
+class ManagedHost(SGLangHost):
     """A server of our own, started by the constructor and gone after `close`.
 
     Args:
@@ -65,8 +79,8 @@ class ManagedHost(ServerHost):
         self._start()
 
     def close(self) -> None:
+        self._server.stop()  # first: a closed client would not wake the threads that wait for an answer
         self.client.close()
-        self._server.stop()
         shutil.rmtree(self.spool, ignore_errors=True)
 
     def _start(self) -> None:
@@ -77,7 +91,7 @@ class ManagedHost(ServerHost):
         self.client = SGLangClient(self._server.url, self._sglang.request_timeout_s)
 
 
-class ExternalHost(ServerHost):
+class ExternalHost(SGLangHost):
     """A server that somebody else runs: it can be waited for, and no more."""
 
     def __init__(self, client: SGLangClient, spool: Path, layer_ids: tuple[int, ...]) -> None:
@@ -90,3 +104,46 @@ class ExternalHost(ServerHost):
 
     def close(self) -> None:
         self.client.close()
+
+
+class EmbeddedHost(SGLangHost):
+    """SGLang in this process, started by the constructor and gone after `close`. Both are for the main thread.
+
+    SGLang's processes send SIGQUIT to the one that started them when one of them has failed; it would end us without a word.
+    """
+
+    def __init__(self, options: ServerOptions, sglang: SGLangSpec) -> None:
+        self._options = options
+        self._sglang = sglang
+        self.spool = options.spool
+        self.layer_ids = options.layer_ids
+        self.client = self._new()
+        self._handler_before = signal.signal(signal.SIGQUIT, self._note_failure)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def revive(self, error: EngineError) -> None:
+        log.warning("%s\nSGLang is started again", error)
+        self.client.close()
+        self.client = self._new()
+        self._start()
+
+    def close(self) -> None:
+        self.client.close()
+        shutil.rmtree(self.spool, ignore_errors=True)
+        signal.signal(signal.SIGQUIT, self._handler_before)
+
+    def _new(self) -> EmbeddedSGLang:
+        waits = (self._sglang.start_timeout_s, self._sglang.request_timeout_s, self._sglang.grace_s)
+        return EmbeddedSGLang(self._options, *waits)
+
+    def _start(self) -> None:
+        shutil.rmtree(self.spool, ignore_errors=True)
+        log.info("starting SGLang in this process")
+        self.client.start()
+
+    def _note_failure(self, signum: int, frame: FrameType | None) -> None:
+        self.client.fail("one of its processes failed, and said why in this log")

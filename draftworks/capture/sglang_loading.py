@@ -1,4 +1,4 @@
-"""From a target and its registry entry to an SGLang engine: a server of our own, or one of yours, examined first."""
+"""From a target and its registry entry to SGLang: in this process, a server of our own, or one of yours, examined first."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from pathlib import Path
 
 import torch
 
+from draftworks.capture.embedding_tap import require_plain_embeddings
 from draftworks.capture.engine import EnginePlace, engine_identity
-from draftworks.capture.sglang_engine import SGLangServerEngine
-from draftworks.capture.sglang_hosts import ExternalHost, ManagedHost, ServerHost
+from draftworks.capture.sglang_engine import EMBEDDINGS, SGLangEngine
+from draftworks.capture.sglang_hosts import EmbeddedHost, ExternalHost, ManagedHost, SGLangHost
 from draftworks.capture.sglang_probe import probe_server, require_server
-from draftworks.errors import CaptureError, ConfigError
+from draftworks.capture.sglang_replicas import start_replicas
+from draftworks.capture.sglang_spread import SpreadHost
+from draftworks.errors import ConfigError
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
 from draftworks.serving.sglang_client import SGLangClient
+from draftworks.serving.sglang_embedded import require_sglang_here
 from draftworks.serving.sglang_server import ServerOptions
 from draftworks.specs import CaptureSpec
 
@@ -23,44 +27,66 @@ CPU_MEMORY_SHARE = 0.8
 
 def load_sglang_engine(
     target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace | None
-) -> SGLangServerEngine:
-    """Start a server for the target, or reach the one at `capture.server.url`. Close the engine when it is done.
+) -> SGLangEngine:
+    """Start SGLang for the target, or reach the servers of `capture.server`. Close the engine when it is done.
 
     Raises:
-        ConfigError: there is no SGLang of a supported version, or a tap that SGLang cannot capture.
-        EngineError: the server does not start, cannot be reached, loses hidden states, or serves something else.
+        ConfigError: there is no SGLang of a supported version.
+        CaptureError: the embeddings are tapped, and the target does more to them than to look them up.
+        EngineError: SGLang does not start, cannot be reached, loses hidden states, or serves something else.
     """
     if place is None:
-        raise ConfigError("capture backend sglang_server needs a folder for its files: call load_engine with a place")
-    layer_ids = _layer_ids(place.taps, target)
-    if capture.server.url is None:
-        host: ServerHost = _managed(target, capture, device, place, layer_ids)
-        return _engine(target, capture, host, place)
-    with SGLangClient(capture.server.url, place.sglang.request_timeout_s) as client:
-        info = require_server(client, target, capture, layer_ids)
-    host = ExternalHost(
-        SGLangClient(capture.server.url, place.sglang.request_timeout_s),
-        Path(capture.server.spool or ""),
-        tuple(sorted(info.layer_ids or ())),
-    )
-    engine = _engine(target, capture, host, place)
+        raise ConfigError(
+            f"capture backend {capture.backend} needs a folder for its files: call load_engine with a place"
+        )
+    if capture.backend == "sglang":
+        require_sglang_here()
+    if EMBEDDINGS in (place.taps or ()):
+        require_plain_embeddings(target)
+    layer_ids = _layer_ids(place.taps)
+    if not capture.server.external:
+        options = _options(target, capture, device, place, layer_ids)
+        return _engine(target, capture, _started(options, capture, place), place)
+    return _engine(target, capture, _external(target, capture, place, layer_ids), place)
+
+
+def _external(target: TargetFiles, capture: CaptureSpec, place: EnginePlace, layer_ids: tuple[int, ...]) -> SGLangHost:
+    """Your servers: all of them examined first, then each asked something."""
+    hosts: list[ExternalHost] = []
     try:
-        probe_server(engine, host.client, target, captures=place.taps is not None)
+        for url in capture.server.external:
+            client = SGLangClient(url, place.sglang.request_timeout_s)
+            hosts.append(ExternalHost(client, Path(capture.server.spool or ""), layer_ids))
+            info = require_server(client, target, capture, layer_ids)
+            hosts[-1].layer_ids = tuple(sorted(info.layer_ids or ()))
+        for host in hosts:
+            probe_server(_engine(target, capture, host, place), host.client, target, captures=place.taps is not None)
+        if len(hosts) == 1:
+            return hosts[0]
+        return SpreadHost(hosts, hosts[0].spool, capture.server.max_outstanding, mends=False)
     except BaseException:
-        engine.close()
+        for host in hosts:
+            host.close()
         raise
-    return engine
 
 
-def _engine(target: TargetFiles, capture: CaptureSpec, host: ServerHost, place: EnginePlace) -> SGLangServerEngine:
-    return SGLangServerEngine(target, engine_identity(capture), host, place.head, place.sglang.attempts)
+def _engine(target: TargetFiles, capture: CaptureSpec, host: SGLangHost, place: EnginePlace) -> SGLangEngine:
+    return SGLangEngine(target, engine_identity(capture), host, place.head, place.embedding, place.sglang.attempts)
 
 
-def _managed(
+def _started(options: ServerOptions, capture: CaptureSpec, place: EnginePlace) -> SGLangHost:
+    if capture.backend == "sglang":
+        return EmbeddedHost(options, place.sglang)
+    if capture.server.replicas > 1:
+        return start_replicas(options, capture.server.replicas, capture.server.max_outstanding, place)
+    return ManagedHost(Path(place.sglang.python), options, place.folder.resolve(), place.sglang)
+
+
+def _options(
     target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace, layer_ids: tuple[int, ...]
-) -> ManagedHost:
+) -> ServerOptions:
     server, on_gpu = capture.server, device.type == "cuda"
-    options = ServerOptions(
+    return ServerOptions(
         model=target.model,
         revision=target.revision,
         tokenizer=target.tokenizer,
@@ -70,21 +96,16 @@ def _managed(
         layer_ids=layer_ids,
         spool=place.folder.resolve() / "spool",
         tp_size=server.tp_size,
-        first_gpu=place.local_rank * server.tp_size,
+        dp_size=server.dp_size,
+        first_gpu=place.local_rank * server.tp_size * server.dp_size,
         mem_fraction=server.mem_fraction or (None if on_gpu else CPU_MEMORY_SHARE),
         max_total_tokens=server.max_total_tokens or (None if on_gpu else capture.batch_tokens + 2 * target.context),
         extra=tuple(server.args),
     )
-    return ManagedHost(Path(place.sglang.python), options, place.folder.resolve(), place.sglang)
 
 
-def _layer_ids(taps: tuple[LayerTap, ...] | None, target: TargetFiles) -> tuple[int, ...]:
+def _layer_ids(taps: tuple[LayerTap, ...] | None) -> tuple[int, ...]:
     """Layers whose outputs the taps are. Some layer is captured even for `last` alone: only then SGLang keeps both."""
     if taps is None:
         return ()
-    if any(tap.hf_index == 0 for tap in taps):
-        raise CaptureError(
-            f"target {target.name}: tap hf0, the embeddings, is none that SGLang captures. Capture with backend hf, or "
-            "choose other layers"
-        )
-    return tuple(sorted(tap.to_layer_output() for tap in taps)) or (0,)
+    return tuple(sorted(tap.to_layer_output() for tap in taps if tap != EMBEDDINGS)) or (0,)

@@ -9,8 +9,8 @@ from draftworks.capture.verify import check_head
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.runs import TargetFiles
 from draftworks.serving.sglang_client import ServerInfo, SGLangClient
+from draftworks.serving.sglang_environment import check_version
 from draftworks.serving.sglang_hook import hook_option
-from draftworks.serving.sglang_server import check_version
 from draftworks.specs import CaptureSpec
 
 PROBE_TOKENS = 64

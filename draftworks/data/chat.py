@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +16,17 @@ import numpy as np
 
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.spans import EndOfTurn, Rendered, Span, locate, mask_from_spans, sentinel
-from draftworks.errors import DataError
+from draftworks.errors import ConfigError, DataError
 from draftworks.identity import digest
 from draftworks.runs import TargetFiles
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 """Templates that print today's date would give other tokens every day; this is the date Llama 3 falls back to."""
+
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Names under which templates ask whether the model is to think: the first is that of Qwen 3 and GLM, the other DeepSeek's."""
+_QUESTION = (Turn("user", "?"),)
 
 
 class Encoded(NamedTuple):
@@ -33,7 +37,11 @@ class Encoded(NamedTuple):
 
 
 class ChatTokenizer:
-    """A fast tokenizer with a chat template. Made by `load`."""
+    """A fast tokenizer with a chat template. Made by `load`.
+
+    Attributes:
+        template_options: what the template is told beside the conversation.
+    """
 
     def __init__(self, tokenizer: Any, template: str, vocab_size: int, eos_ids: tuple[int, ...], name: str) -> None:
         self.name = name
@@ -43,23 +51,31 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._template = _FIXED_DATE + template if "strftime_now" in template else template
         self._end_of_turn = EndOfTurn(tokenizer.all_special_tokens + _special_added(tokenizer))
-        self._digest = digest([tokenizer.backend_tokenizer.to_str(), self._template, tokenizer.special_tokens_map])
+        self.template_options: Mapping[str, bool] = {}
 
     @classmethod
-    def load(cls, target: TargetFiles) -> ChatTokenizer:
+    def load(cls, target: TargetFiles, thinking: bool | None = None) -> ChatTokenizer:
         """The tokenizer and template of a target.
+
+        Args:
+            thinking: whether the template has the model think; None leaves it to the template.
 
         Raises:
             DataError: files missing or unreadable, no fast tokenizer, or no chat template.
+            ConfigError: thinking is chosen, and the template knows no such switch.
         """
         tokenizer = _load_tokenizer(target)
         template = _load_template(target, tokenizer)
-        return cls(tokenizer, template, target.vocab_size, _eos_ids(target, tokenizer), target.tokenizer)
+        chat = cls(tokenizer, template, target.vocab_size, _eos_ids(target, tokenizer), target.tokenizer)
+        if thinking is not None:
+            chat.template_options = {chat._thinking_switch(): thinking}
+        return chat
 
     @property
     def digest(self) -> str:
         """Content digest of everything that decides which ids a conversation gets."""
-        return self._digest
+        parts = [self._tokenizer.backend_tokenizer.to_str(), self._template, self._tokenizer.special_tokens_map]
+        return digest([*parts, *([dict(self.template_options)] if self.template_options else [])])
 
     @property
     def mask_token_id(self) -> int | None:
@@ -108,18 +124,68 @@ class ChatTokenizer:
         Raises:
             DataError: the template does not print the generated turn exactly once.
         """
-        last = len(turns) - 1
-        if last < 0 or turns[last].role != "assistant" or not next_turns:
+        if not turns or turns[-1].role != "assistant" or not next_turns:
             raise DataError("a continuation needs a generated assistant turn and at least one turn after it")
-        text = self._render([*_with_sentinels(turns, [last]), *next_turns], add_generation_prompt=True).text
-        before, found, after = text.partition(sentinel(last))
-        if not found or sentinel(last) in after:
-            raise DataError(f"{self.name}: the chat template does not print the last assistant turn exactly once")
+        after = self._after_answer(turns, next_turns)
         return self._plain_ids(after[self._end_of_turn.after(after, 0) :] if ended else after)
+
+    def keeps_answer(self, turns: Sequence[Turn], next_turns: Sequence[Turn]) -> bool:
+        """Whether the template, asked to go on, prints prompt and answer as they were when the answer was given.
+
+        Templates of models that think leave the thoughts out of earlier answers. White space does not count.
+
+        Args:
+            turns: the conversation so far; the last turn is the answer, as the model gave it.
+            next_turns: what comes before the assistant speaks again.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        before = self._render(turns[:-1], add_generation_prompt=True).text + turns[-1].content
+        after = self._render([*turns, *next_turns], add_generation_prompt=True).text
+        return "".join(after.split()).startswith("".join(before.split()))
+
+    def answer_ids(self, turns: Sequence[Turn], ended: bool) -> list[int]:
+        """Ids of an answer known by its text: the last turn's words and, if it `ended`, the token that closes the turn.
+
+        Raises:
+            DataError: the template does not print the turn exactly once, or an id is outside the target's vocabulary.
+        """
+        words = self._plain_ids(turns[-1].content)
+        return [*words, *self.closing_ids(turns)] if ended else words
+
+    def closing_ids(self, turns: Sequence[Turn]) -> list[int]:
+        """Ids of what the template closes the last turn with, an assistant's; empty if with no special token.
+
+        Raises:
+            DataError: the template does not print the turn exactly once.
+        """
+        after = self._after_answer(turns, ())
+        return self._plain_ids(after[: self._end_of_turn.after(after, 0)])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _after_answer(self, turns: Sequence[Turn], next_turns: Sequence[Turn]) -> str:
+        """What the template prints behind the words of the last of `turns`: `next_turns` and a header, if there are any."""
+        last = len(turns) - 1
+        text = self._render([*_with_sentinels(turns, [last]), *next_turns], add_generation_prompt=bool(next_turns)).text
+        _, found, after = text.partition(sentinel(last))
+        if not found or sentinel(last) in after:
+            raise DataError(f"{self.name}: the chat template does not print the last assistant turn exactly once")
+        return after
+
+    def _thinking_switch(self) -> str:
+        """The first known switch that makes a difference to a prompt."""
+        for name in THINKING_SWITCHES:
+            on, off = (self._render(_QUESTION, add_generation_prompt=True, options={name: on}) for on in (True, False))
+            if on.text != off.text:
+                return name
+        raise ConfigError(
+            f"{self.name}: its chat template has no switch for thinking (none of {', '.join(THINKING_SWITCHES)} changes what it "
+            "prints): leave responses.thinking out"
+        )
 
     def _last_turn(self, turns: Sequence[Turn], spans: Sequence[Span]) -> Sequence[Span]:
         spoken = sum(turn.role == "assistant" for turn in turns)
@@ -130,7 +196,13 @@ class ChatTokenizer:
             )
         return spans[-1:]
 
-    def _render(self, turns: Sequence[Turn], tracked: bool = False, add_generation_prompt: bool = False) -> Rendered:
+    def _render(
+        self,
+        turns: Sequence[Turn],
+        tracked: bool = False,
+        add_generation_prompt: bool = False,
+        options: Mapping[str, bool] | None = None,
+    ) -> Rendered:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -142,6 +214,7 @@ class ChatTokenizer:
                 return_assistant_tokens_mask=tracked,
                 add_generation_prompt=add_generation_prompt,
                 **self._tokenizer.special_tokens_map,
+                **(self.template_options if options is None else options),
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise DataError(f"{self.name}: the chat template refuses the conversation: {error}") from error

@@ -88,7 +88,14 @@ def _chosen(
 
 
 def tokenize_part(
-    part: Path, kind: str, target: TargetFiles, data: DataSpec, max_length: int, out: Path, progress: Progress
+    part: Path,
+    kind: str,
+    target: TargetFiles,
+    data: DataSpec,
+    max_length: int,
+    out: Path,
+    progress: Progress,
+    thinking: bool | None = None,
 ) -> dict[str, Any]:
     """Tokenize one part of a conversations set with the target's chat template, its own answers kept: `out/tokens`.
 
@@ -97,7 +104,7 @@ def tokenize_part(
     if kind == "tokens":
         result = fit_rows(TokenizedSet.open(part), target, data, max_length)
     else:
-        result = tokenize(read_conversations(part), target, data, max_length, progress)
+        result = tokenize(read_conversations(part), target, data, max_length, progress, thinking=thinking)
     return write_tokens(out / TOKENS_FOLDER, result.rows, result.counts())
 
 

@@ -55,6 +55,7 @@ class _Work(NamedTuple):
     target: TargetFiles
     only_last_turn: bool
     max_length: int
+    thinking: bool | None
 
 
 def tokenize(
@@ -64,17 +65,21 @@ def tokenize(
     max_length: int,
     progress: Progress | None = None,
     per_process: int = PER_PROCESS,
+    thinking: bool | None = None,
 ) -> TokenizeResult:
     """Tokenize with the target's chat template, in up to `data.workers` processes.
 
+    Args:
+        thinking: as `ChatTokenizer.load`.
+
     Raises:
-        ConfigError: `max_length` is longer than the target's context.
+        ConfigError: `max_length` is longer than the target's context, or the template has no switch for thinking.
         DataError: the tokenizer cannot be used, or more than `data.max_rejected_share` of the conversations give no
             sample (the template refuses them, or nothing supervised is within `max_length`).
     """
     check_length(target, max_length)
     items = list(conversations)
-    work = _Work(target, data.only_last_turn, max_length)
+    work = _Work(target, data.only_last_turn, max_length, thinking)
     chunks = [items[start : start + CHUNK] for start in range(0, len(items), CHUNK)]
     processes = min(data.workers, max(len(items) // per_process, 1), max(len(chunks), 1))
     done = _in_processes(work, chunks, processes) if processes > 1 else map(partial(_encode_chunk, work), chunks)
@@ -149,12 +154,12 @@ def _exit_with_parent() -> None:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(target: TargetFiles) -> ChatTokenizer:
-    return ChatTokenizer.load(target)
+def _tokenizer(target: TargetFiles, thinking: bool | None) -> ChatTokenizer:
+    return ChatTokenizer.load(target, thinking)
 
 
 def _encode_chunk(work: _Work, conversations: Sequence[Conversation]) -> list[Fitted | RejectedSample]:
-    chat = _tokenizer(work.target)
+    chat = _tokenizer(work.target, work.thinking)
     encode = partial(_encode, chat, work.only_last_turn)
     return [_fitted(each.id, partial(encode, each), work.max_length) for each in conversations]
 

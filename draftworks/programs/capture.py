@@ -72,6 +72,7 @@ def _place(run: CaptureRun, ctx: ProgramContext, folder: Path) -> EnginePlace:
         folder=folder,
         taps=tuple(map(LayerTap, sorted(set(run.taps)))),
         head=lambda: TargetParts.load(run.target).head,
+        embedding=lambda: TargetParts.load(run.target).embedding,
         sglang=run.sglang,
         local_rank=ctx.local_rank,
     )

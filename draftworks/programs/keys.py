@@ -37,13 +37,23 @@ def keys_of(file: str) -> Iterator[Key]:
 
 def _keys(model: type[BaseModel], prefix: str = "", skip: str = "strategies") -> Iterator[Key]:
     for name, field in model.model_fields.items():
-        nested = field.annotation if isinstance(field.annotation, type) else None
         if name in (skip, "name"):
             continue
-        if nested is not None and issubclass(nested, BaseModel):
-            yield from _keys(nested, f"{prefix}{name}.")
-        else:
+        if not _is_model(field.annotation):
             yield Key(f"{prefix}{name}", _type(field.annotation), _default(field), field.description or "")
+        for nested in _alternatives(field.annotation):
+            if _is_model(nested):
+                yield from _keys(nested, f"{prefix}{name}.")
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Of `X | None`, which may be left out, `X` and `None`."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _default(field: FieldInfo) -> str:
@@ -57,8 +67,10 @@ def _type(annotation: Any) -> str:
     """`int | None`, `one of a, b`."""
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(annotation)))
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return " | ".join(map(_type, typing.get_args(annotation)))
+    if len(alternatives := _alternatives(annotation)) > 1:
+        return " | ".join(map(_type, alternatives))
+    if _is_model(annotation):
+        return "mapping"
     if annotation is type(None):
         return "null"
     return annotation.__name__ if isinstance(annotation, type) and not typing.get_args(annotation) else str(annotation)

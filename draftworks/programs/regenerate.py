@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+from draftworks.capture.answerers import Answerer, EngineAnswerer
 from draftworks.capture.answers import capture_spec
-from draftworks.capture.engine import EnginePlace, TargetEngine, load_engine
-from draftworks.capture.regenerate import regenerate
+from draftworks.capture.endpoint import EndpointAnswerer
+from draftworks.capture.engine import EnginePlace, load_engine
+from draftworks.capture.regenerate import longest_sample, regenerate_by
 from draftworks.data.chat import ChatTokenizer
 from draftworks.programs.engine_folder import engine_folder
 from draftworks.programs.process_group import resolve_device
@@ -17,16 +21,15 @@ from draftworks.runs import RegenerateRun
 
 def answer(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
     """Answer every conversation with the target; what an interrupted run finished is kept."""
-    device = resolve_device(run.device)
+    chat = ChatTokenizer.load(run.target, run.responses.thinking)
     with engine_folder(run.out / "engine") as folder, ExitStack() as closing:
 
-        def engine() -> TargetEngine:
-            place = EnginePlace(folder, sglang=run.sglang)
-            loaded = load_engine(run.target, capture_spec(run), device, place)
-            closing.callback(loaded.close)
-            return loaded
+        def answerer() -> Answerer:
+            made = _asked(run, chat) if run.responses.endpoint else _loaded(run, chat, folder)
+            closing.callback(made.close)
+            return made
 
-        summary = regenerate(run, engine, ChatTokenizer.load(run.target), progress=lambda now: ctx.progress(now.line()))
+        summary = regenerate_by(run, answerer, chat, progress=lambda now: ctx.progress(now.line()))
     return {
         **summary.tokens,
         "conversations": summary.conversations,
@@ -35,6 +38,16 @@ def answer(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
         "generated_tokens": summary.generated_tokens,
         "tokens_per_second": round(summary.generated_tokens / summary.seconds) if summary.seconds else 0,
     }
+
+
+def _loaded(run: RegenerateRun, chat: ChatTokenizer, folder: Path) -> Answerer:
+    place = EnginePlace(folder, sglang=run.sglang)
+    engine = load_engine(run.target, capture_spec(run), resolve_device(run.device), place)
+    return EngineAnswerer(engine, run.responses, chat, longest_sample(run))
+
+
+def _asked(run: RegenerateRun, chat: ChatTokenizer) -> Answerer:
+    return EndpointAnswerer(run.responses, run.target, chat, longest_sample(run), os.environ)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ class SGLangClient:
                 "sampling_params": [request.sampling for request in requests],
             },
         )
-        return [_generation(answer) for answer in answers]
+        return [generation_of(answer) for answer in answers]
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         where = f"SGLang at {self.url}"
@@ -138,7 +138,7 @@ class SGLangClient:
             raise EngineError(f"{where} failed on {path}: {error}: {response.text[:500]}") from error
 
 
-def _generation(answer: dict[str, Any]) -> Generation:
+def generation_of(answer: dict[str, Any]) -> Generation:
     meta = answer["meta_info"]
     finish = meta["finish_reason"]
     if finish["type"] == "abort":

@@ -2,7 +2,7 @@
 
 SGLang loads it by its own option for forward hooks and calls it after the layer that makes logits, where every token's
 tapped streams and last hidden state are at hand. It is the only module of ours that knows SGLang's inner types, those of
-`SGLANG_VERSIONS`. Needs torch and safetensors only.
+the versions in draftworks.serving.sglang_environment. Needs torch and safetensors only.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from draftworks.serving.spool import Part, is_captured, wants_logits, write_failure, write_part
-
-SGLANG_VERSIONS = ("0.5.23",)
-"""Whose inner types this module reads, and whose numbers were compared with those of transformers."""
 
 log = logging.getLogger(__name__)
 

@@ -17,26 +17,28 @@ import psutil
 
 from draftworks import parent_death
 from draftworks.errors import ConfigError, EngineError
-from draftworks.serving.sglang_hook import SGLANG_VERSIONS, hook_option
+from draftworks.serving.sglang_environment import LAUNCHER_VARIABLES, linked_package, require_version
+from draftworks.serving.sglang_hook import hook_option
+from draftworks.serving.speculation import Speculation
 
 LOG_TAIL_LINES = 30
 _LOG_TAIL_BYTES = 32 << 10
 _POLL_S = 0.25
 _SPARE_CONTEXT = 16
 """SGLang keeps some positions for itself; a sample as long as the target's context has to fit all the same."""
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "DAGSTER_PIPES_")
-"""Of the process group we may be a rank of: SGLang would take them for its own."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a server serves and how.
+    """What a server serves and how; an Engine in this process takes the same.
 
     Attributes:
         layer_ids: layers (0-based) whose outputs are captured, ascending; empty for a server that only generates.
         spool: where hidden states are written; see draftworks.serving.spool.
         device: `cpu` or `cuda`.
-        first_gpu: the first of `tp_size` GPUs.
+        dp_size: copies of the target in the server, on `tp_size` GPUs each.
+        first_gpu: the first of all its GPUs.
+        draft: to speculate with; not on a server that captures.
     """
 
     model: str
@@ -48,10 +50,21 @@ class ServerOptions:
     layer_ids: tuple[int, ...]
     spool: Path
     tp_size: int = 1
+    dp_size: int = 1
     first_gpu: int = 0
     mem_fraction: float | None = None
     max_total_tokens: int | None = None
     extra: tuple[str, ...] = ()
+    draft: Speculation | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft is not None and self.layer_ids:
+            raise ConfigError("a server captures hidden states or speculates, not both: SGLang has one option for both")
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of the server; on a CPU each of them has a core."""
+        return self.tp_size * self.dp_size
 
     def arguments(self, port: int) -> list[str]:
         """Of `sglang.launch_server`. A cached prefix or a prompt in chunks would lose hidden states, so both are off."""
@@ -65,13 +78,27 @@ class ServerOptions:
             "--dtype": self.dtype,
             "--context-length": self.context + _SPARE_CONTEXT,
             "--tp-size": self.tp_size,
+            "--dp-size": self.dp_size if self.dp_size > 1 else None,
             "--base-gpu-id": self.first_gpu if self.device == "cuda" else None,
             "--mem-fraction-static": self.mem_fraction,
             "--max-total-tokens": self.max_total_tokens,
             "--chunked-prefill-size": -1,
         }
         words = [str(word) for name, value in values.items() if value is not None for word in (name, value)]
-        return [*words, "--disable-radix-cache", "--sleep-on-idle", *self._capture(), *self.extra]
+        served = self._capture() if self.draft is None else self.draft.arguments(self.device)
+        return [*words, "--disable-radix-cache", "--sleep-on-idle", *served, *self.extra]
+
+    def environment(self) -> dict[str, str]:
+        """Variables that SGLang's processes need beside those that are there."""
+        own = {
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        }
+        if self.revision is None:
+            own["HF_HUB_OFFLINE"] = "1"
+        if self.device == "cpu" and self.gpus > 1:
+            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.gpus)))  # a core for each rank
+        return own if self.draft is None else own | self.draft.environment(self.device)
 
     def _capture(self) -> list[str]:
         if not self.layer_ids:
@@ -120,7 +147,7 @@ class SGLangServer:
             EngineError: it ended or was not ready in time; with the end of its log.
         """
         require_version(self._python)
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         for folder in (self._folder, self._options.spool):
             folder.mkdir(parents=True, exist_ok=True)
@@ -195,50 +222,12 @@ class SGLangServer:
         The package is reached through a folder with nothing but a link to it, so that SGLang sees none of the libraries
         that are installed beside it.
         """
-        own = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER_VARIABLES)}
-        own |= {
-            "PYTHONPATH": str(_linked_package(self._folder / "package")),
-            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        }
-        if self._options.revision is None:
-            own["HF_HUB_OFFLINE"] = "1"
-        if self._options.device == "cpu" and self._options.tp_size > 1:
-            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-                map(str, range(self._options.tp_size))
-            )  # a core for each rank
-        return own
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+        package = linked_package(self._folder / "package")
+        return {**ours, "PYTHONPATH": str(package), **self._options.environment()}
 
 
-def require_version(python: Path) -> str:
-    """The version of SGLang that a Python has.
-
-    Raises:
-        ConfigError: no such Python, no SGLang, or a version whose inner types the capture hook does not know.
-    """
-    asked = "import importlib.metadata as m; print(m.version('sglang'))"
-    where = f"SGLang's Python {python} (sglang.python of the deployment)"
-    try:
-        done = subprocess.run([python, "-c", asked], capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{where} cannot be run: {error}. `make sglang-env` makes an environment for CPU") from error
-    if done.returncode != 0:
-        raise ConfigError(f"{where} has no SGLang: {done.stderr.strip().splitlines()[-1:]}. Install it there")
-    version = done.stdout.strip()
-    check_version(version, where)
-    return version
-
-
-def check_version(version: str, where: str) -> None:
-    """ConfigError unless the capture hook was made for this version of SGLang."""
-    if version not in SGLANG_VERSIONS:
-        raise ConfigError(
-            f"{where}: expected SGLang {' or '.join(SGLANG_VERSIONS)}, whose inner types the capture hook reads, "
-            f"found {version}. Install that version"
-        )
-
-
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -249,11 +238,3 @@ def _descendants(pid: int) -> set[psutil.Process]:
         return set(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return set()
-
-
-def _linked_package(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    link = folder / "draftworks"
-    link.unlink(missing_ok=True)
-    link.symlink_to(Path(parent_death.__file__).resolve().parent, target_is_directory=True)
-    return folder

@@ -242,6 +242,34 @@ def test_progress_ends_complete(tiny_target, tmp_path: Path, watched, chat):
     assert seen[-1].tokens_per_s > 0
 
 
+def test_progress_tells_conversations_throughput_and_the_time_left_of_this_run_alone(
+    tiny_target, tmp_path: Path, tiny_engine, chat
+):
+    """One conversation takes ten seconds and three tokens; loading the target takes an hour that is none of theirs."""
+    now = [0.0]
+
+    class Slow(Ending):
+        def __call__(self):
+            now[0] += 3600
+            return super().__call__()
+
+        def generate(self, prompts, *arguments, **options):
+            now[0] += 10
+            return super().generate(prompts, *arguments, **options)
+
+    regenerate(make_run(tiny_target, tmp_path, [conversation(0)], responses={"batch_size": 1}), Slow(tiny_engine), chat)
+    run = make_run(tiny_target, tmp_path, [conversation(number) for number in range(5)], responses={"batch_size": 1})
+    seen: list[Progress] = []
+    summary = regenerate(run, Slow(tiny_engine), chat, seen.append, clock=lambda: now[0])
+    per_answer = summary.generated_tokens // 4
+    assert [each.line() for each in seen[:3]] == [
+        {"conversations": "1/5", "tokens/s": 0, "eta": "?"},
+        {"conversations": "2/5", "tokens/s": round(per_answer / 10), "eta": "30s"},
+        {"conversations": "3/5", "tokens/s": round(per_answer / 10), "eta": "20s"},
+    ]
+    assert (seen[-1].eta_s, summary.seconds) == (0, 40)
+
+
 class Concurrent(Ending):
     """An engine that answers each conversation for itself, as a server does; counts how many at a time."""
 

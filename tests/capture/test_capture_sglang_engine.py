@@ -12,7 +12,7 @@ import torch
 from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang, part_of
 
 from draftworks.capture.engine import engine_identity
-from draftworks.capture.sglang_engine import SGLangServerEngine, sampling_parameters, whole_part
+from draftworks.capture.sglang_engine import SGLangEngine, sampling_parameters, whole_part
 from draftworks.errors import CaptureError, EngineError
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
@@ -32,9 +32,9 @@ def fake(tmp_path: Path) -> Iterator[FakeSGLang]:
         yield fake
 
 
-def engine_on(fake: FakeSGLang, attempts: int = 3, timeout_s: float = 5.0) -> SGLangServerEngine:
+def engine_on(fake: FakeSGLang, attempts: int = 3, timeout_s: float = 5.0) -> SGLangEngine:
     identity = engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
-    return SGLangServerEngine(TARGET, identity, RevivedHost(fake, timeout_s), lambda: torch.eye(HIDDEN), attempts)
+    return SGLangEngine(TARGET, identity, RevivedHost(fake, timeout_s), lambda: torch.eye(HIDDEN), attempts)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from fake_sglang import HIDDEN, VOCAB, fake_sglang, server_info
 
 from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.capture.sglang_probe import require_server
-from draftworks.errors import CaptureError, ConfigError, EngineError
+from draftworks.errors import ConfigError, EngineError
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
 from draftworks.serving.sglang_client import SGLangClient
@@ -80,12 +80,6 @@ def test_a_missing_environment_is_told_before_anything_is_started(tmp_path: Path
     capture = CaptureSpec(backend="sglang_server", compute_dtype="float32")
     with pytest.raises(ConfigError, match=r"python .*cannot be run.*make sglang-env"):
         load_engine(TARGET, capture, torch.device("cpu"), place)
-
-
-def test_the_embeddings_are_no_tap_of_sglang(tmp_path: Path):
-    capture = CaptureSpec(backend="sglang_server", compute_dtype="float32")
-    with pytest.raises(CaptureError, match=r"target toy: tap hf0, the embeddings"):
-        load_engine(TARGET, capture, torch.device("cpu"), EnginePlace(tmp_path, (LayerTap(0),)))
 
 
 def test_a_url_without_the_folder_of_its_hidden_states_is_refused():

@@ -20,7 +20,7 @@ from torch import Tensor
 from draftworks.capture.engine import TargetEngine, engine_identity
 from draftworks.capture.hf import HFTargetEngine, load_hf_engine
 from draftworks.capture.session import capture_features
-from draftworks.capture.sglang_engine import SGLangServerEngine
+from draftworks.capture.sglang_engine import SGLangEngine
 from draftworks.capture.sglang_hosts import ExternalHost
 from draftworks.capture.verify import check_head
 from draftworks.data.chat import ChatTokenizer
@@ -39,7 +39,7 @@ ROWS = [row.input_ids.tolist() for row in random_rows(9, seed=3, longest=100)]
 
 
 @pytest.fixture
-def llama(tiny_sglang: SGLangServerEngine) -> SGLangServerEngine:
+def llama(tiny_sglang: SGLangEngine) -> SGLangEngine:
     return tiny_sglang
 
 
@@ -49,7 +49,7 @@ def qwen3_target(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def qwen3(qwen3_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServerEngine]:
+def qwen3(qwen3_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
     engine = sglang_engine(qwen3_target, tmp_path_factory.mktemp("sglang") / "qwen3", taps_of(qwen3_target), tp_size=2)
     yield engine
     engine.close()
@@ -195,10 +195,10 @@ def test_a_server_that_died_is_started_again(qwen3, qwen3_target):
         assert torch.allclose(one["hf1"], other["hf1"], atol=1e-5)
 
 
-def lossy_engine(lossy: LossyServer, target: TargetFiles) -> SGLangServerEngine:
+def lossy_engine(lossy: LossyServer, target: TargetFiles) -> SGLangEngine:
     """An engine on the lossy server that skips the examination of its set-up."""
     host = ExternalHost(SGLangClient(lossy.url, 60), lossy.spool, (1, 3))
-    return SGLangServerEngine(target, engine_identity(capture_spec()), host, attempts=1)
+    return SGLangEngine(target, engine_identity(capture_spec()), host, attempts=1)
 
 
 def test_a_set_up_that_loses_hidden_states_is_refused(lossy, tiny_target, tmp_path):

@@ -1,4 +1,4 @@
-"""Who knows SGLang from the inside: one module, and the platform plug-in that SGLang itself loads."""
+"""Who knows SGLang from the inside: one module, and the plug-in that SGLang itself loads; and who uses its Engine."""
 
 from __future__ import annotations
 
@@ -8,24 +8,39 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-KNOWS_SGLANG = {"draftworks/serving/sglang_hook.py", "tools/sglang_cpu_platform/draftworks_sglang_cpu/platform.py"}
-PACKAGES = ("draftworks", "spec_assets", "resources", "jobs", "sensors", "tools", "benchmarks", "tests")
+INSIDE = {"draftworks/serving/sglang_hook.py"}
+USES = {"draftworks/serving/sglang_embedded.py"}
+"""What SGLang offers to everybody: its Engine."""
+PLUG_IN = "tools/sglang_cpu_platform"
+PACKAGES = ("draftworks", "spec_assets", "resources", "jobs", "sensors", "tools", "benchmarks")
+"""Not the tests: one may ask SGLang itself for the right answer."""
 
 
 def imports(path: Path) -> set[str]:
+    """Modules by their full names; `from a import b` counts as `a` and as `a.b`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found.update(alias.name.split(".")[0] for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module.split(".")[0])
+            found.update([node.module, *(f"{node.module}.{alias.name}" for alias in node.names)])
     return found
 
 
+def importing(package: str) -> set[str]:
+    """Our files that import a package or something in it, the plug-in that SGLang itself loads aside."""
+    files = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py") if "build" not in path.parts]
+    names = {str(path.relative_to(ROOT)): imports(path) for path in files}
+    return {
+        file
+        for file, found in names.items()
+        if any(f"{name}.".startswith(f"{package}.") for name in found) and not file.startswith(PLUG_IN)
+    }
+
+
 def test_one_module_touches_the_inside_of_sglang():
-    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if "build" not in path.parts]
-    knowing = {str(path.relative_to(ROOT)) for path in files if "sglang" in imports(path)}
-    assert knowing == KNOWS_SGLANG
+    assert importing("sglang.srt") == INSIDE
+    assert importing("sglang") == INSIDE | USES
 
 
 def test_the_hook_needs_nothing_a_serving_environment_lacks():

@@ -15,7 +15,8 @@ import pytest
 from processes import ends
 
 from draftworks.errors import ConfigError, EngineError
-from draftworks.serving.sglang_server import ServerOptions, SGLangServer, require_version
+from draftworks.serving.sglang_environment import require_version
+from draftworks.serving.sglang_server import ServerOptions, SGLangServer
 
 OPTIONS = ServerOptions(
     model="models/toy", revision=None, tokenizer="models/toy", context=512, dtype="float32", device="cpu",

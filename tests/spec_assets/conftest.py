@@ -94,6 +94,12 @@ def site(tmp_path: Path, tiny_folder: Path) -> Site:
     return new_site(tmp_path, tiny_folder)
 
 
+@pytest.fixture(scope="module")
+def shared_site(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Site:
+    """A site for all tests of a module."""
+    return new_site(tmp_path_factory.mktemp("shared"), tiny_folder)
+
+
 @dataclass(frozen=True)
 class FinishedSite:
     site: Site

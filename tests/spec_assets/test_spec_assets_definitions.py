@@ -66,12 +66,13 @@ def test_a_broken_entry_stops_its_own_target_only(site):
 
 def test_the_jobs_are_those_of_the_design():
     names = {job.name for job in build_definitions(REGISTRY).resolve_all_job_defs()} - {"__ASSET_JOB"}
-    assert names == {"resolve", "prepare", "train_eagle3", "train_dflash", "evaluate", "leaderboard", "everything"}
+    trainings = {"train_eagle3", "train_dflash", "train_domino"}
+    assert names == {"resolve", "prepare", *trainings, "evaluate", "serve", "leaderboard", "everything"}
 
 
 def test_the_inputs_are_part_of_every_job(site):
     defs = site.definitions()
-    for name in ("resolve", "prepare", "train_eagle3", "evaluate", "everything"):
+    for name in ("resolve", "prepare", "train_eagle3", "evaluate", "serve", "everything"):
         keys = {key.to_user_string() for key in defs.resolve_job_def(name).asset_layer.selected_asset_keys}
         assert {"target_model", "dataset", "recipe"} <= keys, name
 

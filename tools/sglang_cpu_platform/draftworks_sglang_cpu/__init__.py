@@ -1,7 +1,8 @@
 """A platform plug-in of SGLang: a CPU that needs none of SGLang's compiled kernels.
 
 SGLang's documented CPU mode imports kernels that are not published for CPU. A platform from outside makes it choose
-the torch-native path of every layer instead; nothing of SGLang is replaced or patched.
+the torch-native path of every layer instead; nothing of SGLang is replaced. Speculative decoding has no such path, so there
+two functions are exchanged for other forms of them in SGLang: see draftworks_sglang_cpu.speculation.
 """
 
 from __future__ import annotations

@@ -1,0 +1,156 @@
+"""What capture through SGLang's forward hook costs: hidden states of some rows, against a bare forward pass over them.
+
+    python benchmarks/sglang_hook.py                      # 8 layers of 512, 8 rows of 256 tokens, fp32 on CPU
+    python benchmarks/sglang_hook.py --hidden 256 --length 128
+
+Two real servers of one random Llama, one with our hook and one without, asked for the same tokens in turn: one new token
+for each row, so a request is its prompt and nothing else. The time of a capture is all of it: hook, spool, reading and
+checking. The aim is at most 1.1.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftworks.capture.engine import EnginePlace, TargetEngine, load_engine
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.identity import LayerTap
+from draftworks.runs import TargetFiles
+from draftworks.specs import CaptureSpec, ResponseSpec, SGLangSpec
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENIZER = ROOT / "registry" / "models" / "tiny"
+VOCAB = 2048
+
+
+@dataclass(frozen=True)
+class Case:
+    """The target's size, and the rows of one request."""
+
+    hidden: int = 512
+    layers: int = 8
+    length: int = 256
+    batch: int = 8
+    taps: int = 3
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians in milliseconds for one batch; `ratio` is the median of capture over bare, turn by turn."""
+
+    hidden: int
+    layers: int
+    length: int
+    batch: int
+    taps: int
+    bare_ms: float
+    capture_ms: float
+    ratio: float
+    mib_per_batch: float
+
+
+def random_llama(folder: Path, case: Case) -> TargetFiles:
+    """A Llama of random weights, in fp32."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=case.hidden,
+        intermediate_size=3 * case.hidden,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.hidden // 64,
+        num_key_value_heads=case.hidden // 64,
+        max_position_embeddings=2 * case.length,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return TargetFiles(
+        name="random",
+        model=str(folder),
+        tokenizer=str(TOKENIZER),
+        digest="0" * 16,
+        tokenizer_digest="0" * 16,
+        num_layers=case.layers,
+        hidden_size=case.hidden,
+        vocab_size=VOCAB,
+        context=2 * case.length,
+    )
+
+
+def engine(target: TargetFiles, folder: Path, python: Path, taps: tuple[LayerTap, ...] | None) -> TargetEngine:
+    """A server of its own; without taps it has no hook."""
+    capture = CaptureSpec(backend="sglang_server", compute_dtype="float32", dtype="float32", device="cpu")
+    place = EnginePlace(
+        folder=folder, taps=taps, head=lambda: TargetParts.load(target).head, sglang=SGLangSpec(python=str(python))
+    )
+    return load_engine(target, capture, torch.device("cpu"), place)
+
+
+def milliseconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def measure(case: Case, repeats: int, python: Path, folder: Path) -> Result:
+    target = random_llama(folder / "model", case)
+    taps = tuple(map(LayerTap, torch.linspace(1, case.layers - 1, case.taps).long().tolist()))
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(10, VOCAB, (case.batch, case.length), generator=generator).tolist()
+    names, nothing_more = [str(index) for index in range(case.batch)], ResponseSpec(max_new_tokens=1)
+    bare, capture = [], []
+    with ExitStack() as closing:
+        plain = engine(target, folder / "plain", python, None)
+        closing.callback(plain.close)
+        hooked = engine(target, folder / "hooked", python, taps)
+        closing.callback(hooked.close)
+        for turn in range(repeats + 1):
+            times = [
+                milliseconds(lambda: plain.generate(rows, nothing_more, names, target.context)),
+                milliseconds(lambda: hooked.capture(rows, taps)),
+            ]
+            if turn > 0:  # the first warms up
+                for found, value in zip((bare, capture), times):
+                    found.append(value)
+    streams = len(taps) + 1
+    return Result(
+        **asdict(case),
+        bare_ms=round(statistics.median(bare), 1),
+        capture_ms=round(statistics.median(capture), 1),
+        ratio=round(statistics.median(c / b for c, b in zip(capture, bare)), 3),
+        mib_per_batch=round(case.batch * case.length * streams * case.hidden * 4 / 2**20, 1),
+    )
+
+
+def main(
+    hidden: Annotated[int, typer.Option(min=64, help="A multiple of 64.")] = 512,
+    layers: Annotated[int, typer.Option(min=2)] = 8,
+    length: Annotated[int, typer.Option(min=8)] = 256,
+    batch: Annotated[int, typer.Option(min=1)] = 8,
+    repeats: Annotated[int, typer.Option(min=1)] = 9,
+    python: Annotated[Path, typer.Option(help="Of the environment with SGLang.")] = ROOT
+    / ".venv-sglang"
+    / "bin"
+    / "python",
+) -> None:
+    """Print a small table and one line of JSON."""
+    with tempfile.TemporaryDirectory(prefix="sglang_hook.") as folder:
+        result = measure(Case(hidden, layers, length, batch), repeats, python, Path(folder))
+    print(f"{'size':>10} {'bare ms':>9} {'capture ms':>11} {'ratio':>6} {'MiB':>7}")
+    size = f"{length}x{batch}"
+    print(f"{size:>10} {result.bare_ms:9.1f} {result.capture_ms:11.1f} {result.ratio:6.2f} {result.mib_per_batch:7.1f}")
+    print(json.dumps(asdict(result)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,190 @@
+"""Rung 6: load an exported draft in a live SGLang server and count what it accepts: `-m draftworks.programs.serve FILE`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftworks.data.chat import ChatTokenizer
+from draftworks.data.tokenized import TokenizedSet
+from draftworks.errors import ConfigError, DataError, EngineError
+from draftworks.evaluation.comparison import walk_of
+from draftworks.evaluation.decoding import DecodingLimits
+from draftworks.evaluation.loop import occasion
+from draftworks.evaluation.served import SERVED, Agreement, Question, Served, agreement, questions, serve
+from draftworks.evaluation.statistics import Resampling, summary
+from draftworks.export.names import DRAFT_FOLDER
+from draftworks.programs.process_group import resolve_device
+from draftworks.programs.program import ProgramContext, run_program
+from draftworks.publishing import publish_json
+from draftworks.runs import ServeRun
+from draftworks.serving.server_figures import Counters, average_accept_length, verified_tokens
+from draftworks.serving.sglang_client import GenerateRequest
+from draftworks.serving.sglang_environment import require_cpu_speculation
+from draftworks.serving.sglang_server import ServerOptions, SGLangServer
+from draftworks.serving.speculating_client import SpeculatingClient
+from draftworks.serving.speculation import Speculation
+
+RESULT = "serving.json"
+SCHEMA_VERSION = 1
+CPU_MEMORY_SHARE = 0.8
+"""Of main memory, at most: how many tokens the cache holds decides how much it is."""
+
+
+def measure(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
+    """Answer the eval set's prompts with the draft at work, and compare with the walk over the same answers.
+
+    Raises:
+        ConfigError: there is no SGLang, or none that can speculate on this machine.
+        EngineError: the server does not start, or proposes another number of tokens than the walk.
+        DataError: the eval set has no prompt.
+    """
+    device = resolve_device(run.serving.device).type
+    if device == "cpu":
+        _require_cpu_can(run)
+    stop_ids = ChatTokenizer.load(run.target).eos_ids
+    limits = DecodingLimits(run.max_new_tokens, stop_ids)
+    asked = questions(TokenizedSet.open(run.tokens), run.serving.prompts, limits, run.max_length)
+    if not asked:
+        raise DataError(f"{run.tokens}: expected samples with a prompt before their answer, found none to ask a server")
+    speculation = Speculation.of_command(run.command, DRAFT_FOLDER, run.draft).proposing(run.draft_tokens)
+    with _serving(run, ctx, _options(run, device, speculation)) as client:
+        live = _ask(client, run, asked, stop_ids)
+    resampling = Resampling(run.confidence, run.resamples)
+    compared = agreement(live.served.prompts, walk_of(run.report), run.serving.tolerance, resampling)
+    ctx.log(_told(live, compared))
+    result = {
+        "schema_version": SCHEMA_VERSION,
+        "metric": f"eval/{SERVED}",
+        "rung": 6,
+        "acceptance": summary(live.served.prompts, resampling).to_json(),
+        "prompts": {one.sample_id: list(one.histogram) for one in live.served.prompts},
+        "walk": compared.to_json(),
+        **live.to_json(),
+        "algorithm": speculation.algorithm,
+        "compute_dtype": run.serving.compute_dtype,
+        "concurrency": run.serving.concurrency,
+        "occasion": occasion(resolve_device(run.serving.device)).to_json(),
+    }
+    publish_json(run.out / RESULT, result)
+    return {name: value for name, value in result.items() if name != "prompts"}
+
+
+@dataclass(frozen=True)
+class _Live:
+    """What a server answered.
+
+    Attributes:
+        seconds: of all answers, several at a time, prefill included.
+        counters: the server's own, over the same time.
+        accept_length: tokens per pass as /server_info has them; None where it has none.
+    """
+
+    served: Served
+    seconds: float
+    counters: Counters
+    accept_length: float | None
+    version: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "answers": self.served.answers,
+            "same_answers": self.served.same,
+            "tokens": self.served.tokens,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(self.served.tokens / self.seconds, 2),
+            "server": {
+                "version": self.version,
+                "passes": self.counters.passes,
+                "tokens": self.counters.tokens,
+                "avg_spec_accept_length": self.accept_length,
+            },
+        }
+
+
+@contextmanager
+def _serving(run: ServeRun, ctx: ProgramContext, options: ServerOptions) -> Iterator[SpeculatingClient]:
+    """A server of our own, gone afterwards whatever happened."""
+    sglang = run.sglang
+    server = SGLangServer(Path(sglang.python), options, run.logs, sglang.start_timeout_s, sglang.grace_s)
+    ctx.log(f"starting SGLang with {options.draft.algorithm if options.draft else 'no draft'}, its log is {server.log}")
+    server.start()
+    client = SpeculatingClient(server.url, sglang.request_timeout_s)
+    try:
+        yield client
+    finally:
+        server.stop()  # first: a closed client would not wake the threads that wait for an answer
+        client.close()
+
+
+def _ask(client: SpeculatingClient, run: ServeRun, asked: list[Question], stop_ids: tuple[int, ...]) -> _Live:
+    info = client.raw_info()
+    proposed = verified_tokens(info) - 1
+    if proposed != run.draft_tokens:
+        raise EngineError(
+            f"SGLang proposes {proposed} tokens a pass, and the walk that it is compared with {run.draft_tokens}: expected "
+            "the same. Leave evaluation.draft_tokens out for a draft whose own configuration says how many it proposes"
+        )
+
+    def answer(question: Question):
+        sampling = {"temperature": 0.0, "max_new_tokens": question.room, "stop_token_ids": list(stop_ids)}
+        return client.answer(GenerateRequest(uuid.uuid4().hex, question.prompt, sampling))
+
+    before, started = client.counters(), time.monotonic()
+    served = serve(asked, answer, run.serving.concurrency)
+    seconds = time.monotonic() - started
+    return _Live(
+        served,
+        seconds,
+        client.counters().since(before),
+        average_accept_length(client.raw_info()),
+        str(info.get("version")),
+    )
+
+
+def _options(run: ServeRun, device: str, speculation: Speculation) -> ServerOptions:
+    server, on_gpu = run.serving.server, device == "cuda"
+    return ServerOptions(
+        model=run.target.model,
+        revision=run.target.revision,
+        tokenizer=run.target.tokenizer,
+        context=run.target.context,
+        dtype=run.serving.compute_dtype,
+        device=device,
+        layer_ids=(),
+        spool=run.logs / "spool",
+        tp_size=server.tp_size,
+        dp_size=server.dp_size,
+        mem_fraction=server.mem_fraction or (None if on_gpu else CPU_MEMORY_SHARE),
+        max_total_tokens=server.max_total_tokens
+        or (None if on_gpu else (run.serving.concurrency + 1) * 2 * run.target.context),
+        extra=tuple(server.args),
+        draft=speculation,
+    )
+
+
+def _require_cpu_can(run: ServeRun) -> None:
+    if run.serving.compute_dtype != "float32":
+        raise ConfigError(
+            f"evaluation.serving.compute_dtype: on a CPU expected float32, found {run.serving.compute_dtype}: Triton's "
+            "interpreter computes something else in it. Set float32, or serve on a GPU"
+        )
+    require_cpu_speculation(Path(run.sglang.python))
+
+
+def _told(live: _Live, compared: Agreement) -> str:
+    served, paired = live.served, compared.paired
+    return (
+        f"{served.tokens} tokens in {served.passes} passes (rung 6), {served.same} of {served.answers} answers are the eval "
+        f"set's own; {paired.difference:+.3f} accepted tokens per pass against the walk (rung 3) on {paired.prompts} "
+        f"samples, {compared.equal} of them equal count for count"
+    )
+
+
+if __name__ == "__main__":
+    run_program(ServeRun, measure)

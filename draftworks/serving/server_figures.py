@@ -1,0 +1,127 @@
+"""What a speculating SGLang says of its own work: request by request, in its metrics and in its server info.
+
+The counters of a request are what counts: they are exact, and of nobody else's requests. Metrics and server info are of
+the whole server, its warm-up included, and are good for a cross-check. Names are those of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftworks.errors import EngineError
+
+_SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{.*\})?\s+(?P<value>\S+)")
+_VERIFY_CALLS, _TOKENS = "sglang:spec_verify_calls_total", "sglang:generation_tokens_total"
+
+
+@dataclass(frozen=True)
+class SpeculatedAnswer:
+    """An answer, and what the target accepted on the way.
+
+    Attributes:
+        passes: passes of the target after the prefill, which gives the first token.
+        histogram: entry n is the number of passes that accepted exactly n proposals. What the last pass accepted beyond
+            the answer's end is in it, and not in `output_ids`.
+    """
+
+    output_ids: tuple[int, ...]
+    passes: int
+    histogram: tuple[int, ...]
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> SpeculatedAnswer:
+        """From an answer of /generate.
+
+        Raises:
+            EngineError: the server gave the request up, or counts nothing: it does not speculate.
+        """
+        meta, ids = answer["meta_info"], answer["output_ids"]
+        if meta["finish_reason"]["type"] == "abort":
+            raise EngineError(
+                f"SGLang gave up a request: {meta['finish_reason'].get('message', 'it does not say why')}"
+            )
+        if "spec_verify_ct" not in meta:
+            if len(ids) > 1:
+                raise EngineError(
+                    "SGLang answered without counters of speculative decoding: it runs without a draft, or is another "
+                    f"version. It sent {', '.join(sorted(meta))}"
+                )
+            return cls(tuple(ids), 0, ())  # over with the prefill: nothing was there to verify
+        found = tuple(meta["spec_correct_drafts_histogram"])
+        if sum(found) != meta["spec_verify_ct"]:
+            raise EngineError(
+                f"SGLang counts {meta['spec_verify_ct']} passes, and {sum(found)} in its histogram {found}"
+            )
+        return cls(tuple(ids), meta["spec_verify_ct"], found)
+
+    def within_the_answer(self) -> list[int]:
+        """Accepted proposals of each pass, in no order, without what the last pass accepted beyond the answer's end.
+
+        SGLang does not tell which pass was the last. It is taken to be one of those that accepted most, so the sum is exact
+        and one entry of the histogram may not be.
+        """
+        accepted = sorted(n for n, passes in enumerate(self.histogram) for _ in range(passes))
+        beyond = 1 + sum(accepted) + self.passes - len(self.output_ids)
+        if accepted and beyond > 1:  # the first token beyond would be the target's own, which is no proposal
+            accepted[-1] -= beyond - 1
+        return accepted
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Of a server since it was started.
+
+    Attributes:
+        passes: passes of the target that verified something, one for each request they held.
+        tokens: that it generated.
+    """
+
+    passes: int
+    tokens: int
+
+    @classmethod
+    def of_metrics(cls, text: str) -> Counters:
+        """From /metrics, in Prometheus' text format.
+
+        Raises:
+            EngineError: a counter is missing, as on a server without --enable-metrics.
+        """
+        return cls(int(metric(text, _VERIFY_CALLS)), int(metric(text, _TOKENS)))
+
+    def since(self, before: Counters) -> Counters:
+        return Counters(self.passes - before.passes, self.tokens - before.tokens)
+
+
+def metric(text: str, name: str) -> float:
+    """The sum of a metric over its labels, as those of the ranks of a data-parallel server; 0 where nothing was counted yet.
+
+    Raises:
+        EngineError: the text does not know the metric.
+    """
+    samples = (found for line in text.splitlines() if (found := _SAMPLE.match(line)))
+    values = [float(found["value"]) for found in samples if found["name"] == name]
+    if not values and f"# TYPE {name} " not in text:
+        raise EngineError(f"SGLang's metrics: expected {name}, found none of it. Is it another version?")
+    return sum(values)
+
+
+def average_accept_length(info: Mapping[str, Any]) -> float | None:
+    """Tokens per pass as /server_info has them, the mean over data-parallel ranks; None where it has none."""
+    states: Sequence[Mapping[str, Any]] = info.get("internal_states") or []
+    values = [state["avg_spec_accept_length"] for state in states if "avg_spec_accept_length" in state]
+    return sum(values) / len(values) if values else None
+
+
+def verified_tokens(info: Mapping[str, Any]) -> int:
+    """How many tokens a pass verifies, by /server_info: the proposals, and the token before them.
+
+    Raises:
+        EngineError: the server does not speculate.
+    """
+    found = info.get("speculative_num_draft_tokens")
+    if not found:
+        raise EngineError("SGLang runs without speculative decoding: /server_info has no speculative_num_draft_tokens")
+    return int(found)

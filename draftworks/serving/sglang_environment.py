@@ -1,0 +1,93 @@
+"""SGLang's environment: another Python than ours, examined before anything of ours runs there. Torch-free."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import draftworks
+from draftworks.errors import ConfigError
+
+SGLANG_VERSIONS = ("0.5.23",)
+"""Whose inner types the capture hook reads, and whose numbers were compared with those of transformers."""
+PROGRAM_LIBRARIES = {"dagster_pipes": "dagster-pipes", "pyarrow": "pyarrow", "tenacity": "tenacity"}
+"""What the programs that run a target import and SGLang does not bring: distributions by module."""
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "DAGSTER_PIPES_")
+"""Of the process group that one of our processes may be a rank of: SGLang would take them for its own."""
+_PATIENCE_S = 60
+
+
+def require_version(python: Path) -> str:
+    """The version of SGLang that a Python has.
+
+    Raises:
+        ConfigError: no such Python, no SGLang, or a version whose inner types the capture hook does not know.
+    """
+    where = _called(python)
+    done = _asked(python, "import importlib.metadata as m; print(m.version('sglang'))")
+    if done.returncode != 0:
+        raise ConfigError(f"{where} has no SGLang: {done.stderr.strip().splitlines()[-1:]}. Install it there")
+    version = done.stdout.strip()
+    check_version(version, where)
+    return version
+
+
+def check_version(version: str, where: str) -> None:
+    """ConfigError unless the capture hook was made for this version of SGLang."""
+    if version not in SGLANG_VERSIONS:
+        raise ConfigError(
+            f"{where}: expected SGLang {' or '.join(SGLANG_VERSIONS)}, whose inner types the capture hook reads, "
+            f"found {version}. Install that version"
+        )
+
+
+def program_environment(python: Path, folder: Path) -> dict[str, str]:
+    """What a program of ours needs in its environment to be run by SGLang's Python.
+
+    Args:
+        folder: for a link to this package; created if absent.
+
+    Raises:
+        ConfigError: as `require_version`, or a library that our programs need is not there.
+    """
+    require_version(python)
+    asked = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
+    done = _asked(python, asked, *PROGRAM_LIBRARIES)
+    lacking = [PROGRAM_LIBRARIES[module] for module in done.stdout.split()]
+    if lacking:
+        raise ConfigError(
+            f"{_called(python)} lacks {', '.join(lacking)}, which a capture with backend sglang needs beside SGLang. "
+            f"Install them there: {python} -m pip install --no-deps {' '.join(lacking)}"
+        )
+    return {"PYTHONPATH": str(linked_package(folder))}
+
+
+def require_cpu_speculation(python: Path) -> None:
+    """ConfigError unless the SGLang of a Python can speculate without a GPU, by our platform plug-in."""
+    asked = "import importlib.util as u; print(u.find_spec('draftworks_sglang_cpu.speculation') is not None)"
+    if _asked(python, asked).stdout.strip() != "True":
+        raise ConfigError(
+            f"{_called(python)} cannot speculate on a CPU: expected a GPU, or this project's platform plug-in for SGLang. "
+            "`make sglang-env` makes an environment with it; on a machine with a GPU set evaluation.serving.device"
+        )
+
+
+def linked_package(folder: Path) -> Path:
+    """A folder with nothing but a link to this package, so that SGLang sees none of the libraries installed beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "draftworks"
+    link.unlink(missing_ok=True)
+    link.symlink_to(Path(draftworks.__file__).resolve().parent, target_is_directory=True)
+    return folder
+
+
+def _called(python: Path) -> str:
+    return f"SGLang's Python {python} (sglang.python of the deployment)"
+
+
+def _asked(python: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run([python, "-c", *words], capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        where = f"{_called(python)} cannot be run"
+        raise ConfigError(f"{where}: {error}. `make sglang-env` makes an environment for CPU") from error

@@ -1,0 +1,125 @@
+"""Work spread over servers that do the same: to the one with the least to do, and away from those that fail."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from draftworks.errors import CaptureError, EngineError
+from draftworks.serving.circuit_breaker import BreakerState, CircuitBreaker
+
+Client = TypeVar("Client")
+Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Server(Generic[Client]):
+    """One of them. `outstanding` requests are on their way to it, `taken` is all it was ever given."""
+
+    name: str
+    client: Client
+    breaker: CircuitBreaker
+    outstanding: int = 0
+    taken: int = 0
+    error: EngineError | None = None
+
+    def has_room(self, requests: int, limit: int) -> bool:
+        """More than the limit fits only where nothing else is."""
+        return self.outstanding == 0 or self.outstanding + requests <= limit
+
+
+class Spread(Generic[Client]):
+    """Servers side by side, for any number of threads.
+
+    Args:
+        clients: by the name under which logs and errors know them.
+        max_outstanding: requests that a server has at a time; whoever has more waits until there is room somewhere.
+        new_breaker: makes the breaker of each.
+        on_open: called with the client and its error when it has failed so often that it gets no more work for a while.
+    """
+
+    def __init__(
+        self,
+        clients: Mapping[str, Client],
+        max_outstanding: int,
+        new_breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
+        on_open: Callable[[Client, EngineError], None] = lambda client, error: None,
+    ) -> None:
+        self.servers = tuple(Server(name, client, new_breaker()) for name, client in clients.items())
+        self._limit = max_outstanding
+        self._on_open = on_open
+        self._changed = threading.Condition()
+
+    def run(self, work: Callable[[Client], Result], requests: int = 1) -> Result:
+        """What `work` returns for one of the servers, tried on each until one does it.
+
+        Args:
+            requests: that `work` sends.
+
+        Raises:
+            EngineError: no server is left to try; the message has the last error of each.
+            CaptureError: a server refused the work, as any of them would.
+        """
+        tried: set[str] = set()
+        while True:
+            server = self._taken(requests, tried)
+            try:
+                result = work(server.client)
+            except EngineError as error:
+                tried.add(server.name)
+                self._note_failure(server, error)
+            except CaptureError:
+                server.breaker.succeeded()  # it lives, and has answered
+                raise
+            except BaseException:
+                server.breaker.abandoned()
+                raise
+            else:
+                server.breaker.succeeded()
+                return result
+            finally:
+                self._release(server, requests)
+
+    def reopen(self, client: Client | None = None) -> None:
+        """Give a server work again because it was mended, or all of them because whoever asks has waited long enough."""
+        with self._changed:
+            for server in self.servers:
+                if client is None or server.client is client:
+                    server.breaker.succeeded()
+            self._changed.notify_all()
+
+    def _taken(self, requests: int, tried: Collection[str]) -> Server[Client]:
+        """The one with the least to do among those that may be asked, once there is room at any of them."""
+        with self._changed:
+            while True:
+                untried = [each for each in self.servers if each.name not in tried]
+                usable = [each for each in untried if each.breaker.available]
+                for server in sorted(usable, key=lambda each: (each.outstanding, each.taken)):
+                    if server.has_room(requests, self._limit) and server.breaker.allow():
+                        server.outstanding += requests
+                        server.taken += requests
+                        return server
+                if all(each.breaker.state is BreakerState.OPEN for each in untried):
+                    raise self._exhausted()
+                self._changed.wait()  # for room, or for what comes of a trial
+
+    def _release(self, server: Server[Client], requests: int) -> None:
+        with self._changed:
+            server.outstanding -= requests
+            self._changed.notify_all()
+
+    def _note_failure(self, server: Server[Client], error: EngineError) -> None:
+        server.error = error
+        opened = server.breaker.failed()
+        log.warning("%s%s", error, f"\n{server.name} gets no work for now" if opened else "")
+        if opened:
+            self._on_open(server.client, error)
+
+    def _exhausted(self) -> EngineError:
+        lines = [f"  {each.name}: {each.error}" for each in self.servers]
+        return EngineError("\n".join([f"none of {len(lines)} servers does the work:", *lines]))

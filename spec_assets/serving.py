@@ -1,0 +1,213 @@
+"""Serving checks: what a live SGLang server accepts of an exported draft, beside the walk that predicted it (rung 6)."""
+
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from draftworks.artifacts import Artifact, Built
+from draftworks.errors import ConfigError
+from draftworks.evaluation.report_summary import ReportSummary
+from draftworks.identity import digest
+from draftworks.registry import HELDOUT
+from draftworks.runs import TOKENS_FOLDER, ServeRun
+from draftworks.specs import TargetSpec
+from draftworks.strategies import StrategySpec
+from resources.sglang_server import SGLangServer
+from resources.torch_launcher import TorchLauncher
+from resources.workspace import Workspace
+from spec_assets.common import (
+    NothingToDo,
+    asset,
+    checked_partition,
+    launch,
+    obtained,
+    shown,
+    target_with_strategy,
+    told,
+)
+from spec_assets.features import GPU_POOL
+from spec_assets.metadata import table
+
+GROUP = "serving"
+AGREES_WITH_WALK = "agrees_with_walk"
+SERVER = "SGLang"
+"""The server among those that an export has a command for."""
+
+
+def serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
+    """The asset `{strategy}_serving`, for the targets that ask for it by `evaluation.serving.prompts`."""
+    names = [f"{strategy.name}_{kind}" for kind in ("draft", "report", "export")]
+
+    @asset(
+        group=GROUP,
+        kinds=["sglang"],
+        name=f"{strategy.name}_serving",
+        description=f"The exported {strategy.name} draft at work in a live SGLang server: tokens accepted per pass of the "
+        "target, from the server's own counters, beside the walk over the same answers.",
+        deps=["target_model", "recipe", f"{HELDOUT}_responses", *names],
+        optional=True,
+        pool=GPU_POOL,
+    )
+    def serving(
+        context: dg.AssetExecutionContext,
+        workspace: Workspace,
+        launcher: dg.ResourceParam[TorchLauncher],
+        sglang: SGLangServer,
+    ) -> dg.MaterializeResult:
+        target = target_with_strategy(context, workspace, strategy)
+        subject = ServedDraft.of(workspace, strategy, target)
+        settings = target.evaluation.serving
+
+        def build(out: Path) -> Built:
+            logs = workspace.run_folder(context.run.run_id, context.op_execution_context.op_handle.name) / "server"
+            run = subject.run(workspace, sglang, out, logs)
+            with sglang.told(context, logs):
+                job = launch(context, launcher, workspace, "serve", run, processes=1, device=settings.device)
+            summary = {**job.report, "log": str(sglang.log(logs))}
+            counted = {name: summary[name] for name in ("acceptance", "answers", "same_answers")}
+            return Built(digest(counted), summary)
+
+        artifact = obtained(context, workspace, subject.identity(workspace), build)
+        return shown(context, artifact, serving_metadata(artifact))
+
+    return serving
+
+
+class ServedDraft:
+    """An exported draft, the report that its walk is in, and how the target is to be served.
+
+    Attributes:
+        format: the export format.
+        command: how people are told to serve it.
+    """
+
+    def __init__(self, target: TargetSpec, export: Artifact, report: Artifact, format_name: str) -> None:
+        self.target = target
+        self.export = export
+        self.report = report
+        self.format = format_name
+        self.command: str = export.summary["formats"][format_name]["commands"][SERVER]
+
+    @classmethod
+    def of(cls, workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> "ServedDraft":
+        """
+        Raises:
+            NothingToDo: the target does not ask for it, or has no export that SGLang loads.
+            ConfigError: the format that is asked for was not exported, or export and report are of different drafts.
+        """
+        settings = target.evaluation.serving
+        if not settings.prompts:
+            raise NothingToDo(f"target {target.name} asks for no serving check (evaluation.serving.prompts)")
+        found = {
+            kind: workspace.artifacts.find(f"{strategy.name}_{kind}", target.name) for kind in ("export", "report")
+        }
+        for kind, artifact in found.items():
+            if artifact is None:
+                raise NothingToDo(f"target {target.name} has no {strategy.name}_{kind} yet")
+        export, report = found["export"], found["report"]
+        if export.identity["draft"] != report.identity["draft_identity"]:
+            raise ConfigError(
+                f"target {target.name}: the export is of draft {export.identity['draft']}, the report of draft "
+                f"{report.identity['draft_identity']}: expected the same. Run the job train_{strategy.name}"
+            )
+        formats = [name for name, made in export.summary["formats"].items() if SERVER in made["commands"]]
+        if settings.format is None and not formats:
+            raise NothingToDo(f"target {target.name} has no {strategy.name} export that {SERVER} loads")
+        if settings.format is not None and settings.format not in formats:
+            raise ConfigError(
+                f"target {target.name}: evaluation.serving.format: expected one of {', '.join(formats) or 'no format'}, in "
+                f"which there is an export for {SERVER}, found {settings.format}"
+            )
+        return cls(target, export, report, settings.format or formats[0])
+
+    def identity(self, workspace: Workspace) -> dict[str, Any]:
+        return {
+            "export": self.export.summary["formats"][self.format]["digest"],
+            "format": self.format,
+            "command": self.command,
+            "report": self.report.path.name,
+            "target": workspace.target_files(self.target.name).digest,
+            "serving": self.target.evaluation.serving.identity(),
+        }
+
+    def run(self, workspace: Workspace, sglang: SGLangServer, out: Path, logs: Path) -> ServeRun:
+        target, evaluation = self.target, self.target.evaluation
+        report = self.report.path / HELDOUT
+        return ServeRun(
+            out=out,
+            target=workspace.target_files(target.name),
+            command=self.command,
+            draft=self.export.path / self.format,
+            tokens=workspace.artifacts.current(f"{HELDOUT}_responses", target.name).path / TOKENS_FOLDER,
+            report=report,
+            draft_tokens=ReportSummary.load(report).draft_tokens,
+            serving=evaluation.serving,
+            logs=logs,
+            sglang=sglang.spec,
+            max_new_tokens=target.responses.max_new_tokens,
+            max_length=target.max_length,
+            confidence=evaluation.confidence,
+            resamples=evaluation.resamples,
+        )
+
+
+def serving_metadata(artifact: Artifact) -> dict[str, Any]:
+    """Both rungs side by side, how fast it was, and where the server's log is."""
+    found, walk = artifact.summary, artifact.summary["walk"]
+    accepted = found["acceptance"]
+    rows = [
+        ("live server (6)", _figure(accepted["micro"]), _figure(accepted["tokens_per_pass"]), accepted["passes"]),
+        ("server minus walk (3)", f"{walk['difference']:+.4f}", "", ""),
+    ]
+    return {
+        "rungs": table(("rung", "accepted draft tokens per pass", "tokens per pass", "passes"), rows),
+        found["metric"]: accepted["micro"],
+        "difference_from_walk": walk["difference"],
+        "equal_count_for_count": f"{walk['equal']} of {walk['prompts']} samples",
+        "same_answers": f"{found['same_answers']} of {found['answers']}",
+        "tokens_per_second": found["tokens_per_second"],
+        "concurrency": found["concurrency"],
+        "algorithm": found["algorithm"],
+        "sglang": found["server"]["version"],
+        "measured_on": found["occasion"]["device"],
+        "server_log": dg.MetadataValue.path(found["log"]),
+    }
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def serving_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
+    """A warning where the live server accepts something else than the walk said it would: of one of them something is wrong."""
+    name = f"{strategy.name}_serving"
+
+    @dg.asset_check(
+        asset=name,
+        name=AGREES_WITH_WALK,
+        description="The live server (rung 6) accepts per pass what the walk (rung 3) accepts on the same answers.",
+    )
+    def agrees_with_walk(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
+        artifact = workspace.artifacts.current(name, checked_partition(context))
+        return told(context, agreement_result(artifact.summary))
+
+    return agrees_with_walk
+
+
+def agreement_result(summary: dict[str, Any]) -> dg.AssetCheckResult:
+    walk = summary["walk"]
+    interval = walk["interval"]
+    return dg.AssetCheckResult(
+        passed=walk["agrees"],
+        severity=dg.AssetCheckSeverity.WARN,
+        description=f"{walk['difference']:+.3f} accepted tokens per pass ({interval['low']:+.3f} to {interval['high']:+.3f}) "
+        f"against the walk, on {walk['prompts']} samples; {walk['equal']} are equal count for count, and "
+        f"{summary['same_answers']} of {summary['answers']} answers are the eval set's own",
+        metadata={
+            "difference": walk["difference"],
+            "low": interval["low"],
+            "high": interval["high"],
+            "allowed": walk["allowed"],
+        },
+    )

@@ -1,0 +1,147 @@
+"""Real SGLang as an OpenAI-compatible server, and two servers side by side of which one is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from answer_toys import answering_run, conversation, rows_of, spelt
+from capture_toys import random_rows
+from processes import ends
+from sglang_toys import SGLANG, sglang_engine
+from thinking import thinking_target
+
+from draftworks.capture.endpoint import EndpointAnswerer
+from draftworks.capture.regenerate import RegenerateSummary, longest_sample, regenerate, regenerate_by
+from draftworks.capture.sglang_engine import SGLangEngine
+from draftworks.data.chat import ChatTokenizer
+from draftworks.errors import ConfigError
+from draftworks.identity import LayerTap
+from draftworks.runs import RegenerateRun, TargetFiles
+from draftworks.serving.sglang_server import ServerOptions, SGLangServer
+from draftworks.specs import ResponseSpec
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+SOURCES = [conversation(number) for number in range(2)]
+LIMIT = 8
+TAPS = (LayerTap(2), LayerTap(4))
+
+
+@pytest.fixture(scope="module")
+def thinker(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> TargetFiles:
+    return thinking_target(tiny_target, tmp_path_factory.mktemp("templates"))
+
+
+@pytest.fixture(scope="module")
+def second(
+    tiny_sglang: SGLangEngine, thinker: TargetFiles, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangServer]:
+    """Another server of the same target that writes to the same spool, with a chat template that thinks."""
+    folder = tmp_path_factory.mktemp("sglang") / "second"
+    options = ServerOptions(
+        model=thinker.model, revision=None, tokenizer=thinker.tokenizer, context=thinker.context, dtype="float32",
+        device="cpu", layer_ids=tuple(range(thinker.num_layers - 1)), spool=tiny_sglang.spool, mem_fraction=0.8,
+        max_total_tokens=4096, extra=("--chat-template", str(thinker.chat_template)),
+    )  # fmt: skip
+    server = SGLangServer(Path(SGLANG.python), options, folder, SGLANG.start_timeout_s, SGLANG.grace_s)
+    server.start()
+    yield server
+    server.stop()
+
+
+def by_endpoint(run: RegenerateRun, chat: ChatTokenizer | None = None) -> RegenerateSummary:
+    chat = chat or ChatTokenizer.load(run.target, run.responses.thinking)
+    answerer = EndpointAnswerer(run.responses, run.target, chat, longest_sample(run), {})
+    try:
+        return regenerate_by(run, lambda: answerer, chat)
+    finally:
+        answerer.close()
+
+
+def endpoint_run(url: str, target: TargetFiles, folder: Path, **options) -> RegenerateRun:
+    endpoint = {"base_urls": [f"{url}/v1"], "server": "sglang", "attempts": 1, **options.pop("endpoint", {})}
+    sources = options.pop("sources", SOURCES)
+    return answering_run(target, folder, sources, responses={"endpoint": endpoint, "max_new_tokens": LIMIT, **options})
+
+
+def test_greedy_answers_of_the_endpoint_are_those_of_generate(tiny_sglang, tiny_target, tmp_path: Path):
+    asked = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a")
+    generated = answering_run(tiny_target, tmp_path / "b", SOURCES, responses={"max_new_tokens": LIMIT})
+    regenerate(generated, lambda: tiny_sglang, ChatTokenizer.load(tiny_target))
+    by_endpoint(asked)
+    for ours, theirs in zip(rows_of(asked), rows_of(generated), strict=True):
+        assert ours.input_ids.tolist() == theirs.input_ids.tolist()
+        assert ours.loss_mask.tolist() == theirs.loss_mask.tolist()
+
+
+def test_text_alone_says_the_same_in_words(tiny_sglang, tiny_target, tmp_path: Path):
+    told = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a")
+    read = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "b", endpoint={"token_ids": False})
+    chat = ChatTokenizer.load(tiny_target)
+    for run in (told, read):
+        by_endpoint(run)
+    for ours, theirs in zip(rows_of(read), rows_of(told), strict=True):
+        assert spelt(chat, theirs) == spelt(chat, ours)
+        assert ours.supervised
+
+
+def test_later_turns_are_asked_with_the_answers_before(tiny_sglang, tiny_target, tmp_path: Path):
+    """The third token of the first answer is declared to end it, so that there is a second one."""
+    first = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a", sources=SOURCES[:1])
+    by_endpoint(first)
+    (row,) = rows_of(first)
+    chat = ChatTokenizer.load(tiny_target)
+    chat.eos_ids = (int(row.input_ids[row.loss_mask][2]),)
+    run = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "b", sources=[conversation(0, exchanges=2)])
+    summary = by_endpoint(run, chat)
+    assert (summary.losses.dropped_turns, summary.generated_tokens > 3) == (0, True)
+    assert "function 0 do, part 1" in spelt(chat, rows_of(run)[-1])
+
+
+def test_sampling_options_are_understood(tiny_sglang, tiny_target, tmp_path: Path):
+    options = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.3}
+    assert by_endpoint(endpoint_run(tiny_sglang.url, tiny_target, tmp_path, **options)).tokens["samples"] == 2
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_switch_for_thinking_reaches_the_servers_template(second, thinker, tmp_path: Path, thinking):
+    """The server tells the prompt it rendered, and another than ours would end the run."""
+    run = endpoint_run(second.url, thinker, tmp_path, thinking=thinking)
+    assert by_endpoint(run).tokens["samples"] == 2
+    chat = ChatTokenizer.load(thinker, thinking)
+    assert ("<think>" in spelt(chat, rows_of(run)[0])) == (thinking is False)
+
+
+def test_a_server_with_another_chat_template_is_refused(second, tiny_target, thinker, tmp_path: Path):
+    other = tmp_path / "other.jinja"
+    other.write_text(Path(thinker.chat_template).read_text().replace("<|im_start|>", "<|im_start|>the "))
+    run = endpoint_run(second.url, tiny_target.model_copy(update={"chat_template": str(other)}), tmp_path)
+    with pytest.raises(ConfigError, match="they differ from token 1 on"):
+        by_endpoint(run)
+
+
+def test_two_servers_share_the_work_and_one_that_is_killed_is_done_without(
+    tiny_sglang, second, tiny_engine, tiny_target, tmp_path: Path
+):
+    rows = [row.input_ids.tolist() for row in random_rows(9, seed=5, longest=60)]
+    expected = tiny_engine.capture(rows, TAPS)
+    prompts, ids = rows[:3], ["a", "b", "c"]
+    said = tiny_engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200)
+    engine = sglang_engine(
+        tiny_target, tmp_path, TAPS, urls=[tiny_sglang.url, second.url], spool=str(tiny_sglang.spool)
+    )
+    for killed in (False, True):
+        if killed:
+            assert second.pid is not None
+            process = psutil.Process(second.pid)
+            for each in [*process.children(recursive=True), process]:
+                each.kill()
+            assert ends(process, within_s=60)
+        for found, wanted in zip(engine.capture(rows, TAPS), expected, strict=True):
+            assert all(torch.allclose(found[name], wanted[name], atol=1e-4) for name in wanted)
+        assert engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200) == said
+    engine.close()

@@ -1,0 +1,210 @@
+"""SGLang inside this process, played by a stand-in: it gets what a server gets, its failures do not end us, it leaves nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from fake_engine import Wishes, fake_engine
+from fake_sglang import HIDDEN, VOCAB
+from processes import ends, lives
+
+from draftworks.capture.engine import EnginePlace, engine_identity, load_engine
+from draftworks.capture.sglang_engine import SGLangEngine
+from draftworks.errors import CaptureError, ConfigError, EngineError
+from draftworks.identity import LayerTap
+from draftworks.runs import TargetFiles
+from draftworks.specs import CaptureSpec, SGLangSpec
+
+TARGET = TargetFiles(
+    name="toy", model="models/toy", tokenizer="models/toy", digest="0" * 16, tokenizer_digest="1" * 16,
+    num_layers=6, hidden_size=HIDDEN, vocab_size=VOCAB, context=32,
+)  # fmt: skip
+ROWS = [[7, 3, 9], [4]]
+PATIENT = SGLangSpec(start_timeout_s=60, request_timeout_s=60, grace_s=5)
+
+
+@pytest.fixture
+def wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wishes]:
+    monkeypatch.setattr("draftworks.capture.sglang_engine._LONGEST_WAIT_S", 0.0)
+    with fake_engine(tmp_path / "site", monkeypatch) as wishes:
+        yield wishes
+
+
+def engine_in(folder: Path, sglang: SGLangSpec = PATIENT, **server) -> SGLangEngine:
+    capture = CaptureSpec(backend="sglang", compute_dtype="float32", server=server)
+    place = EnginePlace(folder, (LayerTap(2), LayerTap(4)), sglang=sglang)
+    return load_engine(TARGET, capture, torch.device("cpu"), place)
+
+
+@pytest.fixture
+def engine(wishes: Wishes, tmp_path: Path) -> Iterator[SGLangEngine]:
+    engine = engine_in(tmp_path / "engine")
+    yield engine
+    engine.close()
+
+
+def first_ids(engine: SGLangEngine, rows: list[list[int]]) -> list[float]:
+    return [streams["hf4"][0, 0].item() - 400 for streams in engine.capture(rows, [LayerTap(4)])]
+
+
+def test_hidden_states_come_through_the_same_spool(engine):
+    assert first_ids(engine, ROWS) == [7, 4]
+    assert list(engine.spool.iterdir()) == []
+
+
+def test_threads_are_answered_at_the_same_time(engine):
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda token: first_ids(engine, [[token]]), range(1, 9))) == [[n] for n in range(1, 9)]
+
+
+def test_it_is_set_up_as_a_server_would_be(wishes, tmp_path):
+    settings = {"tp_size": 2, "mem_fraction": 0.5, "max_total_tokens": 99, "args": ["--revision", "main"]}
+    engine_in(tmp_path / "engine", **settings).close()
+    (made,) = wishes.made
+    assert made["disable_radix_cache"] is True
+    assert made["chunked_prefill_size"] == -1
+    assert made["return_aux_hidden_state_layer_ids"] == [1, 3]
+    assert (made["tp_size"], made["mem_fraction_static"], made["max_total_tokens"]) == (2, 0.5, 99)
+    assert made["revision"] == "main"
+    assert wishes.environments[0]["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+def test_an_argument_that_sglang_does_not_know_is_refused(wishes, tmp_path):
+    with pytest.raises(ConfigError, match="capture.server.args: unrecognized arguments: --tp-sizes 2"):
+        engine_in(tmp_path / "engine", args=["--tp-sizes", "2"])
+    assert wishes.made == []
+
+
+def test_its_processes_see_nothing_of_our_process_group_and_we_nothing_of_its_settings(wishes, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("DAGSTER_PIPES_CONTEXT", "x")
+    before, handlers = dict(os.environ), list(logging.getLogger().handlers)
+    engine = engine_in(tmp_path / "engine")
+    (seen,) = wishes.environments
+    assert not {"RANK", "DAGSTER_PIPES_CONTEXT"} & set(seen)
+    assert seen["HF_HUB_OFFLINE"] == "1"
+    assert dict(os.environ) == before
+    assert logging.getLogger().handlers == handlers
+    engine.close()
+
+
+def test_a_process_of_it_that_fails_ends_the_batch_not_us_and_it_is_started_again(engine, wishes):
+    wishes.faults = ["crash"]
+    assert first_ids(engine, ROWS) == [7, 4]
+    assert len(wishes.made) == 2
+    assert ends(wishes.processes[0], within_s=60)
+
+
+def test_a_failure_that_lasts_is_told_after_the_last_attempt(engine, wishes):
+    wishes.faults = ["crash"] * 3
+    with pytest.raises(EngineError, match="SGLang in this process answers no more: one of its processes failed"):
+        first_ids(engine, ROWS)
+    assert len(wishes.made) == 3
+
+
+def test_an_engine_that_hangs_is_told(wishes, tmp_path):
+    engine = engine_in(tmp_path / "engine", PATIENT.model_copy(update={"request_timeout_s": 0.1, "attempts": 1}))
+    wishes.faults = ["hang"]
+    with pytest.raises(EngineError, match=r"gave no answer within 0.1 s \(sglang.request_timeout_s"):
+        first_ids(engine, ROWS)
+    engine.close()
+
+
+def test_a_refused_request_is_not_tried_again(engine, wishes):
+    wishes.faults = ["refuse"]
+    with pytest.raises(CaptureError, match="refuses a request: .*longer than the model's context"):
+        first_ids(engine, ROWS)
+    assert len(wishes.made) == 1
+
+
+def test_closing_ends_the_requests_of_other_threads_and_every_process(engine, wishes):
+    wishes.faults = ["hang"]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first_ids, engine, ROWS)
+        while wishes.faults:
+            assert not waiting.done() or waiting.result()
+        engine.close()
+        with pytest.raises(EngineError, match="the engine was closed"):
+            waiting.result()
+    assert ends(wishes.processes[0], within_s=60)
+    assert not wishes.threads[0].is_alive()
+
+
+def test_our_own_signal_handler_is_back_after_the_end(wishes, tmp_path):
+    before = signal.getsignal(signal.SIGQUIT)
+    engine = engine_in(tmp_path / "engine")
+    assert signal.getsignal(signal.SIGQUIT) != before
+    engine.close()
+    assert signal.getsignal(signal.SIGQUIT) == before
+
+
+def test_an_engine_that_is_never_ready_is_ended_with_its_processes(wishes, tmp_path):
+    wishes.ready = False
+    with pytest.raises(EngineError, match=r"was not ready within 1 s \(sglang.start_timeout_s"):
+        engine_in(tmp_path / "engine", PATIENT.model_copy(update={"start_timeout_s": 1}))
+    assert all(ends(process, within_s=60) for process in wishes.processes)
+    assert signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
+
+
+def test_an_engine_that_dies_while_it_starts_is_told_with_its_reason(wishes, tmp_path):
+    wishes.ready = False
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill_first, wishes)
+        with pytest.raises(EngineError, match="did not start: RuntimeError: Rank 0 scheduler died"):
+            engine_in(tmp_path / "engine")
+        killing.result()
+
+
+def kill_first(wishes: Wishes) -> None:
+    while not wishes.threads:
+        threading.Event().wait(0.05)
+    wishes.processes[0].kill()
+
+
+def test_a_python_without_sglang_says_what_to_do(tmp_path):
+    with pytest.raises(ConfigError, match=r"(?s)this Python, .* has none.*sglang.python.*backend sglang_server"):
+        engine_in(tmp_path / "engine")
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from multiprocessing import get_context
+from draftworks.serving.sglang_embedded import _mortal_children
+
+if __name__ == "__main__":
+    with _mortal_children(Path(sys.argv[1])):
+        child = get_context("spawn").Process(target=time.sleep, args=(600,))
+        child.start()
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_it_spawns_dies_with_us_from_its_first_moment_on(tmp_path):
+    (tmp_path / "owner.py").write_text(OWNER)
+    command = [sys.executable, str(tmp_path / "owner.py"), str(tmp_path)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    child = psutil.Process(int(owner.stdout.readline()))
+    assert lives(child)
+    owner.kill()
+    owner.wait()
+    assert ends(child, within_s=60)
+
+
+def test_in_process_and_behind_http_it_is_one_engine_with_one_set_of_keys():
+    ours, served, plain = (CaptureSpec(backend=name) for name in ("sglang", "sglang_server", "hf"))
+    assert engine_identity(ours) == engine_identity(served) != engine_identity(plain)
+    assert ours.identity() == served.identity() != plain.identity()

@@ -1,0 +1,124 @@
+"""Real SGLang in the process that captures: the program under the launcher, its features, and what is left of it."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import embedded_owner
+import psutil
+import pytest
+from capture_toys import capture_run, random_rows
+from processes import ends, lives
+from sglang_toys import SGLANG
+from torch import Tensor
+
+from draftworks.capture.session import capture_features
+from draftworks.data.tokenized import write_tokens
+from draftworks.features.manifest import read_feature_set
+from draftworks.features.opening import open_store
+from draftworks.identity import LayerTap
+from draftworks.runs import CaptureRun, TargetFiles
+from draftworks.serving.sglang_environment import linked_package
+from draftworks.specs import ResponseSpec
+from resources.local_launcher import LocalLauncher
+from resources.workspace import Workspace
+from spec_assets.common import launch
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+
+TOLERANCE = 2e-5
+"""Of the largest absolute value of a stream."""
+ROWS = random_rows(9, seed=3, longest=100)
+TAPS = [0, 1, 4, 7]
+
+
+def launched(run: CaptureRun, site: Path) -> dict[str, Any]:
+    """The report of the capture program, run by SGLang's Python as the assets run it."""
+    (site / "deployment.yaml").write_text("var: var\n")
+    reports: list[dict[str, Any]] = []
+
+    @dg.asset
+    def features(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+        workspace = Workspace(registry_root=str(site))
+        launcher = LocalLauncher(workdir=str(site / "runs"))
+        reports.append(launch(context, launcher, workspace, "capture", run, 1, "cpu", Path(SGLANG.python)).report)
+        return dg.MaterializeResult()
+
+    dg.materialize([features], instance=dg.DagsterInstance.ephemeral())
+    return reports[0]
+
+
+@pytest.fixture(scope="module")
+def captured(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> CaptureRun:
+    """A finished run of the program."""
+    folder = tmp_path_factory.mktemp("embedded")
+    run = capture_run(tiny_target, folder, backend="sglang", server={"args": ["--schedule-policy", "fcfs"]})
+    run = run.model_copy(update={"taps": TAPS, "sglang": SGLANG})
+    run.out.mkdir()
+    write_tokens(run.tokens, ROWS)
+    report = launched(run, folder)
+    assert report["captured_samples"] == len(ROWS)
+    assert report["verification"]["head_equals_logits"]
+    assert report["verification"]["features_as_captured"]
+    return run
+
+
+def stored(run: CaptureRun) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    """Tokens and features of every sample."""
+    store = open_store(run.store)
+    for ref in read_feature_set(run.out).refs:
+        streams, handle = store.get(ref)
+        yield ROWS[ref.metadata["row"]].input_ids.tolist(), streams
+        store.release(handle)
+    store.close()
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def test_features_of_the_program_equal_those_of_transformers_and_of_the_server(captured, tiny_engine, tiny_sglang):
+    taps = [LayerTap(index) for index in TAPS]
+    for row, streams in stored(captured):
+        for engine in (tiny_engine, tiny_sglang):
+            (expected,) = engine.capture([row], taps)
+            assert streams.keys() == expected.keys()
+            for name, stream in expected.items():
+                assert relative_difference(streams[name], stream) <= TOLERANCE, name
+
+
+def test_they_serve_for_a_capture_through_the_server_too(captured):
+    behind_http = captured.capture.model_copy(update={"backend": "sglang_server"})
+    run = captured.model_copy(update={"capture": behind_http})
+    assert capture_features(run, lambda: pytest.fail("all of it is there"), ROWS).captured == 0
+
+
+def test_threads_get_the_answers_of_transformers_and_a_kill_leaves_no_process(tiny_target, tiny_engine, tmp_path):
+    prompts = [row.input_ids.tolist() for row in ROWS[:4]]
+    asked = {
+        "target": tiny_target.model_dump(),
+        "folder": str(tmp_path / "engine"),
+        "prompts": prompts,
+        "new_tokens": 6,
+    }
+    owner = subprocess.Popen(
+        [SGLANG.python, embedded_owner.__file__],
+        env={**os.environ, "PYTHONPATH": str(linked_package(tmp_path / "package"))},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert owner.stdin is not None
+    assert owner.stdout is not None
+    print(json.dumps(asked), file=owner.stdin, flush=True)
+    answers = json.loads(owner.stdout.readline())
+    ids = [str(index) for index in range(len(prompts))]
+    expected = tiny_engine.generate(prompts, ResponseSpec(max_new_tokens=6), ids, tiny_target.context)
+    assert answers == [list(each.ids) for each in expected]
+    processes = psutil.Process(owner.pid).children(recursive=True)
+    assert len([process for process in processes if lives(process)]) >= 2
+    owner.kill()
+    owner.wait()
+    assert all(ends(process, within_s=60) for process in processes)

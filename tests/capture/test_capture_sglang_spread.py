@@ -1,0 +1,189 @@
+"""Several SGLang servers behind one engine: the work is shared, one may die, and nothing of its work is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang
+
+from draftworks.capture.engine import EnginePlace, engine_identity, load_engine
+from draftworks.capture.sglang_engine import SGLangEngine
+from draftworks.capture.sglang_hosts import ExternalHost, SGLangHost
+from draftworks.capture.sglang_spread import SpreadHost, balanced
+from draftworks.errors import CaptureError, ConfigError, EngineError
+from draftworks.identity import LayerTap
+from draftworks.runs import TargetFiles
+from draftworks.serving.circuit_breaker import CircuitBreaker
+from draftworks.serving.sglang_client import SGLangClient
+from draftworks.specs import CaptureSpec, ResponseSpec, SGLangSpec
+
+TARGET = TargetFiles(
+    name="toy", model="models/toy", tokenizer="models/toy", digest="0" * 16, tokenizer_digest="1" * 16,
+    num_layers=6, hidden_size=HIDDEN, vocab_size=VOCAB, context=32,
+)  # fmt: skip
+ROWS = [[7, 3, 9], [4], [5, 6, 7, 8], [9, 9], [1, 2, 3]]
+GENEROUS_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftworks.capture.sglang_engine._LONGEST_WAIT_S", 0.0)
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[list[FakeSGLang]]:
+    """Two servers, each with a spool of its own."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(fake_sglang(tmp_path / f"spool{number}")) for number in range(2)]
+
+
+def never_cooling() -> CircuitBreaker:
+    return CircuitBreaker(failures=2, cooldown_s=float("inf"))
+
+
+def spread_engine(folder: Path, fakes: list[FakeSGLang], mends: bool = False, hosts=None) -> SGLangEngine:
+    identity = engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
+    host = SpreadHost(hosts or [RevivedHost(fake) for fake in fakes], folder / "spool", 64, mends, never_cooling)
+    return SGLangEngine(TARGET, identity, host, lambda: torch.eye(HIDDEN), attempts=3)
+
+
+def assert_captured(engine: SGLangEngine) -> None:
+    for row, streams in zip(ROWS, engine.capture(ROWS, [LayerTap(2)]), strict=True):
+        ids = torch.tensor(row, dtype=torch.float32)[:, None].expand(-1, HIDDEN)
+        assert torch.equal(streams["last"], ids)
+        assert torch.equal(streams["hf2"], ids + 200)
+
+
+def prompts_of(fake: FakeSGLang) -> list[list[int]]:
+    return [prompt for body in fake.asked for prompt in body["input_ids"]]
+
+
+def test_a_batch_is_shared_by_its_tokens_and_comes_back_in_its_order(fakes, tmp_path: Path):
+    assert_captured(spread_engine(tmp_path, fakes))
+    shares = [prompts_of(fake) for fake in fakes]
+    assert sorted(shares[0] + shares[1]) == sorted(ROWS)
+    assert abs(sum(map(len, shares[0])) - sum(map(len, shares[1]))) <= max(map(len, ROWS))
+
+
+def test_nothing_is_left_in_any_spool(fakes, tmp_path: Path):
+    assert_captured(spread_engine(tmp_path, fakes))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_share_of_a_server_that_fails_is_taken_by_the_other(fakes, tmp_path: Path):
+    fakes[0].failures = [0, 500]
+    engine = spread_engine(tmp_path, fakes)
+    for _ in range(3):
+        assert_captured(engine)
+    assert fakes[0].failures == []
+    assert [host.revivals for host in engine._host._hosts] == [0, 0]
+
+
+def test_answers_go_to_both(fakes, tmp_path: Path):
+    engine = spread_engine(tmp_path, fakes)
+    for number in range(6):
+        assert engine.generate([[1, number]], ResponseSpec(max_new_tokens=1), [f"{number}"], 20)[0].ids == (297,)
+    assert [len(fake.asked) for fake in fakes] == [3, 3]
+    assert engine.replicas == 2
+
+
+def test_when_all_are_gone_the_error_names_each_of_them(fakes, tmp_path: Path):
+    for fake in fakes:
+        fake.failures = [500] * 20
+    with pytest.raises(EngineError, match=r"(?s)none of 2 servers does the work:") as raised:
+        spread_engine(tmp_path, fakes).capture(ROWS, [])
+    assert all(fake.url in str(raised.value) for fake in fakes)
+
+
+def test_after_all_have_failed_they_are_asked_again(fakes, tmp_path: Path):
+    for fake in fakes:
+        fake.failures = [500] * 2
+    assert_captured(spread_engine(tmp_path, fakes))
+
+
+def test_a_refused_row_is_refused_once(fakes, tmp_path: Path):
+    for fake in fakes:
+        fake.refused = 5
+    with pytest.raises(CaptureError, match="refuses /generate"):
+        spread_engine(tmp_path, fakes).capture(ROWS, [])
+    assert sum([5, 6, 7, 8] in prompts_of(fake) for fake in fakes) == 1
+
+
+class MendedHost(ExternalHost):
+    """Comes back when a test lets it; `mended` is set once it was asked to."""
+
+    def __init__(self, fake: FakeSGLang) -> None:
+        super().__init__(SGLangClient(fake.url, GENEROUS_S), fake.spool, (1, 3))
+        self._fake = fake
+        self.mended = threading.Event()
+        self.lets = threading.Event()
+
+    def revive(self, error: EngineError) -> None:
+        self.mended.set()
+        assert self.lets.wait(GENEROUS_S)
+        self._fake.failures = []
+
+
+def test_a_server_of_ours_is_started_again_while_the_others_go_on(fakes, tmp_path: Path):
+    fakes[0].failures = [0] * 99
+    dead = MendedHost(fakes[0])
+    engine = spread_engine(tmp_path, fakes, mends=True, hosts=[dead, RevivedHost(fakes[1])])
+    for _ in range(3):
+        assert_captured(engine)
+    assert dead.mended.wait(GENEROUS_S)
+    asked = len(fakes[0].asked)
+    assert_captured(engine)
+    assert len(fakes[0].asked) == asked  # it is being mended
+    dead.lets.set()
+    engine._host._menders.shutdown(wait=True)
+    assert_captured(engine)
+    assert len(fakes[0].asked) > asked
+
+
+def test_closing_ends_all_and_what_is_on_its_way_fails(fakes, tmp_path: Path):
+    engine = spread_engine(tmp_path, fakes)
+    engine.close()
+    with pytest.raises(EngineError, match="the engine was closed"):
+        engine.capture(ROWS, [])
+
+
+def test_servers_that_capture_other_layers_do_not_share_the_work(fakes, tmp_path: Path):
+    hosts: list[SGLangHost] = [RevivedHost(fake) for fake in fakes]
+    hosts[1].layer_ids = (1, 4)
+    with pytest.raises(EngineError, match=r"the same layers, found .*: \[1, 3\]; .*: \[1, 4\]"):
+        spread_engine(tmp_path, fakes, hosts=hosts)
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares", "groups"),
+    [([], 2, [[]]), ([5], 2, [[0]]), ([1, 1, 1, 1], 2, [[0, 2], [1, 3]]), ([1, 9, 4, 4], 2, [[1], [2, 3, 0]])],
+)
+def test_shares_are_of_about_the_same_weight(weights, shares, groups):
+    assert balanced(weights, shares) == groups
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> EnginePlace:
+    return EnginePlace(tmp_path / "engine", (LayerTap(2), LayerTap(4)), lambda: torch.eye(HIDDEN), sglang=SGLangSpec())
+
+
+def test_each_of_your_servers_is_examined_before_any_is_asked(fakes, place):
+    fakes[1].info = {**fakes[1].info, "version": "0.5.24"}
+    server = {"urls": [fake.url for fake in fakes], "spool": str(fakes[0].spool)}
+    capture = CaptureSpec(backend="sglang_server", compute_dtype="float32", server=server)
+    with pytest.raises(ConfigError, match=rf"{fakes[1].url}: expected SGLang 0.5.23, .* found 0.5.24"):
+        load_engine(TARGET, capture, torch.device("cpu"), place)
+    assert not any(fake.asked for fake in fakes)
+
+
+def test_if_one_of_our_servers_does_not_start_none_is_left(place):
+    server = {"replicas": 2}
+    capture = CaptureSpec(backend="sglang_server", compute_dtype="float32", server=server)
+    missing = EnginePlace(place.folder, place.taps, place.head, sglang=SGLangSpec(python="/nowhere/python"))
+    with pytest.raises(ConfigError, match=r"/nowhere/python .*cannot be run"):
+        load_engine(TARGET, capture, torch.device("cpu"), missing)

@@ -1,0 +1,115 @@
+"""Rung 6: what a live server accepts is counted as the walk counts it, and compared with it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftworks.data.token_rows import TokenRow
+from draftworks.evaluation.decoding import DecodingLimits
+from draftworks.evaluation.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.served import Question, agreement, questions, serve
+from draftworks.evaluation.statistics import Resampling
+from draftworks.serving.server_figures import SpeculatedAnswer
+
+RESAMPLING = Resampling(resamples=200)
+LIMITS = DecodingLimits(8)
+
+
+def row(name: str, *parts: tuple[int, bool]) -> TokenRow:
+    """Tokens 0, 1, 2, …; each part is a length and whether it is an answer."""
+    mask = np.concatenate([np.full(length, answer) for length, answer in parts])
+    return TokenRow(name, np.arange(len(mask), dtype=np.int32), mask)
+
+
+def served_as(passes: list[int], cut: int = 0) -> SpeculatedAnswer:
+    """A server's answer of these accepted proposals, of which it then cut so many tokens off."""
+    emitted = 1 + sum(passes) + len(passes)
+    counts = np.bincount(passes) if passes else []
+    return SpeculatedAnswer(tuple(range(emitted - cut)), len(passes), tuple(int(count) for count in counts))
+
+
+def test_every_answer_of_a_conversation_is_asked_for_with_all_that_was_said_before():
+    talk = row("a", (3, False), (2, True), (4, False), (3, True))
+    first, second = questions([talk], 1, LIMITS, max_length=12)
+    assert (first.prompt, first.expected) == ((0, 1, 2), (3, 4))
+    assert (second.prompt, second.expected) == (tuple(range(9)), (9, 10, 11))
+    assert (first.room, second.room) == (8, 3)
+
+
+def test_samples_are_chosen_by_id_and_those_without_a_prompt_left_out():
+    rows = [row("c", (1, False), (2, True)), row("b", (1, False), (2, True)), row("a", (3, True))]
+    asked = questions(rows, 1, LIMITS, max_length=8)
+    assert [question.sample_id for question in asked] == ["b"]
+
+
+@given(passes=st.lists(st.integers(0, 5), min_size=1, max_size=8), data=st.data())
+def test_tokens_cut_off_at_the_end_are_not_accepted(passes: list[int], data: st.DataObject):
+    cut = data.draw(st.integers(0, passes[-1]))
+    found = served_as(passes, cut).within_the_answer()
+    assert len(found) == len(passes)
+    # The walk's own rule: of the last pass no more is accepted than came out of it.
+    assert sum(found) == sum(passes[:-1]) + min(passes[-1], passes[-1] + 1 - cut)
+
+
+def test_all_answers_of_a_sample_count_together():
+    asked = [Question("a", (0,), (), 9), Question("b", (0,), (), 9), Question("a", (0, 1), (), 9)]
+    answers = {0: served_as([2, 0]), 1: served_as([1]), 2: served_as([0, 0, 1])}
+    served = serve(asked, lambda question: answers[asked.index(question)], at_a_time=1)
+    counted = {one.sample_id: (one.passes, one.accepted, one.emitted) for one in served.prompts}
+    assert counted == {"a": (5, 3, 8), "b": (1, 1, 2)}
+    assert (served.answers, served.passes, served.tokens) == (3, 6, 13)
+
+
+def test_answers_that_are_the_eval_sets_own_are_told():
+    asked = [Question("a", (9,), tuple(range(4)), 9), Question("b", (9,), (7, 8), 9)]
+    served = serve(asked, lambda _: served_as([2]), at_a_time=2)
+    assert (served.answers, served.same) == (2, 1)
+
+
+def test_an_error_of_the_server_ends_the_questions_and_waits_for_no_answer():
+    asked, released = [], threading.Event()
+
+    def fails(question: Question) -> SpeculatedAnswer:
+        asked.append(question)
+        if len(asked) > 1:
+            released.wait(60)
+        raise RuntimeError("gone")
+
+    try:
+        with pytest.raises(RuntimeError, match="gone"):
+            serve([Question("a", (1,), (2,), 3)] * 50, fails, at_a_time=2)
+        assert len(asked) <= 3
+    finally:
+        released.set()
+
+
+def acceptance(name: str, passes: list[int]) -> PromptAcceptance:
+    return PromptAcceptance.of_passes(name, passes, sum(passes) + len(passes))
+
+
+WALK = [acceptance(name, [1, 2, 0, 3, 1]) for name in "abcdef"]
+
+
+def test_a_server_that_does_what_the_walk_said_agrees_count_for_count():
+    compared = agreement(WALK[:4], WALK, tolerance=0.0, resampling=RESAMPLING)
+    assert (compared.paired.difference, compared.equal, compared.agrees) == (0, 4, True)
+    assert compared.to_json()["only_walked"] == 2
+
+
+def test_a_server_that_accepts_next_to_nothing_does_not_agree():
+    compared = agreement([acceptance(one.sample_id, [0] * 12) for one in WALK], WALK, 0.05, RESAMPLING)
+    assert compared.paired.difference == pytest.approx(-1.4)
+    assert (compared.equal, compared.agrees) == (0, False)
+
+
+def test_a_small_difference_is_none_and_neither_is_one_that_may_be_chance():
+    nearly = [acceptance(one.sample_id, [1, 2, 0, 3, 1, 1, 2, 0, 3, 2]) for one in WALK]
+    assert not agreement(nearly, WALK, 0.0, RESAMPLING).agrees
+    assert agreement(nearly, WALK, 0.05, RESAMPLING).agrees
+    mixed = [acceptance(one.sample_id, [1, 2, 0, 3, 1 + (-1) ** index]) for index, one in enumerate(WALK)]
+    assert agreement(mixed, WALK, 0.0, RESAMPLING).agrees

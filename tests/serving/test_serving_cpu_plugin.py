@@ -1,0 +1,66 @@
+"""What our platform plug-in adds to SGLang on a CPU. It lives in SGLang's environment; these parts of it need torch alone."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+PLUGIN = Path(__file__).resolve().parents[2] / "tools" / "sglang_cpu_platform" / "draftworks_sglang_cpu"
+
+
+@pytest.fixture(scope="module")
+def plugin() -> ModuleType:
+    found = importlib.util.spec_from_file_location("plugin_speculation", PLUGIN / "speculation.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_cache_locations_are_the_named_span_of_each_requests_row(plugin):
+    table = torch.arange(40, dtype=torch.int32).view(4, 10)
+    found = plugin.cache_locations(
+        req_pool_indices=torch.tensor([2, 0]),
+        req_to_token=table,
+        start_offset=torch.tensor([3, 1]),
+        end_offset=torch.tensor([6, 3]),
+        batch_size=2,
+        draft_token_num=3,
+        device="cpu",
+    )
+    assert found.tolist() == [23, 24, 25, 1, 2]
+    assert found.dtype == torch.int64
+
+
+def test_a_streamless_tensor_takes_no_notice_of_streams_and_makes_plain_ones(plugin):
+    lengths = torch.tensor([3, 5])
+    with pytest.raises(RuntimeError):
+        lengths.record_stream(torch.cpu.current_stream())
+    streamless = lengths.as_subclass(plugin.Streamless)
+    streamless.record_stream(torch.cpu.current_stream())
+    assert type(streamless + 1) is torch.Tensor
+    assert (streamless + 1).tolist() == [4, 6]
+
+
+class Doubling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2, bias=False)
+
+    def forward(self, positions: torch.Tensor, *, states: torch.Tensor) -> torch.Tensor:
+        assert positions.dtype == torch.int64
+        return self.linear(states)
+
+
+def test_a_draft_computes_in_its_own_dtype_whatever_it_is_handed(plugin):
+    draft = nn.Module()
+    draft.layers = nn.ModuleList([Doubling()])
+    states = torch.randn(3, 2)
+    plugin.keep_own_dtype(draft)
+    found = draft.layers[0](torch.arange(3), states=states.bfloat16())
+    assert found.dtype == torch.float32
+    assert torch.equal(found, draft.layers[0].linear(states.bfloat16().float()))

@@ -1,0 +1,80 @@
+"""A draft in a server: the arguments are those of the command that the export tells people."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draftworks.errors import ConfigError
+from draftworks.serving.sglang_server import ServerOptions
+from draftworks.serving.speculation import Speculation
+
+EAGLE3 = (
+    "python -m sglang.launch_server --model-path models/toy --speculative-algorithm EAGLE3 "
+    "--speculative-draft-model-path HERE --speculative-num-steps 5 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 6"
+)
+DFLASH = (
+    "python -m sglang.launch_server --model-path models/toy --speculative-algorithm DFLASH "
+    "--speculative-draft-model-path HERE"
+)
+OPTIONS = ServerOptions(
+    model="models/toy", revision=None, tokenizer="models/toy", context=512, dtype="float32", device="cpu",
+    layer_ids=(), spool=Path("spool"),
+)  # fmt: skip
+
+
+def speculation(command: str) -> Speculation:
+    return Speculation.of_command(command, "HERE", Path("/exports/a draft"))
+
+
+def value(words: list[str], option: str) -> str:
+    return words[words.index(option) + 1]
+
+
+@pytest.mark.parametrize("command", [EAGLE3, DFLASH])
+def test_the_server_gets_what_the_command_says(command: str):
+    words = replace(OPTIONS, draft=speculation(command)).arguments(port=1)
+    told = command.replace("HERE", "/exports/a draft").split(" --")
+    for part in told:
+        if part.startswith("speculative-"):
+            option, expected = part.split(" ", 1)
+            assert value(words, f"--{option}") == expected
+    assert words.count("--model-path") == 1
+    assert "--enable-metrics" in words
+
+
+def test_a_chain_proposes_as_many_tokens_as_are_asked_for_and_a_block_what_it_was_made_for():
+    chain = speculation(EAGLE3).proposing(3).arguments("cuda")
+    assert (value(chain, "--speculative-num-steps"), value(chain, "--speculative-num-draft-tokens")) == ("3", "4")
+    assert value(chain, "--speculative-eagle-topk") == "1"
+    assert speculation(DFLASH).proposing(3) == speculation(DFLASH)
+
+
+def test_on_a_cpu_tritons_kernels_are_interpreted_and_on_a_gpu_nothing_is_chosen_for_the_server():
+    on_cpu = replace(OPTIONS, draft=speculation(EAGLE3))
+    assert value(on_cpu.arguments(1), "--attention-backend") == "triton"
+    assert on_cpu.environment()["TRITON_INTERPRET"] == "1"
+    on_gpu = replace(on_cpu, device="cuda")
+    assert "--attention-backend" not in on_gpu.arguments(1)
+    assert "TRITON_INTERPRET" not in on_gpu.environment()
+    assert "TRITON_INTERPRET" not in OPTIONS.environment()
+
+
+def test_a_server_does_not_capture_and_speculate_at_once():
+    with pytest.raises(ConfigError, match="not both"):
+        replace(OPTIONS, layer_ids=(1,), draft=speculation(EAGLE3))
+
+
+def test_copies_of_the_target_in_one_server_have_gpus_of_their_own():
+    copies = replace(OPTIONS, tp_size=2, dp_size=3)
+    assert value(copies.arguments(1), "--dp-size") == "3"
+    assert copies.gpus == 6
+    assert "--dp-size" not in OPTIONS.arguments(1)
+
+
+def test_a_command_without_a_draft_is_refused():
+    with pytest.raises(ConfigError, match="expected --speculative-algorithm and --speculative-draft-model-path"):
+        speculation("vllm serve HERE")

@@ -1,0 +1,169 @@
+"""Work goes to the server with the least to do, away from those that fail, and no further than there is room."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from draftworks.errors import CaptureError, EngineError
+from draftworks.serving.circuit_breaker import BreakerState, CircuitBreaker
+from draftworks.serving.spreading import Spread
+
+GENEROUS_S = 60
+
+
+def spread_over(*names: str, limit: int = 99, **options) -> Spread[str]:
+    """A spread whose clients are the names of the servers themselves, and whose breakers never cool down."""
+    return Spread(
+        {name: name for name in names}, limit, lambda: CircuitBreaker(failures=2, cooldown_s=float("inf")), **options
+    )
+
+
+def failing(*dead: str, log: list[str] | None = None) -> Callable[[str], str]:
+    """Work that returns who did it, unless that one is dead."""
+
+    def work(name: str) -> str:
+        if log is not None:
+            log.append(name)
+        if name in dead:
+            raise EngineError(f"{name} is gone")
+        return name
+
+    return work
+
+
+def test_equal_servers_get_equal_shares():
+    spread = spread_over("a", "b", "c")
+    done = [spread.run(failing()) for _ in range(9)]
+    assert {name: done.count(name) for name in "abc"} == {"a": 3, "b": 3, "c": 3}
+
+
+def test_work_goes_where_the_least_is_outstanding():
+    spread, go = spread_over("a", "b"), threading.Event()
+    started = threading.Semaphore(0)
+
+    def long(name: str) -> str:
+        started.release()
+        go.wait(GENEROUS_S)
+        return name
+
+    with ThreadPoolExecutor(3) as pool:
+        busy = pool.submit(spread.run, long, 5)
+        assert started.acquire(timeout=GENEROUS_S)
+        free = {spread.run(failing()) for _ in range(4)}
+        go.set()
+        assert {busy.result(GENEROUS_S)}.isdisjoint(free)
+        assert len(free) == 1
+
+
+def test_no_server_has_more_than_its_limit_and_all_is_done():
+    spread, go = spread_over("a", "b", limit=2), threading.Event()
+    started = threading.Semaphore(0)
+    inside: list[str] = []
+
+    def work(name: str) -> str:
+        inside.append(name)
+        started.release()
+        go.wait(GENEROUS_S)
+        return name
+
+    with ThreadPoolExecutor(12) as pool:
+        done = [pool.submit(spread.run, work) for _ in range(12)]
+        assert all(started.acquire(timeout=GENEROUS_S) for _ in range(4))
+        assert not started.acquire(timeout=0.2)
+        assert sorted(inside) == ["a", "a", "b", "b"]
+        go.set()
+        assert len([each.result(GENEROUS_S) for each in done]) == 12
+
+
+def test_more_than_the_limit_at_once_goes_to_a_server_that_has_nothing_else():
+    assert spread_over("a", limit=2).run(failing(), requests=5) == "a"
+
+
+def test_the_work_of_a_server_that_fails_is_done_by_another():
+    spread = spread_over("a", "b")
+    assert [spread.run(failing("a")) for _ in range(5)] == ["b"] * 5
+
+
+def test_a_server_that_failed_often_enough_is_asked_no_more_and_that_is_told_once(caplog):
+    opened, asked = [], []
+    spread = spread_over("a", "b", on_open=lambda client, error: opened.append((client, str(error))))
+    for _ in range(8):
+        spread.run(failing("a", log=asked))
+    assert asked.count("a") == 2
+    assert opened == [("a", "a is gone")]
+    assert [record.message for record in caplog.records] == ["a is gone", "a is gone\na gets no work for now"]
+
+
+def test_when_all_have_failed_the_last_error_of_each_is_told():
+    with pytest.raises(EngineError, match=r"(?s)none of 2 servers does the work:\n  a: a is gone\n  b: b is gone"):
+        spread_over("a", "b").run(failing("a", "b"))
+
+
+def test_no_server_is_asked_twice_for_the_same_work():
+    asked: list[str] = []
+    patient = Spread({"a": "a", "b": "b"}, 99, lambda: CircuitBreaker(failures=99))
+    with pytest.raises(EngineError):
+        patient.run(failing("a", "b", log=asked))
+    assert sorted(asked) == ["a", "b"]
+
+
+def test_a_server_that_was_mended_gets_work_again():
+    spread = spread_over("a")
+    for _ in range(2):
+        with pytest.raises(EngineError):
+            spread.run(failing("a"))
+    with pytest.raises(EngineError, match="none of 1 servers"):
+        spread.run(failing())
+    spread.reopen("a")
+    assert spread.run(failing()) == "a"
+
+
+def test_a_refused_request_is_not_given_to_another_and_says_nothing_against_the_server():
+    spread, asked = spread_over("a", "b"), []
+
+    def refuse(name: str) -> str:
+        asked.append(name)
+        raise CaptureError("too long")
+
+    for _ in range(6):
+        with pytest.raises(CaptureError, match="too long"):
+            spread.run(refuse)
+    assert len(asked) == 6
+    assert {each.breaker.state for each in spread.servers} == {BreakerState.CLOSED}
+
+
+def test_those_who_meet_a_trial_wait_for_what_comes_of_it():
+    now = [0.0]
+    spread = Spread({"a": "a"}, 99, lambda: CircuitBreaker(failures=1, cooldown_s=1, clock=lambda: now[0]))
+    with pytest.raises(EngineError):
+        spread.run(failing("a"))
+    now[0] = 1.0
+    begun, go = threading.Event(), threading.Event()
+
+    def trial(name: str) -> str:
+        begun.set()
+        go.wait(GENEROUS_S)
+        return "trial"
+
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(spread.run, trial)
+        assert begun.wait(GENEROUS_S)
+        others = [pool.submit(spread.run, failing()) for _ in range(3)]
+        assert not any(other.done() for other in others)
+        go.set()
+        assert [first.result(GENEROUS_S), *(other.result(GENEROUS_S) for other in others)] == ["trial", "a", "a", "a"]
+
+
+def test_an_interruption_leaves_nothing_taken():
+    spread = spread_over("a", limit=1)
+
+    def interrupted(name: str) -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        spread.run(interrupted)
+    assert spread.run(failing()) == "a"

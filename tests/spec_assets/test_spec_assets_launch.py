@@ -1,0 +1,63 @@
+"""By which Python a program is run: SGLang's own where SGLang runs in the program, and only if it can run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from draftworks.errors import ConfigError
+from draftworks.runs import RunFile
+from draftworks.specs import CaptureSpec
+from resources.torch_job import TorchJob
+from resources.workspace import Workspace
+from spec_assets.common import launch
+
+CONTEXT = SimpleNamespace(
+    run=SimpleNamespace(run_id="0123456789"),
+    op_execution_context=SimpleNamespace(op_handle=SimpleNamespace(name="training_features")),
+)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    (tmp_path / "deployment.yaml").write_text("sglang: {python: sglang/bin/python}\nvar: var\n")
+    return Workspace(registry_root=str(tmp_path))
+
+
+def sglang_python(registry: Path) -> Path:
+    """A stand-in that says it has SGLang, and lacks nothing."""
+    python = registry / "sglang" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\ncase "$2" in *version*) echo 0.5.23;; esac\n')
+    python.chmod(0o755)
+    return python
+
+
+def launched(workspace: Workspace, folder: Path, backend: str) -> TorchJob:
+    """The job that a capture with this backend becomes."""
+    jobs: list[TorchJob] = []
+    launcher = SimpleNamespace(run=lambda context, job, run_dir: jobs.append(job))
+    python = workspace.python_of(CaptureSpec(backend=backend))
+    launch(CONTEXT, launcher, workspace, "capture", RunFile(out=folder / "out"), 1, "cpu", python)
+    return jobs[0]
+
+
+@pytest.mark.parametrize("backend", ["hf", "sglang_server"])
+def test_most_programs_are_run_by_the_python_that_runs_dagster(workspace, tmp_path, backend: str):
+    job = launched(workspace, tmp_path, backend)
+    assert job.python is None
+    assert "PYTHONPATH" not in job.env
+
+
+def test_what_has_sglang_inside_is_run_by_its_python_and_finds_this_package_there(workspace, tmp_path):
+    python = sglang_python(tmp_path)
+    job = launched(workspace, tmp_path, "sglang")
+    assert job.python == python
+    assert [link.name for link in Path(job.env["PYTHONPATH"]).iterdir()] == ["draftworks"]
+
+
+def test_without_that_python_nothing_is_launched(workspace, tmp_path):
+    with pytest.raises(ConfigError, match=r"sglang/bin/python \(sglang.python of the deployment\) cannot be run"):
+        launched(workspace, tmp_path, "sglang")

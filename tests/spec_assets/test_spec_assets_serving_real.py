@@ -1,0 +1,51 @@
+"""Real SGLang speculates with our exports, on CPU, and accepts what the walk said: rung 6 equals rung 3, count for count."""
+
+from __future__ import annotations
+
+import json
+
+import dagster as dg
+import pytest
+from sglang_toys import SGLANG
+
+from draftworks.artifacts import ArtifactStore
+from draftworks.programs.serve import RESULT
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+EXPORT = "    export: {dtype: float32}\n"
+"""As trained: rounded weights may propose something else."""
+DFLASH = """  dflash:
+    options: {block_size: 3, mask_token_id: 3, num_layers: 1, layer_ids: [2, 4, 5], num_anchors: 8}
+    training: {global_batch_size: 8, micro_batch_size: 8, epochs: 10, lr: 0.01, compute_dtype: float32, device: cpu}
+"""
+SERVING = (
+    "evaluation: {loop: {prompts: 0}, serving: {prompts: 3, concurrency: 3, compute_dtype: float32, device: cpu}}\n"
+)
+
+
+@pytest.fixture(scope="module")
+def finished_serving(shared_site) -> dg.ExecuteInProcessResult:
+    """`everything`, for two strategies that learn fast, of a target that asks for a serving check."""
+    text = shared_site.target_file.read_text().replace("epochs: 3, lr: 0.002", "epochs: 10, lr: 0.01")
+    text = text.replace("max_new_tokens: 24", "max_new_tokens: 16").rstrip() + "\n"
+    shared_site.target_file.write_text(text + EXPORT + DFLASH + EXPORT + SERVING)
+    (shared_site.registry / "deployment.yaml").write_text(f"sglang: {{python: {SGLANG.python}}}\n")
+    result = shared_site.run()
+    assert result.success, [event.message for event in result.all_events if event.is_failure]
+    return result
+
+
+@pytest.mark.parametrize(("strategy", "algorithm"), [("eagle3", "EAGLE3"), ("dflash", "DFLASH")])
+def test_a_live_server_accepts_what_the_walk_said(shared_site, finished_serving, strategy, algorithm):
+    found = ArtifactStore(shared_site.var).current(f"{strategy}_serving", "small")
+    assert found.summary["algorithm"] == algorithm
+    assert found.summary["same_answers"] == found.summary["answers"] == 3
+    assert found.summary["walk"]["equal"] == found.summary["walk"]["prompts"] == 3
+    assert found.summary["acceptance"]["accepted"] > 0  # an equal count of nothing would say little
+    # The server's own counters are of these requests and no others.
+    server, measured = found.summary["server"], json.loads((found.path / RESULT).read_text())
+    assert server["tokens"] == found.summary["tokens"]
+    assert server["passes"] == sum(map(sum, measured["prompts"].values()))
+    checks = {check.asset_key.to_user_string(): check for check in finished_serving.get_asset_check_evaluations()}
+    assert checks[f"{strategy}_serving"].passed
