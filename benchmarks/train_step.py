@@ -3,6 +3,7 @@
     python benchmarks/train_step.py                              # EAGLE-3: 1024x1 and 512x4, one thread, fp32
     python benchmarks/train_step.py 2048x1 --ttt 3
     python benchmarks/train_step.py 1024x4 --strategy dflash     # 2 layers, blocks of 8, 64 anchors a sample
+    python benchmarks/train_step.py 1024x4 --strategy domino     # the same, and a correction 32 wide by a GRU of 64
 
 Every size runs in a process of its own, so that its peak memory is its own. Random features, so the loss means nothing; the
 target's head is scaled outside the draft vocabulary, so that every teacher token is inside and no row is spared.
@@ -174,16 +175,25 @@ def dflash(case: Case, target: TargetParts) -> DraftStrategy:
     return DFlashStrategy(options, target, None, seed=0)
 
 
-_MAKERS = {"eagle3": eagle3, "dflash": dflash}
+def domino(case: Case, target: TargetParts) -> DraftStrategy:
+    from draftworks.drafts.domino import DominoStrategy
+    from draftworks.strategies import DominoOptions
+
+    correction = {"emb_dim": 32, "gru_hidden_dim": 64}
+    options = DominoOptions(block_size=8, num_anchors=64, num_layers=2, num_taps=3, loss=case.loss, **correction)
+    return DominoStrategy(options, target, None, seed=0)
+
+
+_MAKERS = {"eagle3": eagle3, "dflash": dflash, "domino": domino}
 
 
 def train_step(strategy: DraftStrategy, batch: TrainBatch, optimizer) -> None:
-    """What a trainer does with one micro-batch that is a whole window."""
+    """What a trainer does with one micro-batch that is a whole window, at a step where both losses of Domino count alike."""
     import torch
 
     from draftworks.drafts.strategy import StepContext
 
-    output = strategy.forward_loss(batch, StepContext())
+    output = strategy.forward_loss(batch, StepContext(global_step=1, total_steps=4))
     (output.loss_sum / output.loss_weight).backward()
     torch.nn.utils.clip_grad_norm_(strategy.model.parameters(), 0.5)
     optimizer.step()

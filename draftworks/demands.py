@@ -21,6 +21,8 @@ def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) ->
         options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
         if strategy.check is not None:
             strategy.check(options, sizes)
+        if entry.training.pack_tokens is not None:
+            strategy.check_packing(options, f"target {target.name}: strategies.{name}.training")
         _check_export(
             strategy, options, files.num_layers, entry.export, f"target {target.name}: strategies.{name}.export"
         )

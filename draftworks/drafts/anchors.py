@@ -7,12 +7,13 @@ change nothing, and nothing has to come from the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftworks.drafts.documents import Documents
 from draftworks.identity import digest
 
 _LAST = torch.iinfo(torch.int64).max
@@ -20,30 +21,47 @@ _LAST = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True)
 class Blocks:
-    """A blocks for each of B samples, by ascending anchor; samples with fewer are filled with dead ones.
+    """A blocks for each of B rows, by ascending anchor; rows with fewer are filled with dead ones.
+
+    A block belongs to the document that its anchor is in: that is where its context begins and its labels end.
 
     Attributes:
-        anchors: (B, A) int64 positions; 0 for a dead block.
+        anchors: (B, A) int64, places in the row; 0 for a dead block.
         live: (B, A) bool.
         size: tokens of a block, the anchor included.
+        documents: of the rows; None where each is one document.
     """
 
     anchors: Tensor
     live: Tensor
     size: int
+    documents: Documents | None = None
+
+    @property
+    def places(self) -> Tensor:
+        """(B, A · size) int64: of every token of every block, in the row."""
+        return self._tokens_from(self.anchors)
 
     @property
     def positions(self) -> Tensor:
-        """(B, A · size) int64: of every token of every block."""
-        offsets = torch.arange(self.size, device=self.anchors.device)
-        return (self.anchors[..., None] + offsets).flatten(1)
+        """The same, counted from where the document begins."""
+        return self._tokens_from(self.anchors - self.begins)
+
+    @property
+    def begins(self) -> Tensor:
+        """(B, A) int64: where the document of every block begins in the row."""
+        return torch.zeros_like(self.anchors) if self.documents is None else self.documents.begins[self.anchors]
 
     @property
     def count(self) -> int:
         return self.anchors.shape[1]
 
     def part(self, start: int, stop: int) -> Blocks:
-        return Blocks(self.anchors[:, start:stop], self.live[:, start:stop], self.size)
+        return replace(self, anchors=self.anchors[:, start:stop], live=self.live[:, start:stop])
+
+    def _tokens_from(self, first: Tensor) -> Tensor:
+        offsets = torch.arange(self.size, device=first.device)
+        return (first[..., None] + offsets).flatten(1)
 
 
 def sample_seed(seed: int, sample_id: str) -> int:
@@ -51,37 +69,44 @@ def sample_seed(seed: int, sample_id: str) -> int:
     return int(digest([seed, sample_id])[:15], 16)
 
 
-def drawn_blocks(candidates: Tensor, seeds: Tensor, step: int, count: int, size: int) -> Blocks:
-    """Up to `count` of each sample's candidates.
+def drawn_blocks(
+    candidates: Tensor, seeds: Tensor, step: int, count: int, size: int, documents: Documents | None = None
+) -> Blocks:
+    """Up to `count` of each document's candidates.
 
     Args:
-        candidates: (B, S) bool, positions that may be anchors.
-        seeds: (B,) int64, see `sample_seed`.
+        candidates: (B, S) bool, places that may be anchors.
+        seeds: int64, see `sample_seed`: of every document, those of a row together, in order.
         step: draws differ from step to step.
+        documents: of the rows; None where each is one document.
     """
-    positions = torch.arange(candidates.shape[1], device=candidates.device)
-    scores = _mixed(_mixed(seeds[:, None] + step) + positions) & _LAST
-    order = scores.masked_fill(~candidates, _LAST).argsort(dim=1, stable=True)
-    return _blocks(order, candidates.sum(1), count, size)
+    within = documents or Documents.after_each_other((candidates.shape[1],), candidates.device)
+    of_tokens = (_mixed(seeds + step).view(len(candidates), -1))[:, within.numbers]
+    scores = (_mixed(of_tokens + within.positions) & _LAST).masked_fill(~candidates, _LAST)
+    order = _sorted_within(scores, within)
+    drawn = candidates.gather(1, order) & (within.positions < count)
+    return all_blocks(torch.zeros_like(candidates).scatter(1, order, drawn), size, documents)
 
 
-def all_blocks(candidates: Tensor, size: int) -> Blocks:
-    """A block at every candidate (B, S)."""
+def all_blocks(candidates: Tensor, size: int, documents: Documents | None = None) -> Blocks:
+    """A block at every candidate (B, S); at least one in a row, dead or alive."""
+    available = candidates.sum(1)
+    width = max(1, int(available.max()))
     order = (~candidates).to(torch.int8).argsort(dim=1, stable=True)
-    return _blocks(order, candidates.sum(1), candidates.shape[1], size)
-
-
-def _blocks(order: Tensor, available: Tensor, count: int, size: int) -> Blocks:
-    """The first of `order` (B, S), at most `count` and as many as are `available` (B,); at least one, dead or alive."""
-    width = max(1, min(count, int(available.max())))
     live = torch.arange(width, device=order.device) < available[:, None]
-    beyond = order.shape[1]
-    anchors = torch.where(live, order[:, :width], beyond).sort(dim=1).values
-    return Blocks(torch.where(live, anchors, 0), live, size)
+    return Blocks(torch.where(live, order[:, :width], 0), live, size, documents)
+
+
+def _sorted_within(scores: Tensor, documents: Documents) -> Tensor:
+    """The places (B, S) of every document by ascending score; a document keeps those that are its."""
+    order = scores.argsort(dim=1, stable=True)
+    if not documents.several:
+        return order
+    return order.gather(1, documents.numbers[order].argsort(dim=1, stable=True))
 
 
 def labels_of(blocks: Blocks, input_ids: Tensor) -> Tensor:
-    """The tokens after each anchor, (B, A, size - 1) int64; 0 beyond the end of the batch."""
+    """The tokens after each anchor, (B, A, size - 1) int64; 0 beyond the end of the document."""
     return _ahead(blocks, input_ids)
 
 
@@ -96,11 +121,13 @@ def label_mask(blocks: Blocks, loss_mask: Tensor, contiguous: bool) -> Tensor:
 
 
 def _ahead(blocks: Blocks, values: Tensor) -> Tensor:
-    """`values` (B, S) at the positions after each anchor: (B, A, size - 1)."""
+    """`values` (B, S) at the places after each anchor, (B, A, size - 1); 0 beyond the end of the document."""
     padded = F.pad(values, (0, blocks.size))
-    offsets = torch.arange(1, blocks.size, device=values.device)
-    index = (blocks.anchors[..., None] + offsets).flatten(1)
-    return padded.gather(1, index).unflatten(1, (-1, blocks.size - 1))
+    index = blocks.places.unflatten(1, (-1, blocks.size))[..., 1:]
+    ahead = padded.gather(1, index.flatten(1)).view_as(index)
+    if blocks.documents is None or not blocks.documents.several:
+        return ahead
+    return ahead.masked_fill(index >= blocks.documents.ends[blocks.anchors][..., None], 0)
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention of block drafts (DFlash, arXiv 2602.06036): every block sees the target's context before its anchor, and itself.
 
-A token of the block at anchor a sees the context at positions below a, and all tokens of its own block. In a layer with a
-sliding window of w tokens, position p sees p - w + 1 … p only, so attention within the block is causal there.
+A token of the block at anchor a sees the context of its document at positions below a, and all tokens of its own block. In a
+layer with a sliding window of w tokens, position p sees p - w + 1 … p only, so attention within the block is causal there.
 
 Three back ends give the same numbers to rounding: `eager` writes the mask out, `sdpa` goes through the blocks in groups
 and cuts the context to what a group can see, `flex` compiles the mask. Flex has been compared on a CPU only, where it has
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
@@ -48,6 +49,7 @@ class BlockAttention:
         self._length = length
         self._attend = {"eager": self._eager, "flex": self._flex}.get(backend, self._sdpa)
         self._flex_masks: dict[int | None, Any] = {}
+        self._groups: list[_Group] | None = None
 
     def __call__(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
         """Attention of one layer.
@@ -69,23 +71,20 @@ class BlockAttention:
         value = torch.cat([context.value, own.value], dim=2).repeat_interleave(groups, dim=1)
         wide = torch.promote_types(query.dtype, torch.float32)
         scores = (query @ key.transpose(-1, -2)).to(wide) * query.shape[-1] ** -0.5
-        seen = _sees(self.blocks, self._length, window)
+        seen = _sees(self.blocks, slice(0, self._length), window)
         return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(query.dtype) @ value
 
     def _sdpa(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
-        blocks = self.blocks
-        at_once = max(1, GROUP_TOKENS.get(query.device.type, GROUP_TOKENS["cuda"]) // blocks.size)
-        ends = blocks.anchors.amax(0).tolist()
+        if self._groups is None:
+            self._groups = _groups(self.blocks, query.device)
+        groups = self._groups
+        spans = tuple(span for group in groups for span in (group.reach, group.tokens))
+        keys, values = _Joined.apply(context.key, own.key, spans), _Joined.apply(context.value, own.value, spans)
+        queries = query.split([group.tokens.stop - group.tokens.start for group in groups], dim=2)
         outputs = []
-        for start in range(0, blocks.count, at_once):
-            group = blocks.part(start, start + at_once)
-            mine = slice(start * blocks.size, (start + group.count) * blocks.size)
-            reach = max(ends[start : start + at_once])
-            key = torch.cat([context.key[:, :, :reach], own.key[:, :, mine]], dim=2)
-            value = torch.cat([context.value[:, :, :reach], own.value[:, :, mine]], dim=2)
-            seen = _sees(group, reach, window)
-            part = F.scaled_dot_product_attention(query[:, :, mine], key, value, attn_mask=seen, enable_gqa=True)
-            outputs.append(part)
+        for group, q, key, value in zip(groups, queries, keys, values, strict=True):
+            seen = _sees(group.blocks, group.reach, window)
+            outputs.append(F.scaled_dot_product_attention(q, key, value, attn_mask=seen, enable_gqa=True))
         return torch.cat(outputs, dim=2)
 
     def _flex(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
@@ -97,33 +96,93 @@ class BlockAttention:
         return attention(query, key, value, block_mask=self._flex_masks[window], enable_gqa=True)
 
 
+class _Group(NamedTuple):
+    """Blocks that are attended to at once: where their tokens are among all of them, and what context these can see."""
+
+    blocks: Blocks
+    tokens: slice
+    reach: slice
+
+
+def _groups(blocks: Blocks, device: torch.device) -> list[_Group]:
+    most = max(1, GROUP_TOKENS.get(device.type, GROUP_TOKENS["cuda"]) // blocks.size)
+    begins, ends = blocks.begins.amin(0).tolist(), blocks.anchors.amax(0).tolist()
+    starts = _group_starts(begins, most)
+    return [
+        _Group(
+            blocks.part(start, stop),
+            slice(start * blocks.size, stop * blocks.size),
+            slice(min(begins[start:stop]), max(ends[start:stop])),
+        )
+        for start, stop in zip(starts, [*starts[1:], blocks.count])
+    ]
+
+
+def _group_starts(begins: list[int], most: int) -> list[int]:
+    """Where groups of at most so many blocks begin. Half a group ends with its document: another one's blocks would see none
+    of its context, nor it of theirs."""
+    starts = [0]
+    for block in range(1, len(begins)):
+        count, elsewhere = block - starts[-1], begins[block] != begins[block - 1]
+        if count == most or (elsewhere and 2 * count >= most):
+            starts.append(block)
+    return starts
+
+
+class _Joined(torch.autograd.Function):
+    """Of context and own keys (or values), what every group sees of them, one after the other. The gradients of all groups
+    are added up in one place; slices would each make a whole context of zeros for theirs."""
+
+    @staticmethod
+    def forward(ctx, context: Tensor, own: Tensor, spans: tuple[slice, ...]):
+        ctx.spans, ctx.length = spans, context.shape[2]
+        return tuple(
+            torch.cat([context[:, :, reach], own[:, :, tokens]], dim=2)
+            for reach, tokens in zip(spans[::2], spans[1::2], strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        batch, heads, _, width = grads[0].shape
+        reaches, tokens = ctx.spans[::2], ctx.spans[1::2]
+        d_context = grads[0].new_zeros(batch, heads, ctx.length, width)
+        for grad, reach in zip(grads, reaches, strict=True):
+            d_context[:, :, reach] += grad[:, :, : reach.stop - reach.start]
+        d_own = [
+            grad[:, :, grad.shape[2] - (mine.stop - mine.start) :] for grad, mine in zip(grads, tokens, strict=True)
+        ]
+        return d_context, torch.cat(d_own, dim=2), None
+
+
 def _flex_mask(blocks: Blocks, length: int, window: int | None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    size, anchors = blocks.size, blocks.anchors
+    size, anchors, begins = blocks.size, blocks.anchors, blocks.begins
 
     def seen(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         anchor, position = anchors[batch, q // size], anchors[batch, q // size] + q % size
         ours = (kv - length) // size == q // size
         where = torch.where(kv < length, kv, anchor + (kv - length) % size)
-        visible = torch.where(kv < length, kv < anchor, ours)
+        before = (kv < anchor) & (kv >= begins[batch, q // size])
+        visible = torch.where(kv < length, before, ours)
         return visible if window is None else visible & (where <= position) & (where > position - window)
 
     tokens = blocks.count * size
     return create_block_mask(seen, anchors.shape[0], None, tokens, length + tokens, device=anchors.device)
 
 
-def _sees(blocks: Blocks, length: int, window: int | None) -> Tensor:
-    """(B, 1, A · size, length + A · size) bool: which keys, of the context and then of the blocks, a token sees."""
-    return torch.cat([_sees_context(blocks, length, window), _sees_blocks(blocks, window)], dim=-1)[:, None]
+def _sees(blocks: Blocks, context: slice, window: int | None) -> Tensor:
+    """(B, 1, A · size, n + A · size) bool: which keys, of n places of the context and then of the blocks, a token sees."""
+    return torch.cat([_sees_context(blocks, context, window), _sees_blocks(blocks, window)], dim=-1)[:, None]
 
 
-def _sees_context(blocks: Blocks, length: int, window: int | None) -> Tensor:
-    """(B, A · size, length) bool."""
-    positions = torch.arange(length, device=blocks.anchors.device)
-    anchors = blocks.anchors.repeat_interleave(blocks.size, dim=1)[..., None]
-    visible = positions < anchors
-    return visible if window is None else visible & (positions > blocks.positions[..., None] - window)
+def _sees_context(blocks: Blocks, context: slice, window: int | None) -> Tensor:
+    """(B, A · size, n) bool."""
+    places = torch.arange(context.start, context.stop, device=blocks.anchors.device)
+    visible = (places < blocks.anchors[..., None]) & (places >= blocks.begins[..., None])
+    visible = visible.repeat_interleave(blocks.size, dim=1)
+    return visible if window is None else visible & (places > blocks.places[..., None] - window)
 
 
 def _sees_blocks(blocks: Blocks, window: int | None) -> Tensor:

@@ -6,7 +6,8 @@ its logits are at hand, chunk by chunk of whole blocks. Only rows that count get
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -51,22 +52,18 @@ class _BlockCrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=states.device)
         ce_sums, corrects = torch.zeros(2, places, dtype=torch.float64, device=states.device)
         d_states = torch.zeros_like(states) if with_grad else None
-        rows_before = F.pad(counts.sum(1).cumsum(0), (1, 0))[::chunk_blocks].tolist() + [len(states)]
-        for start, begin, end in zip(range(0, len(labels), chunk_blocks), rows_before, rows_before[1:]):
-            if begin == end:
-                continue
-            chunk = slice(start, start + chunk_blocks)
-            counted, label = counts[chunk], labels[chunk][counts[chunk]]
-            found = _cross_entropy(F.linear(states[begin:end], head).to(wide), label)
-            ce = torch.zeros(counted.shape, dtype=wide, device=states.device).masked_scatter_(counted, found.ce)
-            weights = weigh(ce, counted).to(wide)
+        for chunk in chunks(labels, counts, chunk_blocks):
+            found = row_cross_entropy(F.linear(states[chunk.rows], head).to(wide), chunk.labels)
+            ce = chunk.by_place(found.ce)
+            weights = weigh(ce, chunk.counted).to(wide)
             loss += (ce * weights).sum()
             ce_sums += ce.sum(0)
-            corrects += torch.zeros_like(counted).masked_scatter_(counted, found.correct).sum(0)
+            corrects += chunk.by_place(found.correct).sum(0)
             if with_grad:
-                d_logits = found.probabilities.mul_(weights[counted][:, None]).to(head.dtype)
-                d_logits.scatter_add_(1, label[:, None], -weights[counted][:, None].to(head.dtype))
-                d_states[begin:end] = d_logits @ head
+                weight = weights[chunk.counted][:, None]
+                d_logits = found.probabilities.mul_(weight).to(head.dtype)
+                d_logits.scatter_add_(1, chunk.labels[:, None], -weight.to(head.dtype))
+                d_states[chunk.rows] = d_logits @ head
         ctx.mark_non_differentiable(ce_sums, corrects)
         if with_grad:
             ctx.save_for_backward(d_states)
@@ -79,7 +76,38 @@ class _BlockCrossEntropy(torch.autograd.Function):
         return d_states * grad_loss.to(d_states.dtype), None, None, None, None, None, None
 
 
-class _CrossEntropy(NamedTuple):
+@dataclass(frozen=True)
+class Chunk:
+    """Some whole blocks, and those of the counted rows that are theirs.
+
+    Attributes:
+        rows: their place among all counted rows, r of them.
+        counted: (n, k) bool with r that are on.
+        labels: (r,) int64.
+    """
+
+    rows: slice
+    counted: Tensor
+    labels: Tensor
+
+    def by_place(self, values: Tensor) -> Tensor:
+        """One value a row, (r,) to (n, k), 0 where no label counts."""
+        return torch.zeros(self.counted.shape, dtype=values.dtype, device=values.device).masked_scatter_(
+            self.counted, values
+        )
+
+
+def chunks(labels: Tensor, counts: Tensor, chunk_blocks: int) -> Iterator[Chunk]:
+    """`chunk_blocks` blocks after the other, without those in which nothing counts. Arguments as `block_cross_entropy`."""
+    rows_after = F.pad(counts.sum(1).cumsum(0), (1, 0)).tolist()
+    rows_before = [*rows_after[::chunk_blocks], rows_after[-1]]
+    for start, begin, end in zip(range(0, len(labels), chunk_blocks), rows_before, rows_before[1:]):
+        if begin < end:
+            blocks = slice(start, start + chunk_blocks)
+            yield Chunk(slice(begin, end), counts[blocks], labels[blocks][counts[blocks]])
+
+
+class RowCrossEntropy(NamedTuple):
     """Of rows (r,): cross-entropy, whether the label is the argmax, and the probabilities (r, V)."""
 
     ce: Tensor
@@ -87,12 +115,13 @@ class _CrossEntropy(NamedTuple):
     probabilities: Tensor
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> _CrossEntropy:
+def row_cross_entropy(logits: Tensor, labels: Tensor) -> RowCrossEntropy:
+    """Of logits (r, V) and labels (r,)."""
     top = logits.max(-1)
     of_label = logits.gather(1, labels[:, None]).squeeze(1)
     probabilities = logits.softmax(-1)
     log_sum_exp = top.values - probabilities.gather(1, top.indices[:, None]).squeeze(1).log()
-    return _CrossEntropy(log_sum_exp - of_label, top.indices == labels, probabilities)
+    return RowCrossEntropy(log_sum_exp - of_label, top.indices == labels, probabilities)
 
 
 def uniform(ce: Tensor, counted: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""Padding samples to a batch: the part that all strategies share."""
+"""Samples to batches: padded, a row each, or packed into one row. The part that all strategies share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,13 +12,58 @@ from torch import Tensor
 from draftworks.errors import DataError
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where the tokens of samples go in a batch.
+
+    Attributes:
+        shape: (B, S) of the batch.
+        places: of every sample, its row and its positions there.
+        documents: see `TrainBatch`.
+    """
+
+    shape: tuple[int, int]
+    places: tuple[tuple[int, slice], ...]
+    documents: tuple[int, ...] = ()
+
+    @classmethod
+    def padded(cls, lengths: Sequence[int]) -> Layout:
+        """A row for each, filled up on the right to the longest."""
+        places = tuple((row, slice(length)) for row, length in enumerate(lengths))
+        return cls((len(lengths), max(lengths)), places)
+
+    @classmethod
+    def packed(cls, lengths: Sequence[int]) -> Layout:
+        """One row, one sample directly after the other."""
+        ends = list(accumulate(lengths))
+        places = tuple((0, slice(end - length, end)) for end, length in zip(ends, lengths))
+        return cls((1, ends[-1]), places, tuple(lengths))
+
+    def laid(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Every sample's (S_i, …) at its place in (B, S, …), zeros where nothing is."""
+        tensors = list(tensors)
+        batch = tensors[0].new_zeros((*self.shape, *tensors[0].shape[1:]))
+        for place, tensor in zip(self.places, tensors, strict=True):
+            batch[place] = tensor
+        return batch
+
+
+def lengths_of(samples: Sequence[Mapping[str, Tensor]]) -> list[int]:
+    return [len(sample["input_ids"]) for sample in samples]
+
+
 def collate_features(
-    samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], features: Sequence[str], width: int
+    samples: Sequence[Mapping[str, Tensor]],
+    sample_ids: Sequence[str],
+    features: Sequence[str],
+    width: int,
+    layout: Layout | None = None,
 ) -> dict[str, Tensor]:
-    """Right-pad with token 0, mask off and features 0.
+    """What is padded becomes token 0, mask off and features 0.
 
     Args:
         samples: each has `input_ids` (S,) int64, `loss_mask` (S,) and every feature (S, width).
+        layout: padded if it is not given.
 
     Returns:
         `input_ids` (B, S) int64, `loss_mask` (B, S) bool, and the features side by side as `features` (B, S, n · width).
@@ -24,23 +71,34 @@ def collate_features(
     Raises:
         DataError: a feature of another shape.
     """
-    lengths = [len(sample["input_ids"]) for sample in samples]
-    shape = (len(samples), max(lengths))
-    batch = {
-        "input_ids": torch.zeros(shape, dtype=torch.int64),
-        "loss_mask": torch.zeros(shape, dtype=torch.bool),
-        "features": torch.zeros((*shape, len(features) * width), dtype=samples[0][features[0]].dtype),
+    layout = layout or Layout.padded(lengths_of(samples))
+    beside = torch.zeros((*layout.shape, len(features) * width), dtype=samples[0][features[0]].dtype)
+    for place, sample, name in zip(layout.places, samples, sample_ids, strict=True):
+        check_features(sample, features, width, name)
+        torch.cat([sample[feature] for feature in features], dim=-1, out=beside[place])
+    return {
+        "input_ids": layout.laid(sample["input_ids"].long() for sample in samples),
+        "loss_mask": layout.laid(sample["loss_mask"].bool() for sample in samples),
+        "features": beside,
     }
-    for row, (sample, length, name) in enumerate(zip(samples, lengths, sample_ids, strict=True)):
-        check_features(sample, features, (length, width), name)
-        batch["input_ids"][row, :length] = sample["input_ids"]
-        batch["loss_mask"][row, :length] = sample["loss_mask"].bool()
-        torch.cat([sample[feature] for feature in features], dim=-1, out=batch["features"][row, :length])
-    return batch
 
 
-def check_features(sample: Mapping[str, Tensor], features: Sequence[str], expected: tuple[int, int], name: str) -> None:
-    """DataError for a feature that is not of the `expected` shape."""
+def collate_feature(
+    samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], feature: str, width: int, layout: Layout
+) -> Tensor:
+    """One feature by itself, (B, S, width).
+
+    Raises:
+        DataError: it is of another shape.
+    """
+    for sample, name in zip(samples, sample_ids, strict=True):
+        check_features(sample, (feature,), width, name)
+    return layout.laid(sample[feature] for sample in samples)
+
+
+def check_features(sample: Mapping[str, Tensor], features: Sequence[str], width: int, name: str) -> None:
+    """DataError for a feature that has not `width` values for every token."""
+    expected = (len(sample["input_ids"]), width)
     for feature in features:
         found = tuple(sample[feature].shape)
         if found != expected:

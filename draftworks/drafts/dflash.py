@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from draftworks.drafts.anchors import drawn_blocks, label_mask, labels_of, sample_seed
+from draftworks.drafts.anchors import Blocks, drawn_blocks, label_mask, labels_of, sample_seed
 from draftworks.drafts.block_losses import Weigh, decaying, dpace, uniform
-from draftworks.drafts.collation import collate_features
+from draftworks.drafts.collation import Layout, collate_features, lengths_of
 from draftworks.drafts.dflash_drafter import DFlashDrafter
 from draftworks.drafts.dflash_model import DFlashDraft, DFlashSizes
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
@@ -43,28 +43,37 @@ class DFlashStrategy(DraftStrategy):
 
     def __init__(self, options: DFlashOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
         if vocab is not None:
-            raise ConfigError("dflash predicts over the target's whole vocabulary: expected no vocabulary mapping")
+            raise ConfigError(
+                f"{options.strategy} predicts over the target's whole vocabulary: expected no vocabulary mapping"
+            )
         self.options = options
         self.draft_tokens = self.most_draft_tokens = options.block_size - 1
         self.feature_names = DFLASH.features(target.num_layers, options)
-        self._target = target
+        self._target = target = target.shaped(options)
         self._seed = seed
         self._sizes = _sizes(options, target, taps=len(self.feature_names))
         self.model = DFlashDraft(target, self._sizes, torch.Generator().manual_seed(seed))
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """Right-pad; taps side by side in `features` (B, S, taps · H). `draws`, `eval_draws` (B,) are where anchors come from."""
-        batch = collate_features(samples, sample_ids, self.feature_names, self._target.hidden_size)
+        return self._laid_out(samples, sample_ids, Layout.padded(lengths_of(samples)))
+
+    def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
+        """The same in one row without padding, B = 1; `draws`, `eval_draws` are still one for each sample."""
+        return self._laid_out(samples, sample_ids, Layout.packed(lengths_of(samples)))
+
+    def _laid_out(
+        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: Layout
+    ) -> TrainBatch:
+        batch = collate_features(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
         batch["draws"] = torch.tensor([sample_seed(self._seed, name) for name in sample_ids])
         batch["eval_draws"] = torch.tensor([sample_seed(0, name) for name in sample_ids])
-        return TrainBatch(batch, tuple(sample_ids), sum(len(sample["input_ids"]) for sample in samples))
+        return TrainBatch(batch, tuple(sample_ids), sum(lengths_of(samples)), layout.documents)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """See the class for what the sums mean. The step of `ctx` decides the anchors of a training."""
         mask, ids = batch["loss_mask"], batch["input_ids"]
-        candidates = mask & F.pad(mask[:, 1:], (0, 1), value=False)
-        seeds, step = (batch["draws"], ctx.global_step) if torch.is_grad_enabled() else (batch["eval_draws"], 0)
-        blocks = drawn_blocks(candidates, seeds, step, self.options.num_anchors, self.options.block_size)
+        blocks = self.blocks(batch, ctx)
         counts = label_mask(blocks, mask, contiguous=self.options.loss == "token_mean")
         result = self.model(
             ids,
@@ -72,7 +81,7 @@ class DFlashStrategy(DraftStrategy):
             blocks,
             labels_of(blocks, ids),
             counts,
-            self._weigh,
+            self.weigh,
             self.options.objective_chunk_blocks,
         )
         supervised = counts.sum(dim=(0, 1), dtype=torch.float64)
@@ -82,11 +91,18 @@ class DFlashStrategy(DraftStrategy):
             "loss_sums": result.ce_sums,
             "loss_denoms": supervised,
         }
-        return StepOutput(result.loss, self._loss_weight(counts).to(result.loss.dtype), sums)
+        return StepOutput(result.loss, self.loss_weight(counts, len(batch["draws"])).to(result.loss.dtype), sums)
+
+    def blocks(self, batch: TrainBatch, ctx: StepContext) -> Blocks:
+        """Those that the loss looks at; see the class."""
+        mask, documents = batch["loss_mask"], Documents.of(batch)
+        candidates = mask & documents.ahead(mask, 1)
+        seeds, step = (batch["draws"], ctx.global_step) if torch.is_grad_enabled() else (batch["eval_draws"], 0)
+        return drawn_blocks(candidates, seeds, step, self.options.num_anchors, self.options.block_size, documents)
 
     def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
         self._check_count(count)
-        return self.model.propose(batch["input_ids"], batch["features"], rows, count)
+        return self.model.propose(batch["input_ids"], batch["features"], rows, count, Documents.of(batch))
 
     def drafter(self) -> Drafter:
         return DFlashDrafter(self.model, self.feature_names)
@@ -121,13 +137,15 @@ class DFlashStrategy(DraftStrategy):
         return uniform if self.options.gamma is None else decaying(self.options.gamma)
 
     @property
-    def _weigh(self) -> Weigh:
+    def weigh(self) -> Weigh:
+        """Factors of the loss, from the cross-entropies."""
         options = self.options
         return self._by_place if options.weighting == "uniform" else dpace(options.dpace_alpha, options.weighting)
 
-    def _loss_weight(self, counts: Tensor) -> Tensor:
+    def loss_weight(self, counts: Tensor, samples: int) -> Tensor:
+        """Scalar, from which labels count (B, A, k) and of how many samples these are."""
         if self.options.loss == "specforge" and self.options.weighting != "uniform":
-            return torch.tensor(float(counts.shape[0]), device=counts.device)
+            return torch.tensor(float(samples), device=counts.device)
         flat = counts.flatten(0, 1)
         return self._by_place(torch.zeros(flat.shape, dtype=torch.float64, device=flat.device), flat).sum()
 
@@ -143,10 +161,12 @@ def _sizes(options: DFlashOptions, target: TargetParts, taps: int) -> DFlashSize
     heads = options.num_heads or target.num_heads
     kv_heads = options.num_kv_heads or min(target.num_kv_heads, heads)
     if heads % kv_heads:
-        raise ConfigError(f"dflash: num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
+        raise ConfigError(f"{options.strategy}: num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
     mask_token = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
     if mask_token >= target.vocab_size:
-        raise ConfigError(f"dflash: mask_token_id {mask_token} is outside the target's {target.vocab_size} tokens")
+        raise ConfigError(
+            f"{options.strategy}: mask_token_id {mask_token} is outside the target's {target.vocab_size} tokens"
+        )
     return DFlashSizes(
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -41,6 +41,16 @@ class DFlashDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
+        model = self._model
+        logits = F.linear(model.norm(self.states()[1 : 1 + count]), model.target_head)
+        if temperature == 0:
+            return Proposal(logits.argmax(-1))
+        probabilities = distribution(logits, temperature)
+        return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
+
+    @torch.no_grad()
+    def states(self) -> Tensor:
+        """Of the block after the last token that is known, (size, H), not normed."""
         if self._anchor is None:
             raise RuntimeError("nothing to propose after: extend has not been called")
         model = self._model
@@ -50,11 +60,7 @@ class DFlashDrafter(Drafter):
         hidden, attend = model.embed_blocks(self._anchor[None]), BlockAttention(block, self._rows)
         for layer, context in zip(model.layers, self._context, strict=True):
             hidden = layer.over(hidden, context, rotation, attend)
-        logits = F.linear(model.norm(hidden[0, 1 : 1 + count]), model.target_head)
-        if temperature == 0:
-            return Proposal(logits.argmax(-1))
-        probabilities = distribution(logits, temperature)
-        return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
+        return hidden[0]
 
 
 def _appended(old: KeyValue, new: KeyValue) -> KeyValue:

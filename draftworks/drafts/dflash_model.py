@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -11,11 +12,15 @@ from torch.nn import functional as F
 from draftworks.drafts.anchors import Blocks, all_blocks
 from draftworks.drafts.block_attention import BlockAttention, KeyValue
 from draftworks.drafts.block_losses import BlockLosses, Weigh, block_cross_entropy
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded_linear
 from draftworks.drafts.target_parts import TargetParts
 
 PROPOSED_AT_ONCE = 64
 """Blocks of each sample that `propose` holds at a time."""
+
+Speak = Callable[[Tensor, Tensor], Tensor]
+"""From states (n, size, H) of blocks, not normed, and their anchors' tokens (n,), to what each proposes, (n, count)."""
 
 
 class DFlashSizes(NamedTuple):
@@ -118,14 +123,15 @@ class DFlashDraft(nn.Module):
 
     def rotation_at(self, positions: Tensor, longest: int) -> Rotation:
         """For every position (B, n), all below `longest`."""
-        table = self.rotary(longest, self.fc.weight.dtype)
-        return Rotation(table.cos[positions][:, None], table.sin[positions][:, None])
+        return self.rotary(longest, self.fc.weight.dtype).at(positions[:, None])
 
     def states(self, input_ids: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
         """States of all blocks after the last layer, not normed: (B, A, size, H)."""
         length = context.shape[1]
-        at_context = self.rotary(length, context.dtype)
-        at_blocks = self.rotation_at(blocks.positions, length + self.block_size)
+        table = self.rotary(length + self.block_size, context.dtype)
+        documents = blocks.documents
+        at_context = table.window(0, length) if documents is None else table.at(documents.positions)
+        at_blocks = table.at(blocks.positions[:, None])
         hidden = self.embed_blocks(input_ids.gather(1, blocks.anchors))
         attend = BlockAttention(blocks, length, self._backend)
         for layer in self.layers:
@@ -158,22 +164,46 @@ class DFlashDraft(nn.Module):
         )
 
     @torch.no_grad()
-    def propose(self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int) -> Tensor:
+    def propose(
+        self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents | None = None
+    ) -> Tensor:
         """Blocks from many rows at once, each as a server would make it there.
 
         Args:
             rows: (B, S) bool: row t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
+            documents: of the batch; None where each of its rows is one.
 
         Returns:
             (B, S, count) int64 ids of the target; -1 in other rows.
         """
-        context, head = self.context(features), self.target_head
+        head = self.target_head
+
+        def first_choices(states: Tensor, known: Tensor) -> Tensor:
+            return F.linear(self.norm(states[:, 1 : 1 + count]), head).argmax(-1)
+
+        return self.spoken(input_ids, features, rows, count, first_choices, documents)
+
+    @torch.no_grad()
+    def spoken(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        rows: Tensor,
+        count: int,
+        speak: Speak,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """`propose` for any way to make tokens of a block's states."""
+        context = self.context(features)
         anchored = F.pad(rows[:, :-1], (1, 0))
-        blocks = all_blocks(anchored, self.block_size)
+        if documents is not None:
+            anchored = anchored & (documents.positions > 0)
+        blocks = all_blocks(anchored, self.block_size, documents)
         proposals = input_ids.new_full((*rows.shape, count), -1)
         for start in range(0, blocks.count, PROPOSED_AT_ONCE):
             part = blocks.part(start, start + PROPOSED_AT_ONCE)
-            states = self.states(input_ids, context, part)[part.live][:, 1 : 1 + count]
+            states = self.states(input_ids, context, part)[part.live]
             sample, place = part.live.nonzero().T
-            proposals[sample, part.anchors[sample, place] - 1] = F.linear(self.norm(states), head).argmax(-1)
+            anchors = part.anchors[sample, place]
+            proposals[sample, anchors - 1] = speak(states, input_ids[sample, anchors])
         return proposals

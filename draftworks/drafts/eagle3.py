@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftworks.drafts.collation import check_features, collate_features
+from draftworks.drafts.collation import Layout, collate_feature, collate_features, lengths_of
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.eagle3_drafter import Eagle3Drafter
 from draftworks.drafts.eagle3_layer import Eagle3Sizes
 from draftworks.drafts.eagle3_model import Eagle3Draft, Eagle3Norms
@@ -61,7 +62,7 @@ class Eagle3Strategy(ChainStrategy):
         self.options = options
         self.draft_tokens = options.ttt_length
         self.feature_names = EAGLE3.features(target.num_layers, options)
-        self._target = target
+        self._target = target = target.shaped(options)
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
         draft_ids = torch.from_numpy(vocab.target_ids)
         norms = Eagle3Norms(options.fc_norm, options.norm_output, options.feedback)
@@ -71,23 +72,28 @@ class Eagle3Strategy(ChainStrategy):
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """Right-pad with token 0, mask off and features 0; taps side by side in `features` (B, S, taps · H), `last` (B, S, H)."""
+        return self._laid_out(samples, sample_ids, Layout.padded(lengths_of(samples)))
+
+    def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
+        """The same in one row without padding, B = 1."""
+        return self._laid_out(samples, sample_ids, Layout.packed(lengths_of(samples)))
+
+    def _laid_out(
+        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: Layout
+    ) -> TrainBatch:
         width = self._target.hidden_size
-        batch = collate_features(samples, sample_ids, self.feature_names[:-1], width)
-        lengths = [len(sample["input_ids"]) for sample in samples]
+        batch = collate_features(samples, sample_ids, self.feature_names[:-1], width, layout)
+        batch["last"] = collate_feature(samples, sample_ids, "last", width, layout)
         if self.options.loss == "specforge":
             batch["answer_mask"] = batch["loss_mask"].clone()
-        batch["last"] = torch.zeros((len(samples), max(lengths), width), dtype=samples[0]["last"].dtype)
-        for row, (sample, length, name) in enumerate(zip(samples, lengths, sample_ids, strict=True)):
-            check_features(sample, ("last",), (length, width), name)
-            batch["last"][row, :length] = sample["last"]
-            if self.options.loss == "specforge":
-                batch["loss_mask"][row, length - 1] = False
-        return TrainBatch(batch, tuple(sample_ids), sum(lengths))
+            for row, place in layout.places:
+                batch["loss_mask"][row, place.stop - 1] = False
+        return TrainBatch(batch, tuple(sample_ids), sum(lengths_of(samples)), layout.documents)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """See the class for what the sums mean. `ctx` is not used: the loss follows no schedule."""
-        mask = batch["loss_mask"]
-        gates = self.chain_gates(mask)
+        mask, documents = batch["loss_mask"], Documents.of(batch)
+        gates = self.chain_gates(mask, documents)
         supervised = gates.sum(dim=(1, 2), dtype=torch.float64)
         if self.options.loss == "specforge":
             divisor = mask.numel() if self.options.objective == "ce" else 1
@@ -96,7 +102,7 @@ class Eagle3Strategy(ChainStrategy):
         else:
             weights, denoms, loss_weight = self._step_weights, supervised, supervised[0]
         objective = self._objective(mask.numel())
-        result = self.model(batch["input_ids"], batch["features"], batch["last"], gates, weights, objective)
+        result = self.model(batch["input_ids"], batch["features"], batch["last"], gates, weights, objective, documents)
         counts = {
             "acc_corrects": result.corrects,
             "acc_denoms": supervised,
@@ -107,12 +113,12 @@ class Eagle3Strategy(ChainStrategy):
             counts |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
         return StepOutput(result.loss, loss_weight.to(result.loss.dtype), counts)
 
-    def chain_gates(self, loss_mask: Tensor) -> Tensor:
+    def chain_gates(self, loss_mask: Tensor, documents: Documents) -> Tensor:
         gates = specforge_gates if self.options.loss == "specforge" else token_mean_gates
-        return gates(loss_mask, self.options.ttt_length)
+        return gates(loss_mask, self.options.ttt_length, documents)
 
     def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
-        return self.model.propose(batch["input_ids"], batch["features"], rows, count)
+        return self.model.propose(batch["input_ids"], batch["features"], rows, count, Documents.of(batch))
 
     def drafter(self) -> Drafter:
         return Eagle3Drafter(self.model, self.feature_names[:-1])

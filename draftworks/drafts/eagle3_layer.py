@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotation, seeded_linear
 from draftworks.drafts.rows import ActiveRows
 from draftworks.drafts.target_parts import TargetParts
@@ -99,7 +100,14 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RmsNorm(width, eps)
 
     def unroll(
-        self, embedded: Tensor, hidden: Tensor, rotation: Rotation, steps: int, active: ActiveRows, emerge: Emerge
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        rotation: Rotation,
+        steps: int,
+        active: ActiveRows,
+        emerge: Emerge,
+        documents: Documents,
     ) -> Iterator[Tensor]:
         """Spoken states (R, H) of the active rows, step after step, on tokens that are known beforehand.
 
@@ -107,17 +115,18 @@ class Eagle3Layer(nn.Module):
         matter only for the keys and values of step 0.
 
         Args:
-            embedded: (B, ≥ S + steps - 1, H), tokens from step 0's first on.
+            embedded: (B, S, H), tokens of step 0. The last one of each document stands for those beyond it, which no
+                supervised row reads.
             hidden: (B, S, H), input of step 0.
-            rotation: ≥ S + steps - 1 positions.
+            rotation: as many positions as the longest document has, and steps - 1 more.
         """
-        halves, length = self.self_attn.halves(), hidden.shape[1]
+        halves = self.self_attn.halves()
         tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
 
         def known(step: int, _: Tensor) -> Tensor:
-            return active.take(tokens[:, step : step + length])
+            return active.ahead(step, documents).take(tokens)
 
-        yield from self._steps(halves, tokens[:, :length], hidden, rotation, steps, active, emerge, known)
+        yield from self._steps(halves, tokens, hidden, rotation, steps, active, emerge, documents, known)
 
     def run_free(
         self,
@@ -127,6 +136,7 @@ class Eagle3Layer(nn.Module):
         steps: int,
         active: ActiveRows,
         emerge: Emerge,
+        documents: Documents,
         say: Say,
     ) -> None:
         """The same on the draft's own words.
@@ -142,7 +152,7 @@ class Eagle3Layer(nn.Module):
         def said(step: int, spoken: Tensor) -> Tensor:
             return F.linear(self.input_layernorm(say(spoken)), halves.tokens)
 
-        *_, last = self._steps(halves, tokens, hidden, rotation, steps, active, emerge, said)
+        *_, last = self._steps(halves, tokens, hidden, rotation, steps, active, emerge, documents, said)
         say(last)
 
     def _steps(
@@ -154,10 +164,10 @@ class Eagle3Layer(nn.Module):
         steps: int,
         active: ActiveRows,
         emerge: Emerge,
+        documents: Documents,
         next_tokens: Callable[[int, Tensor], Tensor],
     ) -> Iterator[Tensor]:
         """`next_tokens`: from a step's number and the states spoken before it to its tokens, projected, (R, all heads · D)."""
-        length = hidden.shape[1]
         joint = F.linear(self.hidden_norm(hidden), halves.states) + tokens
         spoken = hidden = active.take(hidden)
         keys: list[Tensor] = []
@@ -166,11 +176,11 @@ class Eagle3Layer(nn.Module):
             if step > 0:
                 own = F.linear(self.hidden_norm(hidden), halves.states)
                 joint = active.spread(own + next_tokens(step, spoken))
-            heads = self.self_attn.heads(joint, rotation.window(step, length))
+            heads = self.self_attn.heads(joint, rotation.at(documents.positions + step))
             keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
             values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
-            attended = ttt_attention(heads.query, keys, values, self._attention).transpose(1, 2).flatten(2)
-            hidden = hidden + self.self_attn.o_proj(active.take(attended))
+            attended = ttt_attention(heads.query, keys, values, documents, self._attention)
+            hidden = hidden + self.self_attn.o_proj(active.take(attended.transpose(1, 2).flatten(2)))
             hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
             spoken, hidden = emerge(hidden)
             yield spoken

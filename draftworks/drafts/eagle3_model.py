@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.eagle3_layer import Eagle3Layer, Eagle3Sizes, StepStates
 from draftworks.drafts.layers import RmsNorm, Rotary, seeded_linear
 from draftworks.drafts.losses import Distilled, distill
@@ -96,7 +97,7 @@ class Eagle3Draft(nn.Module):
         return StepStates(spoken, spoken if self.norms.feedback == "post_norm" else hidden)
 
     @torch.no_grad()
-    def propose(self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int) -> Tensor:
+    def propose(self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents) -> Tensor:
         """Greedy chains from many rows at once, each as a server would make it there.
 
         Args:
@@ -105,16 +106,16 @@ class Eagle3Draft(nn.Module):
         Returns:
             (B, S, count) int64 ids of the target; -1 in other rows.
         """
-        active, length = ActiveRows.where(rows), input_ids.shape[1]
+        active = ActiveRows.where(rows)
         draft_ids, said = self.draft_ids, []
 
         def say(spoken: Tensor) -> Tensor:
             said.append(draft_ids[self.lm_head(spoken).argmax(-1)])
             return self.embed(said[-1])
 
-        first = self.embed(F.pad(input_ids[:, 1:], (0, 1)))
-        rotation = self.rotary(length + count, first.dtype)
-        self.midlayer.run_free(first, self.fuse(features), rotation, count, active, self.emerge, say)
+        first = self.embed(documents.ahead(input_ids, 1))
+        rotation = self.rotary(documents.longest + count, first.dtype)
+        self.midlayer.run_free(first, self.fuse(features), rotation, count, active, self.emerge, documents, say)
         proposals = input_ids.new_full((input_ids.numel(), count), -1)
         proposals[active.index] = torch.stack(said, dim=-1)
         return proposals.unflatten(0, input_ids.shape)
@@ -123,19 +124,19 @@ class Eagle3Draft(nn.Module):
     def target_head(self) -> Tensor:
         return self.embed_tokens if self.own_target_head is None else self.own_target_head
 
-    def unroll(self, input_ids: Tensor, features: Tensor, steps: int, active: ActiveRows) -> list[Tensor]:
+    def unroll(
+        self, input_ids: Tensor, features: Tensor, steps: int, active: ActiveRows, documents: Documents
+    ) -> list[Tensor]:
         """Spoken states of every step, (R, H) each: what `lm_head` is applied to.
 
         Args:
-            input_ids: (B, S). Step i at row t sees token t+1+i; beyond the end of the batch, token 0.
+            input_ids: (B, S). Step i at row t sees token t+1+i; beyond the end of the document, token 0.
             features: (B, S, taps · H), the taps in ascending order.
             active: rows whose states are wanted.
         """
-        dtype, length = self.fc.weight.dtype, input_ids.shape[1]
-        ahead = F.pad(input_ids[:, 1:], (0, steps))
-        embedded = F.embedding(ahead, self.embed_tokens).to(dtype)
-        rotation = self.rotary(length + steps, dtype)
-        return list(self.midlayer.unroll(embedded, self.fuse(features), rotation, steps, active, self.emerge))
+        first = self.embed(documents.ahead(input_ids, 1))
+        rotation = self.rotary(documents.longest + steps, first.dtype)
+        return list(self.midlayer.unroll(first, self.fuse(features), rotation, steps, active, self.emerge, documents))
 
     def forward(
         self,
@@ -145,6 +146,7 @@ class Eagle3Draft(nn.Module):
         gates: Tensor,
         step_weights: Sequence[float],
         objective: Objective | BatchObjective,
+        documents: Documents,
     ) -> Distilled:
         """Unroll and distil; one call per micro-batch.
 
@@ -154,7 +156,7 @@ class Eagle3Draft(nn.Module):
             step_weights: T factors on the steps' summed losses.
         """
         active = ActiveRows.where(gates.any(0))
-        states = self.unroll(input_ids, features, gates.shape[0], active)
+        states = self.unroll(input_ids, features, gates.shape[0], active, documents)
         draft_ids = self.draft_ids
         draft_index = torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
         teacher = Teacher(last.flatten(0, 1), self.target_head, draft_ids, draft_index)

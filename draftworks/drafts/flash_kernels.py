@@ -7,10 +7,13 @@ they are relied on. The CUDA adapter has been checked against the operators' dec
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from draftworks.drafts.documents import Documents, Run
 
 
 class Attended(NamedTuple):
@@ -70,6 +73,45 @@ class CudaFlash(CausalKernel):
                 grad, query, key, value, attended.output, attended.lse, *attended.rest
             )
         )
+
+
+class ByDocument(CausalKernel):
+    """Another kernel, document by document: a row of several, none of which sees another. Those of equal length that follow
+    each other go as one batch. (A kernel that takes a whole packed row at once would stand in its place.)
+    """
+
+    def __init__(self, kernel: CausalKernel, documents: Documents) -> None:
+        self._kernel = kernel
+        self._runs = documents.runs
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
+        parts = [self._kernel.forward(*(_taken(x, run) for x in (query, key, value))) for run in self._runs]
+        output, lse = (_joined([part[field] for part in parts], self._runs, query) for field in range(2))
+        return Attended(output, lse, tuple(part.rest for part in parts))
+
+    def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
+        parts = []
+        for run, rest in zip(self._runs, attended.rest, strict=True):
+            inputs = (_taken(x, run) for x in (grad, query, key, value))
+            mine = Attended(_taken(attended.output, run), _taken(attended.lse, run), rest)
+            parts.append(self._kernel.backward(*inputs, mine))
+        return Gradients(*(_joined(found, self._runs, query) for found in zip(*parts, strict=True)))
+
+
+def _taken(x: Tensor, run: Run) -> Tensor:
+    """(B, heads, S, …) to the documents of a run, (B · count, heads, length, …); without a copy where B is 1."""
+    part = x[:, :, run.span]
+    return part if run.count == 1 else part.unflatten(2, (run.count, run.length)).transpose(1, 2).flatten(0, 1)
+
+
+def _joined(parts: Sequence[Tensor], runs: Sequence[Run], query: Tensor) -> Tensor:
+    """The way back, with the positions outermost in memory."""
+    batch, length, heads = query.shape[0], query.shape[2], parts[0].shape[1]
+    whole = parts[0].new_empty(batch, length, heads, *parts[0].shape[3:]).transpose(1, 2)
+    for part, run in zip(parts, runs, strict=True):
+        documents = part.unflatten(0, (batch, run.count)).transpose(1, 2)
+        whole[:, :, run.span].unflatten(2, (run.count, run.length)).copy_(documents)
+    return whole
 
 
 CAUSAL_KERNELS: dict[str, CausalKernel] = {"cpu": CpuFlash(), "cuda": CudaFlash()}

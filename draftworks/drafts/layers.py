@@ -100,6 +100,10 @@ class Rotation(NamedTuple):
     def window(self, start: int, length: int) -> Rotation:
         return Rotation(self.cos[start : start + length], self.sin[start : start + length])
 
+    def at(self, positions: Tensor) -> Rotation:
+        """For any positions (…, S), in their order."""
+        return Rotation(self.cos[positions], self.sin[positions])
+
     def apply(self, x: Tensor) -> Tensor:
         """Rotate heads (B, heads, S, head_dim); halves are paired, as in transformers' Llama."""
         return _RotateFunction.apply(x, self.cos, self.sin)
@@ -162,7 +166,7 @@ def rope_frequencies(target: TargetParts) -> RopeFrequencies:
     kind = rope.get("rope_type", "default")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", *_STATIC_ROPE):
         raise ConfigError(
-            f"rope parameters {dict(rope)} of the target are not supported: expected rope_type default, "
+            f"rope parameters {dict(rope)} are not supported: expected rope_type default, "
             f"{', '.join(_STATIC_ROPE)} over the whole head"
         )
     if kind == "default":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from draftworks.drafts.documents import Documents
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,12 @@ class ActiveRows:
         """(R, W) -> (B, S, W), 0 in rows that were not chosen."""
         flat = x if self.everything else _Spread.apply(x, self.index, self.batch * self.length)
         return flat.unflatten(0, (self.batch, self.length))
+
+    def ahead(self, distance: int, documents: Documents) -> ActiveRows:
+        """The rows so many positions after each, or the last ones of their documents where these are shorter."""
+        row, place = self.index // self.length, self.index % self.length
+        place = torch.minimum(place + distance, documents.ends[place] - 1)
+        return replace(self, index=row * self.length + place)
 
     def renumber(self, rows: Tensor) -> Tensor:
         """Flat row numbers as positions in `index`; -1 stays -1. All of them must be chosen ones."""

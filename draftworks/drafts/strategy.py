@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Generator, Tensor, nn
 
+from draftworks.drafts.documents import Documents
+from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
 
 
@@ -59,6 +61,15 @@ class DraftStrategy(ABC):
     @abstractmethod
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """Pad samples to one batch. Each has `input_ids` (S,) int64, `loss_mask` (S,) bool and the features (S, H)."""
+
+    def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
+        """The same samples one after the other in one row, for `forward_loss` and `propose` to tell them apart by
+        `TrainBatch.documents`. The sums are those of the padded batch, and no sample knows of the others.
+
+        Raises:
+            ConfigError: the strategy has no such batches.
+        """
+        raise ConfigError(f"strategy {self.name} cannot pack its samples: leave training.pack_tokens out")
 
     @abstractmethod
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
@@ -126,5 +137,5 @@ class ChainStrategy(DraftStrategy):
     """
 
     @abstractmethod
-    def chain_gates(self, loss_mask: Tensor) -> Tensor:
+    def chain_gates(self, loss_mask: Tensor, documents: Documents) -> Tensor:
         """Which rows are supervised at which step: (B, S) bool, as collated, to (T, B, S) bool."""

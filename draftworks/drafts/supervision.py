@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftworks.drafts.documents import Documents
 
-def token_mean_gates(loss_mask: Tensor, steps: int) -> Tensor:
+
+def token_mean_gates(loss_mask: Tensor, steps: int, documents: Documents | None = None) -> Tensor:
     """Gates by the chains a server would take: row t at step i counts iff mask[t+1 … t+2+i] are all on.
 
     The first proposal of an answer is made at the last prompt position t, once the target itself has said token t+1; a
@@ -22,29 +24,32 @@ def token_mean_gates(loss_mask: Tensor, steps: int) -> Tensor:
 
     Args:
         loss_mask: (B, S) bool, True where a token is the assistant's; False in padding.
+        documents: of its rows; None where each is one.
 
     Returns:
         (steps, B, S) bool.
     """
-    length = loss_mask.shape[1]
-    ahead = F.pad(loss_mask, (0, steps + 1), value=False)
-    chain = ahead[:, 1 : 1 + length]
+    documents = documents or _one_each(loss_mask)
+    chain = documents.ahead(loss_mask, 1)
     gates = []
     for step in range(steps):
-        chain = chain & ahead[:, 2 + step : 2 + step + length]
+        chain = chain & documents.ahead(loss_mask, 2 + step)
         gates.append(chain)
     return torch.stack(gates)
 
 
-def specforge_gates(loss_mask: Tensor, steps: int) -> Tensor:
+def specforge_gates(loss_mask: Tensor, steps: int, documents: Documents | None = None) -> Tensor:
     """Gates of SpecForge: row t at step i counts iff mask[t+i] is on, the last position of each sample being off already.
 
     The mask is not shifted with the labels there: the first two tokens of an answer are never labels, two
     after its end are.
     """
-    length = loss_mask.shape[1]
-    ahead = F.pad(loss_mask, (0, steps), value=False)
-    return torch.stack([ahead[:, step : step + length] for step in range(steps)])
+    documents = documents or _one_each(loss_mask)
+    return torch.stack([documents.ahead(loss_mask, step) for step in range(steps)])
+
+
+def _one_each(rows: Tensor) -> Documents:
+    return Documents.after_each_other((rows.shape[1],), rows.device)
 
 
 class TeacherPlan(NamedTuple):

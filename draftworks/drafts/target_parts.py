@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from draftworks.errors import ConfigError, StoreError
 from draftworks.hub import hub_file
 from draftworks.runs import TargetFiles
+from draftworks.strategies.layer_options import LayerOptions
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -47,6 +48,15 @@ class TargetParts:
     @property
     def tied(self) -> bool:
         return self.head is self.embedding
+
+    def shaped(self, options: LayerOptions) -> TargetParts:
+        """With what a draft's own options say instead of the target."""
+        return replace(
+            self,
+            head_dim=options.head_dim or self.head_dim,
+            rms_norm_eps=options.rms_norm_eps or self.rms_norm_eps,
+            rope=options.rope or self.rope,
+        )
 
     @classmethod
     def load(cls, target: TargetFiles) -> TargetParts:

@@ -1,6 +1,6 @@
 """Attention of test-time training (EAGLE-3, arXiv 2503.01840): one causal block and some diagonals.
 
-At step i a row t sees the keys of step 0 at positions 0 … t, and its own keys of the steps 1 … i. Written as one
+At step i a row t sees the keys of step 0 at positions 0 … t of its document, and its own keys of the steps 1 … i. Written as one
 softmax this needs scores of S x (S + i). The back ends give the same numbers to rounding: `eager` writes the scores out,
 `sdpa` and `flex` are torch's own with a mask over the keys of all steps, and `auto` computes no diagonal as a matrix where
 this device has a kernel for that (draftworks.drafts.ttt_fused), and is sdpa elsewhere.
@@ -12,20 +12,24 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.flex import check_flex
 from draftworks.drafts.ttt_fused import fused_kernel_works, fused_ttt_attention
 from draftworks.drafts.ttt_masked import eager_ttt_attention, flex_ttt_attention, sdpa_ttt_attention
 
-TttAttention = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
+TttAttention = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], Documents], Tensor]
 
 
-def ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], backend: str = "auto") -> Tensor:
+def ttt_attention(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents, backend: str = "auto"
+) -> Tensor:
     """Attention of step i = len(keys) - 1.
 
     Args:
         query: (B, heads, S, D).
         keys, values: of the steps 0 … i. Those of step 0 are (B, kv_heads, S, D), heads a multiple of kv_heads; those
             of later steps are (B, heads, S, D) by `per_query_head`, because row-wise products want plain memory.
+        documents: of the rows; none sees another.
         backend: auto, eager, sdpa or flex.
 
     Returns:
@@ -34,7 +38,7 @@ def ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor
     Raises:
         ConfigError: flex with gradients on a CPU, where torch has none.
     """
-    return _attention(query, backend)(query, keys, values)
+    return _attention(query, backend)(query, keys, values, documents)
 
 
 def _attention(query: Tensor, backend: str) -> TttAttention:

@@ -15,13 +15,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, Attended, CausalKernel
+from draftworks.drafts.documents import Documents
+from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, Attended, ByDocument, CausalKernel
 from draftworks.drafts.ttt_masked import eager_ttt_attention
 
 
-def fused_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """See `ttt_attention`. Only where `fused_kernel_works`."""
-    return _FusedTttAttention.apply(CAUSAL_KERNELS[query.device.type], query, len(keys), *keys, *values)
+def fused_ttt_attention(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents
+) -> Tensor:
+    """See `ttt_attention`. Only where `fused_kernel_works`. Diagonals are a row's own, so only the causal block is told of
+    documents."""
+    kernel = CAUSAL_KERNELS[query.device.type]
+    if documents.several:
+        kernel = ByDocument(kernel, documents)
+    return _FusedTttAttention.apply(kernel, query, len(keys), *keys, *values)
 
 
 @functools.cache
@@ -48,7 +55,8 @@ def fused_kernel_works(device: torch.device, dtype: torch.dtype, head_size: int)
 
 
 def _eager_flat(query: Tensor, steps: int, *keys_and_values: Tensor) -> Tensor:
-    return eager_ttt_attention(query, keys_and_values[:steps], keys_and_values[steps:])
+    documents = Documents.after_each_other((query.shape[2],), query.device)
+    return eager_ttt_attention(query, keys_and_values[:steps], keys_and_values[steps:], documents)
 
 
 class _FusedTttAttention(torch.autograd.Function):

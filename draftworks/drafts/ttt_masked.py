@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.flex import flex_attention_on
 
 _MASKS_KEPT = 32
@@ -23,13 +24,14 @@ def per_query_head(x: Tensor, heads: int) -> Tensor:
     return by_row.expand(-1, -1, -1, groups, -1).flatten(2, 3).transpose(1, 2)
 
 
-def eager_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def eager_ttt_attention(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents
+) -> Tensor:
     """Explicit scores, O(S²) memory, on any device: what the others are checked against."""
     length, heads = query.shape[2], query.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     causal = query @ per_query_head(keys[0], heads).transpose(-1, -2)
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    columns = [causal.masked_fill(future, float("-inf"))]
+    columns = [causal.masked_fill(~_sees(documents, 1), float("-inf"))]
     columns += [(query * key).sum(-1, keepdim=True) for key in keys[1:]]
     weights = (torch.cat(columns, dim=-1).to(wide) * query.shape[-1] ** -0.5).softmax(-1).to(query.dtype)
     output = weights[..., :length] @ per_query_head(values[0], heads)
@@ -38,16 +40,15 @@ def eager_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[
     return output
 
 
-def sdpa_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def sdpa_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents) -> Tensor:
     """torch's scaled_dot_product_attention with a mask of (S, steps · S)."""
-    seen = _sees(query.shape[2], len(keys), query.device)
-    heads = query.shape[1]
+    seen, heads = _sees(documents, len(keys)), query.shape[1]
     return F.scaled_dot_product_attention(query, _joined(keys, heads), _joined(values, heads), attn_mask=seen)
 
 
-def flex_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def flex_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents) -> Tensor:
     """torch's flex attention, which skips the tiles that the mask leaves out."""
-    mask, heads = _flex_mask(query.shape[2], len(keys), query.device), query.shape[1]
+    mask, heads = _flex_mask(documents.lengths, len(keys), query.device), query.shape[1]
     attention = flex_attention_on(query.device.type)
     return attention(query, _joined(keys, heads), _joined(values, heads), block_mask=mask)
 
@@ -57,18 +58,21 @@ def _joined(steps: Sequence[Tensor], heads: int) -> Tensor:
     return torch.cat([per_query_head(steps[0], heads), *steps[1:]], dim=2)
 
 
-def _sees(length: int, steps: int, device: torch.device) -> Tensor:
-    """(S, steps · S) bool: a row sees step 0 up to itself, and itself in the others."""
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    own = torch.eye(length, dtype=torch.bool, device=device)
+def _sees(documents: Documents, steps: int) -> Tensor:
+    """(S, steps · S) bool: a row sees step 0 of its document up to itself, and itself in the others."""
+    numbers = documents.numbers
+    causal = (numbers[:, None] == numbers).tril()
+    own = torch.eye(len(numbers), dtype=torch.bool, device=numbers.device)
     return torch.cat([causal, *[own] * (steps - 1)], dim=1)
 
 
 @functools.lru_cache(maxsize=_MASKS_KEPT)
-def _flex_mask(length: int, steps: int, device: torch.device) -> Any:
+def _flex_mask(lengths: tuple[int, ...], steps: int, device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
+    length, begins = sum(lengths), Documents.after_each_other(lengths, device).begins
+
     def seen(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return torch.where(kv < length, kv <= q, kv % length == q)
+        return torch.where(kv < length, (kv <= q) & (kv >= begins[q]), kv % length == q)
 
     return create_block_mask(seen, None, None, length, steps * length, device=device)

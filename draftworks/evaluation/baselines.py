@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import supervised_counts
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.drafts.supervision import teacher_plan
 from draftworks.features.contracts import TrainBatch
@@ -19,8 +20,8 @@ from draftworks.features.contracts import TrainBatch
 CHUNK_ELEMENTS = 2**22
 """Target logits held at a time."""
 
-Gates = Callable[[Tensor], Tensor]
-"""Loss mask (B, S) to gates (T, B, S), as `ChainStrategy.chain_gates`."""
+Gates = Callable[..., Tensor]
+"""Loss mask (B, S), and `documents` of its rows, to gates (T, B, S), as `ChainStrategy.chain_gates`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,7 @@ class BigramDraft:
 
     def __call__(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """Counts of one batch with `input_ids` (B, S), `loss_mask` (B, S) and `last` (B, S, H)."""
-        gates = self._gates(batch["loss_mask"])
+        gates = self._gates(batch["loss_mask"], documents=Documents.of(batch))
         plan = teacher_plan(gates)
         ids, last = batch["input_ids"].flatten()[plan.positions], batch["last"].flatten(0, 1)[plan.positions]
         # Every step that predicts from one position proposes the same token there: the table looks one token back.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.supervision import token_mean_gates
 from draftworks.evaluation.differences import Course
@@ -50,12 +51,12 @@ class Prefixes:
 
 def replay(strategy: DraftStrategy, batch: TrainBatch, count: int) -> list[Replayed]:
     """Every sample of a batch, proposing `count` tokens a pass."""
-    prefixes = accepted_prefixes(strategy, batch, count)
+    prefixes, documents = accepted_prefixes(strategy, batch, count), Documents.of(batch)
     columns = (batch["input_ids"], answer_mask(batch), prefixes.accepted, prefixes.refused)
-    rows = zip(*(column.cpu().numpy() for column in columns))
+    samples = zip(*(documents.split(column.cpu()) for column in columns))
     return [
-        _of_sample(name, _Rows(*row))
-        for name, row in zip(batch.sample_ids, rows, strict=False)  # a padding batch has no names
+        _of_sample(name, _Rows(*(values.numpy() for values in sample)))
+        for name, sample in zip(batch.sample_ids, samples, strict=False)  # a padding batch has no names
     ]
 
 
@@ -66,12 +67,10 @@ def answer_mask(batch: TrainBatch) -> Tensor:
 
 def accepted_prefixes(strategy: DraftStrategy, batch: TrainBatch, count: int) -> Prefixes:
     """Proposals are asked for at the rows of answers."""
-    ids = batch["input_ids"]
-    gates = token_mean_gates(answer_mask(batch), count)
+    ids, documents = batch["input_ids"], Documents.of(batch)
+    gates = token_mean_gates(answer_mask(batch), count, documents)
     proposals = strategy.propose(batch, gates[0], count)
-    ahead = torch.nn.functional.pad(ids, (0, count + 1), value=-1)
-    length = ids.shape[1]
-    answers = torch.stack([ahead[:, 2 + i : 2 + i + length] for i in range(count)], dim=-1)
+    answers = torch.stack([documents.ahead(ids, 2 + i, fill=-1) for i in range(count)], dim=-1)
     hits = (proposals == answers) & gates.permute(1, 2, 0)
     accepted = hits.cumprod(-1).sum(-1)
     after = torch.nn.functional.pad(proposals, (0, 1), value=-1)

@@ -115,8 +115,14 @@ def read_windows(config: Mapping[str, Any], num_layers: int, where: str) -> list
     return [window if kind == SLIDING else None for kind in types]
 
 
+def is_domino(config: Mapping[str, Any]) -> bool:
+    """Whether a config of DFlash's layout is of a Domino draft, which by SpecForge's class name it is too."""
+    projector = (config.get("dflash_config") or {}).get("projector_type", config.get("projector_type"))
+    return projector == "domino" or "DominoDraftModel" in (config.get("architectures") or [])
+
+
 def refuse_other_strategies(config: Mapping[str, Any], where: str) -> None:
-    """ConfigError for drafts that share DFlash's class name and compute more (Domino, DSpark)."""
+    """ConfigError for drafts that share DFlash's class name and compute more, such as DSpark."""
     dflash = config.get("dflash_config") or {}
     found = [
         key for key in ("projector_type", "markov_rank", "prefix_gru", "emb_dim") if config.get(key, dflash.get(key))

@@ -42,13 +42,16 @@ def strategy_options(shape: DraftShape, parts: TargetParts, hints: Mapping[str, 
     return spec.parse_options(values, where=where)
 
 
-def _sizes(shape: DraftShape, parts: TargetParts) -> dict[str, int | None]:
+def _sizes(shape: DraftShape, parts: TargetParts) -> dict[str, Any]:
     defaults = {
+        "head_dim": parts.head_dim,
+        "rms_norm_eps": parts.rms_norm_eps,
+        "rope": dict(parts.rope),
         "num_heads": parts.num_heads,
         "num_kv_heads": min(parts.num_kv_heads, shape.num_heads),
         "intermediate_size": parts.intermediate_size,
     }
-    found = {name: getattr(shape, name) for name in defaults}
+    found = {name: getattr(shape, name) for name in defaults} | {"rope": dict(shape.rope)}
     return {name: None if size == defaults[name] else size for name, size in found.items()}
 
 

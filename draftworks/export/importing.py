@@ -41,7 +41,7 @@ def import_draft(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
     """Recognise a checkpoint and write it as a canonical draft into `out`, a new folder, complete or not at all.
 
     Known are our own drafts, speculators (EAGLE-3, DFlash), SGLang's EAGLE-3 with its relatives from SpecForge and
-    ModelOpt, and z-lab's DFlash. Weights become fp32 without loss.
+    ModelOpt, and z-lab's DFlash and Domino. Weights become fp32 without loss.
 
     Raises:
         ConfigError: `out` exists, and is left as it is; not one of these; a draft that computes what no strategy here
@@ -62,7 +62,10 @@ def import_draft(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
     vocab = VocabMapping(weights["d2t"].numpy(), weights["t2d"].numpy()) if spec.uses_vocab_mapping else None
     origin = config.get(PROVENANCE) or {}
     options = strategy_options(shape, parts, origin.get("options") or {}, where=str(source / CONFIG))
-    strategy = spec.load_factory()(options, parts, vocab, 0)
+    try:
+        strategy = spec.load_factory()(options, parts, vocab, 0)
+    except ConfigError as error:
+        raise ConfigError(f"{source / CONFIG}: {error}") from error
     strategy.model.load_state_dict(weights)
     imported = {"imported_from": source.name, "format": export_format.name, "origin": origin}
     with published_folder(out) as staging:
@@ -115,13 +118,9 @@ def _shape(source: Path, config: Mapping[str, Any], export_format: ExportFormat,
 
 
 def _require_fit(source: Path, shape: DraftShape, parts: TargetParts) -> None:
-    """Drafts here take head size, norm epsilon and rope from their target, so these cannot differ."""
     wanted = {
         "hidden_size": parts.hidden_size,
         "vocab_size": parts.vocab_size,
-        "head_dim": parts.head_dim,
-        "rms_norm_eps": parts.rms_norm_eps,
-        "rope": dict(parts.rope),
     }
     wrong = [
         f"{key}: expected {value}, found {getattr(shape, key)}"
@@ -133,6 +132,6 @@ def _require_fit(source: Path, shape: DraftShape, parts: TargetParts) -> None:
         wrong.append(f"layers {outside} as hf_index: the target has 0..{parts.num_layers - 1}")
     if wrong:
         raise ConfigError(
-            f"{source / CONFIG}: a draft for another target than {parts.num_layers} layers of {parts.hidden_size}, or one that "
-            f"does not take from its target what drafts here do: {'; '.join(wrong)}"
+            f"{source / CONFIG}: a draft for another target than {parts.num_layers} layers of {parts.hidden_size}: "
+            f"{'; '.join(wrong)}"
         )

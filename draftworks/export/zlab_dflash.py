@@ -12,6 +12,7 @@ from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.dflash_format import (
     DFlashFormat,
     block_options,
+    is_domino,
     layer_type_keys,
     read_windows,
     refuse_other_strategies,
@@ -54,7 +55,8 @@ class ZlabDFlash(DFlashFormat):
         }
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        return "DFlashDraftModel" in (config.get("architectures") or []) and not is_speculators(config)
+        known = "DFlashDraftModel" in (config.get("architectures") or [])
+        return known and not is_domino(config) and not is_speculators(config)
 
     def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"

@@ -99,19 +99,25 @@ class FeatureHandle:
 class TrainBatch:
     """Collated tensors of several samples: the only type of the data plane that carries tensors.
 
-    `num_tokens` counts the samples' own tokens, without padding, for rates; 0 where nobody counted.
+    Attributes:
+        num_tokens: the samples' own tokens, without padding, for rates; 0 where nobody counted.
+        documents: of a packed batch, tokens of the samples that follow each other in its one row; empty where every
+            row is one sample with what pads it.
+        ends_step: the last of its rank in an optimizer step.
     """
 
     tensors: dict[str, Tensor]
     sample_ids: tuple[str, ...]
     num_tokens: int = 0
+    documents: tuple[int, ...] = ()
+    ends_step: bool = True
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
     def to(self, device: Any) -> TrainBatch:
         tensors = {k: v.to(device, non_blocking=True) for k, v in self.tensors.items()}
-        return TrainBatch(tensors, self.sample_ids, self.num_tokens)
+        return replace(self, tensors=tensors)
 
 
 class FeatureStore(ABC):

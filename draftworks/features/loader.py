@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from draftworks.errors import DraftworksError
 from draftworks.features.contracts import FeatureStore, SampleRef, TrainBatch
-from draftworks.features.schedule import BatchSchedule, EvaluationSchedule, MicroBatch, TrainSchedule
+from draftworks.features.packed_schedule import PackedEvaluationSchedule, PackedTrainSchedule
+from draftworks.features.packing import PackLimits, document_lengths
+from draftworks.features.schedule import BatchSchedule, EvaluationSchedule, MicroBatch, PaddedTrainSchedule
 
 Sample = dict[str, Tensor]
 Collate = Callable[[Sequence[Mapping[str, Tensor]], Sequence[str]], TrainBatch]
@@ -69,8 +72,46 @@ class FeatureDataLoader:
         prefetch: int = 2,
     ) -> FeatureDataLoader:
         """Shuffled epochs; `global_batch_size` defaults to one micro-batch of `batch_size` on each rank."""
-        schedule = TrainSchedule(len(refs), batch_size, global_batch_size or batch_size * world, rank, world, seed)
+        schedule = PaddedTrainSchedule(
+            samples=len(refs),
+            micro_batch_size=batch_size,
+            global_batch_size=global_batch_size or batch_size * world,
+            rank=rank,
+            world=world,
+            seed=seed,
+        )
         return cls(refs, store, schedule, collate, transform, prefetch)
+
+    @classmethod
+    def for_packed_training(
+        cls,
+        refs: Sequence[SampleRef],
+        store: FeatureStore,
+        limits: PackLimits,
+        pack: Collate,
+        transform: Transform | None = None,
+        *,
+        global_batch_size: int,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        prefetch: int = 2,
+    ) -> FeatureDataLoader:
+        """The same samples in every step as `for_training` takes, in packed rows: `pack` as `DraftStrategy.pack`.
+
+        Raises:
+            DataError: a sample does not fit into a row, see `document_lengths`.
+        """
+        schedule = PackedTrainSchedule(
+            samples=len(refs),
+            lengths=document_lengths(refs, limits),
+            pack_tokens=limits.tokens,
+            global_batch_size=global_batch_size,
+            rank=rank,
+            world=world,
+            seed=seed,
+        )
+        return cls(refs, store, schedule, pack, transform, prefetch)
 
     @classmethod
     def for_evaluation(
@@ -88,26 +129,46 @@ class FeatureDataLoader:
         """Every sample exactly once, in order."""
         return cls(refs, store, EvaluationSchedule(len(refs), batch_size, rank, world), collate, transform, prefetch)
 
-    def __len__(self) -> int:
-        """Micro-batches of an epoch, the same on every rank, whatever `seek` said."""
-        return len(self.schedule)
+    @classmethod
+    def for_packed_evaluation(
+        cls,
+        refs: Sequence[SampleRef],
+        store: FeatureStore,
+        limits: PackLimits,
+        pack: Collate,
+        transform: Transform | None = None,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        prefetch: int = 2,
+    ) -> FeatureDataLoader:
+        """Every sample exactly once, in packed rows.
+
+        Raises:
+            DataError: a sample does not fit into a row, see `document_lengths`.
+        """
+        lengths = document_lengths(refs, limits)
+        schedule = PackedEvaluationSchedule(lengths=lengths, pack_tokens=limits.tokens, rank=rank, world=world)
+        return cls(refs, store, schedule, pack, transform, prefetch)
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch's order the next iteration follows."""
         self._epoch = epoch
 
-    def seek(self, num_batches: int) -> None:
-        """Start the next iteration (that one only) after `num_batches` micro-batches; no feature is read for it.
+    def seek(self, steps: int) -> None:
+        """Start the next iteration (that one only) after so many optimizer steps; no feature is read for it.
+
+        Counted in steps because of packed rows a step has as many as its samples fill.
 
         Raises:
             ValueError: negative, or beyond the end of the epoch.
         """
-        if not 0 <= num_batches <= len(self):
-            raise ValueError(f"cannot seek to batch {num_batches}: an epoch has {len(self)} batches")
-        self._skip = num_batches
+        if not 0 <= steps <= self.schedule.steps:
+            raise ValueError(f"cannot seek to step {steps}: an epoch has {self.schedule.steps} steps")
+        self._skip = steps
 
     def __iter__(self) -> Iterator[TrainBatch]:
-        plan = self.schedule.batches(self._epoch)[self._skip :]
+        plan = self.schedule.batches(self._epoch, self._skip)
         self._skip = 0
         return map(self.load, plan) if self._prefetch == 0 else self._prefetched(plan)
 
@@ -125,9 +186,8 @@ class FeatureDataLoader:
             collated = self._collate(samples, ids)
         except Exception as error:
             raise _named(error, f"batch of samples {', '.join(ids)}") from error
-        if batch.padding:
-            return TrainBatch(collated.tensors, ())
-        return TrainBatch(collated.tensors, ids, sum(ref.num_tokens for ref in refs))
+        tokens = 0 if batch.padding else sum(ref.num_tokens for ref in refs)
+        return replace(collated, sample_ids=() if batch.padding else ids, num_tokens=tokens, ends_step=batch.ends_step)
 
     def _sample(self, ref: SampleRef, padding: bool) -> Sample:
         try:
@@ -143,7 +203,7 @@ class FeatureDataLoader:
         except Exception as error:
             raise _named(error, f"sample {ref.sample_id}") from error
 
-    def _prefetched(self, plan: Sequence[MicroBatch]) -> Iterator[TrainBatch]:
+    def _prefetched(self, plan: Iterable[MicroBatch]) -> Iterator[TrainBatch]:
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="feature-loader")
         waiting: deque[Future[TrainBatch]] = deque()
         try:

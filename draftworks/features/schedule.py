@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,43 +13,84 @@ from draftworks.errors import ConfigError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Indices of samples. `padding` ones exist only so that every rank makes the same number of forward passes."""
+    """Indices of samples.
+
+    Attributes:
+        padding: it exists only so that every rank makes the same number of forward passes.
+        ends_step: the last of its rank in an optimizer step.
+    """
 
     indices: tuple[int, ...]
     padding: bool = False
+    ends_step: bool = True
 
 
 class BatchSchedule(ABC):
     """The micro-batches of one rank for each epoch."""
 
+    @property
     @abstractmethod
-    def __len__(self) -> int:
-        """Micro-batches of every rank in every epoch."""
+    def steps(self) -> int:
+        """Steps of every epoch, the same on every rank. In an evaluation every micro-batch is one."""
 
     @abstractmethod
-    def batches(self, epoch: int) -> Sequence[MicroBatch]:
-        """This rank's micro-batches of an epoch, in order."""
+    def batches(self, epoch: int, after: int = 0) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of an epoch, in order, beginning after so many steps. As many on every rank."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainSchedule(BatchSchedule):
     """Shuffled training order, a function of (seed, epoch) alone.
 
-    An epoch is one permutation of all samples; optimizer step s takes `global_batch_size` consecutive ones of it, which
-    are dealt to micro-steps and ranks in turn. So the samples of a step depend neither on ranks nor on the micro-batch
-    size. What does not fill a last step is left out of this epoch: another epoch's permutation leaves out others, no
-    sample weighs double, and all ranks always have the same number of micro-batches.
+    An epoch is one permutation of all samples; optimizer step s takes `global_batch_size` consecutive ones of it. So the
+    samples of a step depend neither on ranks nor on how it is cut into micro-batches, which is what subclasses say.
+    What does not fill a last step is left out of this epoch: another epoch's permutation leaves out others, and no
+    sample weighs double.
 
     Raises:
-        ConfigError: the global batch does not divide into micro-batches, or is larger than the set.
+        ConfigError: the global batch is larger than the set.
     """
 
     samples: int
-    micro_batch_size: int
     global_batch_size: int
     rank: int = 0
     world: int = 1
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size > self.samples:
+            raise ConfigError(
+                f"global_batch_size {self.global_batch_size} is larger than the set of {self.samples} samples: "
+                "no optimizer step could be made. Lower training.global_batch_size or use more data"
+            )
+
+    @property
+    def steps(self) -> int:
+        return self.samples // self.global_batch_size
+
+    def batches(self, epoch: int, after: int = 0) -> Iterator[MicroBatch]:
+        for samples in self.samples_of_steps(epoch)[after:]:
+            yield from self.cut(samples)
+
+    def samples_of_steps(self, epoch: int) -> np.ndarray:
+        """(steps, global_batch_size): the samples of every step."""
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.samples)
+        return order[: self.steps * self.global_batch_size].reshape(self.steps, self.global_batch_size)
+
+    @abstractmethod
+    def cut(self, samples: np.ndarray) -> list[MicroBatch]:
+        """This rank's micro-batches of the step that takes these samples; as many on every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedTrainSchedule(TrainSchedule):
+    """Micro-batches of equally many samples, dealt to micro-steps and ranks in turn.
+
+    Raises:
+        ConfigError: the global batch does not divide into micro-batches.
+    """
+
+    micro_batch_size: int
 
     def __post_init__(self) -> None:
         share = self.micro_batch_size * self.world
@@ -58,30 +99,16 @@ class TrainSchedule(BatchSchedule):
                 f"global_batch_size {self.global_batch_size} is not a multiple of micro_batch_size "
                 f"{self.micro_batch_size} x ranks {self.world} = {share}"
             )
-        if self.global_batch_size > self.samples:
-            raise ConfigError(
-                f"global_batch_size {self.global_batch_size} is larger than the set of {self.samples} samples: "
-                "no optimizer step could be made. Lower training.global_batch_size or use more data"
-            )
+        super().__post_init__()
 
     @property
     def accumulation(self) -> int:
         """Micro-batches of a rank per optimizer step."""
         return self.global_batch_size // (self.micro_batch_size * self.world)
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps per epoch."""
-        return self.samples // self.global_batch_size
-
-    def __len__(self) -> int:
-        return self.steps * self.accumulation
-
-    def batches(self, epoch: int) -> list[MicroBatch]:
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.samples)
-        used = order[: self.steps * self.global_batch_size]
-        mine = used.reshape(len(self), self.world, self.micro_batch_size)[:, self.rank]
-        return [MicroBatch(tuple(row)) for row in mine.tolist()]
+    def cut(self, samples: np.ndarray) -> list[MicroBatch]:
+        mine = samples.reshape(self.accumulation, self.world, self.micro_batch_size)[:, self.rank].tolist()
+        return [MicroBatch(tuple(row), ends_step=turn == self.accumulation) for turn, row in enumerate(mine, start=1)]
 
 
 @dataclass(frozen=True)
@@ -96,13 +123,14 @@ class EvaluationSchedule(BatchSchedule):
     rank: int = 0
     world: int = 1
 
-    def __len__(self) -> int:
+    @property
+    def steps(self) -> int:
         batches = -(-self.samples // self.micro_batch_size)
         return -(-batches // self.world)
 
-    def batches(self, epoch: int = 0) -> list[MicroBatch]:
-        starts = [(turn * self.world + self.rank) * self.micro_batch_size for turn in range(len(self))]
-        return [self._batch(start) for start in starts]
+    def batches(self, epoch: int = 0, after: int = 0) -> Iterator[MicroBatch]:
+        for turn in range(after, self.steps):
+            yield self._batch((turn * self.world + self.rank) * self.micro_batch_size)
 
     def _batch(self, start: int) -> MicroBatch:
         indices = tuple(range(start, min(start + self.micro_batch_size, self.samples)))

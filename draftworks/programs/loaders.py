@@ -5,6 +5,7 @@ from __future__ import annotations
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import DataError
 from draftworks.features.loader import FeatureDataLoader
+from draftworks.features.packing import PackLimits
 from draftworks.programs.assembly import Samples
 from draftworks.programs.program import ProgramContext
 from draftworks.runs import FeatureSet
@@ -14,11 +15,24 @@ from draftworks.specs import TrainingSpec
 def training_loader(
     samples: Samples, strategy: DraftStrategy, training: TrainingSpec, ctx: ProgramContext
 ) -> FeatureDataLoader:
-    """This rank's shuffled micro-batches.
+    """This rank's shuffled micro-batches, or its packed rows.
 
     Raises:
         ConfigError: the global batch does not divide into micro-batches, or is larger than the set.
+        DataError: a sample does not fit into a packed row.
     """
+    limits = pack_limits(training)
+    if limits is not None:
+        return FeatureDataLoader.for_packed_training(
+            samples.refs,
+            samples.store,
+            limits,
+            strategy.pack,
+            global_batch_size=training.global_batch_size,
+            rank=ctx.rank,
+            world=ctx.world_size,
+            seed=training.seed,
+        )
     return FeatureDataLoader.for_training(
         samples.refs,
         samples.store,
@@ -32,12 +46,29 @@ def training_loader(
 
 
 def evaluation_loader(
-    samples: Samples, strategy: DraftStrategy, micro_batch_size: int, ctx: ProgramContext
+    samples: Samples,
+    strategy: DraftStrategy,
+    micro_batch_size: int,
+    ctx: ProgramContext,
+    limits: PackLimits | None = None,
 ) -> FeatureDataLoader:
-    """This rank's share of every sample once, in order."""
+    """This rank's share of every sample once: in order, or in packed rows if they are limited.
+
+    Raises:
+        DataError: a sample does not fit into a packed row.
+    """
+    if limits is not None:
+        return FeatureDataLoader.for_packed_evaluation(
+            samples.refs, samples.store, limits, strategy.pack, rank=ctx.rank, world=ctx.world_size
+        )
     return FeatureDataLoader.for_evaluation(
         samples.refs, samples.store, micro_batch_size, strategy.collate, rank=ctx.rank, world=ctx.world_size
     )
+
+
+def pack_limits(training: TrainingSpec) -> PackLimits | None:
+    """What a packed row may hold; None where batches are padded."""
+    return None if training.pack_tokens is None else PackLimits(training.pack_tokens, training.pack_overlong)
 
 
 def nothing_to_measure(heldout: FeatureSet) -> DataError:

@@ -10,11 +10,12 @@ import torch
 from draftworks.drafts.draft_io import DraftConfig, load_draft, save_draft
 from draftworks.evaluation.collectives import gather_from_ranks
 from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes, require_same_dtype
-from draftworks.programs.loaders import evaluation_loader, nothing_to_measure, training_loader
+from draftworks.programs.loaders import evaluation_loader, nothing_to_measure, pack_limits, training_loader
 from draftworks.programs.process_group import distributed
 from draftworks.programs.program import Interrupted, ProgramContext, deferred_signals, run_program
 from draftworks.publishing import published
 from draftworks.runs import VOCAB_FILE, TrainRun
+from draftworks.strategies import resolve_strategy
 from draftworks.training.backend import process_group_of_one
 from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_files import read_record
@@ -33,6 +34,8 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
     """
     with distributed(run.training.device) as device, process_group_of_one(device), deferred_signals() as stop:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.training.seed)
+        if run.training.pack_tokens is not None:
+            resolve_strategy(run.strategy).check_packing(draft.options, "training")
         begun = None
         if run.start_from is not None:
             begun = load_draft(run.start_from, draft.strategy, target_digest=None, to_train=True)
@@ -43,7 +46,7 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         trainer = Trainer(
             draft.strategy,
             training_loader(samples, draft.strategy, run.training, ctx),
-            evaluation_loader(held_out, draft.strategy, run.training.micro_batch_size, ctx),
+            evaluation_loader(held_out, draft.strategy, run.training.micro_batch_size, ctx, pack_limits(run.training)),
             run.training,
             device,
             _observers(run, ctx),
@@ -106,11 +109,13 @@ def _plan(run: TrainRun, draft: Draft, samples: Samples, trainer: Trainer) -> st
     parameters = sum(p.numel() for p in draft.strategy.model.parameters())
     resumed = trainer.persistence.resume_from if trainer.persistence else None
     begin = f"; going on from {resumed.name}" if resumed else ""
+    training = run.training
+    packed = f"packed rows of at most {training.pack_tokens} tokens"
+    pieces = packed if training.pack_tokens is not None else f"micro-batches of {training.micro_batch_size}"
     return (
         f"training {run.strategy} for {run.target.name}: {parameters / 1e6:.2f} M parameters, "
         f"{len(samples.refs)} samples, {trainer.controller.history.total_steps} steps of "
-        f"{run.training.global_batch_size} samples ({trainer.core.accumulation_steps} micro-steps of "
-        f"{run.training.micro_batch_size} per rank){begin}"
+        f"{training.global_batch_size} samples, in {pieces}{begin}"
     )
 
 

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from draftworks.errors import ConfigError
 from draftworks.identity import LayerTap
+from draftworks.strategies.layer_options import LayerOptions
 from draftworks.strategies.sizes import check_heads
-from draftworks.strategies.spec import ExportSpec, StrategyOptions, StrategySpec, TargetSizes, register_strategy
+from draftworks.strategies.spec import ExportSpec, StrategySpec, TargetSizes, always_packable, register_strategy
 from draftworks.strategies.taps import checked_taps
 
 OTHER_WINDOW = "speculators counts a window from the anchor for the whole block, here every token has its own"
 
 
-class DFlashOptions(StrategyOptions):
+class DFlashOptions(LayerOptions):
     """DFlash (arXiv 2602.06036): a whole block of tokens proposed in one pass, over several fused taps of the target."""
 
     strategy: ClassVar[str] = "dflash"
     """Whose options these are, for errors."""
-    structural = ("block_size", "sliding_window", "sliding_layers")
+    structural = (*LayerOptions.structural, "block_size", "sliding_window", "sliding_layers")
+    execution = ("attention", "objective_chunk_blocks")
 
     block_size: int = Field(16, ge=2, le=64, description="Tokens of a block: the last known one, then the proposals.")
     num_anchors: int = Field(512, ge=1, description="Blocks trained on per sample, drawn anew at every step.")
@@ -67,9 +69,6 @@ class DFlashOptions(StrategyOptions):
         if self.weighting != "uniform" and self.gamma is not None:
             raise ValueError(f"weighting {self.weighting} and gamma both weigh the labels of a block: set one of them")
         return self
-
-    def identity(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"attention", "objective_chunk_blocks"})
 
     def windows(self) -> tuple[int | None, ...]:
         """Of every draft layer; None for full attention."""
@@ -120,6 +119,7 @@ DFLASH = register_strategy(
         factory="draftworks.drafts.dflash:DFlashStrategy",
         uses_last_hidden=False,
         check=check_dflash,
+        unpackable=always_packable,
         exports=(
             ExportSpec(
                 name="zlab_dflash",

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
+from draftworks.identity import LayerTap
 from draftworks.strategies.dflash import DFlashOptions, check_dflash, dflash_taps
-from draftworks.strategies.spec import ExportSpec, StrategySpec, register_strategy
+from draftworks.strategies.spec import ExportSpec, StrategySpec, always_packable, register_strategy
 
 
 class DominoOptions(DFlashOptions):
@@ -54,6 +55,12 @@ class DominoOptions(DFlashOptions):
         return self.lambda_base_start * (1 - min(step / falling, 1.0))
 
 
+def _sglang_refuses(options: DominoOptions, taps: tuple[LayerTap, ...]) -> str | None:
+    if options.pure_draft_prefix_len != 1:
+        return f"pure_draft_prefix_len {options.pure_draft_prefix_len}: SGLang, which alone serves Domino, takes 1 only"
+    return None
+
+
 DOMINO = register_strategy(
     StrategySpec(
         name=DominoOptions.strategy,
@@ -63,6 +70,7 @@ DOMINO = register_strategy(
         factory="draftworks.drafts.domino:DominoStrategy",
         uses_last_hidden=False,
         check=check_dflash,
+        unpackable=always_packable,
         exports=(
             ExportSpec(
                 name="zlab_domino",
@@ -70,6 +78,7 @@ DOMINO = register_strategy(
                 factory="draftworks.export.zlab_domino:ZlabDomino",
                 reader="draftworks.export.readers.domino_layouts:read_zlab_domino",
                 counting="layer_output",
+                refuses=_sglang_refuses,
             ),
         ),
     )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from draftworks.identity import LayerTap
+from draftworks.strategies.layer_options import LayerOptions
 from draftworks.strategies.sizes import check_heads
-from draftworks.strategies.spec import ExportSpec, StrategyOptions, StrategySpec, register_strategy
+from draftworks.strategies.spec import ExportSpec, StrategySpec, register_strategy
 from draftworks.strategies.taps import checked_taps
 
 
-class Eagle3Options(StrategyOptions):
+class Eagle3Options(LayerOptions):
     """EAGLE-3: one decoder layer over fused taps of the target, trained on its own outputs (test-time training)."""
 
-    structural = ("fc_norm", "norm_output", "feedback")
+    structural = (*LayerOptions.structural, "fc_norm", "norm_output", "feedback")
+    execution = ("attention",)
 
     ttt_length: int = Field(
         7, ge=1, le=32, description="Draft steps unrolled in training; what one proposal can accept."
@@ -58,9 +60,6 @@ class Eagle3Options(StrategyOptions):
             raise ValueError(f"kl_scale and kl_decay belong to objective lk_lambda, but objective is {self.objective}")
         return self
 
-    def identity(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"attention"})
-
 
 def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]:
     """The taps of EAGLE-3, ascending: three unless the options name others.
@@ -71,6 +70,11 @@ def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]
     default = [2, num_layers // 2, num_layers - 3]
     count = len(default if options.layer_ids is None else options.layer_ids)
     return checked_taps("eagle3", options.layer_ids, default, num_layers, count)
+
+
+def _mean_over_positions(options: Eagle3Options) -> str | None:
+    """The reference's number depends on how samples are batched and padded; a packed row would make another of it."""
+    return "with loss: specforge takes means over padded positions" if options.loss == "specforge" else None
 
 
 def _no_server_computes(options: Eagle3Options, taps: tuple[LayerTap, ...]) -> str | None:
@@ -95,6 +99,7 @@ EAGLE3 = register_strategy(
         taps=eagle3_taps,
         factory="draftworks.drafts.eagle3:Eagle3Strategy",
         uses_vocab_mapping=True,
+        unpackable=_mean_over_positions,
         exports=(
             ExportSpec(
                 name="sglang_eagle3",

@@ -24,15 +24,21 @@ LayerCounting = Literal["layers_passed", "layer_output"]
 class StrategyOptions(Spec):
     """Base of a strategy's options.
 
-    `structural` names those that decide what the draft computes, beyond its sizes: a draft that begins from another has
-    to agree with it in them. The others shape its training.
+    Attributes:
+        structural: those that decide what the draft computes, beyond its sizes: a draft that begins from another has to
+            agree with it in them. The others shape its training.
+        execution: those that only say how it is computed, and are no part of what it is.
+        added: those that came when there were drafts already, which are what they were as long as these stay at default.
     """
 
     structural: ClassVar[tuple[str, ...]] = ()
+    execution: ClassVar[tuple[str, ...]] = ()
+    added: ClassVar[tuple[str, ...]] = ()
 
     def identity(self) -> dict[str, Any]:
-        """What decides the draft; options that only say how it is computed are left out."""
-        return self.model_dump()
+        """What decides the draft."""
+        unset = [name for name in self.added if getattr(self, name) == type(self).model_fields[name].default]
+        return self.model_dump(exclude={*self.execution, *unset})
 
     def structure(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.structural}
@@ -75,6 +81,15 @@ class ExportSpec:
         return None if self.refuses is None else self.refuses(options, taps)
 
 
+def _no_packing(options: StrategyOptions) -> str | None:
+    return "does not know packed samples"
+
+
+def always_packable(options: StrategyOptions) -> str | None:
+    """For a strategy whose `DraftStrategy` has `pack`, whatever its options."""
+    return None
+
+
 @dataclass(frozen=True)
 class StrategySpec:
     """What the platform must know of a strategy before it imports torch.
@@ -85,6 +100,7 @@ class StrategySpec:
         uses_last_hidden: whether the teacher is recomputed from the last hidden state.
         uses_vocab_mapping: whether the draft predicts over a reduced vocabulary; its options then have `draft_vocab_size`.
         check: raises ConfigError for options that do not fit the target's sizes, beyond what `taps` finds.
+        unpackable: why no training under such options can be packed, None if one can; see `check_packing`.
         factory: dotted path `module:callable` of the `DraftStrategy` (see draftworks.drafts.strategy).
         exports: formats its drafts can be written in.
     """
@@ -97,6 +113,7 @@ class StrategySpec:
     uses_last_hidden: bool = True
     uses_vocab_mapping: bool = False
     check: Callable[[Any, TargetSizes], None] | None = None
+    unpackable: Callable[[Any], str | None] = _no_packing
     exports: tuple[ExportSpec, ...] = ()
 
     def features(self, num_layers: int, options: StrategyOptions) -> tuple[str, ...]:
@@ -121,6 +138,12 @@ class StrategySpec:
         formats = self.exports if wanted is None else [self.export(name) for name in wanted]
         reasons = {spec.name: spec.refusal(options, taps) for spec in formats}
         return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def check_packing(self, options: StrategyOptions, where: str) -> None:
+        """ConfigError if samples cannot be packed: the draft has no such batches, or its loss is of padded ones."""
+        reason = self.unpackable(options)
+        if reason is not None:
+            raise ConfigError(f"{where}: pack_tokens is set, but {self.name} {reason}. Leave pack_tokens out")
 
     def load_factory(self) -> Callable[..., Any]:
         return load_dotted(self.factory)

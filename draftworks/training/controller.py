@@ -133,7 +133,7 @@ class TrainerController:
     def _epoch(self) -> None:
         """Train the rest of the epoch that the position is in."""
         self._loader.set_epoch(self.position.epoch)
-        self._loader.seek(self.position.epoch_steps * self._core.accumulation_steps)
+        self._loader.seek(self.position.epoch_steps)
         self._clock.start()
         for batch in self._loader:
             result = self._core.train_step(batch, self._context())

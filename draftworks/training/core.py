@@ -26,36 +26,30 @@ class TrainerCore:
     """Accumulates gradients of *summed* losses over a window and normalises once, at its end.
 
     The loss of a window is sum(loss_sum) / sum(loss_weight) over its micro-steps on all ranks, so how the global batch
-    is cut into micro-batches and ranks changes nothing but rounding.
-
-    Args:
-        accumulation_steps: micro-steps of this rank per optimizer step.
+    is cut into micro-batches and ranks changes nothing but rounding. Where a window ends, its last batch says.
     """
 
-    def __init__(
-        self, strategy: DraftStrategy, backend: TrainingBackend, optimizer: BF16Optimizer, accumulation_steps: int = 1
-    ) -> None:
+    def __init__(self, strategy: DraftStrategy, backend: TrainingBackend, optimizer: BF16Optimizer) -> None:
         self.strategy = strategy
         self.backend = backend
         self.optimizer = optimizer
-        self.accumulation_steps = accumulation_steps
-        self._micro = 0
         self._window = Tally()
         self._samples: list[str] = []
 
     def train_step(self, batch: TrainBatch, ctx: StepContext) -> StepResult | None:
         """Forward and backward of one micro-batch; the optimizer's step and its result at the end of a window.
 
+        A batch without samples, of a rank that has fewer than others, is run for the sake of collectives and adds nothing.
+
         Raises:
             TrainingError: loss or gradient is not finite. Weights are those of the step before.
         """
-        is_boundary = (self._micro + 1) % self.accumulation_steps == 0
         output = self.strategy.forward_loss(batch.to(self.backend.device), ctx)
-        self.backend.backward(output.loss_sum, is_boundary=is_boundary)
-        self._window.add(output, batch.num_tokens)
-        self._samples += batch.sample_ids
-        self._micro += 1
-        return self._optimizer_step(ctx) if is_boundary else None
+        self.backend.backward(output.loss_sum, is_boundary=batch.ends_step)
+        if batch.sample_ids:
+            self._window.add(output, batch.num_tokens)
+            self._samples += batch.sample_ids
+        return self._optimizer_step(ctx) if batch.ends_step else None
 
     def _optimizer_step(self, ctx: StepContext) -> StepResult:
         totals = self._window.over_ranks()

@@ -62,8 +62,8 @@ class Trainer:
 
     Args:
         strategy: with its initial weights loaded; its model is wrapped in place.
-        train_loader: from `FeatureDataLoader.for_training`, whose schedule says what an optimizer step is.
-        eval_loader: from `FeatureDataLoader.for_evaluation`.
+        train_loader: from `FeatureDataLoader.for_training` or `for_packed_training`, whose schedule says what an optimizer step is.
+        eval_loader: from `FeatureDataLoader.for_evaluation` or `for_packed_evaluation`.
         device: where this rank computes.
         persistence: without it nothing is saved, and no best is remembered.
         stop_signal: see `Hooks`.
@@ -101,7 +101,7 @@ class Trainer:
         self.backend = FSDPTrainingBackend(device, getattr(torch, training.compute_dtype))
         self.backend.prepare_model(strategy)
         optimizer = optimizer_of(training, plan, self.backend)
-        self.core = TrainerCore(strategy, self.backend, optimizer, schedule.accumulation)
+        self.core = TrainerCore(strategy, self.backend, optimizer)
         checkpointer = None
         if persistence is not None:
             checkpointer = Checkpointer(persistence.manager, self.backend, optimizer, persistence.identity)

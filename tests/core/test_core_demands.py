@@ -65,6 +65,14 @@ def test_one_that_is_not_there_is_refused(tmp_path, tiny_target):
         ("dflash", {"block_size": 40}, "block_size 40 does not fit into samples of at most 32 tokens"),
         ("dflash", {"mask_token_id": 2048}, "mask_token_id 2048 is outside"),
         ("dflash", {"layer_ids": [2, 8]}, r"\[8\] outside 0\.\.7"),
+        ("domino", {"block_size": 40}, "domino: block_size 40 does not fit into samples of at most 32 tokens"),
+        ("domino", {"layer_ids": [2, 8]}, r"domino: configured layer ids .*outside 0\.\.7"),
+        ("domino", {"pure_draft_prefix_len": 16}, "leaves none of the 16 proposals of a block to correct"),
+        (
+            "domino",
+            {"pure_draft_prefix_len": 2},
+            "strategies.domino.export: .*zlab_domino: pure_draft_prefix_len 2: SGLang",
+        ),
         ("eagle3", {"draft_vocab_size": 4096}, "draft_vocab_size 4096 is larger"),
         (
             "eagle3",

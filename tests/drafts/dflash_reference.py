@@ -25,6 +25,11 @@ def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 def block_logits(strategy: DFlashStrategy, ids: Tensor, features: Tensor, anchor: int) -> Tensor:
     """(size - 1, V): what the draft thinks comes after the anchor. `features` (S, taps · H)."""
+    return block_rows(strategy, ids, features, anchor)[1:] @ strategy._target.head.T
+
+
+def block_rows(strategy: DFlashStrategy, ids: Tensor, features: Tensor, anchor: int) -> Tensor:
+    """(size, H): all rows of the block as the head reads them."""
     model, target, options = strategy.model, strategy._target, strategy.options
     weights = dict(model.named_parameters())
     eps, size, dim = target.rms_norm_eps, options.block_size, target.head_dim
@@ -56,7 +61,7 @@ def block_logits(strategy: DFlashStrategy, ids: Tensor, features: Tensor, anchor
         normed = norm(x, w("post_attention_layernorm"), eps)
         gate, up = normed @ w("mlp.gate_proj").T, normed @ w("mlp.up_proj").T
         x = x + (gate * torch.sigmoid(gate) * up) @ w("mlp.down_proj").T
-    return norm(x[1:], weights["norm.weight"], eps) @ target.head.T
+    return norm(x, weights["norm.weight"], eps)
 
 
 def label_counts(mask: Tensor, anchor: int, size: int, contiguous: bool) -> Tensor:

@@ -13,20 +13,27 @@ import torch
 import torch.distributed as dist
 from draft_toys import small_target
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.dflash import DFlashStrategy
+from draftworks.drafts.domino import DominoStrategy
 from draftworks.drafts.eagle3 import Eagle3Strategy
 from draftworks.drafts.strategy import DraftStrategy, StepContext
-from draftworks.strategies import DFlashOptions, Eagle3Options
+from draftworks.strategies import DFlashOptions, DominoOptions, Eagle3Options
 
 
 def make(strategy: str, vocab: VocabMapping) -> DraftStrategy:
     if strategy == "eagle3":
         return Eagle3Strategy(Eagle3Options(ttt_length=4, draft_vocab_size=24), small_target(), vocab, seed=3)
-    options = DFlashOptions(block_size=4, num_layers=2, layer_ids=[2, 4, 5], num_anchors=4)
+    blocks = {"block_size": 4, "num_layers": 2, "layer_ids": [2, 4, 5], "num_anchors": 4}
+    if strategy == "domino":
+        made = DominoStrategy(DominoOptions(**blocks, emb_dim=6, gru_hidden_dim=5), small_target(), None, seed=3)
+        nn.init.normal_(made.model.correction.projection, generator=torch.Generator().manual_seed(4))
+        return made
+    options = DFlashOptions(**blocks)
     return DFlashStrategy(options, small_target(), None, seed=3)
 
 

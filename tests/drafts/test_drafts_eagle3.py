@@ -5,6 +5,7 @@ import torch
 from eagle3_comparison import MASKS, TOLERANCE, assert_close, assert_trains_as_transcribed, gradients, run
 from eagle3_reference import reference_acceptance, reference_states
 
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.eagle3 import Eagle3Strategy
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError
@@ -164,7 +165,11 @@ def test_acceptance_rate_equals_plain_transcription(make_strategy, make_sample, 
             w, parts, batch["input_ids"], batch["features"], parts.embedding.to(dtype), strategy.options
         )
         expected = reference_acceptance(
-            states, w, strategy.chain_gates(batch["loss_mask"]), batch["last"], parts.head.to(dtype)
+            states,
+            w,
+            strategy.chain_gates(batch["loss_mask"], Documents.of(batch)),
+            batch["last"],
+            parts.head.to(dtype),
         )
     assert_close(counts["acceptance_sums"], expected.sums, TOLERANCE[dtype])
     assert counts["acceptance_denoms"].tolist() == expected.denoms

@@ -11,6 +11,7 @@ from eagle3_comparison import MASKS, assert_trains_as_transcribed, run
 from pydantic import ValidationError
 from torch import Tensor
 
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.draft_io import load_draft, read_config, save_draft
 from draftworks.drafts.rows import ActiveRows
 from draftworks.errors import StoreError
@@ -82,7 +83,9 @@ def test_training_on_its_own_proposals_says_them_again(make_strategy, variant):
     here[0, row] = True
     proposals = strategy.propose(batch, here, steps)[0, row]
     batch["input_ids"][0, row + 2 : row + 2 + steps] = proposals
-    states = strategy.model.unroll(batch["input_ids"], batch["features"], steps, ActiveRows.where(here))
+    states = strategy.model.unroll(
+        batch["input_ids"], batch["features"], steps, ActiveRows.where(here), Documents.of(batch)
+    )
     said = [strategy.model.draft_ids[strategy.model.lm_head(state).argmax(-1)].item() for state in states]
     assert said == proposals.tolist()
 

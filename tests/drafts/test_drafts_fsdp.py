@@ -14,7 +14,7 @@ from draftworks.drafts.strategy import StepContext
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "domino"])
 def test_two_sharded_ranks_sum_to_the_gradients_of_one_process(name, make_sample, vocab, tmp_path):
     samples = [make_sample([0, 0] + [1] * 10, 0), make_sample([0, 1, 1, 1, 1, 1], 1)]
     for rank, sample in enumerate(samples):

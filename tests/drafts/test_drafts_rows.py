@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.rows import ActiveRows
 
 MASKS = [[[0, 1, 1], [1, 0, 1]], [[1, 1, 1], [1, 1, 1]], [[0, 0, 0], [0, 0, 0]]]
@@ -22,3 +23,11 @@ def test_spread_puts_rows_back_where_take_found_them(mask):
 def test_renumber_gives_places_and_keeps_minus_one():
     active = ActiveRows.where(torch.tensor([[False, True, True], [True, False, True]]))
     assert active.renumber(torch.tensor([[5, 1, -1], [2, 3, 1]])).tolist() == [[3, 0, -1], [1, 2, 0]]
+
+
+def test_looking_ahead_ends_with_the_document_that_a_row_is_in():
+    documents = Documents.after_each_other((2, 3))
+    active = ActiveRows.where(torch.tensor([[True, True, False, True, False], [False, True, True, False, True]]))
+    assert active.ahead(0, documents).index.tolist() == active.index.tolist() == [0, 1, 3, 6, 7, 9]
+    assert active.ahead(1, documents).index.tolist() == [1, 1, 4, 6, 8, 9]
+    assert active.ahead(7, documents).index.tolist() == [1, 1, 4, 6, 9, 9]

@@ -5,16 +5,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftworks.drafts.flash_kernels import CudaFlash
+from draftworks.drafts.documents import Documents
+from draftworks.drafts.flash_kernels import ByDocument, CudaFlash
 from draftworks.drafts.ttt_attention import ttt_attention
 from draftworks.drafts.ttt_fused import _FusedTttAttention, fused_kernel_works, fused_ttt_attention
 from draftworks.drafts.ttt_masked import eager_ttt_attention, flex_ttt_attention, sdpa_ttt_attention
 from draftworks.errors import ConfigError
 
 CPU = torch.device("cpu")
+SIX = Documents.after_each_other((6,))
 
 
-def random_inputs(batch, kv_heads, group, length, dim, steps, dtype):
+def random_inputs(batch, kv_heads, group, lengths, dim, steps, dtype):
+    """For rows that hold documents of these lengths."""
+    length = sum(lengths)
     generator = torch.Generator().manual_seed(length + steps)
     full = (batch, length, kv_heads * group, dim)
     shapes = [full, *[(batch, length, kv_heads, dim), *[full] * (steps - 1)] * 2]
@@ -25,12 +29,15 @@ def random_inputs(batch, kv_heads, group, length, dim, steps, dtype):
 def outputs_and_gradients(attend, size, dtype):
     leaves, (query, *rest) = random_inputs(*size, dtype)
     steps = size[-1]
-    output = attend(query, rest[:steps], rest[steps:])
+    output = attend(query, rest[:steps], rest[steps:], Documents.after_each_other(size[3]))
     seed = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
     return [output, *torch.autograd.grad(output, leaves, seed)]
 
 
-sizes = st.tuples(*(st.integers(low, high) for low, high in ((1, 3), (1, 2), (1, 3), (1, 40), (1, 9), (1, 8))))
+lengths = st.lists(st.integers(1, 12), min_size=1, max_size=5).map(tuple)
+sizes = st.tuples(
+    st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), lengths, st.integers(1, 9), st.integers(1, 8)
+)
 
 
 @pytest.mark.skipif(not fused_kernel_works(CPU, torch.float64, 4), reason="this torch lacks the fused CPU kernel")
@@ -55,32 +62,35 @@ def test_sdpa_equals_eager_in_value_and_every_gradient(size):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("size", [(2, 2, 2, 7, 8, 3), (1, 1, 1, 130, 16, 1), (1, 1, 3, 150, 16, 4)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(2, 2, 2, (7,), 8, 3), (1, 1, 1, (130,), 16, 1), (1, 1, 3, (80, 3, 67), 16, 4)], ids=str
+)
 def test_flex_equals_eager(size):
     query, *rest = (x.detach() for x in random_inputs(*size, torch.float32)[1])
     keys, values = rest[: size[-1]], rest[size[-1] :]
-    found, expected = (attend(query, keys, values) for attend in (flex_ttt_attention, eager_ttt_attention))
+    documents = Documents.after_each_other(size[3])
+    found, expected = (attend(query, keys, values, documents) for attend in (flex_ttt_attention, eager_ttt_attention))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "flex"])
 def test_every_back_end_is_the_one_named(backend, monkeypatch):
-    _, (query, *rest) = random_inputs(1, 1, 1, 6, 4, 2, torch.float32)
+    _, (query, *rest) = random_inputs(1, 1, 1, (6,), 4, 2, torch.float32)
     used = {"auto": "fused", "sdpa": "sdpa", "eager": "eager", "flex": "flex"}[backend]
     module = "draftworks.drafts.ttt_attention"
-    monkeypatch.setattr(f"{module}.{used}_ttt_attention", lambda query, keys, values: query + 1)
+    monkeypatch.setattr(f"{module}.{used}_ttt_attention", lambda query, keys, values, documents: query + 1)
     with torch.no_grad():
-        assert torch.equal(ttt_attention(query, rest[:2], rest[2:], backend), query + 1)
+        assert torch.equal(ttt_attention(query, rest[:2], rest[2:], SIX, backend), query + 1)
 
 
 def test_flex_with_gradients_on_a_cpu_is_refused():
-    _, (query, *rest) = random_inputs(1, 1, 1, 6, 4, 2, torch.float32)
+    _, (query, *rest) = random_inputs(1, 1, 1, (6,), 4, 2, torch.float32)
     with pytest.raises(ConfigError, match="eagle3: attention flex has no gradients on a CPU: set options.attention"):
-        ttt_attention(query, rest[:2], rest[2:], "flex")
+        ttt_attention(query, rest[:2], rest[2:], SIX, "flex")
 
 
 def test_fused_equals_eager_beyond_one_block_of_the_kernel():
-    size = (1, 1, 2, 800, 8, 4)
+    size = (1, 1, 2, (800,), 8, 4)
     for found, expected in zip(
         outputs_and_gradients(fused_ttt_attention, size, torch.float64),
         outputs_and_gradients(eager_ttt_attention, size, torch.float64),
@@ -88,20 +98,23 @@ def test_fused_equals_eager_beyond_one_block_of_the_kernel():
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_later_rows_and_other_samples_are_never_seen():
-    _, (query, *rest) = random_inputs(2, 2, 2, 10, 4, 3, torch.float64)
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
+def test_later_rows_other_samples_and_other_documents_are_never_seen(backend):
+    documents = Documents.after_each_other((4, 10, 5))
+    _, (query, *rest) = random_inputs(2, 2, 2, documents.lengths, 4, 3, torch.float64)
     query, rest = query.detach(), [x.detach().clone() for x in rest]
-    before = ttt_attention(query, rest[:3], rest[3:])
+    before = ttt_attention(query, rest[:3], rest[3:], documents, backend)
     for x in rest:
-        x[:, :, 6:] += 5
+        x[:, :, 10:14] += 5
         x[1] -= 2
-    after = ttt_attention(query, rest[:3], rest[3:])
-    torch.testing.assert_close(before[0, :, :6], after[0, :, :6])
-    assert not torch.allclose(before[0, :, 6:], after[0, :, 6:])
+    after = ttt_attention(query, rest[:3], rest[3:], documents, backend)
+    same = torch.tensor([True] * 10 + [False] * 4 + [True] * 5)
+    torch.testing.assert_close(before[0, :, same], after[0, :, same], rtol=0, atol=0)
+    assert not torch.allclose(before[0, :, ~same], after[0, :, ~same])
 
 
 def test_without_the_private_kernel_auto_is_sdpa(monkeypatch):
-    size = (2, 2, 2, 7, 4, 3)
+    size = (2, 2, 2, (4, 3), 4, 3)
     expected = outputs_and_gradients(ttt_attention, size, torch.float64)
     fused_kernel_works.cache_clear()
 
@@ -127,12 +140,14 @@ def test_a_device_without_a_kernel_is_told():
     assert not fused_kernel_works(torch.device("meta"), torch.bfloat16, 8)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_cuda_adapter_fits_the_declarations_of_its_operators(steps):
+def test_cuda_adapter_fits_the_declarations_of_its_operators(steps, packed):
     """Shapes and arguments only, on the meta device: numbers need a GPU."""
-    leaves, (query, *rest) = random_inputs(2, 2, 2, 10, 8, steps, torch.bfloat16)
+    leaves, (query, *rest) = random_inputs(2, 2, 2, (4, 3, 3), 8, steps, torch.bfloat16)
     moved = [x.detach().to("meta").requires_grad_() for x in (query, *rest)]
-    output = _FusedTttAttention.apply(CudaFlash(), moved[0], steps, *moved[1:])
+    kernel = ByDocument(CudaFlash(), Documents.after_each_other((4, 3, 3))) if packed else CudaFlash()
+    output = _FusedTttAttention.apply(kernel, moved[0], steps, *moved[1:])
     assert output.shape == query.shape
     for grad, leaf in zip(torch.autograd.grad(output, moved, torch.empty_like(output)), moved, strict=True):
         assert grad.shape == leaf.shape
@@ -144,11 +159,12 @@ def test_cuda_adapter_fits_the_declarations_of_its_operators(steps):
 def test_cuda_back_ends_equal_eager(backend, dtype):
     device = torch.device("cuda")
     assert fused_kernel_works(device, dtype, 64)
-    _, inputs = random_inputs(2, 2, 2, 300, 64, 3, dtype)
+    documents = Documents.after_each_other((170, 65, 65), device)
+    _, inputs = random_inputs(2, 2, 2, documents.lengths, 64, 3, dtype)
     results = []
     for name in (backend, "eager"):
         leaves = [x.detach().to(device).requires_grad_() for x in inputs]
-        output = ttt_attention(leaves[0], leaves[1:4], leaves[4:], name)
+        output = ttt_attention(leaves[0], leaves[1:4], leaves[4:], documents, name)
         results.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from draftworks.capture.hf import HFTargetEngine
 from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.dflash import DFlashStrategy
+from draftworks.drafts.domino import DominoStrategy
 from draftworks.drafts.eagle3 import Eagle3Strategy
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.drafts.target_parts import TargetParts
@@ -22,7 +23,7 @@ from draftworks.evaluation.decoding import DecodingLimits, decode
 from draftworks.features.contracts import TrainBatch
 from draftworks.identity import EngineIdentity, LayerTap
 from draftworks.runs import TargetFiles
-from draftworks.strategies import DFlashOptions, Eagle3Options
+from draftworks.strategies import DFlashOptions, DominoOptions, Eagle3Options
 
 TTT = 4
 TAPS = (LayerTap(2), LayerTap(4), LayerTap(5))
@@ -57,15 +58,25 @@ class Ladder:
         return self.strategy.collate([s.tensors() for s in samples], [s.name for s in samples])
 
 
-def build_ladder(
-    folder: Path, target: TargetFiles, prompts: int, max_new_tokens: int, steps: int, make: MakeDraft | None = None
-) -> Ladder:
+@dataclass(frozen=True)
+class Answers:
+    """A target with its answers to some prompts: what ladders of several drafts share."""
+
+    model: LlamaForCausalLM
+    samples: list[Sample]
+    limits: DecodingLimits
+
+
+def greedy_answers(folder: Path, prompts: int, max_new_tokens: int) -> Answers:
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     limits = DecodingLimits(max_new_tokens, (tokenizer.eos_token_id,))
-    samples = [_answered(model, tokenizer, row, limits) for row in _rows(folder, prompts)]
-    strategy = (make or eagle3)(TargetParts.load(target), samples)
-    ladder = Ladder(model, strategy, samples, limits)
+    return Answers(model, [_answered(model, tokenizer, row, limits) for row in _rows(folder, prompts)], limits)
+
+
+def build_ladder(answers: Answers, target: TargetFiles, steps: int, make: MakeDraft) -> Ladder:
+    strategy = make(TargetParts.load(target), answers.samples)
+    ladder = Ladder(answers.model, strategy, answers.samples, answers.limits)
     _teach(ladder, steps)
     strategy.model.double()
     return ladder
@@ -95,6 +106,13 @@ def dflash(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
     options = DFlashOptions(block_size=TTT + 1, num_layers=2, layer_ids=layers, sliding_window=20, sliding_layers=[0])
     return DFlashStrategy(options, parts, None, seed=1)
+
+
+def domino(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+    layers = [tap.hf_index for tap in TAPS]
+    sizes = {"block_size": TTT + 1, "num_layers": 2, "emb_dim": 24, "gru_hidden_dim": 32, "num_anchors": 32}
+    options = DominoOptions(layer_ids=layers, **sizes)
+    return DominoStrategy(options, parts, None, seed=1)
 
 
 def _teach(ladder: Ladder, steps: int) -> None:

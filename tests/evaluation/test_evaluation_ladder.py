@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ladder_toys import TAPS, TTT, Ladder, Sample, build_ladder, dflash, eagle3
+from ladder_toys import TAPS, TTT, Answers, Ladder, Sample, build_ladder, dflash, domino, eagle3, greedy_answers
 
 from draftworks.evaluation.decoding import DecodingLimits, decode, speculate
 from draftworks.evaluation.labels import collate_labels, label_agreement
@@ -16,10 +16,15 @@ from draftworks.evaluation.measure import Prompt
 from draftworks.evaluation.replay import replay
 
 
-@pytest.fixture(scope="module", params=[eagle3, dflash], ids=["eagle3", "dflash"])
-def ladder(request, tiny_folder, tiny_target) -> Ladder:
+@pytest.fixture(scope="module")
+def answers(tiny_folder) -> Answers:
     torch.set_num_threads(1)
-    return build_ladder(tiny_folder, tiny_target, prompts=16, max_new_tokens=48, steps=60, make=request.param)
+    return greedy_answers(tiny_folder, prompts=16, max_new_tokens=48)
+
+
+@pytest.fixture(scope="module", params=[eagle3, dflash, domino], ids=["eagle3", "dflash", "domino"])
+def ladder(request, answers, tiny_target) -> Ladder:
+    return build_ladder(answers, tiny_target, steps=60, make=request.param)
 
 
 def test_the_walk_equals_the_real_loop_count_for_count(ladder: Ladder):

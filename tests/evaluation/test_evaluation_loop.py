@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import pytest
 import torch
-from ladder_toys import TAPS, TTT, Ladder, build_ladder
+from ladder_toys import TAPS, TTT, Ladder, build_ladder, eagle3, greedy_answers
 from torch import Tensor
 
 from draftworks.evaluation.decoding import speculate
@@ -21,7 +21,7 @@ from draftworks.evaluation.measure import Prompt, replayed
 @pytest.fixture(scope="module")
 def ladder(tiny_folder, tiny_target) -> Ladder:
     torch.set_num_threads(1)
-    return build_ladder(tiny_folder, tiny_target, prompts=8, max_new_tokens=32, steps=40)
+    return build_ladder(greedy_answers(tiny_folder, prompts=8, max_new_tokens=32), tiny_target, steps=40, make=eagle3)
 
 
 def courses(ladder: Ladder) -> dict[str, Course]:

@@ -30,12 +30,14 @@ LLAMA3_ROPE = {
 }
 EAGLE3 = {"ttt_length": 3, "draft_vocab_size": DRAFT_VOCAB}
 DFLASH = {"block_size": 4, "num_layers": 2, "num_anchors": 8, "num_taps": 3}
-OPTIONS = {"eagle3": EAGLE3, "dflash": DFLASH}
+DOMINO = {**DFLASH, "emb_dim": 6, "gru_hidden_dim": 5}
+OPTIONS = {"eagle3": EAGLE3, "dflash": DFLASH, "domino": DOMINO}
 FORMATS = {
     "sglang_eagle3": "eagle3",
     "speculators_eagle3": "eagle3",
     "zlab_dflash": "dflash",
     "speculators_dflash": "dflash",
+    "zlab_domino": "domino",
 }
 
 
@@ -83,11 +85,11 @@ def small_vocab(size: int, of: int) -> VocabMapping:
 
 
 def _stir(strategy: DraftStrategy) -> None:
-    """Norms away from 1, so that a forgotten one shows."""
+    """Norms away from 1, and what begins as 0 away from it, so that a forgotten one shows."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, weight in strategy.model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or not weight.any():
                 weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
 
 
@@ -140,7 +142,7 @@ class Case:
         """The test's id."""
         options = "-".join(f"{name}={value}" for name, value in self.options.items()) or "plain"
         target = ("-tied" if self.tied else "") + ("-llama3" if self.rope else "")
-        return f"{self.format}-{options}{target}".replace(" ", "")
+        return f"{self.format}-{options}{target}".translate(str.maketrans("", "", " '{}"))
 
     def toys(self, folder: Path) -> Toys:
         return Toys.make(folder, self.tied, self.rope)
@@ -154,14 +156,18 @@ _EAGLE3_OPTIONS = (
     {"draft_vocab_size": VOCAB},
     {**_SIZES, "ttt_length": 1},
 )
+_OWN_LAYER = {"head_dim": 4, "rms_norm_eps": 1e-3, "rope": {"rope_type": "default", "rope_theta": 7.0}}
 _DFLASH_OPTIONS = ({}, {"layer_ids": [1, 4], "num_taps": 2}, {**_SIZES, "mask_token_id": 5})
 CASES = (
     *(Case(name, options) for name in ("sglang_eagle3", "speculators_eagle3") for options in _EAGLE3_OPTIONS),
     *(Case(name, options) for name in ("zlab_dflash", "speculators_dflash") for options in _DFLASH_OPTIONS),
+    *(Case("zlab_domino", {**options, "shift_label": shift}) for options in _DFLASH_OPTIONS for shift in (True, False)),
     *(Case(name, {}, tied=True, rope=LLAMA3_ROPE) for name in FORMATS),
+    *(Case(name, _OWN_LAYER) for name in FORMATS),
     Case("speculators_eagle3", {"feedback": "post_norm"}),
     Case("speculators_eagle3", {"fc_norm": True, "feedback": "post_norm"}),
     Case("speculators_eagle3", {"layer_ids": [0, 3]}),
     Case("zlab_dflash", {"sliding_window": 3}),
     Case("zlab_dflash", {"sliding_window": 3, "sliding_layers": [1]}),
+    Case("zlab_domino", {"sliding_window": 3, "block_size": 7}),
 )

@@ -17,6 +17,7 @@ VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 2048, 128, 4, 2, 32, 96
 SAYS = 48
 """Tokens of a reduced draft vocabulary."""
 BLOCK_SIZE, MASK_TOKEN, DFLASH_LAYERS = 6, 2047, 2
+EMB_DIM, GRU_HIDDEN_DIM = 24, 20
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,25 @@ def zlab_dflash(window: int | None = None, **settings: Any) -> RandomExport:
         "dflash_config": {"mask_token_id": MASK_TOKEN, "target_layer_ids": [1, 3, 4]},
     }
     return RandomExport(config | settings, _dflash_tensors())
+
+
+def zlab_domino(**settings: Any) -> RandomExport:
+    projector = {
+        "projector_type": "domino",
+        "shift_label": True,
+        "pure_draft_prefix_len": 1,
+        "emb_dim": EMB_DIM,
+        "gru_hidden_dim": GRU_HIDDEN_DIM,
+    }
+    backbone = zlab_dflash()
+    tensors = {
+        "prefix_gru.weight_ih_l0": _matrix(3 * GRU_HIDDEN_DIM, HIDDEN, seed=100),
+        "prefix_gru.weight_hh_l0": _matrix(3 * GRU_HIDDEN_DIM, GRU_HIDDEN_DIM, seed=101),
+        "embed_proj.0.weight": _matrix(EMB_DIM, HIDDEN + GRU_HIDDEN_DIM, seed=102),
+        "embed_proj.2.weight": _matrix(VOCAB, EMB_DIM, seed=103),
+    }
+    config = {**backbone.config, "dflash_config": {**backbone.config["dflash_config"], **projector}}
+    return RandomExport(config | settings, {**backbone.tensors, **tensors})
 
 
 def draft_vocabulary(says: int) -> dict[str, Tensor]:

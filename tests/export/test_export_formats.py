@@ -63,6 +63,8 @@ def test_every_registered_format_is_tried_here():
         ("sglang_eagle3", {"layer_ids": [4]}, "one tap.*exported as speculators_eagle3"),
         ("sglang_eagle3", {"layer_ids": [0, 4]}, "layer_ids .*embeddings.*exported as speculators_eagle3"),
         ("zlab_dflash", {"layer_ids": [0, 4]}, "layer_ids .*embeddings.*exported as speculators_dflash"),
+        ("zlab_domino", {"layer_ids": [0, 4]}, "layer_ids .*embeddings.*No format can hold it"),
+        ("zlab_domino", {"pure_draft_prefix_len": 0}, "pure_draft_prefix_len 0: SGLang.*No format can hold it"),
         ("speculators_dflash", {"sliding_window": 3}, "sliding_window.*exported as zlab_dflash"),
     ],
 )
@@ -103,6 +105,7 @@ def test_an_unknown_format_is_an_error_with_the_closest_names(toys: Toys):
         ("speculators_eagle3", [2, 4, 5]),
         ("zlab_dflash", [1, 3, 5]),
         ("speculators_dflash", [2, 4, 6]),
+        ("zlab_domino", [1, 3, 5]),
     ],
 )
 def test_layer_ids_count_as_the_format_does(toys: Toys, name: str, ids: list[int]):

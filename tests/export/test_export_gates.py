@@ -25,8 +25,10 @@ from draftworks.export.names import GATE_MEANINGS, READABLE
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 EAGLE3, DFLASH = ("sglang_eagle3", "speculators_eagle3"), ("zlab_dflash", "speculators_dflash")
+DOMINO = ("zlab_domino",)
+BLOCKS = (*DFLASH, *DOMINO)
 SPECULATORS = ("speculators_eagle3", "speculators_dflash")
-ALL = (*EAGLE3, *DFLASH)
+ALL = (*EAGLE3, *BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -147,14 +149,25 @@ def in_layers(**values: Any) -> Callable[[Config], Any]:
     return lambda config: config.get("transformer_layer_config", config).update(values)
 
 
+def in_projector(**values: Any) -> Callable[[Config], Any]:
+    return lambda config: config["dflash_config"].update(values)
+
+
+def reorder_gru(tensors: Tensors) -> None:
+    """Update before reset, as other libraries keep them."""
+    for name in ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0"):
+        reset, update, new = tensors[name].chunk(3)
+        tensors[name] = torch.cat([update, reset, new])
+
+
 DAMAGES = (
     Damage("fc missing", "key_set", tensors=without("fc.weight")),
     Damage("layers under another name", "key_set", EAGLE3[:1], lambda t: rename(t, "midlayer.", "layers.0.")),
     Damage("layers under SGLang's name", "key_set", EAGLE3[1:], lambda t: rename(t, "layers.0.", "midlayer.")),
-    Damage("layers below another module", "key_set", DFLASH, lambda t: rename(t, "layers.", "decoder.layers.")),
+    Damage("layers below another module", "key_set", BLOCKS, lambda t: rename(t, "layers.", "decoder.layers.")),
     Damage("lm_head missing", "key_set", EAGLE3, without("lm_head.weight")),
     Damage("embed_tokens missing", "key_set", EAGLE3[1:], without("embed_tokens.weight")),
-    Damage("hidden_norm missing", "key_set", DFLASH, without("hidden_norm.weight")),
+    Damage("hidden_norm missing", "key_set", BLOCKS, without("hidden_norm.weight")),
     Damage("d2t missing", "key_set", EAGLE3, without("d2t")),
     Damage("extra tensor", "key_set", tensors=having(extra=torch.zeros(2))),
     Damage("fc cut", "shapes", tensors=cut_fc),
@@ -189,12 +202,19 @@ DAMAGES = (
     Damage("norms before fc", "config_round_trip", EAGLE3, config=having(fc_norm=True)),
     Damage("normed residual", "config_round_trip", EAGLE3[1:], config=having(norm_before_residual=True)),
     Damage("normed residual left open", "config_round_trip", EAGLE3[1:], config=without("norm_before_residual")),
-    Damage("block size", "config_round_trip", DFLASH, config=having(block_size=5)),
+    Damage("block size", "config_round_trip", BLOCKS, config=having(block_size=5)),
     Damage("mask token", "same_logits", DFLASH[1:], config=having(mask_token_id=3)),
     Damage("anchor sampled from", "config_round_trip", DFLASH[1:], config=having(sample_from_anchor=True)),
     Damage("causal blocks in vLLM", "same_logits", DFLASH[1:], config=having(sliding_window_non_causal=False)),
     Damage("a null where SGLang asks for the key", "same_logits", EAGLE3[:1], config=having(target_hidden_size=None)),
-    Damage("another class", "same_logits", EAGLE3[:1] + DFLASH[:1], config=having(architectures=["LlamaForCausalLM"])),
+    Damage("correction missing", "key_set", DOMINO, without("embed_proj.2.weight")),
+    Damage("parts of the GRU in another order", "same_logits", DOMINO, reorder_gru),
+    Damage("label shift", "config_round_trip", DOMINO, config=in_projector(shift_label=False)),
+    Damage("label shift, logits", "same_logits", DOMINO, config=in_projector(shift_label=False)),
+    Damage("what is corrected", "config_round_trip", DOMINO, config=in_projector(pure_draft_prefix_len=0)),
+    Damage("no projector", "same_logits", DOMINO, config=in_projector(projector_type=None)),
+    Damage("two widths of the projector", "config_round_trip", DOMINO, config=having(emb_dim=7)),
+    Damage("another class", "same_logits", EAGLE3[:1] + DFLASH[:1] + DOMINO, config=having(architectures=["Llama"])),
     Damage("no speculators_config", "same_logits", SPECULATORS, config=without("speculators_config")),
     Damage("no config of the layers", "config_round_trip", SPECULATORS, config=without("transformer_layer_config")),
 )

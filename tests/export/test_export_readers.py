@@ -15,6 +15,7 @@ from random_exports import (
     speculators_dflash,
     speculators_eagle3,
     zlab_dflash,
+    zlab_domino,
 )
 
 from draftworks.errors import ConfigError, StoreError
@@ -29,6 +30,7 @@ def exports(tiny_folder, tiny_tensors) -> dict[str, RandomExport]:
         "speculators_eagle3": speculators_eagle3(tiny_folder, tiny_tensors.embedding),
         "zlab_dflash": zlab_dflash(),
         "speculators_dflash": speculators_dflash(tiny_folder, says=SAYS),
+        "zlab_domino": zlab_domino(),
     }
 
 
@@ -77,7 +79,7 @@ def test_a_stream_that_the_target_does_not_have_is_named(exports, ask, question)
         ask("zlab_dflash", exports["zlab_dflash"], features={"hf2": low, "hf4": middle, "hf3": high})
 
 
-@pytest.mark.parametrize("export_format", ["sglang_eagle3", "speculators_eagle3"])
+@pytest.mark.parametrize("export_format", ["sglang_eagle3", "speculators_eagle3", "zlab_domino"])
 def test_a_step_of_a_chain_depends_on_the_words_before_it_alone(export_format, exports, ask, question):
     said, drawn = ask(export_format, exports[export_format]), question.drawn.clone()
     drawn[1] = (drawn[1] + 1) % VOCAB
@@ -115,10 +117,24 @@ def test_a_window_is_another_one_in_speculators_until_it_holds_everything(ask, t
     assert torch.equal(moving, anchored)
 
 
+@pytest.mark.parametrize(("shift_label", "row"), [(True, 0), (False, 1)])
+def test_the_first_token_of_a_domino_block_is_its_backbones_own(ask, read, question, shift_label, row):
+    domino = zlab_domino().with_config(dflash_config__shift_label=shift_label)
+    backbone = read("zlab_dflash", zlab_dflash())
+    rows = backbone.rows(question.features, question.next_tokens) @ backbone.head.T
+    said = ask("zlab_domino", domino)
+    torch.testing.assert_close(said[0], rows[row].log_softmax(-1))
+    assert not torch.allclose(said[1], rows[row + 1].log_softmax(-1), atol=0.1)
+
+
 def test_a_block_has_no_more_proposals_than_places(read, exports, question):
     reader = read("zlab_dflash", exports["zlab_dflash"])
     with pytest.raises(ValueError, match="5 proposals, asked for 6"):
         reader.log_probabilities(question.features, question.next_tokens, torch.zeros(6, dtype=torch.int64))
+    shifted = read("zlab_domino", exports["zlab_domino"])
+    assert len(shifted.log_probabilities(question.features, question.next_tokens, torch.zeros(6).long())) == 6
+    with pytest.raises(ValueError, match="6 proposals, asked for 7"):
+        shifted.log_probabilities(question.features, question.next_tokens, torch.zeros(7).long())
 
 
 @pytest.mark.parametrize("export_format", FORMATS)
@@ -165,6 +181,11 @@ REFUSED = [
     ("zlab_dflash", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "use_sliding_window"),
     ("zlab_dflash", {"dflash_config__mask_token_id": VOCAB}, "dflash_config.mask_token_id: expected 0 to 2047"),
     ("zlab_dflash", {"block_size": 1}, "block_size"),
+    ("zlab_domino", {"architectures": ["DominoDraftModel"]}, "architectures"),
+    ("zlab_domino", {"dflash_config__projector_type": None}, "dflash_config.projector_type: expected 'domino'"),
+    ("zlab_domino", {"dflash_config__pure_draft_prefix_len": 0}, "pure_draft_prefix_len: expected 1, found 0"),
+    ("zlab_domino", {"dflash_config__shift_label": 1}, "shift_label: expected bool, found 1"),
+    ("zlab_domino", {"emb_dim": 7}, "emb_dim: expected 24 or nothing, found 7"),
     ("speculators_dflash", {"sample_from_anchor": True}, "sample_from_anchor"),
     ("speculators_dflash", {"block_size": 8}, "proposal_methods: expected block_size - 1"),
     ("speculators_dflash", {"mask_token_id": None}, "mask_token_id"),

@@ -11,6 +11,8 @@ import torch
 from random_exports import (
     BLOCK_SIZE,
     DFLASH_LAYERS,
+    EMB_DIM,
+    GRU_HIDDEN_DIM,
     INTERMEDIATE,
     MASK_TOKEN,
     SAYS,
@@ -20,16 +22,18 @@ from random_exports import (
     speculators_dflash,
     speculators_eagle3,
     zlab_dflash,
+    zlab_domino,
 )
 from torch import Tensor
 
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.dflash import DFlashStrategy
+from draftworks.drafts.domino import DominoStrategy
 from draftworks.drafts.eagle3 import Eagle3Strategy
 from draftworks.drafts.strategy import DraftStrategy, Proposal
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.export.readers.opening import open_export
-from draftworks.strategies import DFlashOptions, Eagle3Options
+from draftworks.strategies import DFlashOptions, DominoOptions, Eagle3Options
 
 TAPS = [2, 4, 5]
 
@@ -60,6 +64,15 @@ def our_dflash(parts: TargetParts, **options) -> DraftStrategy:
     sizes = {"block_size": BLOCK_SIZE, "num_layers": DFLASH_LAYERS, "intermediate_size": INTERMEDIATE}
     chosen = DFlashOptions(**sizes, mask_token_id=MASK_TOKEN, layer_ids=TAPS, **options)
     return moved(DFlashStrategy(chosen, parts, None, seed=5))
+
+
+def our_domino(parts: TargetParts, **options) -> DraftStrategy:
+    sizes = {"block_size": BLOCK_SIZE, "num_layers": DFLASH_LAYERS, "intermediate_size": INTERMEDIATE}
+    correction = {"emb_dim": EMB_DIM, "gru_hidden_dim": GRU_HIDDEN_DIM}
+    chosen = DominoOptions(**sizes, **correction, mask_token_id=MASK_TOKEN, layer_ids=TAPS, **options)
+    strategy = moved(DominoStrategy(chosen, parts, None, seed=5))
+    torch.nn.init.normal_(strategy.model.correction.projection, generator=torch.Generator().manual_seed(12))
+    return strategy
 
 
 def proposed(strategy: DraftStrategy, features: Mapping[str, Tensor], next_tokens: Tensor, count: int) -> Proposal:
@@ -122,3 +135,11 @@ def test_dflash_without_windows_is_what_speculators_would_compute(check, parts, 
     strategy = our_dflash(parts)
     export = replace(speculators_dflash(tiny_folder), tensors=strategy.model.state_dict())
     check(strategy, "speculators_dflash", export, count=BLOCK_SIZE - 1)
+
+
+@pytest.mark.parametrize("shift_label", [True, False])
+def test_domino_is_what_sglang_would_compute(shift_label, check, parts):
+    strategy = our_domino(parts, shift_label=shift_label)
+    tensors = {name.split(".", 1)[1]: tensor for name, tensor in strategy.model.state_dict().items()}
+    export = replace(zlab_domino().with_config(dflash_config__shift_label=shift_label), tensors=tensors)
+    check(strategy, "zlab_domino", export, count=strategy.options.labels)

@@ -29,7 +29,7 @@ def test_batches_hold_the_samples_features(counting, prefetch):
     store, refs = counting
     loader = FeatureDataLoader.for_training(refs, store, 2, pad_collate, seed=3, prefetch=prefetch)
     batches = list(loader)
-    assert len(batches) == len(loader) == 6
+    assert len(batches) == loader.schedule.steps == 6
     for batch in batches:
         for row, sample_id in enumerate(batch.sample_ids):
             ref = next(ref for ref in refs if ref.sample_id == sample_id)
@@ -62,7 +62,7 @@ def test_seek_equals_skipping_and_reads_nothing_of_the_skipped(counting, skip):
 @pytest.mark.parametrize("position", [-1, 7])
 def test_seek_outside_the_epoch_is_refused(counting, position):
     store, refs = counting
-    with pytest.raises(ValueError, match="an epoch has 6 batches"):
+    with pytest.raises(ValueError, match="an epoch has 6 steps"):
         FeatureDataLoader.for_training(refs, store, 2, pad_collate).seek(position)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError
-from draftworks.features.schedule import EvaluationSchedule, TrainSchedule
+from draftworks.features.schedule import EvaluationSchedule, PaddedTrainSchedule
 
 
 @st.composite
@@ -24,14 +24,21 @@ def cuttings(draw):
     return samples, batch, (micro, world), (other_micro, other_world)
 
 
+def padded(samples: int, micro: int, batch: int, rank: int = 0, world: int = 1, seed: int = 0) -> PaddedTrainSchedule:
+    return PaddedTrainSchedule(
+        samples=samples, micro_batch_size=micro, global_batch_size=batch, rank=rank, world=world, seed=seed
+    )
+
+
 def steps(samples: int, batch: int, micro: int, world: int, seed: int, epoch: int) -> list[list[int]]:
-    schedules = [TrainSchedule(samples, micro, batch, rank, world, seed) for rank in range(world)]
-    assert len({len(schedule) for schedule in schedules}) == 1
-    plans = [schedule.batches(epoch) for schedule in schedules]
-    assert all(len(plan) == len(schedules[0]) for plan in plans)
-    taken, accumulation = [], schedules[0].accumulation
+    schedules = [padded(samples, micro, batch, rank, world, seed) for rank in range(world)]
+    plans = [list(schedule.batches(epoch)) for schedule in schedules]
+    accumulation = schedules[0].accumulation
+    assert all(len(plan) == schedules[0].steps * accumulation for plan in plans)
+    taken = []
     for step in range(schedules[0].steps):
         micro_batches = [plan[step * accumulation : (step + 1) * accumulation] for plan in plans]
+        assert all([b.ends_step for b in each] == [False] * (accumulation - 1) + [True] for each in micro_batches)
         taken.append(sorted(i for each in micro_batches for b in each for i in b.indices))
     return taken
 
@@ -47,15 +54,23 @@ def test_samples_of_a_step_depend_neither_on_ranks_nor_on_micro_batch(case, seed
 
 
 def test_order_is_a_function_of_seed_and_epoch():
-    base = TrainSchedule(50, 2, 2, seed=1)
-    assert base.batches(0) == TrainSchedule(50, 2, 2, seed=1).batches(0)
-    assert base.batches(0) != base.batches(1)
-    assert base.batches(0) != TrainSchedule(50, 2, 2, seed=2).batches(0)
+    base = padded(50, 2, 2, seed=1)
+    assert list(base.batches(0)) == list(padded(50, 2, 2, seed=1).batches(0))
+    assert list(base.batches(0)) != list(base.batches(1))
+    assert list(base.batches(0)) != list(padded(50, 2, 2, seed=2).batches(0))
+
+
+@given(cuttings(), st.integers(0, 5))
+def test_what_comes_after_some_steps_is_the_rest_of_the_epoch(case, after):
+    samples, batch, (micro, world), _ = case
+    schedule = padded(samples, micro, batch, world - 1, world)
+    whole = list(schedule.batches(1))
+    assert list(schedule.batches(1, after)) == whole[after * schedule.accumulation :]
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5))
 def test_evaluation_takes_every_sample_exactly_once_in_equal_batch_counts(samples, micro, world):
-    plans = [EvaluationSchedule(samples, micro, rank, world).batches() for rank in range(world)]
+    plans = [list(EvaluationSchedule(samples, micro, rank, world).batches()) for rank in range(world)]
     real = [i for plan in plans for batch in plan if not batch.padding for i in batch.indices]
     assert sorted(real) == list(range(samples))
     assert len({len(plan) for plan in plans}) == 1
@@ -64,6 +79,6 @@ def test_evaluation_takes_every_sample_exactly_once_in_equal_batch_counts(sample
 
 def test_impossible_batches_are_refused():
     with pytest.raises(ConfigError, match="not a multiple of micro_batch_size 2 x ranks 2"):
-        TrainSchedule(50, 2, 6, world=2)
+        padded(50, 2, 6, world=2)
     with pytest.raises(ConfigError, match="global_batch_size 8 is larger than the set of 7 samples"):
-        TrainSchedule(7, 1, 8)
+        padded(7, 1, 8)

@@ -50,6 +50,7 @@ class ResumableRun:
     train: Mapping[str, dict[str, Tensor]] = field(default_factory=lambda: ragged_samples(SAMPLES))
     held_out: Mapping[str, dict[str, Tensor]] = field(default_factory=lambda: ragged_samples(7, seed=2))
     identity: Mapping[str, Any] = field(default_factory=lambda: {"strategy": "toy"})
+    pack_tokens: int | None = None
 
     def trainer(
         self,
@@ -62,7 +63,7 @@ class ResumableRun:
         resume_from: Path | None = None,
     ) -> Trainer:
         """At the end of step `stop_after` a signal asks the last rank, and it alone, to stop."""
-        strategy, manager = self.strategy(), self.manager()
+        strategy, manager, packed = self.strategy(), self.manager(), {"pack_tokens": self.pack_tokens}
         asked = rank == world - 1
 
         def stop_signal() -> int:
@@ -70,8 +71,8 @@ class ResumableRun:
 
         trainer = Trainer(
             strategy,
-            train_loader(strategy, self.train, self.micro, self.spec.global_batch_size, rank, world, store),
-            eval_loader(strategy, self.held_out, 2, rank, world, held_out_store),
+            train_loader(strategy, self.train, self.micro, self.spec.global_batch_size, rank, world, store, **packed),
+            eval_loader(strategy, self.held_out, 2, rank, world, held_out_store, **packed),
             self.spec,
             torch.device("cpu"),
             persistence=Persistence(manager, self.identity, resume_from or manager.latest_dir()),

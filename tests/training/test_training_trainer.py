@@ -152,11 +152,11 @@ def test_bf16_compute_keeps_fp32_masters() -> None:
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights.values())
 
 
-def core_of(strategy: ToyStrategy, accumulation: int = 1) -> TrainerCore:
+def core_of(strategy: ToyStrategy) -> TrainerCore:
     backend = FSDPTrainingBackend(CPU)
     backend.prepare_model(strategy)
     optimizer = BF16Optimizer(backend.parameters(), LrSchedule(0.1, 10), weight_decay=0.1)
-    return TrainerCore(strategy, backend, optimizer, accumulation)
+    return TrainerCore(strategy, backend, optimizer)
 
 
 def batch_of(strategy: ToyStrategy, supervised: bool = True, seed: int = 1) -> TrainBatch:

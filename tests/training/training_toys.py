@@ -15,6 +15,7 @@ from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, Step
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef, TrainBatch
 from draftworks.features.loader import FeatureDataLoader
+from draftworks.features.packing import PackLimits
 
 VOCAB, HIDDEN = 11, 6
 
@@ -144,18 +145,15 @@ def train_loader(
     rank: int = 0,
     world: int = 1,
     store: FeatureStore | None = None,
+    pack_tokens: int | None = None,
 ) -> FeatureDataLoader:
-    return FeatureDataLoader.for_training(
-        refs_of(samples),
-        store or MemoryStore(samples),
-        micro,
-        strategy.collate,
-        global_batch_size=global_batch,
-        rank=rank,
-        world=world,
-        seed=3,
-        prefetch=0,
-    )
+    refs, store = refs_of(samples), store or MemoryStore(samples)
+    cut = {"global_batch_size": global_batch, "rank": rank, "world": world, "seed": 3, "prefetch": 0}
+    if pack_tokens is not None:
+        return FeatureDataLoader.for_packed_training(
+            refs, store, PackLimits(pack_tokens, "own_row"), strategy.pack, **cut
+        )
+    return FeatureDataLoader.for_training(refs, store, micro, strategy.collate, **cut)
 
 
 def eval_loader(
@@ -165,10 +163,15 @@ def eval_loader(
     rank: int = 0,
     world: int = 1,
     store: FeatureStore | None = None,
+    pack_tokens: int | None = None,
 ) -> FeatureDataLoader:
-    return FeatureDataLoader.for_evaluation(
-        refs_of(samples), store or MemoryStore(samples), micro, strategy.collate, rank=rank, world=world, prefetch=0
-    )
+    refs, store = refs_of(samples), store or MemoryStore(samples)
+    share = {"rank": rank, "world": world, "prefetch": 0}
+    if pack_tokens is not None:
+        return FeatureDataLoader.for_packed_evaluation(
+            refs, store, PackLimits(pack_tokens, "own_row"), strategy.pack, **share
+        )
+    return FeatureDataLoader.for_evaluation(refs, store, micro, strategy.collate, **share)
 
 
 def on_ranks(world: int, folder: Path, work: Callable[..., None], *args: Any) -> None:

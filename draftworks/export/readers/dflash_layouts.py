@@ -17,7 +17,7 @@ say true, or nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -86,11 +86,22 @@ def read_zlab_dflash(folder: ExportFolder, target: TargetTensors, dtype: torch.d
     Raises:
         StoreError: files that one of the two would load as another draft than the one that was trained.
     """
+    return read_zlab(folder, target, dtype)
+
+
+def read_zlab(
+    folder: ExportFolder,
+    target: TargetTensors,
+    dtype: torch.dtype,
+    layout: DFlashLayout = ZLAB,
+    projector: Mapping[str, Expected] | None = None,
+) -> DFlashReader:
+    """The DFlash part of a draft in z-lab's layout; its file holds the tensors of a `projector` too, where there is one."""
     folder.must_be("architectures", ["DFlashDraftModel"])
     folder.must_be("model_type", "qwen3")
     folder.must_not_differ("is_causal", None)
     folder.must_not_differ("dflash_config.causal", None)
-    return _read(folder, ZLAB, MovingWindow, None, target, dtype)
+    return _read(folder, layout, MovingWindow, None, target, dtype, projector)
 
 
 def read_speculators_dflash(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> DFlashReader:
@@ -138,13 +149,15 @@ def _read(
     says: int | None,
     target: TargetTensors,
     dtype: torch.dtype,
+    more: Mapping[str, Expected] | None = None,
 ) -> DFlashReader:
-    """`says`: how many tokens a head of the draft's own predicts; None in formats without one."""
+    """`says`: how many tokens a head of the draft's own predicts; None in formats without one. `more` are other tensors
+    that the file holds."""
     sizes = LayerSizes.read(folder, layout.section)
     check_target(folder, sizes, target)
     own_head = None if says == sizes.vocab else says
     taps = read_taps(folder, layout.export_format, layout.layer_ids)
-    folder.check_tensors(_tensors(sizes, len(taps), own_head))
+    folder.check_tensors(_tensors(sizes, len(taps), own_head) | (more or {}))
     weights = {name: tensor.to(dtype) for name, tensor in folder.tensors.items() if tensor.is_floating_point()}
     return DFlashReader(
         taps=taps,

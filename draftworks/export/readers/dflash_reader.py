@@ -56,13 +56,18 @@ class DFlashReader(ExportReader):
             raise ValueError(
                 f"a block of {self.block_size} has {self.block_size - 1} proposals, asked for {len(drawn)}"
             )
+        return self.rows(features, next_tokens)[1 : 1 + len(drawn)] @ self.head.T
+
+    @torch.no_grad()
+    def rows(self, features: Features, next_tokens: Tensor) -> Tensor:
+        """All rows of the block as the head reads them, (block, H)."""
         context = self._norm(self.joined(features) @ self.weights["fc.weight"].T, "hidden_norm")
         tokens = torch.full((self.block_size,), self.mask_token)
         tokens[0] = next_tokens[-1]
         block = self.embedding[tokens].to(self.dtype)
         for layer, mask in enumerate(self.masks):
             block = self._layer(block, context, f"layers.{layer}.", mask.visible(len(context), self.block_size))
-        return self._norm(block[1 : 1 + len(drawn)], "norm") @ self.head.T
+        return self._norm(block, "norm")
 
     def _layer(self, block: Tensor, context: Tensor, layer: str, visible: Tensor) -> Tensor:
         own = self._norm(block, f"{layer}input_layernorm")

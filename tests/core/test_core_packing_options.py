@@ -1,0 +1,50 @@
+"""Packing as a training option: a way to cut the global batch, refused where it cannot be meant."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from draftworks.demands import check_demands
+from draftworks.errors import ConfigError
+from draftworks.identity import LayerTap
+from draftworks.registry import Registry
+from draftworks.specs import StrategyEntry, TargetSpec, TrainingSpec
+from draftworks.strategies import StrategyOptions, StrategySpec, resolve_strategy
+
+
+def test_packing_is_no_identity():
+    padded = TrainingSpec(global_batch_size=8, micro_batch_size=4)
+    packed = TrainingSpec(global_batch_size=8, pack_tokens=1024, pack_overlong="own_row", processes=3)
+    assert packed.identity() == padded.identity()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"global_batch_size": 2, "processes": 3, "pack_tokens": 64}, "2 leaves some of 3 processes without a sample"),
+        ({"pack_overlong": "own_row"}, "pack_overlong own_row is about pack_tokens, which is not set"),
+        ({"pack_tokens": 1}, "greater than or equal to 2"),
+        ({"pack_tokens": 64, "pack_overlong": "cut"}, "'refuse' or 'own_row'"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(values, message):
+    with pytest.raises(ValidationError, match=message):
+        TrainingSpec(**values)
+
+
+def test_a_loss_that_is_made_of_padding_is_refused_before_any_cost(tmp_path, tiny_target):
+    options = {"draft_vocab_size": 64, "loss": "specforge"}
+    entry = StrategyEntry(options=options, training=TrainingSpec(pack_tokens=64))
+    target = TargetSpec(name="small", model="m", dataset="d", max_length=32, strategies={"eagle3": entry})
+    with pytest.raises(ConfigError, match=r"strategies\.eagle3\.training: pack_tokens is set, but eagle3 with loss"):
+        check_demands(target, tiny_target, Registry(tmp_path))
+
+
+def test_a_strategy_that_does_not_say_it_packs_is_refused():
+    plain = StrategySpec("plain", "", StrategyOptions, lambda layers, options: (LayerTap(1),), "nowhere:none")
+    with pytest.raises(ConfigError, match="here: pack_tokens is set, but plain does not know packed samples"):
+        plain.check_packing(StrategyOptions(), "here")
+    for name in ("eagle3", "dflash"):
+        spec = resolve_strategy(name)
+        spec.check_packing(spec.parse_options({}, "here"), "here")

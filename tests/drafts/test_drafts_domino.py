@@ -1,0 +1,264 @@
+"""Domino: equal to a plain second writing of it at every step of its schedule, whatever the batch, and at work as in training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import domino_reference as reference
+import pytest
+import torch
+from draft_toys import VOCAB
+from test_drafts_dflash import SAMPLES, anchors_drawn, gradients, sample, side_by_side
+
+from draftworks.drafts.dflash import DFlashStrategy
+from draftworks.drafts.domino import DominoStrategy
+from draftworks.drafts.draft_io import load_draft, save_draft
+from draftworks.drafts.strategy import StepContext
+from draftworks.errors import ConfigError, StoreError
+from draftworks.strategies import DFlashOptions, DominoOptions
+
+OPTIONS = {
+    "block_size": 4,
+    "num_layers": 2,
+    "layer_ids": [1, 3, 6],
+    "num_anchors": 5,
+    "emb_dim": 6,
+    "gru_hidden_dim": 5,
+}
+NAMES = ["a", "b", "c"]
+HALFWAY = StepContext(global_step=5, total_steps=20)
+"""Where λ is 0.5 by default."""
+BOTH_SHIFTS = pytest.mark.parametrize("shift_label", [True, False], ids=["shifted", "unshifted"])
+
+
+@pytest.fixture
+def make(parts):
+    def make(dtype=torch.float64, seed: int = 3, **options) -> DominoStrategy:
+        moved = replace(parts, embedding=parts.embedding.to(dtype), head=parts.head.to(dtype))
+        strategy = DominoStrategy(DominoOptions(**OPTIONS | options), moved, None, seed)
+        strategy.model.to(dtype)
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():  # away from where they begin, so that a forgotten one shows
+            for name, weight in strategy.model.named_parameters():
+                if "norm" in name or name == "correction.embed_proj.2.weight":
+                    weight.add_(0.3 * torch.randn(weight.shape, generator=generator).to(dtype))
+        return strategy
+
+    return make
+
+
+def expected_sums(strategy: DominoStrategy, batch, ctx: StepContext, lambda_base: float) -> list[reference.Sums]:
+    anchors = anchors_drawn(strategy, batch, ctx.global_step)
+    return [
+        reference.sums(strategy, s["input_ids"], s["loss_mask"], side_by_side(s), drawn, lambda_base)
+        for s, drawn in zip(SAMPLES, anchors)
+    ]
+
+
+@BOTH_SHIFTS
+@pytest.mark.parametrize(
+    ("options", "step", "lambda_base"),
+    [
+        ({}, 0, 1.0),
+        ({}, 5, 0.5),
+        ({}, 9, 0.1),
+        ({}, 15, 0.0),
+        ({"gamma": 2.0, "lambda_base_start": 0.6, "lambda_base_decay_ratio": 1.0}, 5, 0.45),
+        ({"loss": "specforge", "pure_draft_prefix_len": 0}, 5, 0.5),
+        ({"weighting": "dpace", "pure_draft_prefix_len": 2}, 5, 0.5),
+        ({"objective_chunk_blocks": 1, "sliding_window": 3}, 5, 0.5),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_the_plain_writing(make, shift_label, options, step, lambda_base):
+    strategy = make(shift_label=shift_label, **options)
+    batch, ctx = strategy.collate(SAMPLES, NAMES), StepContext(step, total_steps=20)
+    output = strategy.forward_loss(batch, ctx)
+    expected = sum(one.loss for one in expected_sums(strategy, batch, ctx, lambda_base))
+    torch.testing.assert_close(output.loss_sum, expected, rtol=1e-6, atol=1e-6)
+    found, wanted = gradients(strategy, output.loss_sum), gradients(strategy, expected)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6)
+        assert bool(gradient.any()) == (lambda_base < 1 or "correction" not in name), name
+
+
+@BOTH_SHIFTS
+@pytest.mark.parametrize("loss", ["token_mean", "specforge"])
+def test_accepted_lengths_are_those_of_the_plain_writing(make, shift_label, loss):
+    strategy = make(shift_label=shift_label, loss=loss, num_anchors=12)
+    easy = half_easy(strategy)
+    batch = strategy.collate(easy, NAMES)
+    counts = strategy.forward_loss(batch, HALFWAY).counts
+    anchors = anchors_drawn(strategy, batch, HALFWAY.global_step)
+    expected = [
+        reference.sums(strategy, s["input_ids"], s["loss_mask"], side_by_side(s), drawn, 0.5)
+        for s, drawn in zip(easy, anchors)
+    ]
+    assert counts["accept_len_sums"] == sum(one.accepted for one in expected) > 0
+    assert counts["base_accept_len_sums"] == sum(one.base_accepted for one in expected)
+    assert counts["accept_len_denoms"] == sum(one.blocks for one in expected)
+
+
+def half_easy(strategy: DominoStrategy) -> list[dict[str, torch.Tensor]]:
+    """The samples with answers of which the draft says a part: what it proposes itself after some of the tokens."""
+    easy = []
+    for one in SAMPLES:
+        ids = one["input_ids"].clone()
+        for anchor in range(3, len(ids) - 1, 4):
+            after = slice(anchor + 1, anchor + 1 + strategy.options.labels)
+            said = reference.greedy(strategy, ids, side_by_side(one), anchor, len(ids[after]))
+            ids[after] = torch.tensor(said)
+        easy.append({**one, "input_ids": ids})
+    return easy
+
+
+@pytest.mark.parametrize(("loss", "weighting"), [("token_mean", "uniform"), ("specforge", "dpace")])
+@BOTH_SHIFTS
+def test_sums_do_not_depend_on_batching_order_or_padding(make, shift_label, loss, weighting):
+    strategy = make(shift_label=shift_label, loss=loss, weighting=weighting, num_anchors=3)
+
+    def run(*picked: int, extra: int = 0):
+        chosen, names = [SAMPLES[i] for i in picked], [NAMES[i] for i in picked]
+        if extra:
+            chosen, names = [*chosen, sample([0] * extra, 9)], [*names, "nothing"]
+        return strategy.forward_loss(strategy.collate(chosen, names), HALFWAY)
+
+    whole, parts = run(2, 0, 1, extra=30), [run(0), run(1), run(2)]
+    torch.testing.assert_close(whole.loss_sum, sum(part.loss_sum for part in parts))
+    if weighting == "uniform":
+        torch.testing.assert_close(whole.loss_weight, sum(part.loss_weight for part in parts))
+    for name, total in whole.counts.items():
+        torch.testing.assert_close(total, sum(part.counts[name] for part in parts))
+
+
+@BOTH_SHIFTS
+def test_packed_samples_give_the_sums_and_proposals_of_padded_ones(make, shift_label):
+    strategy = make(shift_label=shift_label)
+    padded, packed = (lay(SAMPLES, NAMES) for lay in (strategy.collate, strategy.pack))
+    outputs = [strategy.forward_loss(batch, HALFWAY) for batch in (padded, packed)]
+    torch.testing.assert_close(outputs[1].loss_sum, outputs[0].loss_sum)
+    for name, total in outputs[0].counts.items():
+        torch.testing.assert_close(outputs[1].counts[name], total)
+    rows = [torch.ones(batch["input_ids"].shape, dtype=torch.bool) for batch in (padded, packed)]
+    apart, together = (strategy.propose(batch, on, 3) for batch, on in zip((padded, packed), rows))
+    begins = 0
+    for row, one in enumerate(SAMPLES):
+        length = len(one["input_ids"])
+        assert torch.equal(together[0, begins : begins + length - 1], apart[row, : length - 1])
+        begins += length
+
+
+def test_the_share_of_the_base_loss_falls_to_nothing_and_needs_a_horizon():
+    options = DominoOptions()
+    assert [options.lambda_base(step, 11) for step in (0, 1, 4, 5, 10)] == [1.0, 0.8, pytest.approx(0.2), 0.0, 0.0]
+    assert options.lambda_base(3, 0) == 0.0
+    at_once = DominoOptions(lambda_base_decay_ratio=0.0, lambda_base_start=0.3)
+    assert [at_once.lambda_base(step, 11) for step in (0, 1)] == [0.3, 0.0]
+
+
+def test_an_evaluation_looks_at_what_is_served_whatever_the_step(make):
+    strategy = make(num_anchors=2)
+    batch = strategy.collate(SAMPLES, NAMES)
+    with torch.no_grad():
+        outputs = [strategy.forward_loss(batch, StepContext(step, 20)) for step in (0, 5, 20)]
+    assert outputs[0].loss_sum == outputs[1].loss_sum == outputs[2].loss_sum
+    torch.testing.assert_close(outputs[0].loss_sum, outputs[0].counts["loss_sums"].sum())
+
+
+def test_an_untrained_draft_proposes_what_its_backbone_does(parts):
+    shared = {name: OPTIONS[name] for name in ("block_size", "num_layers", "layer_ids")}
+    strategy = DominoStrategy(DominoOptions(**OPTIONS, shift_label=False), parts, None, seed=3)
+    backbone = DFlashStrategy(DFlashOptions(**shared), parts, None, seed=3)
+    batch = strategy.collate([sample([1] * 9, 2, torch.float32)], ["a"])
+    rows = torch.ones(1, 9, dtype=torch.bool)
+    assert torch.equal(strategy.propose(batch, rows, 3), backbone.propose(batch, rows, 3))
+
+
+@pytest.mark.parametrize(("shift_label", "count", "prefix"), [(True, 4, 1), (False, 3, 1), (True, 3, 0), (False, 3, 2)])
+def test_proposals_are_the_plain_writings_first_choices(make, shift_label, count, prefix):
+    strategy = make(shift_label=shift_label, pure_draft_prefix_len=prefix, sliding_window=4, sliding_layers=[0])
+    batch = strategy.collate(SAMPLES, NAMES)
+    rows = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
+    rows[0, [0, 3, 9]] = rows[1, 2] = True
+    found = strategy.propose(batch, rows, count)
+    for b, t in rows.nonzero().tolist():
+        one = SAMPLES[b]
+        expected = reference.greedy(strategy, one["input_ids"], side_by_side(one), t + 1, count)
+        assert found[b, t].tolist() == expected
+    assert (found[~rows] == -1).all()
+    assert torch.equal(strategy.propose(batch, rows, 2), found[..., :2])
+
+
+@BOTH_SHIFTS
+def test_a_drafter_fed_in_pieces_proposes_what_the_replay_does(make, shift_label):
+    strategy = make(shift_label=shift_label, sliding_window=5)
+    one = sample([0] * 4 + [1] * 14, 21)
+    rows = torch.ones(1, 18, dtype=torch.bool)
+    replayed = strategy.propose(strategy.collate([one], ["a"]), rows, 3)
+    drafter, begin = strategy.drafter(), 0
+    for end in (4, 5, 8, 9, 14):
+        features = {tap: one[tap][begin:end] for tap in strategy.feature_names}
+        drafter.extend(features, one["input_ids"][begin + 1 : end + 1])
+        assert drafter.propose(3, 0.0, None).tokens.tolist() == replayed[0, end - 1].tolist()
+        begin = end
+
+
+@BOTH_SHIFTS
+def test_a_sampled_proposal_comes_with_the_distributions_it_was_drawn_from(make, shift_label):
+    strategy = make(shift_label=shift_label)
+    one = SAMPLES[0]
+    drafter = strategy.drafter()
+    drafter.extend({tap: one[tap][:6] for tap in strategy.feature_names}, one["input_ids"][1:7])
+    proposal = drafter.propose(3, 0.7, torch.Generator().manual_seed(0))
+    fed = [int(one["input_ids"][6]), *proposal.tokens[:-1].tolist()]
+    logits = reference.block_logits(strategy, one["input_ids"], side_by_side(one), 6, fed).corrected
+    torch.testing.assert_close(proposal.probabilities, (logits / 0.7).softmax(-1))
+    assert (proposal.probabilities.gather(1, proposal.tokens[:, None]) > 0).all()
+
+
+def test_a_draft_is_the_same_after_saving_and_loading(make, tmp_path):
+    strategy = make(dtype=torch.float32)
+    other = make(dtype=torch.float32, seed=99, attention="eager", objective_chunk_blocks=2)
+    save_draft(tmp_path, strategy, target_digest="t")
+    load_draft(tmp_path, other, target_digest="t")
+    weights, loaded = strategy.model.state_dict(), other.model.state_dict()
+    assert weights.keys() == loaded.keys()
+    assert all(torch.equal(weights[name], loaded[name]) for name in weights)
+    with pytest.raises(StoreError, match="strategy: expected dflash, found domino"):
+        load_draft(tmp_path, DFlashStrategy(DFlashOptions(), strategy._dflash._target, None, 0), target_digest="t")
+
+
+@pytest.mark.parametrize("structural", [{"shift_label": False}, {"pure_draft_prefix_len": 2}, {"gru_hidden_dim": 7}])
+def test_a_draft_that_computes_otherwise_is_nothing_to_start_from(make, tmp_path, structural):
+    save_draft(tmp_path, make(dtype=torch.float32), target_digest="t")
+    trained_otherwise = make(dtype=torch.float32, seed=8, gamma=3.0, lambda_base_start=0.5)
+    load_draft(tmp_path, trained_otherwise, target_digest="t", to_train=True)
+    with pytest.raises(StoreError, match=f"{next(iter(structural))}"):
+        load_draft(tmp_path, make(dtype=torch.float32, **structural), target_digest="t", to_train=True)
+
+
+def test_a_batch_without_a_supervised_token_still_has_a_gradient_for_every_weight(make):
+    strategy = make()
+    output = strategy.forward_loss(strategy.collate([sample([0] * 6, 1)], ["a"]), HALFWAY)
+    output.loss_sum.backward()
+    assert output.loss_weight == 0
+    assert all(weight.grad is not None and not weight.grad.any() for weight in strategy.model.parameters())
+
+
+def test_bad_input_is_refused(make, parts, vocab):
+    batch = make().collate(SAMPLES, NAMES)
+    for shift_label, most in ((True, 4), (False, 3)):
+        with pytest.raises(ConfigError, match=f"domino: .* proposes {most} tokens, asked for {most + 1}"):
+            make(shift_label=shift_label).propose(batch, torch.ones(3, 12, dtype=torch.bool), most + 1)
+    with pytest.raises(ConfigError, match="domino: mask_token_id 40"):
+        make(mask_token_id=VOCAB)
+    with pytest.raises(ConfigError, match="domino predicts .* no vocabulary mapping"):
+        DominoStrategy(DominoOptions(**OPTIONS), parts, vocab, 0)
+    for bad, message in (
+        ({"pure_draft_prefix_len": 4}, r"leaves none of the 4 proposals of a block to correct: expected 0\.\.3"),
+        ({"pure_draft_prefix_len": 3, "shift_label": False}, r"none of the 3 proposals"),
+        ({"lambda_base_start": 1.5}, "lambda_base_start"),
+        ({"gru_hidden_dim": 0}, "gru_hidden_dim"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DominoOptions(**OPTIONS | bad)
