@@ -77,5 +77,11 @@ class CaptureSpec(Spec):
         """Whether the program that loads the engine has to be run by SGLang's own Python."""
         return self.backend == "sglang"
 
+    @property
+    def engine_args(self) -> list[str]:
+        """What SGLang is told beyond what it is always told: it may change its numbers."""
+        return self.server.args if self.backend in ("sglang", "sglang_server") else []
+
     def identity(self) -> dict[str, Any]:
-        return {"backend": self.engine, "dtype": self.dtype, "compute_dtype": self.compute_dtype}
+        decided = {"backend": self.engine, "dtype": self.dtype, "compute_dtype": self.compute_dtype}
+        return decided | ({"args": self.engine_args} if self.engine_args else {})

@@ -7,6 +7,24 @@ from pydantic import Field, field_validator, model_validator
 from draftworks.spec_base import Spec
 from draftworks.urls import checked_url, checked_urls
 
+OURS = (
+    *(
+        "--model-path",
+        "--model",
+        "--revision",
+        "--tokenizer-path",
+        "--host",
+        "--port",
+        "--device",
+        "--dtype",
+        "--context-length",
+    ),
+    *("--tp-size", "--tp", "--tensor-parallel-size", "--dp-size", "--dp", "--data-parallel-size", "--base-gpu-id"),
+    *("--mem-fraction-static", "--max-total-tokens", "--chunked-prefill-size", "--forward-hooks"),
+    *("--enable-return-aux-hidden-states", "--return-aux-hidden-state-layer-ids"),
+)
+"""Arguments of SGLang that follow from the registry; given once more, they would win, and results have keys of something else."""
+
 
 class StartedServer(Spec):
     """An SGLang server that we start."""
@@ -17,7 +35,21 @@ class StartedServer(Spec):
         None, gt=0, lt=1, description="Of a GPU's memory, for weights and cache; None = SGLang's own choice."
     )
     max_total_tokens: int | None = Field(None, gt=0, description="Tokens of the cache; None = what memory allows.")
-    args: list[str] = Field(default_factory=list, description="More arguments of sglang.launch_server.")
+    args: list[str] = Field(
+        default_factory=list,
+        description="More arguments of sglang.launch_server, each a part of what is captured; of a server of yours, those "
+        "that change its numbers, such as --quantization.",
+    )
+
+    @field_validator("args")
+    @classmethod
+    def _none_of_ours(cls, value: list[str]) -> list[str]:
+        taken = [word for word in value if word.split("=")[0] in OURS]
+        if taken:
+            raise ValueError(
+                f"{', '.join(taken)}: follows from the other keys of the target, and would contradict them: leave it out"
+            )
+        return value
 
 
 class ServerSpec(StartedServer):

@@ -111,6 +111,13 @@ class ServedDraft:
                 f"target {target.name}: the export is of draft {export.identity['draft']}, the report of draft "
                 f"{report.identity['draft_identity']}: expected the same. Run the job train_{strategy.name}"
             )
+        now = [target.responses.max_new_tokens, target.max_length]
+        answers = workspace.artifacts.current(f"{HELDOUT}_responses", target.name).data_version
+        if [report.identity["heldout"][0], report.identity["limits"]] != [answers, now]:
+            raise ConfigError(
+                f"target {target.name}: the report is of other held-out answers or limits than there are now, so its walk "
+                "cannot be compared with. Run the job evaluate first"
+            )
         formats = [name for name, made in export.summary["formats"].items() if SERVER in made["commands"]]
         if settings.format is None and not formats:
             raise NothingToDo(f"target {target.name} has no {strategy.name} export that {SERVER} loads")

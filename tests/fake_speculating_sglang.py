@@ -49,6 +49,7 @@ def fake_python(folder: Path, script: Script) -> Path:
 class _Handler(BaseHTTPRequestHandler):
     script: Script
     folder: Path
+    model: str
     passes = tokens = 0
     counting = threading.Lock()
 
@@ -60,7 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
             )
             self._send(text.encode())
             return
-        self._send({"version": "0.5.23", "speculative_num_draft_tokens": self.script.verified, "internal_states": [{}]})
+        speaks = {"version": "0.5.23", "model_path": self.model}
+        self._send({**speaks, "speculative_num_draft_tokens": self.script.verified, "internal_states": [{}]})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -89,6 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
 def main() -> None:
     path, arguments = Path(sys.argv[1]), sys.argv[2:]
     _Handler.script, _Handler.folder = Script(**json.loads(path.read_text())), path.parent
+    _Handler.model = arguments[arguments.index("--model-path") + 1]
     (path.parent / "arguments.json").write_text(json.dumps(arguments))
     if _Handler.script.hangs:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

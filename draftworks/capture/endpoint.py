@@ -164,4 +164,9 @@ def _api_key(endpoint: EndpointSpec, environment: Mapping[str, str]) -> str | No
             f"the environment variable {endpoint.api_key_env} (responses.endpoint.api_key_env) is not set where answers are "
             "generated: set it for the Dagster process"
         )
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            f"the environment variable {endpoint.api_key_env} (responses.endpoint.api_key_env) holds characters that no key "
+            "has: expected one line of printable ASCII without spaces"
+        )
     return key

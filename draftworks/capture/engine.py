@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftworks.errors import CaptureError, ConfigError
-from draftworks.identity import EngineIdentity, LastHidden, LayerTap
+from draftworks.identity import EngineIdentity, LastHidden, LayerTap, digest
 from draftworks.runs import TargetFiles
 from draftworks.sglang_specs import SGLangSpec
 from draftworks.specs import CaptureSpec, ResponseSpec
@@ -91,6 +91,7 @@ class EnginePlace:
         head: the target's output matrix (V, H), read when it is needed.
         embedding: the target's input matrix (V, H), likewise.
         local_rank: of this process among those of this machine, each of which has an engine.
+        longest: tokens of the longest sequence that will be asked for; 0 if that is not known.
     """
 
     folder: Path
@@ -99,6 +100,7 @@ class EnginePlace:
     embedding: Callable[[], Tensor] | None = None
     sglang: SGLangSpec = field(default_factory=SGLangSpec)
     local_rank: int = 0
+    longest: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,11 +145,13 @@ def engine_identity(capture: CaptureSpec) -> EngineIdentity:
     """Identity of the engine that `capture` asks for, without loading it.
 
     The compute dtype is part of it: states computed in bfloat16 and stored in float32 are not those computed in float32.
+    So is whatever else the engine is told that may change its numbers.
     """
     if capture.custom is not None:
         return EngineIdentity(f"custom:{capture.custom.engine}-{capture.compute_dtype}", capture.custom.numerics)
     backend = find_backend(capture.backend)
-    return EngineIdentity(f"{backend.engine}-{capture.compute_dtype}", backend.numerics)
+    told = f"+{digest(capture.engine_args)}" if capture.engine_args else ""
+    return EngineIdentity(f"{backend.engine}-{capture.compute_dtype}{told}", backend.numerics)
 
 
 def load_engine(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from draftworks.capture.answerers import Answerer, EngineAnswerer
 from draftworks.capture.answers import Losses, answers_file, answers_identity, publish_answers
+from draftworks.capture.background import in_background
 from draftworks.capture.dialogue import Dialogue
 from draftworks.capture.engine import TargetEngine
 from draftworks.capture.partial import PartialFile
@@ -212,16 +213,20 @@ class _Regeneration:
 def _concurrently(work: Callable[[Dialogue], None], dialogues: Sequence[Dialogue], threads: int) -> Iterator[Dialogue]:
     """Dialogues on which `work` is done, as they are; its first error ends it all.
 
-    Leaving early waits for nobody: whoever closes the engine ends the requests that are still on their way.
+    Leaving early waits for nobody, and neither does the end of the program.
     """
-    pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="answer")
-    try:
-        futures = {pool.submit(work, dialogue): dialogue for dialogue in dialogues}
-        for future in as_completed(futures):
+    waiting = iter(dialogues)
+
+    def begun(count: int) -> dict[Future[None], Dialogue]:
+        return {in_background(work, dialogue): dialogue for dialogue in islice(waiting, count)}
+
+    running = begun(threads)
+    while running:
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            dialogue = running.pop(future)
             future.result()
-            yield futures[future]
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+            running |= begun(1)
+            yield dialogue
 
 
 def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

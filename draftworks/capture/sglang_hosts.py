@@ -52,7 +52,7 @@ class SGLangHost(ABC):
 
 
 class ManagedHost(SGLangHost):
-    """A server of our own, started by the constructor and gone after `close`.
+    """A server of our own, there from `start` on and gone after `close`, which may also be called while it starts.
 
     Args:
         folder: ours alone: log, spool, and the link through which SGLang finds the hook. After `close` only the log is left.
@@ -64,7 +64,20 @@ class ManagedHost(SGLangHost):
         self._server = SGLangServer(python, options, folder, sglang.start_timeout_s, sglang.grace_s)
         self.spool = options.spool
         self.layer_ids = options.layer_ids
-        self._start()
+        self._opened: SGLangClient | None = None
+
+    def start(self) -> ManagedHost:
+        """Return when it serves.
+
+        Raises:
+            ConfigError, EngineError: as `SGLangServer.start`.
+        """
+        shutil.rmtree(self.spool, ignore_errors=True)  # what a server before it left there, nobody waits for
+        log.info("starting SGLang, its log is %s", self._server.log)
+        self._server.start()
+        log.info("SGLang serves at %s, process %s", self._server.url, self._server.pid)
+        self.client = self._opened = SGLangClient(self._server.url, self._sglang.request_timeout_s)
+        return self
 
     @property
     def pid(self) -> int | None:
@@ -76,19 +89,13 @@ class ManagedHost(SGLangHost):
             "%s\nSGLang %s and is started again. The end of its log:\n%s", error, state, self._server.log_tail()
         )
         self._server.stop()
-        self._start()
+        self.start()
 
     def close(self) -> None:
         self._server.stop()  # first: a closed client would not wake the threads that wait for an answer
-        self.client.close()
+        if self._opened is not None:
+            self._opened.close()
         shutil.rmtree(self.spool, ignore_errors=True)
-
-    def _start(self) -> None:
-        shutil.rmtree(self.spool, ignore_errors=True)  # what a server before it left there, nobody waits for
-        log.info("starting SGLang, its log is %s", self._server.log)
-        self._server.start()
-        log.info("SGLang serves at %s, process %s", self._server.url, self._server.pid)
-        self.client = SGLangClient(self._server.url, self._sglang.request_timeout_s)
 
 
 class ExternalHost(SGLangHost):

@@ -19,10 +19,13 @@ from draftworks.runs import TargetFiles
 from draftworks.serving.sglang_client import SGLangClient
 from draftworks.serving.sglang_embedded import require_sglang_here
 from draftworks.serving.sglang_server import ServerOptions
+from draftworks.serving.spool import sweep
 from draftworks.specs import CaptureSpec
 
 CPU_MEMORY_SHARE = 0.8
 """Of main memory, at most: how many tokens the cache holds decides how much it is, a batch and the longest sample."""
+_ABANDONED_AFTER_TIMEOUTS = 10
+"""A file in your spool is older than any request of ours that still waits: the capture that asked for it was killed."""
 
 
 def load_sglang_engine(
@@ -57,8 +60,9 @@ def _external(target: TargetFiles, capture: CaptureSpec, place: EnginePlace, lay
         for url in capture.server.external:
             client = SGLangClient(url, place.sglang.request_timeout_s)
             hosts.append(ExternalHost(client, Path(capture.server.spool or ""), layer_ids))
-            info = require_server(client, target, capture, layer_ids)
+            info = require_server(client, target, capture, layer_ids, place.longest)
             hosts[-1].layer_ids = tuple(sorted(info.layer_ids or ()))
+        sweep(hosts[0].spool, _ABANDONED_AFTER_TIMEOUTS * place.sglang.request_timeout_s)
         for host in hosts:
             probe_server(_engine(target, capture, host, place), host.client, target, captures=place.taps is not None)
         if len(hosts) == 1:
@@ -79,7 +83,7 @@ def _started(options: ServerOptions, capture: CaptureSpec, place: EnginePlace) -
         return EmbeddedHost(options, place.sglang)
     if capture.server.replicas > 1:
         return start_replicas(options, capture.server.replicas, capture.server.max_outstanding, place)
-    return ManagedHost(Path(place.sglang.python), options, place.folder.resolve(), place.sglang)
+    return ManagedHost(Path(place.sglang.python), options, place.folder.resolve(), place.sglang).start()
 
 
 def _options(

@@ -18,9 +18,12 @@ PROBE_TEXT = "Zwölf naïve def f(x):\n\treturn x**2  # 3.14159 — 你好, 1234
 
 
 def require_server(
-    client: SGLangClient, target: TargetFiles, capture: CaptureSpec, layer_ids: tuple[int, ...]
+    client: SGLangClient, target: TargetFiles, capture: CaptureSpec, layer_ids: tuple[int, ...], longest: int = 0
 ) -> ServerInfo:
     """What the server says of itself, if that is what the registry asks for.
+
+    Args:
+        longest: tokens of the longest sequence that it will be asked for; 0 if that is not known.
 
     Raises:
         ConfigError: another version of SGLang.
@@ -31,6 +34,10 @@ def require_server(
     where = f"SGLang at {client.url}"
     check_version(info.version, where)
     problems = _served_problems(info, target, capture)
+    if info.context is not None and info.context <= longest:
+        problems.append(
+            f"its context is {info.context} tokens, expected more than {longest}: --context-length {longest + 16}"
+        )
     if layer_ids:
         problems += _capture_problems(info, Path(capture.server.spool or ""), layer_ids)
     if problems:
@@ -78,6 +85,14 @@ def _served_problems(info: ServerInfo, target: TargetFiles, capture: CaptureSpec
     if info.dtype != capture.compute_dtype:
         problems.append(
             f"it computes in {info.dtype}, expected {capture.compute_dtype}: --dtype {capture.compute_dtype}"
+        )
+    undeclared = {
+        name: value for name, value in info.numerics.items() if not {name, f"{name}={value}"} & {*capture.server.args}
+    }
+    for name, value in undeclared.items():
+        problems.append(
+            f"it runs with {name} {value}, which changes its numbers: start it without, or make it part of what is captured by "
+            f"capture.server.args: [{name}, {value}]"
         )
     return problems
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
+from draftworks.capture.background import in_background
 from draftworks.capture.sglang_hosts import SGLangHost
-from draftworks.errors import EngineError
+from draftworks.errors import DraftworksError, EngineError
 from draftworks.serving.circuit_breaker import CircuitBreaker
 from draftworks.serving.sglang_client import GenerateRequest, Generation
 from draftworks.serving.spreading import Spread
+
+_CLOSE_AGAIN_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +30,7 @@ class SpreadHost(SGLangHost):
         spool: where the hidden states of all of them are found; the folder they write to, or one on the same disk.
         max_outstanding: requests that one server has at a time.
         mends: whether the hosts' own `revive` brings a server back that ended. Then it is called for one that failed too
-            often, while the others go on.
+            often, while the others go on, and for all of them when none is left.
         new_breaker: makes the breaker of each.
 
     Raises:
@@ -48,9 +53,9 @@ class SpreadHost(SGLangHost):
         self._mends = mends
         self._closing = False
         named = {f"server {number} of {len(hosts)}": host for number, host in enumerate(hosts, start=1)}
-        self._spread = Spread(named, max_outstanding, new_breaker, self._mend)
-        self._senders = ThreadPoolExecutor(len(hosts), thread_name_prefix="spread")
-        self._menders = ThreadPoolExecutor(len(hosts), thread_name_prefix="mend")
+        self._spread = Spread(named, max_outstanding, new_breaker, self._note_open)
+        self._lock = threading.RLock()
+        self._mending: dict[SGLangHost, Future[DraftworksError | None]] = {}
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -63,7 +68,7 @@ class SpreadHost(SGLangHost):
         shares = balanced([len(request.input_ids) for request in requests], self.replicas)
         if len(shares) == 1:
             return self._generate(requests)
-        futures = [self._senders.submit(self._generate, [requests[index] for index in share]) for share in shares]
+        futures = [in_background(self._generate, [requests[index] for index in share]) for share in shares]
         wait(futures)  # all of them: nothing may appear in the spool after an error
         answers: list[Generation | None] = [None] * len(requests)
         for share, future in zip(shares, futures, strict=True):
@@ -72,18 +77,29 @@ class SpreadHost(SGLangHost):
         return [answer for answer in answers if answer is not None]
 
     def revive(self, error: EngineError) -> None:
-        """All have failed, and whoever asked has waited: ask all of them again."""
-        log.warning("%s\nTrying all of them again", error)
-        self._spread.reopen()
+        """All have failed, and whoever asked has waited: start those of ours again and wait for them, ask others again.
+
+        Raises:
+            EngineError: none of ours came back.
+        """
+        if not self._mends:
+            log.warning("%s\nTrying all of them again", error)
+            self._spread.reopen()
+            return
+        with self._lock:
+            if self._spread.some_are_sound:
+                return  # one has come back, or has answered others, since the request failed that we are asked for
+            mending = [future for host in self._hosts if (future := self._mend(host, error)) is not None]
+        failures = [failure for future in mending if (failure := future.result()) is not None]
+        if len(failures) == len(mending):
+            reasons = "\n".join(f"  {failure}" for failure in failures) or "  the engine was closed"
+            raise EngineError(f"none of {self.replicas} servers could be started again:\n{reasons}")
 
     def close(self) -> None:
-        self._closing = True
-        for host in self._hosts:
-            host.close()
-        self._senders.shutdown(wait=False)
-        self._menders.shutdown(wait=True, cancel_futures=True)
-        for host in self._hosts:
-            host.close()  # one that was being mended has come back meanwhile
+        with self._lock:
+            self._closing = True
+            mending = tuple(self._mending.values())
+        close_all(self._hosts, mending)
 
     def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         def ask(host: SGLangHost) -> list[Generation]:
@@ -94,19 +110,35 @@ class SpreadHost(SGLangHost):
 
         return self._spread.run(ask, len(requests))
 
-    def _mend(self, host: SGLangHost, error: EngineError) -> None:
-        if self._mends and not self._closing:
-            self._menders.submit(self._mended, host, error)
+    def _note_open(self, host: SGLangHost, error: EngineError) -> None:
+        if self._mends:
+            self._mend(host, error)
 
-    def _mended(self, host: SGLangHost, error: EngineError) -> None:
-        if self._closing:
-            return
+    def _mend(self, host: SGLangHost, error: EngineError) -> Future[DraftworksError | None] | None:
+        """What will come of mending it: a failure or None. It is begun once, however many ask; not after `close`."""
+        with self._lock:
+            if self._closing:
+                return None
+            if host not in self._mending:
+                self._spread.hold(host)
+                self._mending[host] = in_background(self._mended, host, error)
+            return self._mending[host]
+
+    def _mended(self, host: SGLangHost, error: EngineError) -> DraftworksError | None:
+        came_back = False
         try:
             host.revive(error)
-        except EngineError as failure:
-            log.error("a server could not be started again, the others go on without it: %s", failure)
-        else:
-            self._spread.reopen(host)
+            came_back = True
+        except DraftworksError as failure:
+            log.error("a server could not be started again: %s", failure)
+            return failure
+        finally:
+            with self._lock:  # at once, or somebody would find it neither sound nor being mended
+                if came_back:
+                    self._spread.reopen(host)
+                self._spread.release(host)
+                del self._mending[host]
+        return None
 
 
 class _SpreadClient:
@@ -121,6 +153,17 @@ class _SpreadClient:
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         return self._host.generate(requests)
+
+
+def close_all(hosts: Sequence[SGLangHost], starting: Sequence[Future[Any]]) -> None:
+    """Close hosts some of which are being started; none is left, also of those that came up meanwhile."""
+    while True:
+        for host in hosts:
+            host.close()
+        if not wait(starting, _CLOSE_AGAIN_S).not_done:
+            break  # before, one may not have had the process yet that is to be stopped
+    for host in hosts:
+        host.close()
 
 
 def balanced(weights: Sequence[int], shares: int) -> list[list[int]]:

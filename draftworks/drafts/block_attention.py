@@ -37,14 +37,15 @@ class BlockAttention:
     Args:
         length: S, positions of the context.
         backend: eager, sdpa, flex, or auto, which is sdpa.
+        strategy: whose they are, for the error.
 
     Raises:
         ConfigError: flex with gradients on a CPU, where torch has none.
     """
 
-    def __init__(self, blocks: Blocks, length: int, backend: str = "auto") -> None:
+    def __init__(self, blocks: Blocks, length: int, backend: str = "auto", strategy: str = "dflash") -> None:
         if backend == "flex":
-            check_flex("dflash", blocks.anchors.device)
+            check_flex(strategy, blocks.anchors.device)
         self.blocks = blocks
         self._length = length
         self._attend = {"eager": self._eager, "flex": self._flex}.get(backend, self._sdpa)

@@ -176,4 +176,5 @@ def _sizes(options: DFlashOptions, target: TargetParts, taps: int) -> DFlashSize
         mask_token_id=mask_token,
         windows=options.windows(),
         backend=options.attention,
+        strategy=options.strategy,
     )

@@ -17,14 +17,14 @@ from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded
 from draftworks.drafts.target_parts import TargetParts
 
 PROPOSED_AT_ONCE = 64
-"""Blocks of each sample that `propose` holds at a time."""
+"""Blocks that `propose` holds at a time, for each sample of a row: every time goes over the whole row's context."""
 
 Speak = Callable[[Tensor, Tensor], Tensor]
 """From states (n, size, H) of blocks, not normed, and their anchors' tokens (n,), to what each proposes, (n, count)."""
 
 
 class DFlashSizes(NamedTuple):
-    """Sizes of the draft; the rest is the target's. `windows` has an entry for every layer."""
+    """Sizes of the draft; the rest is the target's. `windows` has an entry for every layer; `strategy` is for errors."""
 
     num_heads: int
     num_kv_heads: int
@@ -34,6 +34,7 @@ class DFlashSizes(NamedTuple):
     mask_token_id: int
     windows: tuple[int | None, ...]
     backend: str = "auto"
+    strategy: str = "dflash"
 
 
 class DFlashAttention(nn.Module):
@@ -101,7 +102,7 @@ class DFlashDraft(nn.Module):
         self.norm = RmsNorm(width, eps)
         self.rotary = Rotary(target)
         self.block_size, self.mask_token_id = sizes.block_size, sizes.mask_token_id
-        self._backend = sizes.backend
+        self._backend, self._strategy = sizes.backend, sizes.strategy
         self.register_buffer("embed_tokens", target.embedding, persistent=False)
         self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
 
@@ -133,7 +134,7 @@ class DFlashDraft(nn.Module):
         at_context = table.window(0, length) if documents is None else table.at(documents.positions)
         at_blocks = table.at(blocks.positions[:, None])
         hidden = self.embed_blocks(input_ids.gather(1, blocks.anchors))
-        attend = BlockAttention(blocks, length, self._backend)
+        attend = BlockAttention(blocks, length, self._backend, self._strategy)
         for layer in self.layers:
             hidden = layer(hidden, context, at_context, at_blocks, attend)
         return hidden.unflatten(1, (-1, self.block_size))
@@ -200,8 +201,9 @@ class DFlashDraft(nn.Module):
             anchored = anchored & (documents.positions > 0)
         blocks = all_blocks(anchored, self.block_size, documents)
         proposals = input_ids.new_full((*rows.shape, count), -1)
-        for start in range(0, blocks.count, PROPOSED_AT_ONCE):
-            part = blocks.part(start, start + PROPOSED_AT_ONCE)
+        at_once = PROPOSED_AT_ONCE * (1 if documents is None else len(documents.lengths))
+        for start in range(0, blocks.count, at_once):
+            part = blocks.part(start, start + at_once)
             states = self.states(input_ids, context, part)[part.live]
             sample, place = part.live.nonzero().T
             anchors = part.anchors[sample, place]

@@ -156,9 +156,17 @@ class DominoDraft(nn.Module):
         return F.embedding(tokens, self.backbone.embed_tokens).to(self.correction.projection.dtype)
 
 
+class _Gru(nn.GRU):
+    def flatten_parameters(self) -> None:
+        """Nothing. On CUDA torch's own moves the weights into another buffer, at the first forward after they are replaced.
+        FSDP replaces them by views of what it gathers into at every step: once moved they would see none of it, and
+        the GRU would compute with its first weights for ever. cuDNN copies scattered weights together itself.
+        """
+
+
 def _seeded_gru(inputs: int, hidden: int, generator: torch.Generator) -> nn.GRU:
     """Without biases, uniform in ±1/sqrt(hidden), drawn from `generator` alone."""
-    gru = nn.GRU(inputs, hidden, batch_first=True, bias=False, device="meta").to_empty(device="cpu")
+    gru = _Gru(inputs, hidden, batch_first=True, bias=False, device="meta").to_empty(device="cpu")
     bound = 1 / math.sqrt(hidden)
     for weight in gru.parameters():
         nn.init.uniform_(weight, -bound, bound, generator=generator)

@@ -40,7 +40,10 @@ class CausalKernel(ABC):
 
     @abstractmethod
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
-        """The kernel rebuilds its probabilities as exp(scores - attended.lse) and believes `attended.output`."""
+        """The kernel rebuilds its probabilities as exp(scores - attended.lse) and believes `attended.output`.
+
+        Any of the tensors may be strided.
+        """
 
 
 class CpuFlash(CausalKernel):
@@ -68,9 +71,10 @@ class CudaFlash(CausalKernel):
         return Attended(output, lse, (*sequence_ends_and_lengths, 0.0, True, *dropout_state))
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
+        lse = attended.lse.contiguous()  # read by its address, strides unseen; of the others torch makes what it needs
         return Gradients(
             *torch.ops.aten._scaled_dot_product_flash_attention_backward(
-                grad, query, key, value, attended.output, attended.lse, *attended.rest
+                grad, query, key, value, attended.output, lse, *attended.rest
             )
         )
 

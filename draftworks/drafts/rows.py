@@ -18,20 +18,19 @@ class ActiveRows:
     Attributes:
         index: (R,) int64, flat and ascending.
         batch, length: B and S.
+        everything: `index` is all rows in their order, so nothing has to be moved.
     """
 
     index: Tensor
     batch: int
     length: int
+    everything: bool = False
 
     @classmethod
     def where(cls, mask: Tensor) -> ActiveRows:
         """The rows where a (B, S) bool mask is on."""
-        return cls(mask.flatten().nonzero().squeeze(1), *mask.shape)
-
-    @property
-    def everything(self) -> bool:
-        return self.index.numel() == self.batch * self.length
+        index = mask.flatten().nonzero().squeeze(1)
+        return cls(index, *mask.shape, everything=index.numel() == mask.numel())
 
     def take(self, x: Tensor) -> Tensor:
         """(B, S, W) -> (R, W)."""
@@ -44,10 +43,13 @@ class ActiveRows:
         return flat.unflatten(0, (self.batch, self.length))
 
     def ahead(self, distance: int, documents: Documents) -> ActiveRows:
-        """The rows so many positions after each, or the last ones of their documents where these are shorter."""
+        """The rows so many positions after each, or the last ones of their documents where these are shorter.
+
+        Those may be there several times: `take` them only where they get no gradient.
+        """
         row, place = self.index // self.length, self.index % self.length
         place = torch.minimum(place + distance, documents.ends[place] - 1)
-        return replace(self, index=row * self.length + place)
+        return replace(self, index=row * self.length + place, everything=False)
 
     def renumber(self, rows: Tensor) -> Tensor:
         """Flat row numbers as positions in `index`; -1 stays -1. All of them must be chosen ones."""
@@ -57,7 +59,9 @@ class ActiveRows:
 
 
 class _Take(torch.autograd.Function):
-    """Rows of (N, W). Each is taken once, so the gradient is a copy; indexing's own would sort and accumulate."""
+    """Rows of (N, W). The gradient is a copy; indexing's own would sort and accumulate. So a row that is taken more than
+    once must have zero gradients, wherever it is taken.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor) -> Tensor:

@@ -75,6 +75,8 @@ def _share(rows: Sequence[Row], lengths: Sequence[int], rank: int, world: int) -
     Rows come by descending tokens: those of a turn are about as long as each other, and the way back follows the way
     there, so that no rank has the longest of every turn.
     """
+    if not rows:
+        return []
     turns = [rows[start : start + world] for start in range(0, len(rows), world)]
     mine = [turn[rank if number % 2 == 0 else -1 - rank] for number, turn in enumerate(turns)]
     shortest = min((sample for row in rows for sample in row), key=lambda sample: lengths[sample])

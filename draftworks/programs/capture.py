@@ -35,7 +35,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         @cache
         def engine() -> TargetEngine:
             """Loaded once, and only if there is something to do."""
-            loaded = load_engine(run.target, run.capture, device, _place(run, ctx, folder))
+            loaded = load_engine(run.target, run.capture, device, _place(run, ctx, folder, tokens))
             closing.callback(loaded.close)
             return loaded
 
@@ -67,7 +67,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
     }
 
 
-def _place(run: CaptureRun, ctx: ProgramContext, folder: Path) -> EnginePlace:
+def _place(run: CaptureRun, ctx: ProgramContext, folder: Path, tokens: TokenizedSet) -> EnginePlace:
     return EnginePlace(
         folder=folder,
         taps=tuple(map(LayerTap, sorted(set(run.taps)))),
@@ -75,6 +75,7 @@ def _place(run: CaptureRun, ctx: ProgramContext, folder: Path) -> EnginePlace:
         embedding=lambda: TargetParts.load(run.target).embedding,
         sglang=run.sglang,
         local_rank=ctx.local_rank,
+        longest=max((len(row.input_ids) for row in tokens), default=0),
     )
 
 

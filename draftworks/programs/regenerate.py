@@ -41,7 +41,7 @@ def answer(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
 
 
 def _loaded(run: RegenerateRun, chat: ChatTokenizer, folder: Path) -> Answerer:
-    place = EnginePlace(folder, sglang=run.sglang)
+    place = EnginePlace(folder, sglang=run.sglang, longest=longest_sample(run))
     engine = load_engine(run.target, capture_spec(run), resolve_device(run.device), place)
     return EngineAnswerer(engine, run.responses, chat, longest_sample(run))
 

@@ -50,6 +50,12 @@ class CircuitBreaker:
             return BreakerState.HALF_OPEN if cooled else BreakerState.OPEN
 
     @property
+    def sound(self) -> bool:
+        """Whether nothing has failed since it last worked."""
+        with self._lock:
+            return self._failures == 0
+
+    @property
     def available(self) -> bool:
         """Whether `allow` would let a request through now."""
         with self._lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ class ServerInfo:
     Attributes:
         layer_ids: layers whose outputs are captured; None if it captures none.
         spool: where our hook writes; None if it has not loaded it.
+        numerics: arguments that change its numbers and are not at their default, by name.
     """
 
     version: str
@@ -34,6 +35,7 @@ class ServerInfo:
     chunked_prefill: bool
     layer_ids: tuple[int, ...] | None
     spool: Path | None
+    numerics: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class SGLangClient:
             chunked_prefill=found.get("chunked_prefill_size") != -1,
             layer_ids=tuple(layers) if capturing and layers else None,
             spool=_spool(found.get("forward_hooks") or []),
+            numerics=_numerics(found),
         )
 
     def tokenize(self, text: str) -> list[int]:
@@ -144,6 +147,16 @@ def generation_of(answer: dict[str, Any]) -> Generation:
     if finish["type"] == "abort":
         raise EngineError(f"SGLang gave up a request: {finish.get('message', 'it does not say why')}")
     return Generation(tuple(answer["output_ids"]), finish["type"], meta["cached_tokens"])
+
+
+def _numerics(found: dict[str, Any]) -> dict[str, str]:
+    """Of those that are easily set and forgotten."""
+    defaults = {"quantization": None, "kv_cache_dtype": "auto"}
+    return {
+        f"--{name.replace('_', '-')}": str(found[name])
+        for name, default in defaults.items()
+        if found.get(name, default) != default
+    }
 
 
 def _spool(hooks: list[dict[str, Any]]) -> Path | None:

@@ -7,21 +7,18 @@ import asyncio
 import importlib.metadata
 import logging
 import os
-import shlex
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from multiprocessing import spawn
-from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
 
-from draftworks import parent_death
 from draftworks.errors import CaptureError, ConfigError, DraftworksError, EngineError
+from draftworks.serving.mortal_children import mortal_children
 from draftworks.serving.sglang_client import GenerateRequest, Generation, generation_of
 from draftworks.serving.sglang_environment import LAUNCHER_VARIABLES, check_version
 from draftworks.serving.sglang_server import ServerOptions, free_port
@@ -139,7 +136,7 @@ class EmbeddedSGLang:
         """All that the thread does."""
         asyncio.set_event_loop(self._loop)
         try:
-            with _sglang_surroundings(self._options.environment()), _mortal_children(self._options.spool.parent):
+            with _sglang_surroundings(self._options.environment()), mortal_children(self._options.spool.parent):
                 engine = _make_engine(self._options)
         except DraftworksError as error:
             self._engine.set_exception(error)
@@ -192,23 +189,6 @@ def _make_engine(options: ServerOptions) -> Any:
     sglang.ServerArgs.add_cli_args(parser)
     parsed = vars(parser.parse_args(["--log-level", "warning", *options.arguments(free_port())]))
     return sglang.Engine(**{name: value for name, value in parsed.items() if value != parser.get_default(name)})
-
-
-@contextmanager
-def _mortal_children(folder: Path) -> Iterator[None]:
-    """Within, processes that multiprocessing spawns end with the thread that starts them, from their first moment on.
-
-    SGLang's ask for that themselves, but only after seconds of imports: killed in that time, we would leave them behind.
-    """
-    before = spawn.get_executable()
-    shim = folder / "python"
-    shim.write_text(f'#!/bin/sh\nexec {shlex.join([*parent_death.shim(), sys.executable])} "$@"\n')
-    shim.chmod(0o755)
-    spawn.set_executable(str(shim))
-    try:
-        yield
-    finally:
-        spawn.set_executable(before)
 
 
 @contextmanager

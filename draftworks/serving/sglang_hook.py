@@ -35,12 +35,12 @@ class SGLangCaptureBackend:
         self._spool = spool
 
     def __call__(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
-        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
-        batch = next((each for each in args if isinstance(each, ForwardBatch)), None)
-        if batch is None or not batch.forward_mode.is_extend() or not batch.rids or not _is_first_rank():
-            return  # decoding, a warm-up, or a rank whose rows are copies of the first one's
-        self.write(batch, output)
+        try:
+            batch = _prefill_of(args)
+            if batch is not None:
+                self.write(batch, output)
+        except Exception:
+            log.exception("draftworks: hidden states were not written, and nobody can be told")
 
     def write(self, batch: Any, output: Any) -> None:
         """Write the parts of our requests in a prefill.
@@ -74,6 +74,16 @@ def hook_option(spool: Path) -> str:
         "config": {"spool": str(spool)},
     }
     return json.dumps([hook])
+
+
+def _prefill_of(args: Sequence[Any]) -> Any:
+    """SGLang's `ForwardBatch`; None for decoding, a warm-up, or a rank whose rows are copies of the first one's."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    batch = next((each for each in args if isinstance(each, ForwardBatch)), None)
+    if batch is None or not batch.forward_mode.is_extend() or not batch.rids or not _is_first_rank():
+        return None
+    return batch
 
 
 def _parts(batch: Any, output: Any) -> Iterator[tuple[str, Part]]:

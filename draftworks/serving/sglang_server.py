@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 
 from draftworks import parent_death
 from draftworks.errors import ConfigError, EngineError
+from draftworks.serving import mortal_children
 from draftworks.serving.sglang_environment import LAUNCHER_VARIABLES, linked_package, require_version
 from draftworks.serving.sglang_hook import hook_option
 from draftworks.serving.speculation import Speculation
@@ -24,6 +27,7 @@ from draftworks.serving.speculation import Speculation
 LOG_TAIL_LINES = 30
 _LOG_TAIL_BYTES = 32 << 10
 _POLL_S = 0.25
+_ANSWER_TIMEOUT_S = 10
 _SPARE_CONTEXT = 16
 """SGLang keeps some positions for itself; a sample as long as the target's context has to fit all the same."""
 
@@ -115,7 +119,8 @@ class SGLangServer:
 
     Args:
         python: of the environment SGLang is installed in.
-        folder: for its log and a link to this package; created if absent.
+        folder: for its log, a link to this package and what its processes are started through; created if absent, and of
+            no other server at the same time.
     """
 
     def __init__(
@@ -144,14 +149,15 @@ class SGLangServer:
 
         Raises:
             ConfigError: there is no SGLang of a supported version at `python`.
-            EngineError: it ended or was not ready in time; with the end of its log.
+            EngineError: it ended or was not ready in time, with the end of its log; or another server has its port.
         """
         require_version(self._python)
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         for folder in (self._folder, self._options.spool):
             folder.mkdir(parents=True, exist_ok=True)
-        command = [str(self._python), "-m", "sglang.launch_server", *self._options.arguments(port)]
+        launching = mortal_children.command(self._folder.resolve(), "sglang.launch_server")
+        command = [str(self._python), *launching, *self._options.arguments(port)]
         self._process = self._starter.submit(self._spawn, command).result()
         try:
             self._wait_until_ready()
@@ -207,14 +213,37 @@ class SGLangServer:
                 raise EngineError(
                     f"SGLang ended with code {code} before it served. The end of {self.log}:\n{self.log_tail()}"
                 )
-            with suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == httpx.codes.OK:
-                    return
+            if self._serves():
+                return
             time.sleep(_POLL_S)
         raise EngineError(
             f"SGLang was not ready within {self._start_timeout_s:g} s (sglang.start_timeout_s of the deployment). "
             f"The end of {self.log}:\n{self.log_tail()}"
         )
+
+    def _serves(self) -> bool:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{self.url}/health", timeout=_ANSWER_TIMEOUT_S).status_code == httpx.codes.OK:
+                self._require_ours(httpx.get(f"{self.url}/server_info", timeout=_ANSWER_TIMEOUT_S))
+                return True
+        return False
+
+    def _require_ours(self, answer: httpx.Response) -> None:
+        """Its port was free when it was chosen, but another server may have taken it before SGLang did.
+
+        Raises:
+            EngineError: what answers serves another model, or writes elsewhere, as another server of the same model does.
+        """
+        found = _json_object(answer)
+        expected: dict[str, Any] = {"model_path": self._options.model}
+        if self._options.layer_ids:
+            expected["forward_hooks"] = json.loads(hook_option(self._options.spool))
+        served = {name: found.get(name) for name in expected}
+        if served != expected:
+            raise EngineError(
+                f"{self.url} is answered by another server than the one that was started: expected {expected}, found "
+                f"{served}. It took the port before SGLang could: start again, on a port that is free then"
+            )
 
     def _environment(self) -> dict[str, str]:
         """Ours, without what speaks of our own process group, and with this package where SGLang finds its hook.
@@ -231,6 +260,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _json_object(answer: httpx.Response) -> dict[str, Any]:
+    """Empty if it is none."""
+    try:
+        found = answer.json()
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _descendants(pid: int) -> set[psutil.Process]:

@@ -10,8 +10,11 @@ what it asked for, checks it, and puts it into the feature store. Needs torch an
 from __future__ import annotations
 
 import os
+import re
+import time
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from draftworks.errors import CaptureError
 SPOOL_SCHEMA = "draftworks.spool.1"
 _OURS = "draftworks-"
 _WITH_LOGITS = f"{_OURS}logits-"
+_FILE_OF_A_REQUEST = re.compile(rf"{_OURS}(logits-)?[0-9a-f]{{32}}\..+")
 
 
 def new_request_id(with_logits: bool = False) -> str:
@@ -96,6 +100,19 @@ def discard_parts(spool: Path, request_ids: Iterable[str]) -> None:
     for request_id in request_ids:
         for path in spool.glob(f"{request_id}.*"):
             path.unlink(missing_ok=True)
+
+
+def sweep(spool: Path, older_than_s: float) -> None:
+    """Remove files of requests that nobody waits for any more, since who asked was killed; other files stay.
+
+    Args:
+        older_than_s: since they were written; longer than any request waits for its answer.
+    """
+    oldest = time.time() - older_than_s
+    for path in spool.glob(f"{_OURS}*"):
+        with suppress(OSError):  # gone by now, or of another user: it is in nobody's way
+            if _FILE_OF_A_REQUEST.fullmatch(path.name) and path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 def _read(path: Path) -> Part:

@@ -19,14 +19,26 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Server(Generic[Client]):
-    """One of them. `outstanding` requests are on their way to it, `taken` is all it was ever given."""
+    """One of them. `outstanding` requests are on their way to it, `taken` is all it was ever given; one that is `held` gets
+    nothing, not even a trial.
+    """
 
     name: str
     client: Client
     breaker: CircuitBreaker
     outstanding: int = 0
     taken: int = 0
+    held: bool = False
     error: EngineError | None = None
+
+    @property
+    def usable(self) -> bool:
+        return not self.held and self.breaker.available
+
+    @property
+    def out(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.held or self.breaker.state is BreakerState.OPEN
 
     def has_room(self, requests: int, limit: int) -> bool:
         """More than the limit fits only where nothing else is."""
@@ -93,18 +105,39 @@ class Spread(Generic[Client]):
                     server.breaker.succeeded()
             self._changed.notify_all()
 
+    @property
+    def some_are_sound(self) -> bool:
+        """Whether a server may be asked of which no failure is known since it last worked or was mended."""
+        with self._changed:
+            return any(each.usable and each.breaker.sound for each in self.servers)
+
+    def hold(self, client: Client) -> None:
+        """Give a server no work until it is released, whatever its breaker says."""
+        self._set_held(client, True)
+
+    def release(self, client: Client) -> None:
+        """Leave it to its breaker again."""
+        self._set_held(client, False)
+
+    def _set_held(self, client: Client, held: bool) -> None:
+        with self._changed:
+            for server in self.servers:
+                if server.client is client:
+                    server.held = held
+            self._changed.notify_all()
+
     def _taken(self, requests: int, tried: Collection[str]) -> Server[Client]:
         """The one with the least to do among those that may be asked, once there is room at any of them."""
         with self._changed:
             while True:
                 untried = [each for each in self.servers if each.name not in tried]
-                usable = [each for each in untried if each.breaker.available]
+                usable = [each for each in untried if each.usable]
                 for server in sorted(usable, key=lambda each: (each.outstanding, each.taken)):
                     if server.has_room(requests, self._limit) and server.breaker.allow():
                         server.outstanding += requests
                         server.taken += requests
                         return server
-                if all(each.breaker.state is BreakerState.OPEN for each in untried):
+                if all(each.out for each in untried):
                     raise self._exhausted()
                 self._changed.wait()  # for room, or for what comes of a trial
 

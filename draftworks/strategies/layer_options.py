@@ -8,6 +8,17 @@ from pydantic import Field, field_validator
 
 from draftworks.strategies.spec import StrategyOptions
 
+ROPE_KEYS = {
+    "default": ("rope_theta",),
+    "linear": ("rope_theta", "factor"),
+    "llama3": (
+        *("rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("rope_theta", "factor"),
+}
+"""The rope types that drafts compute, and what each has to say."""
+
 
 class LayerOptions(StrategyOptions):
     """What a draft's layers take from the target unless they have their own: drafts of peers often do."""
@@ -24,7 +35,16 @@ class LayerOptions(StrategyOptions):
     @field_validator("rope")
     @classmethod
     def _says_which_rope(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        missing = [] if value is None else [key for key in ("rope_type", "rope_theta") if key not in value]
-        if missing:
-            raise ValueError(f"expected rope_type and rope_theta among its keys, {' and '.join(missing)} missing")
+        if value is None:
+            return None
+        kind = value.get("rope_type")
+        if kind not in ROPE_KEYS:
+            raise ValueError(f"rope_type: expected one of {', '.join(ROPE_KEYS)}, found {kind!r}")
+        wrong = [key for key in ROPE_KEYS[kind] if not _is_positive(value.get(key))]
+        if wrong:
+            raise ValueError(f"rope of type {kind}: expected a number above 0 as {' and '.join(wrong)}, found {value}")
         return value
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

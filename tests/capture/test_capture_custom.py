@@ -107,6 +107,13 @@ def test_answers_are_looked_at_too(tiny_target, tiny_engine, monkeypatch, answer
         engine.generate([[5, 6]], ResponseSpec(max_new_tokens=2), ["a"], 100)
 
 
+def test_it_is_asked_as_much_at_a_time_as_it_says(tiny_target, tiny_engine, monkeypatch):
+    monkeypatch.setattr(tiny_engine, "concurrent", True)
+    monkeypatch.setattr(tiny_engine, "replicas", 3)
+    engine = CheckedEngine(tiny_engine, tiny_engine.identity, tiny_target, torch.float32, "lab:load")
+    assert (engine.concurrent, engine.replicas) == (True, 3)
+
+
 @pytest.mark.parametrize(
     ("entry_point", "message"),
     [

@@ -289,6 +289,16 @@ def test_the_key_is_read_from_the_named_variable_and_is_written_nowhere(tiny_tar
     assert KEY not in caplog.text
 
 
+@pytest.mark.parametrize("key", ["sk-abc\ndef", "sk abc", "schlüssel"])
+def test_a_key_that_cannot_be_one_is_refused_without_being_shown(tiny_target, tmp_path: Path, key):
+    with (
+        endpoint_run(tmp_path, tiny_target, FakeChat(tiny_target), api_key_env="GATEWAY_KEY") as run,
+        pytest.raises(ConfigError, match="GATEWAY_KEY .* holds characters that no key has") as caught,
+    ):
+        answered(run, GATEWAY_KEY=key)
+    assert key not in str(caught.value)
+
+
 @pytest.mark.parametrize("environment", [{}, {"GATEWAY_KEY": " "}])
 def test_a_missing_key_is_told_by_the_name_of_its_variable(tiny_target, tmp_path: Path, environment):
     with (

@@ -25,7 +25,7 @@ from draftworks.data.conversations import (
     write_conversations,
 )
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.errors import DataError, EngineError
+from draftworks.errors import ConfigError, DataError, EngineError
 from draftworks.runs import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.specs import ResponseSpec
 
@@ -317,3 +317,37 @@ def test_what_was_finished_before_the_engine_failed_is_kept(tiny_target, tmp_pat
         regenerate(run, engine, chat)
     engine.fails_on = ""
     assert 0 < regenerate(run, engine, chat).resumed < 9
+
+
+GENEROUS_S = 60
+
+
+class Stuck(Concurrent):
+    """Answers nobody before `go`, but refuses one as soon as three wait, in `threads`."""
+
+    def __init__(self, engine) -> None:
+        super().__init__(engine)
+        self.go, self.stuck = threading.Event(), threading.Event()
+        self.threads: list[threading.Thread] = []
+
+    def generate(self, prompts, sampling, sample_ids, *arguments, **options):
+        if self.fails_on in sample_ids:
+            assert self.stuck.wait(GENEROUS_S)
+            raise ConfigError("the key is refused")
+        self.threads.append(threading.current_thread())
+        if len(self.threads) == 3:
+            self.stuck.set()
+        self.go.wait(GENEROUS_S)
+        raise EngineError("nobody waits for this")
+
+
+def test_an_error_waits_for_no_answer_and_neither_does_the_end_of_the_program(
+    tiny_target, tmp_path: Path, tiny_engine, chat
+):
+    run = make_run(tiny_target, tmp_path, [conversation(i) for i in range(4)], responses={"batch_size": 4})
+    engine = Stuck(tiny_engine)
+    engine.fails_on = conversation(2).id
+    with pytest.raises(ConfigError, match="the key is refused"):
+        regenerate(run, engine, chat)
+    assert [thread.daemon for thread in engine.threads if thread.is_alive()] == [True] * 3
+    engine.go.set()

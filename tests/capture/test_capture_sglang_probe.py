@@ -22,19 +22,22 @@ TARGET = TargetFiles(
 )  # fmt: skip
 
 
-def examine(spool: Path, served_spool: Path | None = None, model: str | None = None, **served) -> None:
+def examine(
+    spool: Path, served_spool: Path | None = None, model: str | None = None, args: tuple[str, ...] = (), **served
+) -> None:
     """Examine a server that differs from what the registry asks for by `served`."""
     with fake_sglang(spool) as fake, SGLangClient(fake.url, 5) as client:
         fake.info = server_info("models/toy", served_spool or spool, **served)
-        server = {"url": fake.url, "spool": str(spool), "model": model}
+        server = {"url": fake.url, "spool": str(spool), "model": model, "args": list(args)}
         capture = CaptureSpec(backend="sglang_server", compute_dtype="float32", server=server)
-        require_server(client, TARGET, capture, (1, 3))
+        require_server(client, TARGET, capture, (1, 3), longest=32)
 
 
 def test_a_server_set_up_for_capture_is_accepted(tmp_path: Path):
     examine(tmp_path)
     examine(tmp_path, return_aux_hidden_state_layer_ids=[0, 1, 3, 4])
     examine(tmp_path, model_path="/mnt/toy", model="/mnt/toy")
+    examine(tmp_path, quantization="fp8", args=("--quantization", "fp8"))
 
 
 def test_another_version_is_refused(tmp_path: Path):
@@ -52,6 +55,9 @@ def test_another_version_is_refused(tmp_path: Path):
         ({"chunked_prefill_size": 4096}, "--chunked-prefill-size -1"),
         ({"return_aux_hidden_state_layer_ids": [1]}, r"captures the layers \[1\], expected \[1, 3\].*-layer-ids 1 3"),
         ({"enable_return_aux_hidden_states": False}, r"captures the layers \[\], expected \[1, 3\]"),
+        ({"context_length": 32}, "its context is 32 tokens, expected more than 32: --context-length 48"),
+        ({"quantization": "fp8"}, r"runs with --quantization fp8.*capture.server.args: \[--quantization, fp8\]"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "runs with --kv-cache-dtype fp8_e5m2"),
         ({"forward_hooks": None}, "nowhere: it has not loaded it.*--forward-hooks"),
     ],
     ids=str,

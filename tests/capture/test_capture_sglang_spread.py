@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang
 
+from draftworks.capture.background import in_background
 from draftworks.capture.engine import EnginePlace, engine_identity, load_engine
 from draftworks.capture.sglang_engine import SGLangEngine
 from draftworks.capture.sglang_hosts import ExternalHost, SGLangHost
@@ -19,7 +21,7 @@ from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
 from draftworks.serving.circuit_breaker import CircuitBreaker
-from draftworks.serving.sglang_client import SGLangClient
+from draftworks.serving.sglang_client import GenerateRequest, Generation, SGLangClient
 from draftworks.specs import CaptureSpec, ResponseSpec, SGLangSpec
 
 TARGET = TargetFiles(
@@ -46,9 +48,11 @@ def never_cooling() -> CircuitBreaker:
     return CircuitBreaker(failures=2, cooldown_s=float("inf"))
 
 
-def spread_engine(folder: Path, fakes: list[FakeSGLang], mends: bool = False, hosts=None) -> SGLangEngine:
+def spread_engine(
+    folder: Path, fakes: list[FakeSGLang], mends: bool = False, hosts=None, new_breaker=never_cooling
+) -> SGLangEngine:
     identity = engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
-    host = SpreadHost(hosts or [RevivedHost(fake) for fake in fakes], folder / "spool", 64, mends, never_cooling)
+    host = SpreadHost(hosts or [RevivedHost(fake) for fake in fakes], folder / "spool", 64, mends, new_breaker)
     return SGLangEngine(TARGET, identity, host, lambda: torch.eye(HIDDEN), attempts=3)
 
 
@@ -115,17 +119,23 @@ def test_a_refused_row_is_refused_once(fakes, tmp_path: Path):
 
 
 class MendedHost(ExternalHost):
-    """Comes back when a test lets it; `mended` is set once it was asked to."""
+    """Comes back when a test lets it, if it `comes_back` at all; `mended` is set once it was asked to."""
+
+    comes_back = True
 
     def __init__(self, fake: FakeSGLang) -> None:
         super().__init__(SGLangClient(fake.url, GENEROUS_S), fake.spool, (1, 3))
         self._fake = fake
+        self.revivals = 0
         self.mended = threading.Event()
         self.lets = threading.Event()
 
     def revive(self, error: EngineError) -> None:
+        self.revivals += 1
         self.mended.set()
         assert self.lets.wait(GENEROUS_S)
+        if not self.comes_back:
+            raise EngineError(f"{self._fake.url} does not start")
         self._fake.failures = []
 
 
@@ -140,9 +150,101 @@ def test_a_server_of_ours_is_started_again_while_the_others_go_on(fakes, tmp_pat
     assert_captured(engine)
     assert len(fakes[0].asked) == asked  # it is being mended
     dead.lets.set()
-    engine._host._menders.shutdown(wait=True)
+    wait_for_mending(engine)
     assert_captured(engine)
     assert len(fakes[0].asked) > asked
+
+
+def wait_for_mending(engine: SGLangEngine) -> None:
+    assert not wait(list(engine._host._mending.values()), GENEROUS_S).not_done
+
+
+@pytest.fixture
+def dead(fakes) -> list[MendedHost]:
+    """Both servers of ours have died; a test that does not say otherwise lets them come back at once."""
+    hosts = [MendedHost(fake) for fake in fakes]
+    for fake, host in zip(fakes, hosts, strict=True):
+        fake.failures = [0] * 99
+        host.lets.set()
+    return hosts
+
+
+def test_a_server_that_is_being_started_again_gets_no_trial_and_is_not_started_twice(fakes, dead, tmp_path: Path):
+    """A real model takes longer to load than a breaker takes to cool down."""
+    now = [0.0]
+    fakes[1].failures = []
+    dead[0].lets.clear()
+    engine = spread_engine(
+        tmp_path,
+        fakes,
+        mends=True,
+        hosts=dead,
+        new_breaker=lambda: CircuitBreaker(2, cooldown_s=30, clock=lambda: now[0]),
+    )
+    for _ in range(3):
+        assert_captured(engine)
+    assert dead[0].mended.wait(GENEROUS_S)
+    asked = len(fakes[0].asked)
+    for _ in range(3):
+        now[0] += 31
+        assert_captured(engine)
+    assert len(fakes[0].asked) == asked
+    dead[0].lets.set()
+    wait_for_mending(engine)
+    assert_captured(engine)
+    assert len(fakes[0].asked) > asked
+    assert [host.revivals for host in dead] == [1, 0]
+
+
+def test_when_all_of_ours_have_died_each_is_started_again(fakes, dead, tmp_path: Path):
+    assert_captured(spread_engine(tmp_path, fakes, mends=True, hosts=dead, new_breaker=CircuitBreaker))
+    assert [host.revivals for host in dead] == [1, 1]
+
+
+def test_when_the_last_of_ours_dies_the_one_that_is_being_started_is_waited_for(fakes, dead, tmp_path: Path):
+    fakes[1].failures = []
+    dead[0].lets.clear()
+    engine = spread_engine(tmp_path, fakes, mends=True, hosts=dead)
+    for _ in range(3):
+        assert_captured(engine)
+    assert dead[0].mended.wait(GENEROUS_S)
+    fakes[1].failures = [0] * 99
+    dead[1].comes_back = False
+    capturing = in_background(assert_captured, engine)
+    assert dead[1].mended.wait(GENEROUS_S)
+    dead[0].lets.set()
+    capturing.result(GENEROUS_S)
+    assert dead[0].revivals == 1
+
+
+def test_a_server_that_has_come_back_meanwhile_is_not_started_again(fakes, dead, tmp_path: Path):
+    """Of two threads that fail together one may ask for the revival when the other's is over."""
+    engine = spread_engine(tmp_path, fakes, mends=True, hosts=dead, new_breaker=CircuitBreaker)
+    assert_captured(engine)
+    engine._host.revive(EngineError("all were gone"))
+    assert [host.revivals for host in dead] == [1, 1]
+
+
+def test_when_none_of_ours_comes_back_the_error_says_why(fakes, dead, tmp_path: Path):
+    for host in dead:
+        host.comes_back = False
+    with pytest.raises(EngineError, match=r"(?s)none of 2 servers could be started again:") as raised:
+        spread_engine(tmp_path, fakes, mends=True, hosts=dead).capture(ROWS, [])
+    assert all(f"{fake.url} does not start" in str(raised.value) for fake in fakes)
+
+
+def test_no_request_that_is_on_its_way_keeps_the_program_from_ending(fakes, tmp_path: Path, monkeypatch):
+    """A closed client wakes none that reads an answer, and only threads that are no daemons are waited for."""
+    held = []
+    generate = SGLangClient.generate
+
+    def noted(client: SGLangClient, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        held.append(not threading.current_thread().daemon)
+        return generate(client, requests)
+
+    monkeypatch.setattr(SGLangClient, "generate", noted)
+    assert_captured(spread_engine(tmp_path, fakes))
+    assert held == [False, False]
 
 
 def test_closing_ends_all_and_what_is_on_its_way_fails(fakes, tmp_path: Path):

@@ -245,6 +245,12 @@ def test_a_batch_without_a_supervised_token_still_has_a_gradient_for_every_weigh
     assert all(weight.grad is not None and not weight.grad.any() for weight in strategy.model.parameters())
 
 
+def test_flex_with_gradients_on_a_cpu_is_refused_in_dominos_name(make):
+    strategy = make(attention="flex")
+    with pytest.raises(ConfigError, match="domino: attention flex has no gradients on a CPU"):
+        strategy.forward_loss(strategy.collate(SAMPLES, NAMES), HALFWAY)
+
+
 def test_bad_input_is_refused(make, parts, vocab):
     batch = make().collate(SAMPLES, NAMES)
     for shift_label, most in ((True, 4), (False, 3)):

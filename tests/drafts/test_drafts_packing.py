@@ -143,6 +143,18 @@ def test_every_row_proposes_what_it_does_alone_up_to_the_last_of_a_sample(varian
     assert torch.equal(together, torch.cat(alone, dim=1))
 
 
+@pytest.mark.parametrize("variant", ["dflash", "domino"])
+def test_a_packed_row_is_walked_in_as_few_passes_as_its_samples_padded(variant: str) -> None:
+    """Each goes over the context of the whole row."""
+    strategy, samples = strategy_of(variant), samples_of([[True] * 90] * 3)
+    first_layer, passes = strategy.fsdp_blocks()[0], []
+    first_layer.register_forward_hook(lambda *_: passes.append(len(passes)))
+    walks = replay(strategy, padded(strategy, samples), 3)
+    needed = len(passes)
+    assert replay(strategy, packed(strategy, samples), 3) == walks
+    assert len(passes) - needed == needed > 1
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("other", [0, 2])
 def test_no_sample_of_a_row_knows_of_another(variant: str, other: int) -> None:

@@ -25,6 +25,16 @@ def test_renumber_gives_places_and_keeps_minus_one():
     assert active.renumber(torch.tensor([[5, 1, -1], [2, 3, 1]])).tolist() == [[3, 0, -1], [1, 2, 0]]
 
 
+@pytest.mark.parametrize("distance", [0, 1, 7])
+@pytest.mark.parametrize("mask", [[[0, 1, 1, 0, 1], [1, 0, 1, 0, 1]], [[1] * 5] * 2])
+def test_rows_taken_ahead_are_those_so_many_positions_after(mask, distance):
+    mask, values = torch.tensor(mask, dtype=torch.bool), torch.arange(10).view(2, 5, 1)
+    taken = ActiveRows.where(mask).ahead(distance, Documents.after_each_other((2, 3))).take(values)
+    last = [1, 1, 4, 4, 4]
+    expected = [5 * row + min(place + distance, last[place]) for row, place in mask.nonzero().tolist()]
+    assert taken.flatten().tolist() == expected
+
+
 def test_looking_ahead_ends_with_the_document_that_a_row_is_in():
     documents = Documents.after_each_other((2, 3))
     active = ActiveRows.where(torch.tensor([[True, True, False, True, False], [False, True, True, False, True]]))

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.flash_kernels import ByDocument, CudaFlash
+from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, ByDocument, CpuFlash, CudaFlash
 from draftworks.drafts.ttt_attention import ttt_attention
 from draftworks.drafts.ttt_fused import _FusedTttAttention, fused_kernel_works, fused_ttt_attention
 from draftworks.drafts.ttt_masked import eager_ttt_attention, flex_ttt_attention, sdpa_ttt_attention
@@ -151,6 +152,50 @@ def test_cuda_adapter_fits_the_declarations_of_its_operators(steps, packed):
     assert output.shape == query.shape
     for grad, leaf in zip(torch.autograd.grad(output, moved, torch.empty_like(output)), moved, strict=True):
         assert grad.shape == leaf.shape
+
+
+class LogSumExpAt(TorchDispatchMode):
+    """Fails where CUDA's backward, which reads the log-sum-exp by its address, is given a strided one."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+            assert args[5].is_contiguous()
+            self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("lengths", "calls"), [((10,), 1), ((4, 3, 3), 2)])
+def test_cuda_backward_gets_a_contiguous_log_sum_exp(lengths, calls):
+    _, (query, *rest) = random_inputs(2, 2, 2, lengths, 8, 3, torch.bfloat16)
+    moved = [x.detach().to("meta").requires_grad_() for x in (query, *rest)]
+    kernel = ByDocument(CudaFlash(), Documents.after_each_other(lengths))
+    output = _FusedTttAttention.apply(kernel, moved[0], 3, *moved[1:])
+    with LogSumExpAt() as backward:
+        torch.autograd.grad(output, moved, torch.empty_like(output))
+    assert backward.seen == calls
+
+
+class BlindToStrides(CpuFlash):
+    """Reads the log-sum-exp by its address, as CUDA's operator does."""
+
+    def backward(self, grad, query, key, value, attended):
+        lse = attended.lse
+        plain = torch.empty(lse.shape).stride()
+        return super().backward(
+            grad, query, key, value, attended._replace(lse=lse.as_strided(lse.shape, plain).clone())
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_probe_refuses_a_kernel_that_is_right_for_one_document_alone(dtype, monkeypatch):
+    monkeypatch.setitem(CAUSAL_KERNELS, "cpu", BlindToStrides())
+    fused_kernel_works.cache_clear()
+    try:
+        assert not fused_kernel_works(CPU, dtype, 8)
+    finally:
+        fused_kernel_works.cache_clear()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -132,6 +132,12 @@ def test_an_evaluation_takes_every_sample_once_in_equally_many_rows(lengths, lim
     assert sorted(real) == list(range(len(lengths)))
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_evaluation_of_nothing_has_no_batches(world):
+    schedule = PackedEvaluationSchedule(lengths=(), pack_tokens=64, world=world)
+    assert (schedule.steps, list(schedule.batches())) == (0, [])
+
+
 def test_an_idle_rank_joins_with_the_shortest_sample():
     ranks = [windows(schedule((50, 48, 55), 60, 3, rank, 2).batches(0)) for rank in range(2)]
     batches = [batch for (step,) in ranks for batch in step]

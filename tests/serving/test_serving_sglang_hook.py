@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from draftworks.errors import CaptureError
 from draftworks.serving.sglang_hook import SGLangCaptureBackend
@@ -59,6 +60,13 @@ def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path
         with pytest.raises(CaptureError, match="--enable-return-aux-hidden-states"):
             take_parts(tmp_path, request_id)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_reaches_the_engine_even_where_nobody_can_be_told(tmp_path: Path, monkeypatch):
+    batch, output = packed([new_request_id(), "answer", "x"], [0, 0, 0])
+    monkeypatch.setattr("draftworks.serving.sglang_hook._prefill_of", lambda args: batch)
+    SGLangCaptureBackend(tmp_path / "removed")(nn.Identity(), (), output)
+    assert not (tmp_path / "removed").exists()
 
 
 def test_rows_that_are_missing_are_told(tmp_path: Path):

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +18,7 @@ from processes import ends
 
 from draftworks.errors import ConfigError, EngineError
 from draftworks.serving.sglang_environment import require_version
+from draftworks.serving.sglang_hook import hook_option
 from draftworks.serving.sglang_server import ServerOptions, SGLangServer
 
 OPTIONS = ServerOptions(
@@ -61,36 +64,70 @@ def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_path: Pa
     assert not failing.runs()
 
 
+HANGING = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+os.symlink(str(child.pid), {path!r})
+time.sleep(300)
+"""
+
+
 def test_a_server_that_is_never_ready_is_ended_with_its_children(tmp_path: Path):
-    hanging = (
-        "import subprocess, sys, time, pathlib\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        f"pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child.pid))\n"
-        "time.sleep(60)\n"
-    )
-    slow = server(python_that(tmp_path, hanging), tmp_path, timeout_s=3)
-    with pytest.raises(EngineError, match="was not ready within 3 s"):
-        slow.start()
-    assert slow.pid is None
+    child = tmp_path / "child"
+    python = python_that(tmp_path, HANGING.format(path=str(child)))
+    for timeout_s in (2, 10, 60):  # until it has come as far as to start a child
+        slow = server(python, tmp_path, timeout_s)
+        with pytest.raises(EngineError, match=f"was not ready within {timeout_s} s"):
+            slow.start()
+        assert slow.pid is None
+        if child.is_symlink():
+            break
     with suppress(psutil.NoSuchProcess):
-        assert ends(psutil.Process(int((tmp_path / "child").read_text())), within_s=10)
+        assert ends(psutil.Process(int(os.readlink(child))), within_s=10)
 
 
 SERVING = """
-import os, sys
+import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+INFO = {"model_path": option("--model-path"), "forward_hooks": json.loads(option("--forward-hooks"))}
+INFO.update(json.loads(CLAIMS))
 class Healthy(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
+        if self.path == "/server_info":
+            self.wfile.write(json.dumps(INFO).encode())
 print(sorted(name for name in os.environ if name in ("RANK", "MASTER_ADDR")), os.environ["PYTHONPATH"], flush=True)
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Healthy).serve_forever()
+HTTPServer(("127.0.0.1", int(option("--port"))), Healthy).serve_forever()
 """
+
+
+def serving_as(**claims: Any) -> str:
+    """A server that says of itself what it was started with, but for its claims."""
+    return f"CLAIMS = {json.dumps(claims)!r}\n{SERVING}"
+
+
+@pytest.mark.parametrize(
+    ("claims", "found"),
+    [
+        ({"model_path": "models/other"}, "'models/other'"),
+        ({"forward_hooks": json.loads(hook_option(Path("elsewhere")))}, "elsewhere"),
+        ({"model_path": None, "forward_hooks": None}, "None"),
+    ],
+    ids=["another model", "another server of the same model", "no SGLang"],
+)
+def test_a_server_that_took_the_port_before_ours_is_not_taken_for_it(tmp_path: Path, claims, found):
+    robbed = server(python_that(tmp_path, serving_as(**claims)), tmp_path)
+    with pytest.raises(EngineError, match=f"(?s)answered by another server.*expected .*models/toy.*found .*{found}"):
+        robbed.start()
+    assert robbed.pid is None
 
 
 def test_a_server_serves_until_it_is_stopped_and_sees_no_process_group(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    serving = server(python_that(tmp_path, SERVING), tmp_path)
+    serving = server(python_that(tmp_path, serving_as()), tmp_path)
     serving.start()
     process = psutil.Process(serving.pid)
     assert serving.runs()
@@ -103,21 +140,67 @@ def test_a_server_serves_until_it_is_stopped_and_sees_no_process_group(tmp_path:
     assert not process.is_running()
 
 
-def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path: Path):
-    python = python_that(tmp_path, SERVING)
-    owner_code = (
-        "import sys, time; from pathlib import Path; from dataclasses import replace\n"
+def owner_of(python: Path, folder: Path) -> subprocess.Popen[str]:
+    """A process that starts a server and prints its pid once it serves."""
+    code = (
+        "import sys, time; from pathlib import Path\n"
         "sys.path[:0] = sys.argv[1:3]; import test_serving_sglang_server as t\n"
-        "s = t.server(Path(sys.argv[3]), Path(sys.argv[4])); s.start(); print(s.pid, flush=True); time.sleep(60)"
+        "s = t.server(Path(sys.argv[3]), Path(sys.argv[4]), timeout_s=300); s.start(); print(s.pid, flush=True)\n"
+        "time.sleep(300)"
     )
     here = Path(__file__).parent
-    command = [sys.executable, "-c", owner_code, str(here), str(here.parent), str(python), str(tmp_path)]
-    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", code, str(here), str(here.parent), str(python), str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path: Path):
+    owner = owner_of(python_that(tmp_path, serving_as()), tmp_path)
     assert owner.stdout is not None
     process = psutil.Process(int(owner.stdout.readline()))
     owner.kill()
     owner.wait()
     assert ends(process, within_s=30), Path(f"/proc/{process.pid}/status").read_text()
+
+
+LAUNCHING = """
+import multiprocessing, os, sys, time
+
+def import_for_long():
+    time.sleep(300)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=import_for_long)
+    child.start()
+    os.symlink(str(child.pid), {path!r})
+    time.sleep(300)
+"""
+
+
+def python_with(folder: Path, launch_server: str) -> Path:
+    """A Python whose `sglang.launch_server` is a script."""
+    package = folder / "libraries" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "launch_server.py").write_text(launch_server)
+    python = folder / "python"
+    search = f'PYTHONPATH="$PYTHONPATH:{package.parent}"'
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec echo 0.5.23\n{search} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_nothing_a_starting_server_has_spawned_outlives_the_process_that_started_it(tmp_path: Path):
+    path = tmp_path / "child"
+    owner = owner_of(python_with(tmp_path, LAUNCHING.format(path=str(path))), tmp_path)
+    by = time.monotonic() + 120
+    while not path.is_symlink() and time.monotonic() < by:
+        time.sleep(0.02)
+    child = psutil.Process(int(os.readlink(path)))
+    server = psutil.Process(child.ppid())
+    owner.kill()
+    owner.wait()
+    assert ends(child, within_s=60)
+    assert ends(server, within_s=60)
 
 
 def test_wrong_missing_and_absent_sglang_are_told(tmp_path: Path):

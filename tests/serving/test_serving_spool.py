@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from draftworks.serving.spool import (
     discard_parts,
     is_captured,
     new_request_id,
+    sweep,
     take_parts,
     wants_logits,
     write_failure,
@@ -95,3 +97,22 @@ def test_only_our_requests_are_captured_and_only_some_with_logits():
     assert not wants_logits(new_request_id())
     assert wants_logits(new_request_id(with_logits=True))
     assert not is_captured("HEALTH_CHECK_1")
+
+
+def test_a_sweep_takes_old_files_of_our_requests_and_nothing_else(tmp_path: Path):
+    old, old_failed, fresh = new_request_id(with_logits=True), new_request_id(), new_request_id()
+    write_part(tmp_path, old, random_part())
+    (tmp_path / f"{old}.8.tmp").write_bytes(b"half a header")
+    write_failure(tmp_path, old_failed, "no space left")
+    others = {"other.0.safetensors", "draftworks-1.0.tar.gz"}
+    for name in others:
+        (tmp_path / name).touch()
+    for path in tmp_path.iterdir():
+        os.utime(path, times=(1e9, 1e9))
+    write_part(tmp_path, fresh, random_part())
+    sweep(tmp_path, older_than_s=3600)
+    assert {path.name for path in tmp_path.iterdir()} == others | {f"{fresh}.0.safetensors"}
+
+
+def test_a_spool_that_is_not_there_has_nothing_to_sweep(tmp_path: Path):
+    sweep(tmp_path / "nowhere", older_than_s=0)

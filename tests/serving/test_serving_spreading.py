@@ -167,3 +167,38 @@ def test_an_interruption_leaves_nothing_taken():
     with pytest.raises(KeyboardInterrupt):
         spread.run(interrupted)
     assert spread.run(failing()) == "a"
+
+
+def test_a_server_that_is_held_gets_no_work_and_no_trial_until_it_is_released():
+    now = [0.0]
+    spread = Spread({"a": "a", "b": "b"}, 99, lambda: CircuitBreaker(failures=1, cooldown_s=1, clock=lambda: now[0]))
+    spread.run(failing("a"))
+    spread.hold("a")
+    now[0] = 9.0
+    assert [spread.run(failing()) for _ in range(4)] == ["b"] * 4
+    with pytest.raises(EngineError, match="none of 2 servers"):
+        spread.run(failing("b"))
+    spread.release("a")
+    assert spread.run(failing()) == "a"
+
+
+def test_those_who_wait_for_room_at_a_server_that_is_held_are_told_that_none_is_left():
+    spread, begun, go = spread_over("a", limit=1), threading.Event(), threading.Event()
+
+    def long(name: str) -> str:
+        begun.set()
+        go.wait(GENEROUS_S)
+        return name
+
+    with ThreadPoolExecutor(2) as pool:
+        busy = pool.submit(spread.run, long)
+        assert begun.wait(GENEROUS_S)
+        waits = pool.submit(spread.run, failing())
+        spread.hold("a")
+        try:
+            with pytest.raises(EngineError, match="none of 1 servers"):
+                waits.result(GENEROUS_S)
+        finally:
+            go.set()
+            spread.release("a")
+        assert busy.result(GENEROUS_S) == "a"

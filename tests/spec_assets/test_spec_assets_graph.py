@@ -125,7 +125,7 @@ def test_assets_that_read_an_input_depend_on_it_directly(finished):
 def test_everything_in_the_graph_is_described(finished):
     for spec in finished.site.definitions().resolve_all_asset_specs():
         assert spec.description, spec.key
-        assert spec.group_name in {"inputs", "data", "features", "drafts", "reports", "exports"}
+        assert spec.group_name in {"inputs", "data", "features", "drafts", "reports", "exports", "serving"}
         assert spec.kinds
         assert spec.owners
         assert spec.code_version

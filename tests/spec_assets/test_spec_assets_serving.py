@@ -9,6 +9,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+import yaml
 from fake_speculating_sglang import Script, fake_python, key
 
 from draftworks.artifacts import ArtifactStore
@@ -95,6 +96,17 @@ def test_a_format_that_was_not_exported_for_the_server_is_refused(finished, tmp_
     failure = result.failure_data_for_node("eagle3_serving").user_failure_data.description
     assert "evaluation.serving.format: expected one of sglang_eagle3" in failure
     assert "found speculators_eagle3" in failure
+
+
+def test_a_walk_over_other_answers_than_there_are_now_is_not_compared_with(finished, tmp_path):
+    site = finished.site.copy(tmp_path)
+    ask_for(site, prompts=1)
+    target = yaml.safe_load(site.target_file.read_text())
+    target["responses"]["max_new_tokens"] -= 1
+    site.target_file.write_text(yaml.safe_dump(target))
+    failure = site.run("serve").failure_data_for_node("eagle3_serving").user_failure_data.description
+    assert "the report is of other held-out answers or limits" in failure
+    assert "Run the job evaluate" in failure
 
 
 def test_a_machine_without_sglang_says_so(finished, tmp_path):

@@ -1,0 +1,31 @@
+"""Work that may wait for an answer which never comes, and does not keep the program from ending meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def in_background(
+    work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Future[Result]:
+    """Run `work` in a thread of its own, a daemon: the threads of an executor are waited for when the program ends, and a
+    closed HTTP client wakes none of those that read an answer.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result = work(*args, **kwargs)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="background", daemon=True).start()
+    return future

@@ -1,0 +1,32 @@
+"""What is said of capture is part of its identity as far as it decides the features, and cannot contradict itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftworks.capture.engine import engine_identity
+from draftworks.errors import ConfigError
+from draftworks.identity import EngineIdentity
+from draftworks.specs import CaptureSpec, validated
+
+FP8 = ["--quantization", "fp8"]
+
+
+@pytest.mark.parametrize("backend", ["sglang", "sglang_server"])
+def test_what_sglang_is_told_beside_the_registry_is_part_of_every_key(backend):
+    plain = CaptureSpec(backend=backend)
+    told = CaptureSpec(backend=backend, server={"args": FP8})
+    assert engine_identity(plain) == EngineIdentity("sglang-bfloat16", 1)
+    assert engine_identity(told) != engine_identity(plain)
+    assert told.identity() == {**plain.identity(), "args": FP8}
+
+
+def test_settings_of_a_server_that_is_not_used_are_part_of_no_key():
+    assert CaptureSpec(server={"args": FP8}).identity() == CaptureSpec().identity()
+    assert engine_identity(CaptureSpec(server={"args": FP8})) == engine_identity(CaptureSpec())
+
+
+@pytest.mark.parametrize("args", [["--dtype", "float16"], ["--tp=2"], ["--log-level", "error", "--port", "1"]])
+def test_an_argument_that_contradicts_the_registry_is_refused(args):
+    with pytest.raises(ConfigError, match=r"capture: server.args: .*--(dtype|tp|port).*: follows from the other keys"):
+        validated(CaptureSpec, {"backend": "sglang", "server": {"args": args}}, where="capture")
