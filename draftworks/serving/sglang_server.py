@@ -166,24 +166,26 @@ class SGLangServer:
             raise
 
     def runs(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        process = self._process  # another thread may be ending it
+        return process is not None and process.poll() is None
 
     def stop(self) -> None:
         """End it and all its processes: asked first, killed after the grace."""
-        if self._process is None:
+        process = self._process
+        if process is None:
             return
-        tree = _descendants(self._process.pid)
+        tree = _descendants(process.pid)
         with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(self._grace_s)
+            process.wait(self._grace_s)
         except subprocess.TimeoutExpired:
-            tree = {*tree, *_descendants(self._process.pid)}
-            self._process.kill()
-            self._process.wait()
-        for process in tree:
+            tree = {*tree, *_descendants(process.pid)}
+            process.kill()
+            process.wait()
+        for left in tree:
             with suppress(psutil.Error):
-                process.kill()
+                left.kill()
         psutil.wait_procs(tree, timeout=self._grace_s)
         self._process = None
 
