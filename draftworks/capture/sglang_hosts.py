@@ -92,6 +92,8 @@ class ManagedHost(SGLangHost):
         self.start()
 
     def close(self) -> None:
+        if self._server.pid is not None:
+            log.info("SGLang is ended. The end of its log:\n%s", self._server.log_tail())
         self._server.stop()  # first: a closed client would not wake the threads that wait for an answer
         if self._opened is not None:
             self._opened.close()

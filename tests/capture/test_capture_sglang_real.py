@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ import sglang_toys
 import torch
 from capture_toys import capture_run, random_rows
 from processes import ends
-from sglang_toys import CHUNK, CPU, capture_spec, random_qwen3, sglang_engine, taps_of
+from sglang_toys import CHUNK, CPU, SGLANG, capture_spec, random_qwen3, sglang_engine, taps_of
 from torch import Tensor
 
 from draftworks.capture.engine import TargetEngine, engine_identity
@@ -25,6 +27,7 @@ from draftworks.capture.sglang_hosts import ExternalHost
 from draftworks.capture.verify import check_head
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn
+from draftworks.data.tokenized import write_tokens
 from draftworks.errors import CaptureError, EngineError
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
@@ -217,6 +220,21 @@ def test_rows_lost_to_the_prefix_cache_are_noticed(lossy, tiny_target):
     assert len(engine.capture([row], [])[0]["last"]) == len(row)
     with pytest.raises(CaptureError, match=rf"took 13 of a row's {len(row)} tokens from its prefix cache"):
         engine.capture([row], [])
+
+
+def test_a_cancelled_capture_leaves_no_process(tiny_target, tmp_path):
+    run = capture_run(tiny_target, tmp_path, backend="sglang_server").model_copy(update={"sglang": SGLANG})
+    run.out.mkdir()
+    write_tokens(run.tokens, random_rows(4))
+    file = tmp_path / "run.json"
+    file.write_text(run.model_dump_json())
+    program = psutil.Popen([sys.executable, "-m", "draftworks.programs.capture", str(file)])
+    while len(processes := program.children(recursive=True)) < 3:  # the server, its scheduler, its detokenizer
+        assert program.poll() is None
+        time.sleep(0.1)
+    program.send_signal(signal.SIGTERM)
+    assert program.wait(120) == 128 + signal.SIGTERM
+    assert all(ends(process, within_s=60) for process in processes)
 
 
 def test_a_killed_owner_leaves_no_process(lossy):
