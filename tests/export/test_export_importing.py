@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[str, Callable[[Tensors], Any], Callable[[Config], Any],
         "sglang_eagle3",
         nothing,
         having(rope_parameters=None, rope_theta=9.0, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-        "rope parameters .*dynamic.* not supported",
+        "rope_type: expected one of default, linear, llama3, yarn, found .dynamic",
     ),
     "two ropes": ("sglang_eagle3", nothing, having(rope_theta=9.0), "contradict each other in rope_theta"),
     "tap outside": (
