@@ -18,6 +18,8 @@ from draftworks.drafts.target_parts import TargetParts
 
 PROPOSED_AT_ONCE = 64
 """Blocks that `propose` holds at a time, for each sample of a row: every time goes over the whole row's context."""
+SPOKEN_AT_ONCE = 128
+"""Blocks that get logits at a time there, of whatever samples."""
 
 Speak = Callable[[Tensor, Tensor], Tensor]
 """From states (n, size, H) of blocks, not normed, and their anchors' tokens (n,), to what each proposes, (n, count)."""
@@ -207,5 +209,7 @@ class DFlashDraft(nn.Module):
             states = self.states(input_ids, context, part)[part.live]
             sample, place = part.live.nonzero().T
             anchors = part.anchors[sample, place]
-            proposals[sample, anchors - 1] = speak(states, input_ids[sample, anchors])
+            known = input_ids[sample, anchors]
+            pieces = zip(states.split(SPOKEN_AT_ONCE), known.split(SPOKEN_AT_ONCE), strict=True)
+            proposals[sample, anchors - 1] = torch.cat([speak(*piece) for piece in pieces])
         return proposals

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.eagle3_layer import Eagle3Layer, Eagle3Sizes, StepStates
+from draftworks.drafts.first_choices import argmax_of_head
 from draftworks.drafts.layers import RmsNorm, Rotary, seeded_linear
 from draftworks.drafts.losses import Distilled, distill
 from draftworks.drafts.objectives import BatchObjective, Objective
@@ -110,7 +111,7 @@ class Eagle3Draft(nn.Module):
         draft_ids, said = self.draft_ids, []
 
         def say(spoken: Tensor) -> Tensor:
-            said.append(draft_ids[self.lm_head(spoken).argmax(-1)])
+            said.append(draft_ids[argmax_of_head(self.lm_head.weight, spoken)])
             return self.embed(said[-1])
 
         first = self.embed(documents.ahead(input_ids, 1))

@@ -8,17 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import supervised_counts
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.first_choices import argmax_of_head
 from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.drafts.supervision import teacher_plan
 from draftworks.features.contracts import TrainBatch
-
-CHUNK_ELEMENTS = 2**22
-"""Target logits held at a time."""
 
 Gates = Callable[..., Tensor]
 """Loss mask (B, S), and `documents` of its rows, to gates (T, B, S), as `ChainStrategy.chain_gates`."""
@@ -82,9 +79,3 @@ class BigramDraft:
         }
         nothing = torch.zeros((), device=ids.device)
         return StepOutput(nothing, nothing, counts)
-
-
-def argmax_of_head(head: Tensor, last: Tensor) -> Tensor:
-    """The target's own next tokens, (N, H) -> (N,). The head (V, H) runs in its own dtype, as in the target itself."""
-    rows = max(1, CHUNK_ELEMENTS // head.shape[0])
-    return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in last.split(rows)])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from draftworks.evaluation.baselines import argmax_of_head
+from draftworks.drafts.first_choices import argmax_of_head
 from draftworks.evaluation.collectives import sum_over_ranks
 from draftworks.features.contracts import TrainBatch
 
