@@ -4,6 +4,8 @@
     python benchmarks/train_step.py 2048x1 --ttt 3
     python benchmarks/train_step.py 1024x4 --strategy dflash     # 2 layers, blocks of 8, 64 anchors a sample
     python benchmarks/train_step.py 1024x4 --strategy domino     # the same, and a correction 32 wide by a GRU of 64
+    python benchmarks/train_step.py 1024x4 --strategy peagle     # 4 layers, 8 depths
+    python benchmarks/train_step.py 1024x4 --strategy dspark     # the same, and a Markov head 32 wide with a confidence head
 
 Every size runs in a process of its own, so that its peak memory is its own. Random features, so the loss means nothing; the
 target's head is scaled outside the draft vocabulary, so that every teacher token is inside and no row is spared.
@@ -27,6 +29,7 @@ import typer
 if TYPE_CHECKING:
     from torch import Generator
 
+    from draftworks.data.vocab import VocabMapping
     from draftworks.drafts.strategy import DraftStrategy
     from draftworks.drafts.target_parts import TargetParts
     from draftworks.features.contracts import TrainBatch
@@ -123,7 +126,7 @@ def prepare(case: Case) -> tuple[DraftStrategy, TrainBatch]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    strategy = _MAKERS[case.strategy](case, made_up_target(case, generator))
+    strategy = MAKERS[case.strategy](case, made_up_target(case, generator))
     samples = []
     for _ in range(case.batch):
         sample = {n: torch.randn(case.length, case.hidden, generator=generator) for n in strategy.feature_names}
@@ -156,15 +159,20 @@ def made_up_target(case: Case, generator: Generator) -> TargetParts:
 
 
 def eagle3(case: Case, target: TargetParts) -> DraftStrategy:
-    import numpy as np
-
-    from draftworks.data.vocab import VocabMapping
     from draftworks.drafts.eagle3 import Eagle3Strategy
     from draftworks.strategies import Eagle3Options
 
-    mapping = VocabMapping(np.zeros(case.draft_vocab, np.int64), np.arange(case.vocab) < case.draft_vocab)
     options = Eagle3Options(ttt_length=case.ttt, draft_vocab_size=case.draft_vocab, loss=case.loss)
-    return Eagle3Strategy(options, target, mapping, seed=0)
+    return Eagle3Strategy(options, target, _first_tokens(case), seed=0)
+
+
+def _first_tokens(case: Case) -> VocabMapping:
+    """A reduced vocabulary of the lowest ids."""
+    import numpy as np
+
+    from draftworks.data.vocab import VocabMapping
+
+    return VocabMapping(np.zeros(case.draft_vocab, np.int64), np.arange(case.vocab) < case.draft_vocab)
 
 
 def dflash(case: Case, target: TargetParts) -> DraftStrategy:
@@ -184,7 +192,23 @@ def domino(case: Case, target: TargetParts) -> DraftStrategy:
     return DominoStrategy(options, target, None, seed=0)
 
 
-_MAKERS = {"eagle3": eagle3, "dflash": dflash, "domino": domino}
+def dspark(case: Case, target: TargetParts) -> DraftStrategy:
+    from draftworks.drafts.dspark import DSparkStrategy
+    from draftworks.strategies import DSparkOptions
+
+    options = DSparkOptions(block_size=8, num_anchors=64, num_layers=2, num_taps=3, loss=case.loss, markov_rank=32)
+    return DSparkStrategy(options, target, None, seed=0)
+
+
+def peagle(case: Case, target: TargetParts) -> DraftStrategy:
+    from draftworks.drafts.peagle import PEagleStrategy
+    from draftworks.strategies import PEagleOptions
+
+    options = PEagleOptions(draft_vocab_size=case.draft_vocab, loss=case.loss)
+    return PEagleStrategy(options, target, _first_tokens(case), seed=0)
+
+
+MAKERS = {"eagle3": eagle3, "dflash": dflash, "domino": domino, "peagle": peagle, "dspark": dspark}
 
 
 def train_step(strategy: DraftStrategy, batch: TrainBatch, optimizer) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.identity import digest
 from draftworks.publishing import published
+
+if TYPE_CHECKING:
+    from draftworks.data.tokenized import TokenizedSet
 
 AGAIN = "Make it again; where it is part of a draft, train the draft again"
 

@@ -81,8 +81,7 @@ def drawn_blocks(
         documents: of the rows; None where each is one document.
     """
     within = documents or Documents.after_each_other((candidates.shape[1],), candidates.device)
-    of_tokens = (_mixed(seeds + step).view(len(candidates), -1))[:, within.numbers]
-    scores = (_mixed(of_tokens + within.positions) & _LAST).masked_fill(~candidates, _LAST)
+    scores = _scores(seeds, step, len(candidates), within).masked_fill(~candidates, _LAST)
     order = _sorted_within(scores, within)
     drawn = candidates.gather(1, order) & (within.positions < count)
     return all_blocks(torch.zeros_like(candidates).scatter(1, order, drawn), size, documents)
@@ -95,6 +94,18 @@ def all_blocks(candidates: Tensor, size: int, documents: Documents | None = None
     order = (~candidates).to(torch.int8).argsort(dim=1, stable=True)
     live = torch.arange(width, device=order.device) < available[:, None]
     return Blocks(torch.where(live, order[:, :width], 0), live, size, documents)
+
+
+def drawing_order(seeds: Tensor, step: int, rows: int, documents: Documents) -> Tensor:
+    """All places of every document in random order, (rows, S) int64: whoever takes the first n of those that may be drawn
+    has drawn n of them evenly. Arguments as of `drawn_blocks`."""
+    return _sorted_within(_scores(seeds, step, rows, documents), documents)
+
+
+def _scores(seeds: Tensor, step: int, rows: int, documents: Documents) -> Tensor:
+    """A random number (rows, S) int64, not negative, for every place."""
+    of_tokens = _mixed(seeds + step).view(rows, -1)[:, documents.numbers]
+    return _mixed(of_tokens + documents.positions) & _LAST
 
 
 def _sorted_within(scores: Tensor, documents: Documents) -> Tensor:

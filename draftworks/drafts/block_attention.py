@@ -4,8 +4,9 @@ A token of the block at anchor a sees the context of its document at positions b
 layer with a sliding window of w tokens, position p sees p - w + 1 … p only, so attention within the block is causal there.
 
 Three back ends give the same numbers to rounding: `eager` writes the mask out, `sdpa` goes through the blocks in groups
-and cuts the context to what a group can see, `flex` compiles the mask. Flex has been compared on a CPU only, where it has
-no gradients, so it is taken only when it is asked for.
+and cuts the context to what a group can see, `flex` compiles the mask and skips what it leaves out. `auto` is flex on a GPU
+that has shown that it can (draftworks.drafts.flex), because no other kernel of torch takes such a mask without reading all of
+it; and sdpa elsewhere, and for a few tokens. On a GPU none of this has been measured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
-from draftworks.drafts.flex import check_flex, flex_attention_on
+from draftworks.drafts.block_tiles import TILE, SeenKeys
+from draftworks.drafts.flex import check_flex, flex_attention_on, flex_works
 
 GROUP_TOKENS = {"cpu": 128, "cuda": 4096}
 """Query tokens of one group of the `sdpa` back end, by type of device."""
@@ -36,7 +38,7 @@ class BlockAttention:
 
     Args:
         length: S, positions of the context.
-        backend: eager, sdpa, flex, or auto, which is sdpa.
+        backend: eager, sdpa, flex, or auto; see the top of this module.
         strategy: whose they are, for the error.
 
     Raises:
@@ -48,10 +50,11 @@ class BlockAttention:
             check_flex(strategy, blocks.anchors.device)
         self.blocks = blocks
         self._length = length
-        self._attend = {"eager": self._eager, "flex": self._flex}.get(backend, self._sdpa)
+        self._backend = backend
         self._flex_masks: dict[int | None, Any] = {}
         self._groups: list[_Group] | None = None
 
+    @torch.compiler.disable  # groups are another number in every batch; flex is compiled by itself
     def __call__(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
         """Attention of one layer.
 
@@ -64,7 +67,13 @@ class BlockAttention:
         Returns:
             (B, heads, A · size, D).
         """
-        return self._attend(query, context, own, window)
+        backend = self._best(query) if self._backend == "auto" else self._backend
+        attend = {"eager": self._eager, "sdpa": self._sdpa, "flex": self._flex}[backend]
+        return attend(query, context, own, window)
+
+    def _best(self, query: Tensor) -> str:
+        enough = query.shape[2] >= TILE
+        return "flex" if enough and flex_works(query.device, query.dtype, query.shape[-1]) else "sdpa"
 
     def _eager(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
         groups = query.shape[1] // own.key.shape[1]
@@ -85,12 +94,17 @@ class BlockAttention:
         outputs = []
         for group, q, key, value in zip(groups, queries, keys, values, strict=True):
             seen = _sees(group.blocks, group.reach, window)
-            outputs.append(F.scaled_dot_product_attention(q, key, value, attn_mask=seen, enable_gqa=True))
+            if q.device.type == "cuda":
+                # Of its kernels that take a mask, none takes fewer heads of keys than of queries.
+                times = q.shape[1] // key.shape[1]
+                key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
+            fewer = key.shape[1] != q.shape[1]
+            outputs.append(F.scaled_dot_product_attention(q, key, value, attn_mask=seen, enable_gqa=fewer))
         return torch.cat(outputs, dim=2)
 
     def _flex(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
         if window not in self._flex_masks:
-            self._flex_masks[window] = _flex_mask(self.blocks, self._length, window)
+            self._flex_masks[window] = SeenKeys.of(self.blocks, self._length, window).block_mask()
         key = torch.cat([context.key, own.key], dim=2)
         value = torch.cat([context.value, own.value], dim=2)
         attention = flex_attention_on(query.device.type)
@@ -154,23 +168,6 @@ class _Joined(torch.autograd.Function):
             grad[:, :, grad.shape[2] - (mine.stop - mine.start) :] for grad, mine in zip(grads, tokens, strict=True)
         ]
         return d_context, torch.cat(d_own, dim=2), None
-
-
-def _flex_mask(blocks: Blocks, length: int, window: int | None) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    size, anchors, begins = blocks.size, blocks.anchors, blocks.begins
-
-    def seen(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        anchor, position = anchors[batch, q // size], anchors[batch, q // size] + q % size
-        ours = (kv - length) // size == q // size
-        where = torch.where(kv < length, kv, anchor + (kv - length) % size)
-        before = (kv < anchor) & (kv >= begins[batch, q // size])
-        visible = torch.where(kv < length, before, ours)
-        return visible if window is None else visible & (where <= position) & (where > position - window)
-
-    tokens = blocks.count * size
-    return create_block_mask(seen, anchors.shape[0], None, tokens, length + tokens, device=anchors.device)
 
 
 def _sees(blocks: Blocks, context: slice, window: int | None) -> Tensor:

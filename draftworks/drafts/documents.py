@@ -84,6 +84,17 @@ class Documents:
                 runs.append(Run(begin, 1, length))
         return tuple(runs)
 
+    def offsets(self, rows: int) -> Tensor:
+        """(documents · rows + 1,) int32: where each begins among the tokens of so many rows, and where the last ends."""
+        length = len(self.begins)
+        firsts = torch.arange(rows, device=self.begins.device)[:, None] * length + self._first_tokens
+        return F.pad(firsts.flatten(), (0, 1), value=rows * length).to(torch.int32)
+
+    @cached_property
+    def _first_tokens(self) -> Tensor:
+        """(documents,) int64. Kept: asking a GPU for them makes it wait."""
+        return (self.positions == 0).nonzero().squeeze(1)
+
     def ahead(self, values: Tensor, distance: int, fill: int = 0) -> Tensor:
         """(B, S) values at so many positions after each; `fill` beyond the end of the document."""
         moved = F.pad(values[:, distance:], (0, min(distance, values.shape[1])), value=fill)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from draftworks.drafts.anchors import label_mask, labels_of, sample_seed
+from draftworks.drafts.block_drafter import BlockDrafter
 from draftworks.drafts.dflash import DFlashStrategy
 from draftworks.drafts.dflash_drafter import DFlashDrafter
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.domino_drafter import DominoDrafter
 from draftworks.drafts.domino_losses import DominoObjective
 from draftworks.drafts.domino_model import DominoDraft, DominoSizes
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
@@ -41,8 +41,8 @@ class DominoStrategy(DraftStrategy):
     the step: its loss is that of what is served, and can be compared between steps.
 
     Beside DFlash's counts, all of the corrected proposals, there are `base_acc_corrects` (k,) of those before the correction, and
-    (1,) each `accept_len_sums`, `base_accept_len_sums`, `accept_len_denoms`: leading labels of a block that are the first choice,
-    over the blocks with a label that counts. These are lengths on the draft's own words: as long as a prefix
+    (1,) each `accept_len_sums` and `base_accept_len_sums`, leading labels of a block that are the first choice, over
+    the blocks with a label that counts. These are lengths on the draft's own words: as long as a prefix
     is right, its words are the true tokens. SpecForge's `accept_len` is one more.
     """
 
@@ -80,6 +80,7 @@ class DominoStrategy(DraftStrategy):
         objective = DominoObjective(self._dflash.weigh, share, options.objective_chunk_blocks)
         result = self.model(ids, batch["features"], blocks, labels_of(labelled, ids), counts, objective)
         supervised = counts.sum(dim=(0, 1), dtype=torch.float64)
+        labelled_blocks = counts.any(-1).sum(dtype=torch.float64)
         sums = {
             "acc_corrects": result.corrects,
             "acc_denoms": supervised,
@@ -88,7 +89,7 @@ class DominoStrategy(DraftStrategy):
             "base_acc_corrects": result.base_corrects,
             "accept_len_sums": result.accepted[None],
             "base_accept_len_sums": result.base_accepted[None],
-            "accept_len_denoms": counts.any(-1).sum(dtype=torch.float64)[None],
+            **dict.fromkeys(("accept_len_denoms", "base_accept_len_denoms"), labelled_blocks[None]),
         }
         weight = self._dflash.loss_weight(counts, len(batch["draws"]))
         return StepOutput(result.loss, weight.to(result.loss.dtype), sums)
@@ -102,7 +103,7 @@ class DominoStrategy(DraftStrategy):
         return self.model.propose(batch["input_ids"], batch["features"], rows, count, Documents.of(batch))
 
     def drafter(self) -> Drafter:
-        return DominoDrafter(self.model, DFlashDrafter(self.model.backbone, self.feature_names))
+        return BlockDrafter(self.model, DFlashDrafter(self.model.backbone, self.feature_names))
 
     def fsdp_blocks(self) -> Sequence[nn.Module]:
         return self._dflash.fsdp_blocks()

@@ -16,7 +16,6 @@ draws it at random. No page says how it should begin; from 0 no noise has to be 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,13 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
+from draftworks.drafts.block_drafter import Choose
 from draftworks.drafts.dflash_model import DFlashDraft
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.domino_losses import DominoLosses, DominoObjective, DominoRows, domino_cross_entropy
 from draftworks.drafts.layers import seeded_linear
-
-Choose = Callable[[Tensor], Tensor]
-"""From logits (n, V) to the tokens (n,) that are proposed."""
 
 
 class DominoSizes(NamedTuple):
@@ -132,13 +129,7 @@ class DominoDraft(nn.Module):
 
     @torch.no_grad()
     def say(self, states: Tensor, known: Tensor, count: int, choose: Choose) -> Tensor:
-        """Token after token of n blocks, (n, count).
-
-        Args:
-            states: (n, size, H) of the backbone, not normed.
-            known: (n,) int64, the anchors' tokens.
-            choose: is asked for every place in turn.
-        """
+        """See draftworks.drafts.block_drafter.Speaker."""
         rows = self.backbone.norm(states[:, self._first_row : self._first_row + count])
         base = F.linear(rows, self.backbone.target_head)
         said, token, prefix = [], known, None

@@ -22,6 +22,7 @@ from draftworks.drafts.objectives import (
     MeanLogAcceptance,
     Objective,
 )
+from draftworks.drafts.reduced_vocabulary import checked_draft_ids
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_gates, token_mean_gates
 from draftworks.drafts.target_parts import TargetParts
@@ -56,15 +57,12 @@ class Eagle3Strategy(ChainStrategy):
     model_methods = ("propose",)
 
     def __init__(self, options: Eagle3Options, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
-        if vocab is None:
-            raise ConfigError("eagle3 predicts over a reduced vocabulary: expected a vocabulary mapping, found none")
-        _check_vocabulary(vocab, options, target)
+        draft_ids = checked_draft_ids(self.name, vocab, options.draft_vocab_size, target)
         self.options = options
         self.draft_tokens = options.ttt_length
         self.feature_names = EAGLE3.features(target.num_layers, options)
         self._target = target = target.shaped(options)
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
-        draft_ids = torch.from_numpy(vocab.target_ids)
         norms = Eagle3Norms(options.fc_norm, options.norm_output, options.feedback)
         generator = torch.Generator().manual_seed(seed)
         self.model = Eagle3Draft(target, self._sizes, draft_ids, generator, norms, options.attention)
@@ -159,14 +157,3 @@ def _sizes(options: Eagle3Options, target: TargetParts, taps: int) -> Eagle3Size
     if heads % kv_heads:
         raise ConfigError(f"eagle3: num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
     return Eagle3Sizes(heads, kv_heads, options.intermediate_size or target.intermediate_size, taps)
-
-
-def _check_vocabulary(vocab: VocabMapping, options: Eagle3Options, target: TargetParts) -> None:
-    target_size, draft_size = len(vocab.t2d), len(vocab.d2t)
-    if target_size != target.vocab_size:
-        raise ConfigError(f"vocabulary mapping is for {target_size} target tokens, the target has {target.vocab_size}")
-    if draft_size != options.draft_vocab_size:
-        raise ConfigError(
-            f"eagle3: draft_vocab_size is {options.draft_vocab_size}, the vocabulary mapping holds {draft_size} tokens: "
-            "make the mapping again for this size, or set the option to the mapping's"
-        )

@@ -59,7 +59,7 @@ class Eagle3Drafter(Drafter):
             if temperature == 0:
                 tokens.append(self._model.draft_ids[logits.argmax()])
             else:
-                distributions.append(self._over_target(distribution(logits, temperature)))
+                distributions.append(self._model.over_target(distribution(logits, temperature)))
                 tokens.append(draw(distributions[-1], generator))
         return Proposal(torch.stack(tokens), torch.stack(distributions) if distributions else None)
 
@@ -76,9 +76,3 @@ class Eagle3Drafter(Drafter):
         layer = self._model.midlayer
         hidden = hidden + layer.self_attn.o_proj(layer.self_attn.attend(heads))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-
-    def _over_target(self, probabilities: Tensor) -> Tensor:
-        """From the draft's vocabulary to the target's; tokens outside the draft's have probability 0."""
-        whole = probabilities.new_zeros(self._model.t2d.numel())
-        whole[self._model.draft_ids] = probabilities
-        return whole

@@ -15,10 +15,10 @@ from draftworks.drafts.first_choices import argmax_of_head
 from draftworks.drafts.layers import RmsNorm, Rotary, seeded_linear
 from draftworks.drafts.losses import Distilled, distill
 from draftworks.drafts.objectives import BatchObjective, Objective
+from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
 from draftworks.drafts.rows import ActiveRows
 from draftworks.drafts.supervision import teacher_plan
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.drafts.teacher import Teacher
 
 
 class Eagle3Norms(NamedTuple):
@@ -37,7 +37,7 @@ class Eagle3Norms(NamedTuple):
     feedback: Literal["pre_norm", "post_norm"] = "pre_norm"
 
 
-class Eagle3Draft(nn.Module):
+class Eagle3Draft(ReducedVocabularyDraft):
     """The trainable draft. Embedding and head of the target are buffers outside the checkpoint.
 
     Args:
@@ -62,21 +62,10 @@ class Eagle3Draft(nn.Module):
         self.fc = seeded_linear(sizes.taps * width, width, generator)
         self.midlayer = Eagle3Layer(target, sizes, generator, attention)
         self.norm = RmsNorm(width, target.rms_norm_eps).requires_grad_(norms.norm_output)
-        self.lm_head = nn.utils.skip_init(nn.Linear, width, draft_ids.numel(), bias=False)
-        with torch.no_grad():
-            self.lm_head.weight.copy_(target.head[draft_ids])
+        self._speak_over(draft_ids, target)
         self.rotary = Rotary(target)
-        in_draft = torch.zeros(target.vocab_size, dtype=torch.bool)
-        in_draft[draft_ids] = True
-        self.register_buffer("d2t", draft_ids - torch.arange(draft_ids.numel()))
-        self.register_buffer("t2d", in_draft)
         self.register_buffer("embed_tokens", target.embedding, persistent=False)
         self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """(V_d,) int64: the target's ids of what `lm_head` predicts."""
-        return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings of the target in the draft's dtype."""
@@ -158,9 +147,7 @@ class Eagle3Draft(nn.Module):
         """
         active = ActiveRows.where(gates.any(0))
         states = self.unroll(input_ids, features, gates.shape[0], active, documents)
-        draft_ids = self.draft_ids
-        draft_index = torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
-        teacher = Teacher(last.flatten(0, 1), self.target_head, draft_ids, draft_index)
+        teacher = self.teacher(last, self.target_head)
         plan = teacher_plan(gates)
         plan = plan._replace(rows=active.renumber(plan.rows))
         return distill(states, self.lm_head.weight, teacher, plan, step_weights, objective)

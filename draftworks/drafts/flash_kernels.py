@@ -1,13 +1,13 @@
 """Torch's fused kernels of causal attention, with their backward: one adapter per kind of device.
 
-The operators are private to torch, so they may change without notice: `ttt_fused.fused_kernel_works` tries them before
-they are relied on. The CUDA adapter has been checked against the operators' declarations only, never on a GPU.
+The operators are private to torch, so they may change without notice: draftworks.drafts.ttt_fused tries them before they are
+relied on. The CUDA adapters have been checked against the operators' declarations only, never on a GPU.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,9 +79,45 @@ class CudaFlash(CausalKernel):
         )
 
 
+class CudaVarlenFlash(CausalKernel):
+    """All documents of packed rows in one launch, none of which sees another; dtypes and head sizes as `CudaFlash`."""
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
+        layout = self._layout(query.shape[0])
+        tokens = (_as_tokens(x) for x in (query, key, value))
+        output, lse, *rest = torch.ops.aten._flash_attention_forward(*tokens, *layout, 0.0, True, False)
+        random_state = rest[:2]
+        rows = lse.unflatten(1, (query.shape[0], -1)).transpose(0, 1)
+        return Attended(_as_heads(output, query.shape[0]), rows, (*layout, 0.0, True, *random_state))
+
+    def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
+        tokens = (_as_tokens(x) for x in (grad, query, key, value, attended.output))
+        lse = attended.lse.transpose(0, 1).flatten(1).contiguous()
+        found = torch.ops.aten._flash_attention_backward(*tokens, lse, *attended.rest)
+        return Gradients(*(_as_heads(x, query.shape[0]) for x in found))
+
+    def _layout(self, rows: int) -> tuple[Tensor, Tensor, int, int]:
+        """Where documents begin among the tokens of all rows, and how long the longest is; of queries and of keys."""
+        offsets, longest = self._documents.offsets(rows), self._documents.longest
+        return offsets, offsets, longest, longest
+
+
+def _as_tokens(x: Tensor) -> Tensor:
+    """(B, heads, S, D) to (B · S, heads, D), without a copy where positions are outermost in memory."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _as_heads(x: Tensor, rows: int) -> Tensor:
+    """The way back."""
+    return x.unflatten(0, (rows, -1)).transpose(1, 2)
+
+
 class ByDocument(CausalKernel):
     """Another kernel, document by document: a row of several, none of which sees another. Those of equal length that follow
-    each other go as one batch. (A kernel that takes a whole packed row at once would stand in its place.)
+    each other go as one batch.
     """
 
     def __init__(self, kernel: CausalKernel, documents: Documents) -> None:
@@ -120,3 +156,5 @@ def _joined(parts: Sequence[Tensor], runs: Sequence[Run], query: Tensor) -> Tens
 
 CAUSAL_KERNELS: dict[str, CausalKernel] = {"cpu": CpuFlash(), "cuda": CudaFlash()}
 """By type of device; on others there is none."""
+PACKED_KERNELS: dict[str, Callable[[Documents], CausalKernel]] = {"cuda": CudaVarlenFlash}
+"""For rows of several documents, by type of device; elsewhere they go `ByDocument`."""

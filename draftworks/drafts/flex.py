@@ -1,22 +1,49 @@
-"""torch's flex attention, where a draft asks for it."""
+"""torch's flex attention: a kernel compiled for a mask, which skips the tiles of the score matrix that the mask leaves out."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftworks.errors import ConfigError
 
+_PROBED = 160
+"""Queries of the trial: more than a tile of the kernels, and no multiple of one."""
 
-@functools.cache
+
 def flex_attention_on(device_type: str) -> Callable[..., Tensor]:
     """Compiled where that is what makes it fast; on a CPU it runs as it is, without gradients."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
+    return _compiled(torch.is_grad_enabled()) if device_type == "cuda" else flex_attention
+
+
+@functools.cache
+def _compiled(learns: bool) -> Callable[..., Tensor]:
+    """One for trainings and one for evaluations: torch compiles a function for eight kinds of arguments and then no more, and
+    flex attention that is not compiled holds every score."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def learning(*args: Any, **kwargs: Any) -> Tensor:
+        return flex_attention(*args, **kwargs)
+
+    def measuring(*args: Any, **kwargs: Any) -> Tensor:
+        return flex_attention(*args, **kwargs)
+
+    return torch.compile(learning if learns else measuring)
+
+
+@functools.cache
+def block_mask_on(device_type: str) -> Callable[..., Any]:
+    """torch's `create_block_mask`; compiled where it would else hold every element of a large mask, as int64, several times."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask) if device_type == "cuda" else create_block_mask
 
 
 def check_flex(strategy: str, device: torch.device) -> None:
@@ -25,3 +52,39 @@ def check_flex(strategy: str, device: torch.device) -> None:
         raise ConfigError(
             f"{strategy}: attention flex has no gradients on a CPU: set options.attention to sdpa or auto"
         )
+
+
+@functools.cache
+def flex_works(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether flex attention may be taken without being asked for: a GPU, two bytes a number (wider ones can be more than
+    a multiprocessor holds), and it gives the output and gradients of plain attention. Tried once, on a small row.
+    """
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return False
+    try:
+        return _flex_equals_sdpa(device, dtype, head_size)
+    except (AttributeError, ImportError, RuntimeError, TypeError):  # no compiler, or a head size that it cannot do
+        return False
+
+
+@torch.enable_grad()
+def _flex_equals_sdpa(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def causal(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return kv <= q
+
+    mask = create_block_mask(causal, None, None, _PROBED, _PROBED, device=device.type)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, heads, _PROBED, head_size, generator=generator).to(device, dtype) for heads in (4, 2, 2)]
+    groups = [4 // x.shape[1] for x in inputs]
+    results = []
+    for flex in (True, False):
+        query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
+        if flex:
+            output = flex_attention_on(device.type)(query, key, value, block_mask=mask, enable_gqa=True)
+        else:
+            every_head = (x.repeat_interleave(times, dim=1) for x, times in zip(leaves, groups, strict=True))
+            output = F.scaled_dot_product_attention(*every_head, is_causal=True)
+        results.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
+    return all(torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in zip(*results, strict=True))

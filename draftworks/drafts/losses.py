@@ -22,6 +22,8 @@ from draftworks.drafts.teacher import Teacher
 CHUNK_ELEMENTS = 2**20
 """Teacher logits held at a time; at least MIN_CHUNK_ROWS rows."""
 MIN_CHUNK_ROWS = 64
+GPU_CHUNK_ROWS = 2048
+"""At least so many on a GPU, which the products of fewer would not fill; with 152,000 tokens about 2 GB."""
 
 
 class Distilled(NamedTuple):
@@ -34,14 +36,14 @@ class Distilled(NamedTuple):
         accepted: sum over rows of Σ_v min(q̃_v, p_v), the probability that rejection sampling accepts the draft's token;
             q̃ is the target's distribution over its *whole* vocabulary, as far as it lies in the draft's. None when
             gradients are on and the objective does not need it: training does not pay for it.
-        taught: number of those rows; None with `accepted`.
+        taught: number of rows that add something.
     """
 
     loss: Tensor
     loss_sums: Tensor
     corrects: Tensor
     accepted: Tensor | None
-    taught: Tensor | None
+    taught: Tensor
 
 
 def distill(
@@ -86,7 +88,8 @@ class _Distill(torch.autograd.Function):
         d_head = torch.zeros_like(head, dtype=wide) if with_grad else None
         d_states = [torch.zeros_like(state) for state in states] if with_grad else []
         with_mass = objective.needs_mass or not with_grad
-        rows_at_once = max(MIN_CHUNK_ROWS, CHUNK_ELEMENTS // teacher.head.shape[0])
+        fewest = GPU_CHUNK_ROWS if head.is_cuda else MIN_CHUNK_ROWS
+        rows_at_once = max(fewest, CHUNK_ELEMENTS // teacher.head.shape[0])
         for start in range(0, plan.positions.numel(), rows_at_once):
             chunk = slice(start, start + rows_at_once)
             lesson = teacher.lesson(plan.positions[chunk], wide, with_mass)
@@ -98,18 +101,17 @@ class _Distill(torch.autograd.Function):
                 loss_sums[step] += graded.loss
                 corrects[step] += graded.correct
                 loss += weight * graded.loss
+                taught[step] += pupils.rows.numel()
                 if with_mass:
                     accepted[step] += graded.accepted
-                    taught[step] += pupils.rows.numel()
                 if with_grad:
                     d_logits = graded.d_logits.to(head.dtype)
                     d_states[step][pupils.rows] = (d_logits @ head).mul_(weight)
                     _accumulate(d_head, d_logits, x * weight)
         if with_grad:
             ctx.save_for_backward(d_head.to(head.dtype), *d_states)
-        counts = (loss_sums, corrects, accepted, taught) if with_mass else (loss_sums, corrects)
-        ctx.mark_non_differentiable(*counts)
-        return (loss, *counts) if with_mass else (loss, *counts, None, None)
+        ctx.mark_non_differentiable(loss_sums, corrects, accepted, taught)
+        return loss, loss_sums, corrects, accepted if with_mass else None, taught
 
     @staticmethod
     @once_differentiable

@@ -31,7 +31,8 @@ class StepOutput:
         loss_weight: scalar, no gradient: supervised tokens, or 1 in modes that normalise per micro-batch.
         counts: detached float64 sums by name, shape (T,) per draft position: `acc_corrects`, `acc_denoms` (accuracy),
             `loss_sums`, `loss_denoms` (loss per position), `acceptance_sums`, `acceptance_denoms` (probability that
-            rejection sampling accepts; when gradients are off), and whatever else the strategy counts.
+            rejection sampling accepts; when gradients are off), and whatever else the strategy counts: `X_sums` with
+            `X_denoms` are reported as `eval/X`.
     """
 
     loss_sum: Tensor

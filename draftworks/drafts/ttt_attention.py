@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from draftworks.drafts.documents import Documents
@@ -20,6 +21,7 @@ from draftworks.drafts.ttt_masked import eager_ttt_attention, flex_ttt_attention
 TttAttention = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], Documents], Tensor]
 
 
+@torch.compiler.disable  # the fused kernel's private operators, and flex, which is compiled by itself
 def ttt_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents, backend: str = "auto"
 ) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, Attended, ByDocument, CausalKernel
+from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, PACKED_KERNELS, Attended, ByDocument, CausalKernel
 from draftworks.drafts.ttt_masked import eager_ttt_attention
 
 
@@ -25,10 +25,17 @@ def fused_ttt_attention(
 ) -> Tensor:
     """See `ttt_attention`. Only where `fused_kernel_works`. Diagonals are a row's own, so only the causal block is told of
     documents."""
-    kernel = CAUSAL_KERNELS[query.device.type]
-    if documents.several:
-        kernel = ByDocument(kernel, documents)
+    kernel = _kernel(query.device, query.dtype, query.shape[-1], documents)
     return _FusedTttAttention.apply(kernel, query, len(keys), *keys, *values)
+
+
+def _kernel(device: torch.device, dtype: torch.dtype, head_size: int, documents: Documents) -> CausalKernel:
+    kernel = CAUSAL_KERNELS[device.type]
+    if not documents.several:
+        return kernel
+    if packed_kernel_works(device, dtype, head_size):
+        return PACKED_KERNELS[device.type](documents)
+    return ByDocument(kernel, documents)
 
 
 @functools.cache
@@ -38,16 +45,35 @@ def fused_kernel_works(device: torch.device, dtype: torch.dtype, head_size: int)
     """
     if device.type not in CAUSAL_KERNELS:
         return False
-    rows = [Documents.after_each_other(lengths, device) for lengths in ((7,), (3, 2, 2))]
+    kernel = CAUSAL_KERNELS[device.type]
+    one, several = (Documents.after_each_other(lengths, device) for lengths in ((7,), (3, 2, 2)))
+    tried = ((kernel, one), (ByDocument(kernel, several), several))
+    return all(_works(kernel, row, dtype, head_size) for kernel, row in tried)
+
+
+@functools.cache
+def packed_kernel_works(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """The same of a kernel that takes a whole packed row at once."""
+    if device.type not in PACKED_KERNELS:
+        return False
+    documents = Documents.after_each_other((3, 2, 2), device)
+    return _works(PACKED_KERNELS[device.type](documents), documents, dtype, head_size)
+
+
+def _works(kernel: CausalKernel, documents: Documents, dtype: torch.dtype, head_size: int) -> bool:
     try:
-        return all(_fused_equals_eager(row, dtype, head_size) for row in rows)
-    except (AttributeError, RuntimeError, TypeError, NotImplementedError):
+        return _fused_equals_eager(kernel, documents, dtype, head_size)
+    except (AttributeError, RuntimeError, TypeError):  # an operator that is missing, or has other arguments
         return False
 
 
 @torch.enable_grad()
-def _fused_equals_eager(documents: Documents, dtype: torch.dtype, head_size: int) -> bool:
+def _fused_equals_eager(kernel: CausalKernel, documents: Documents, dtype: torch.dtype, head_size: int) -> bool:
     """At step 1, in output and gradients."""
+
+    def fused(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], _: Documents) -> Tensor:
+        return _FusedTttAttention.apply(kernel, query, len(keys), *keys, *values)
+
     tolerance = 0.05 if dtype.itemsize == 2 else 1e-4
     generator = torch.Generator().manual_seed(0)
 
@@ -57,7 +83,7 @@ def _fused_equals_eager(documents: Documents, dtype: torch.dtype, head_size: int
 
     inputs, seed = [drawn(heads) for heads in (4, 2, 4, 2, 4)], drawn(4)
     results = []
-    for attend in (fused_ttt_attention, eager_ttt_attention):
+    for attend in (fused, eager_ttt_attention):
         leaves = [x.clone().requires_grad_() for x in inputs]
         output = attend(leaves[0], leaves[1:3], leaves[3:], documents)
         results.append([output, *torch.autograd.grad(output, leaves, seed)])

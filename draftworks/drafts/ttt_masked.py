@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.flex import flex_attention_on
+from draftworks.drafts.flex import block_mask_on, flex_attention_on
 
 _MASKS_KEPT = 32
 """Of flex: one for each step of the unroll at the lengths of late."""
@@ -68,11 +68,12 @@ def _sees(documents: Documents, steps: int) -> Tensor:
 
 @functools.lru_cache(maxsize=_MASKS_KEPT)
 def _flex_mask(lengths: tuple[int, ...], steps: int, device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     length, begins = sum(lengths), Documents.after_each_other(lengths, device).begins
+    key = torch.arange(steps * length, device=device)
+    # Whose own a key is; -1 for those of step 0. As a tensor: by numbers, flex would be compiled anew for every length.
+    own = torch.where(key < length, -1, key % length)
 
     def seen(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return torch.where(kv < length, (kv <= q) & (kv >= begins[q]), kv % length == q)
+        return ((kv <= q) & (kv >= begins[q])) | (own[kv] == q)
 
-    return create_block_mask(seen, None, None, length, steps * length, device=device)
+    return block_mask_on(device.type)(seen, None, None, length, steps * length, device=device)

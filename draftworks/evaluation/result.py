@@ -77,7 +77,7 @@ class EvalResult:
         return length
 
     def metrics(self) -> dict[str, Any]:
-        """Under the names of SpecForge's Evaluator; those that the strategy does not count are absent."""
+        """Under the names of SpecForge's Evaluator, those that the strategy does not count being absent; then the strategy's own."""
         named: dict[str, Any] = {
             "eval/avg_acc": self.avg_acc,
             "eval/per_position_acc": list(self.per_position_acc),
@@ -90,7 +90,17 @@ class EvalResult:
         rates = _ratios(self.counts.get("acceptance_sums", ()), self.counts.get("acceptance_denoms", ()))
         named |= {f"eval/ploss_{i}": loss for i, loss in enumerate(losses)}
         named |= {f"eval/acceptance_rate_{i}": rate for i, rate in enumerate(rates)}
-        return named | self._replayed_metrics()
+        return named | self._own_metrics() | self._replayed_metrics()
+
+    def _own_metrics(self) -> dict[str, float | list[float]]:
+        """`eval/X` for each `X_sums` with `X_denoms` that only this strategy counts: a number, or one per position."""
+        names = [name.removesuffix("_sums") for name in self.counts if name.endswith("_sums")]
+        own = {
+            name: list(_ratios(self.counts[f"{name}_sums"], self.counts[f"{name}_denoms"]))
+            for name in names
+            if name not in ("loss", "acceptance") and f"{name}_denoms" in self.counts
+        }
+        return {f"eval/{name}": values[0] if len(values) == 1 else values for name, values in own.items()}
 
     def _replayed_metrics(self) -> dict[str, float]:
         """Rungs 2 and 3, where the evaluation replayed them; see `draftworks.evaluation.replay`."""

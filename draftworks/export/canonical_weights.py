@@ -23,14 +23,14 @@ def canonical_weights(
 ) -> dict[str, Tensor]:
     """The draft's own tensors under our names, floating point ones in fp32, which loses nothing.
 
-    An embedding in the file must be the target's. A draft that says all of the target's tokens may lack `d2t` and `t2d`,
-    and also its head: it has the target's then.
+    An embedding or a head in the file must be the target's, unless the draft has its own. A draft that says all of the target's
+    tokens may lack `d2t` and `t2d`, and also its head: it has the target's then.
 
     Raises:
         StoreError: tensors are missing, unknown, of another shape, not finite, or contradict each other.
     """
     folder, named = checkpoint.folder, _renamed(checkpoint, export_format)
-    _take_out_targets(folder, named, parts)
+    _take_out_targets(folder, named, shape, parts)
     if shape.draft_vocab_size is not None:
         _complete_vocabulary(folder, named, shape, parts)
     _require_tensors(folder, _expected(export_format, shape), named)
@@ -54,13 +54,19 @@ def _renamed(checkpoint: Checkpoint, export_format: ExportFormat) -> dict[str, T
     return named
 
 
-def _take_out_targets(folder: Path, named: dict[str, Tensor], parts: TargetParts) -> None:
-    """Drafts here share the target's embedding, so one that has learned its own would become another draft."""
+def _take_out_targets(folder: Path, named: dict[str, Tensor], shape: DraftShape, parts: TargetParts) -> None:
+    """A draft that shares the target's embedding or head would be another one with one that it has learned."""
     for name in _TARGETS_OWN:
         named.pop(name, None)
-    found = named.pop(EMBEDDING, None)
-    if found is not None and not _same_rounded(found, parts.embedding):
-        raise StoreError(f"{folder}: {EMBEDDING} is not the target's: drafts here share the target's embedding")
+    shared = {} if shape.own_embedding else {EMBEDDING: parts.embedding}
+    if shape.draft_vocab_size is None:
+        shared[HEAD] = parts.head
+    for name, targets in shared.items():
+        found = named.pop(name, None)
+        if found is not None and not _same_rounded(found, targets):
+            raise StoreError(
+                f"{folder}: {name} is not the target's, and by its config.json the draft has none of its own"
+            )
 
 
 def _same_rounded(first: Tensor, second: Tensor) -> bool:
@@ -89,7 +95,8 @@ def _marked(folder: Path, d2t: Tensor, vocab_size: int) -> Tensor:
 
 def _expected(export_format: ExportFormat, shape: DraftShape) -> Shapes:
     sizes = {export_format.canonical_name(name): size for name, size in export_format.expected_tensors(shape).items()}
-    sizes.pop(EMBEDDING, None)
+    if not shape.own_embedding:
+        sizes.pop(EMBEDDING, None)
     if shape.draft_vocab_size is not None:
         sizes |= {"d2t": (shape.draft_vocab_size,), "t2d": (shape.vocab_size,)}
     return sizes

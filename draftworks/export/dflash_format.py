@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
+from draftworks.export.layer_tensors import layer_tensors
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _SAME_NAMES = (
@@ -17,6 +18,18 @@ _SAME_NAMES = (
     *("vocab_size", "rms_norm_eps"),
 )
 """Fields of a `DraftShape` that our own config has under the same names."""
+_DSPARK_CLASSES = ("DSparkDraftModel", "Qwen3DSparkModel")
+"""Of SpecForge and of DeepSpec; SGLang loads both."""
+_PLAIN = {
+    "use_swa": False,
+    "use_gemma_norm": False,
+    "rope_is_neox_style": True,
+    "is_neox_style": True,
+    "attention_value_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+}
+"""Keys by which servers compute something else with the same tensors, each with the value that changes nothing."""
 
 
 class DFlashFormat(ExportFormat):
@@ -46,29 +59,12 @@ class DFlashFormat(ExportFormat):
             "norm.weight": (hidden,),
         }
         for layer in range(shape.num_layers):
-            names |= _layer_tensors(f"layers.{layer}.", shape)
+            per_head = {f"layers.{layer}.self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
+            names |= layer_tensors(f"layers.{layer}.", shape, inputs=hidden) | per_head
         return names
 
     def canonical_name(self, name: str) -> str:
         return name.removeprefix("model.")
-
-
-def _layer_tensors(layer: str, shape: DraftShape) -> Shapes:
-    hidden, wide = shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return {
-        f"{layer}input_layernorm.weight": (hidden,),
-        f"{layer}post_attention_layernorm.weight": (hidden,),
-        f"{layer}self_attn.q_proj.weight": (queries, hidden),
-        f"{layer}self_attn.k_proj.weight": (keys, hidden),
-        f"{layer}self_attn.v_proj.weight": (keys, hidden),
-        f"{layer}self_attn.o_proj.weight": (hidden, queries),
-        f"{layer}self_attn.q_norm.weight": (shape.head_dim,),
-        f"{layer}self_attn.k_norm.weight": (shape.head_dim,),
-        f"{layer}mlp.gate_proj.weight": (wide, hidden),
-        f"{layer}mlp.up_proj.weight": (wide, hidden),
-        f"{layer}mlp.down_proj.weight": (hidden, wide),
-    }
 
 
 def block_options(block_size: int, mask_token_id: int, windows: list[int | None]) -> dict[str, Any]:
@@ -117,15 +113,80 @@ def read_windows(config: Mapping[str, Any], num_layers: int, where: str) -> list
 
 def is_domino(config: Mapping[str, Any]) -> bool:
     """Whether a config of DFlash's layout is of a Domino draft, which by SpecForge's class name it is too."""
-    projector = (config.get("dflash_config") or {}).get("projector_type", config.get("projector_type"))
-    return projector == "domino" or "DominoDraftModel" in (config.get("architectures") or [])
+    return _anywhere(config, "projector_type") == "domino" or _is_of(config, "DominoDraftModel")
+
+
+def is_dspark(config: Mapping[str, Any]) -> bool:
+    """Whether a config of DFlash's layout is of a DSpark draft; some trainers keep DFlash's class name for it."""
+    kind = _anywhere(config, "projector_type")
+    marked = kind == "dspark" or (kind is None and _anywhere(config, "markov_rank") is not None)
+    return not is_domino(config) and (marked or _is_of(config, *_DSPARK_CLASSES))
+
+
+def head_settings(config: Mapping[str, Any], keys: Iterable[str], where: str) -> dict[str, Any]:
+    """Those of `keys` that have a value, which trainers write into `dflash_config`, beside it, or both.
+
+    Raises:
+        ConfigError: both, and not the same.
+    """
+    inside = config.get("dflash_config") or {}
+    found: dict[str, Any] = {}
+    for key in keys:
+        within, beside = inside.get(key), config.get(key)
+        if within is not None and beside is not None and within != beside:
+            raise ConfigError(f"{where}: {key} {within}, but {beside} beside dflash_config")
+        if within is not None or beside is not None:
+            found[key] = beside if within is None else within
+    return found
+
+
+def without_head(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The config of the backbone alone: without `keys`, and with a `dflash_config`."""
+    dropped = set(keys)
+    outer = {key: value for key, value in config.items() if key not in dropped}
+    inner = {key: value for key, value in (config.get("dflash_config") or {}).items() if key not in dropped}
+    return {**outer, "dflash_config": inner}
 
 
 def refuse_other_strategies(config: Mapping[str, Any], where: str) -> None:
-    """ConfigError for drafts that share DFlash's class name and compute more, such as DSpark."""
+    """ConfigError for drafts that share DFlash's class name and compute more."""
     dflash = config.get("dflash_config") or {}
     found = [
         key for key in ("projector_type", "markov_rank", "prefix_gru", "emb_dim") if config.get(key, dflash.get(key))
     ]
     if found:
         raise ConfigError(f"{where}: {', '.join(found)}: a draft of another strategy that is built on DFlash")
+
+
+def refuse_other_arithmetic(config: Mapping[str, Any], windows: list[int | None], where: str) -> None:
+    """ConfigError for drafts with DFlash's tensors that compute something else with them."""
+    for key, plain in _PLAIN.items():
+        found = _anywhere(config, key)
+        if found is not None and found != plain:
+            raise ConfigError(f"{where}: {key} {found}: drafts here compute with {plain} only")
+    for key in ("is_causal", "causal"):
+        causal = _anywhere(config, key)
+        if causal is not None and any(bool(causal) != (window is not None) for window in windows):
+            raise ConfigError(
+                f"{where}: {key} {causal}: in drafts here the tokens of a block see those before them in layers with a "
+                "sliding window, and all of the block in the others"
+            )
+
+
+def refuse_part_of_vocabulary(config: Mapping[str, Any], vocab_size: int, strategy: str, where: str) -> None:
+    """ConfigError for a draft that can say some of the target's tokens only."""
+    said = config.get("draft_vocab_size")
+    if said is not None and said != vocab_size:
+        raise ConfigError(
+            f"{where}: draft_vocab_size {said} of {vocab_size}: {strategy} drafts here predict all of the target's tokens"
+        )
+
+
+def _anywhere(config: Mapping[str, Any], key: str) -> Any:
+    """The value in `dflash_config`, else beside it."""
+    within = (config.get("dflash_config") or {}).get(key)
+    return config.get(key) if within is None else within
+
+
+def _is_of(config: Mapping[str, Any], *classes: str) -> bool:
+    return any(name in classes for name in config.get("architectures") or [])

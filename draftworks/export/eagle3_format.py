@@ -17,6 +17,7 @@ from torch import Tensor
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
+from draftworks.export.layer_tensors import layer_tensors
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
 
@@ -52,19 +53,10 @@ class Eagle3Format(ExportFormat):
 
     def expected_tensors(self, shape: DraftShape) -> Shapes:
         hidden, layer = shape.hidden_size, self.layer_prefix
-        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         names: Shapes = {
             "fc.weight": (hidden, len(shape.taps) * hidden),
             f"{layer}hidden_norm.weight": (hidden,),
-            f"{layer}input_layernorm.weight": (hidden,),
-            f"{layer}post_attention_layernorm.weight": (hidden,),
-            f"{layer}self_attn.q_proj.weight": (queries, 2 * hidden),
-            f"{layer}self_attn.k_proj.weight": (keys, 2 * hidden),
-            f"{layer}self_attn.v_proj.weight": (keys, 2 * hidden),
-            f"{layer}self_attn.o_proj.weight": (hidden, queries),
-            f"{layer}mlp.gate_proj.weight": (shape.intermediate_size, hidden),
-            f"{layer}mlp.up_proj.weight": (shape.intermediate_size, hidden),
-            f"{layer}mlp.down_proj.weight": (hidden, shape.intermediate_size),
+            **layer_tensors(layer, shape, inputs=2 * hidden),
             "norm.weight": (hidden,),
             "lm_head.weight": (shape.draft_vocab_size or shape.vocab_size, hidden),
         }

@@ -32,6 +32,7 @@ class DraftShape:
         draft_vocab_size: tokens that its head predicts; None where the target's own head does.
         rope: rope parameters in the form of transformers 5.
         options: options of the strategy that change what the draft computes, all of them.
+        own_embedding: whether its embedding is its own, and not the target's.
     """
 
     strategy: str
@@ -47,6 +48,7 @@ class DraftShape:
     rms_norm_eps: float
     rope: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
+    own_embedding: bool = False
 
     def differences(self, other: DraftShape) -> list[str]:
         """What is not the same in `other`, a text each: `name: expected ours, found theirs`."""

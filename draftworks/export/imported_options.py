@@ -31,6 +31,7 @@ def strategy_options(shape: DraftShape, parts: TargetParts, hints: Mapping[str, 
         "draft_vocab_size": shape.draft_vocab_size,
         "num_layers": shape.num_layers,
         "num_taps": len(shape.taps),
+        "train_embeddings": shape.own_embedding,
         **shape.options,
     }
     values = {name: value for name, value in {**hints, **sizes}.items() if name in known}

@@ -40,8 +40,9 @@ class ImportedDraft:
 def import_draft(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
     """Recognise a checkpoint and write it as a canonical draft into `out`, a new folder, complete or not at all.
 
-    Known are our own drafts, speculators (EAGLE-3, DFlash), SGLang's EAGLE-3 with its relatives from SpecForge and
-    ModelOpt, and z-lab's DFlash and Domino. Weights become fp32 without loss.
+    Known are our own drafts, speculators (EAGLE-3, P-EAGLE, DFlash, DSpark), SGLang's EAGLE-3 with its relatives from
+    SpecForge and ModelOpt, z-lab's DFlash and Domino, and DSpark of SpecForge, DeepSpec and ModelOpt. Weights become
+    fp32 without loss.
 
     Raises:
         ConfigError: `out` exists, and is left as it is; not one of these; a draft that computes what no strategy here

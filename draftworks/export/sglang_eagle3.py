@@ -25,6 +25,8 @@ from draftworks.export.layer_keys import layer_keys, layer_sizes, require
 from draftworks.export.speculators_keys import is_speculators, model_path
 from draftworks.runs import TargetFiles
 
+_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
+"""Keys of vLLM's P-EAGLE drafts, whose class name is EAGLE-3's."""
 _NEWER_SGLANG = "SGLang with pull request #24663 (May 2026) or later"
 
 
@@ -76,6 +78,11 @@ class SglangEagle3(Eagle3Format):
 
     def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where, eagle = "config.json", config.get("eagle_config") or {}
+        parallel = [key for key in _PARALLEL if config.get(key) is not None]
+        if parallel:
+            raise ConfigError(
+                f"{where}: {', '.join(parallel)}: a P-EAGLE draft, which can be imported from the speculators format only"
+            )
         if config.get("norm_output"):
             raise ConfigError(
                 f"{where}: norm_output: true means two things: SpecForge before its #879 normed what the head reads, SGLang "

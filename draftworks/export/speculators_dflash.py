@@ -9,7 +9,13 @@ import torch
 
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.dflash_format import DFlashFormat, block_options, layer_type_keys, read_windows
+from draftworks.export.dflash_format import (
+    DFlashFormat,
+    block_options,
+    layer_type_keys,
+    read_windows,
+    refuse_part_of_vocabulary,
+)
 from draftworks.export.export_format import DraftShape
 from draftworks.export.layer_ids import from_format, to_format
 from draftworks.export.layer_keys import layer_keys, layer_sizes, require
@@ -62,11 +68,7 @@ class SpeculatorsDFlash(DFlashFormat):
             raise ConfigError(f"{where}: sliding_window: {OTHER_WINDOW}")
         if config.get("sample_from_anchor"):
             raise ConfigError(f"{where}: sample_from_anchor: true: drafts here take the anchor for a known token")
-        if config.get("draft_vocab_size", sizes["vocab_size"]) != sizes["vocab_size"]:
-            raise ConfigError(
-                f"{where}: draft_vocab_size {config['draft_vocab_size']} of {sizes['vocab_size']}: DFlash drafts here "
-                "predict all of the target's tokens"
-            )
+        refuse_part_of_vocabulary(config, sizes["vocab_size"], self.strategy, where)
         return DraftShape(
             strategy=self.strategy,
             taps=from_format(self.name, require(config, "aux_hidden_state_layer_ids", where)),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftworks.errors import StoreError
+from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.hub import hub_file
 from draftworks.runs import TargetFiles
@@ -52,9 +52,28 @@ def architectures(target: TargetFiles) -> list[str]:
         raise StoreError(f"{path}: the config of target {target.name} cannot be read: {error}") from error
 
 
-def vllm_commands(draft: CanonicalDraft, folder: str, method: str, tokens: int) -> dict[str, str]:
-    """vLLM takes the target from the draft's config.json, or is told of both."""
-    spelled = f'{{"model": "{folder}", "method": "{method}", "num_speculative_tokens": {tokens}}}'
+def proposed_tokens(config: Mapping[str, Any], where: str) -> int:
+    """How many tokens a config.json has servers ask for. Raises ConfigError where it does not say."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    tokens = methods[0].get("speculative_tokens")
+    if not isinstance(tokens, int):
+        raise ConfigError(
+            f"{where}: speculators_config.proposal_methods: expected a method with its number of speculative_tokens first, "
+            f"found {methods[0]}"
+        )
+    return tokens
+
+
+def vllm_commands(
+    draft: CanonicalDraft, folder: str, method: str, tokens: int, parallel: bool = False
+) -> dict[str, str]:
+    """vLLM takes the target from the draft's config.json, or is told of both.
+
+    Args:
+        parallel: whether the draft proposes its tokens in one pass, which vLLM's method does not say.
+    """
+    config = {"model": folder, "method": method, "num_speculative_tokens": tokens}
+    spelled = json.dumps(config | ({"parallel_drafting": True} if parallel else {}))
     return {
         "vLLM": f"vllm serve {folder}",
         "vLLM, target first": f"vllm serve {model_path(draft.target)} --speculative-config '{spelled}'",

@@ -13,8 +13,10 @@ from draftworks.export.dflash_format import (
     DFlashFormat,
     block_options,
     is_domino,
+    is_dspark,
     layer_type_keys,
     read_windows,
+    refuse_other_arithmetic,
     refuse_other_strategies,
 )
 from draftworks.export.export_format import DraftShape
@@ -26,6 +28,7 @@ from draftworks.runs import TargetFiles
 
 class ZlabDFlash(DFlashFormat):
     name = "zlab_dflash"
+    sglang_algorithm = "DFLASH"
 
     def loaders(self, draft: CanonicalDraft) -> str:
         if draft.options.sliding_window is not None:
@@ -35,7 +38,7 @@ class ZlabDFlash(DFlashFormat):
     def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         return {
             "SGLang": f"python -m sglang.launch_server --model-path {model_path(draft.target)} "
-            f"--speculative-algorithm DFLASH --speculative-draft-model-path {folder}"
+            f"--speculative-algorithm {self.sglang_algorithm} --speculative-draft-model-path {folder}"
         }
 
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
@@ -56,7 +59,7 @@ class ZlabDFlash(DFlashFormat):
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         known = "DFlashDraftModel" in (config.get("architectures") or [])
-        return known and not is_domino(config) and not is_speculators(config)
+        return known and not (is_domino(config) or is_dspark(config) or is_speculators(config))
 
     def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
@@ -66,6 +69,8 @@ class ZlabDFlash(DFlashFormat):
         if layers != target.num_layers:
             raise ConfigError(f"{where}: num_target_layers {layers}: the target has {target.num_layers} layers")
         sizes = layer_sizes(config, where)
+        windows = read_windows(config, sizes["num_layers"], where)
+        refuse_other_arithmetic(config, windows, where)
         return DraftShape(
             strategy=self.strategy,
             taps=from_format(self.name, require(block, "target_layer_ids", f"{where}: dflash_config")),
@@ -73,7 +78,7 @@ class ZlabDFlash(DFlashFormat):
             options=block_options(
                 config.get("block_size") or require(block, "block_size", where),
                 require(block, "mask_token_id", f"{where}: dflash_config"),
-                read_windows(config, sizes["num_layers"], where),
+                windows,
             ),
             **sizes,
         )

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.dflash_format import is_domino
+from draftworks.export.dflash_format import head_settings, is_domino, without_head
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.layer_keys import require
 from draftworks.export.speculators_keys import is_speculators
@@ -53,12 +52,8 @@ class ZlabDomino(ZlabDFlash):
 
     def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json: dflash_config"
-        backbone = super().shape(_without_projector(config), target)
-        beside = {key: config[key] for key in _PROJECTOR if config.get(key) is not None}
-        projector = beside | (config.get("dflash_config") or {})
-        for key, value in beside.items():
-            if projector[key] != value:
-                raise ConfigError(f"{where}: {key} {projector[key]}, but {value} beside dflash_config")
+        backbone = super().shape(without_head(config, _PROJECTOR), target)
+        projector = head_settings(config, _PROJECTOR, where)
         options = {key: require(projector, key, where) for key in _PROJECTOR if key != "projector_type"}
         return replace(backbone, options={**backbone.options, **options})
 
@@ -84,10 +79,3 @@ class ZlabDomino(ZlabDFlash):
 
 def _projector_of(draft: CanonicalDraft) -> dict[str, Any]:
     return {key: getattr(draft.options, key) for key in _PROJECTOR if key != "projector_type"}
-
-
-def _without_projector(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the backbone alone."""
-    outer = {key: value for key, value in config.items() if key not in _PROJECTOR}
-    inner = {key: value for key, value in (config.get("dflash_config") or {}).items() if key not in _PROJECTOR}
-    return {**outer, "dflash_config": inner} if "dflash_config" in config else outer

@@ -40,11 +40,13 @@ def measure(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
     """Answer the eval set's prompts with the draft at work, and compare with the walk over the same answers.
 
     Raises:
-        ConfigError: there is no SGLang, or none that can speculate on this machine.
+        ConfigError: there is no SGLang, or none that can speculate on this machine with such a draft.
         EngineError: the server does not start, or proposes another number of tokens than the walk.
         DataError: the eval set has no prompt.
     """
     device = resolve_device(run.serving.device).type
+    speculation = Speculation.of_command(run.command, DRAFT_FOLDER, run.draft).proposing(run.draft_tokens)
+    speculation.require(device)
     if device == "cpu":
         _require_cpu_can(run)
     stop_ids = ChatTokenizer.load(run.target).eos_ids
@@ -52,7 +54,6 @@ def measure(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
     asked = questions(TokenizedSet.open(run.tokens), run.serving.prompts, limits, run.max_length)
     if not asked:
         raise DataError(f"{run.tokens}: expected samples with a prompt before their answer, found none to ask a server")
-    speculation = Speculation.of_command(run.command, DRAFT_FOLDER, run.draft).proposing(run.draft_tokens)
     with _serving(run, ctx, _options(run, device, speculation)) as client:
         live = _ask(client, run, asked, stop_ids)
     resampling = Resampling(run.confidence, run.resamples)

@@ -18,6 +18,9 @@ _PREFIX = "--speculative-"
 _ON_CPU = ("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1")
 """SGLang speculates with Triton kernels, which our platform plug-in has interpreted on a CPU; each split costs one more turn."""
 
+_CPU_ALGORITHMS = ("EAGLE", "EAGLE3", "DFLASH")
+"""Those for which our platform plug-in stands in on a CPU. DSPARK is refused there by SGLang itself."""
+
 
 @dataclass(frozen=True)
 class Speculation:
@@ -48,6 +51,14 @@ class Speculation:
     def algorithm(self) -> str:
         """As SGLang names it: EAGLE3, DFLASH, ..."""
         return self.options[ALGORITHM]
+
+    def require(self, device: str) -> None:
+        """ConfigError where SGLang does not speculate so on a device of this type."""
+        if device == "cpu" and self.algorithm not in _CPU_ALGORITHMS:
+            raise ConfigError(
+                f"SGLang does not serve drafts with {ALGORITHM} {self.algorithm} on a CPU: expected one of "
+                f"{', '.join(_CPU_ALGORITHMS)} there. Serve it on a GPU, or set evaluation.serving.prompts: 0"
+            )
 
     def proposing(self, count: int) -> Speculation:
         """The same, proposing `count` tokens a pass where the server is told how many; a block has them in its config.json."""

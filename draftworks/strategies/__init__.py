@@ -2,7 +2,9 @@
 
 from draftworks.strategies.dflash import DFLASH, DFlashOptions, dflash_taps
 from draftworks.strategies.domino import DOMINO, DominoOptions
+from draftworks.strategies.dspark import DSPARK, DSparkOptions
 from draftworks.strategies.eagle3 import EAGLE3, Eagle3Options, eagle3_taps
+from draftworks.strategies.peagle import PEAGLE, PEagleOptions
 from draftworks.strategies.spec import (
     ExportSpec,
     LayerCounting,
@@ -20,12 +22,16 @@ from draftworks.strategies.spec import (
 __all__ = [
     "DFLASH",
     "DOMINO",
+    "DSPARK",
     "EAGLE3",
+    "PEAGLE",
     "DFlashOptions",
+    "DSparkOptions",
     "DominoOptions",
     "Eagle3Options",
     "ExportSpec",
     "LayerCounting",
+    "PEagleOptions",
     "StrategyOptions",
     "StrategySpec",
     "TargetSizes",

@@ -53,7 +53,7 @@ class DFlashOptions(LayerOptions):
         None, description="Draft layers with the window; default all, where there is one."
     )
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
-        "auto", description="How it is computed, equal to rounding: auto is sdpa."
+        "auto", description="How it is computed, equal to rounding: auto is flex on a GPU, else sdpa."
     )
     objective_chunk_blocks: int = Field(128, ge=1, description="Blocks whose logits are held at a time.")
 
@@ -104,7 +104,8 @@ def check_dflash(options: DFlashOptions, target: TargetSizes) -> None:
         )
 
 
-def _speculators_refuses(options: DFlashOptions, taps: tuple[LayerTap, ...]) -> str | None:
+def refuse_windows(options: DFlashOptions, taps: tuple[LayerTap, ...]) -> str | None:
+    """What speculators cannot hold."""
     if options.sliding_window is not None:
         return f"sliding_window: {OTHER_WINDOW}"
     return None
@@ -134,7 +135,7 @@ DFLASH = register_strategy(
                 factory="draftworks.export.speculators_dflash:SpeculatorsDFlash",
                 reader="draftworks.export.readers.dflash_layouts:read_speculators_dflash",
                 counting="layers_passed",
-                refuses=_speculators_refuses,
+                refuses=refuse_windows,
             ),
         ),
     )

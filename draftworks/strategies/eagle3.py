@@ -10,7 +10,7 @@ from draftworks.identity import LayerTap
 from draftworks.strategies.layer_options import LayerOptions
 from draftworks.strategies.sizes import check_heads
 from draftworks.strategies.spec import ExportSpec, StrategySpec, register_strategy
-from draftworks.strategies.taps import checked_taps
+from draftworks.strategies.taps import eagle_taps
 
 
 class Eagle3Options(LayerOptions):
@@ -67,9 +67,7 @@ def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]
     Raises:
         ConfigError: a tap is not inside the target, or taps collide.
     """
-    default = [2, num_layers // 2, num_layers - 3]
-    count = len(default if options.layer_ids is None else options.layer_ids)
-    return checked_taps("eagle3", options.layer_ids, default, num_layers, count)
+    return eagle_taps("eagle3", options.layer_ids, num_layers)
 
 
 def _mean_over_positions(options: Eagle3Options) -> str | None:

@@ -6,6 +6,12 @@ from draftworks.errors import ConfigError
 from draftworks.identity import LayerTap
 
 
+def eagle_taps(strategy: str, given: list[int] | None, num_layers: int) -> tuple[LayerTap, ...]:
+    """The taps of EAGLE-3 and its relatives, ascending: three unless the options name others. Raises ConfigError."""
+    default = [2, num_layers // 2, num_layers - 3]
+    return checked_taps(strategy, given, default, num_layers, len(default if given is None else given))
+
+
 def checked_taps(
     strategy: str, given: list[int] | None, default: list[int], num_layers: int, count: int
 ) -> tuple[LayerTap, ...]:

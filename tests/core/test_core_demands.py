@@ -73,6 +73,13 @@ def test_one_that_is_not_there_is_refused(tmp_path, tiny_target):
             {"pure_draft_prefix_len": 2},
             "strategies.domino.export: .*zlab_domino: pure_draft_prefix_len 2: SGLang",
         ),
+        ("dspark", {"block_size": 40}, "dspark: block_size 40 does not fit into samples of at most 32 tokens"),
+        ("dspark", {"layer_ids": [2, 8]}, r"dspark: configured layer ids .*outside 0\.\.7"),
+        ("dspark", {"markov_rank": 0}, "dspark: .*markov_rank 0 leaves no Markov embedding"),
+        ("peagle", {"num_depths": 32}, "peagle: num_depths 32 does not fit into samples of at most 32 tokens"),
+        ("peagle", {"mask_token_id": 2048}, "peagle: mask_token_id 2048 is outside"),
+        ("peagle", {"layer_ids": [2, 8]}, r"peagle: configured layer ids .*outside 0\.\.7"),
+        ("peagle", {"draft_vocab_size": 4096}, "draft_vocab_size 4096 is larger"),
         ("eagle3", {"draft_vocab_size": 4096}, "draft_vocab_size 4096 is larger"),
         (
             "eagle3",

@@ -48,7 +48,7 @@ def test_shipped_entries_are_valid():
         ("model: [\n", r"not valid YAML"),
         ("- a\n", r"expected a mapping of keys to values, found a list"),
         (GOOD + "revision: main\n", r"commit of 40 hex digits, found 'main'"),
-        (GOOD + "strategies: {eagle: {}}\n", r"unknown strategy 'eagle': did you mean eagle3\?"),
+        (GOOD + "strategies: {eagle: {}}\n", r"unknown strategy 'eagle': did you mean peagle or eagle3\?"),
         (GOOD + "strategies: {eagle3: {options: {ttt_len: 3}}}\n", r"unknown key ttt_len; did you mean ttt_length"),
         (
             GOOD + "strategies: {eagle3: {training: {global_batch_size: 3, micro_batch_size: 2}}}\n",

@@ -21,7 +21,7 @@ def parts() -> TargetParts:
     return small_target()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def vocab() -> VocabMapping:
     ids = np.sort(np.random.default_rng(2).permutation(VOCAB)[:DRAFT_VOCAB])
     return VocabMapping(ids - np.arange(DRAFT_VOCAB), np.isin(np.arange(VOCAB), ids))
@@ -44,7 +44,7 @@ def make_strategy(parts: TargetParts, vocab: VocabMapping) -> Callable[..., Eagl
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make_sample() -> Callable[..., dict[str, torch.Tensor]]:
     def make(mask: list[int], seed: int = 5, dtype=torch.float32) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)

@@ -1,16 +1,13 @@
-"""One rank of a sharded step: `fsdp_worker.py RANK FOLDER STRATEGY`; rank 0 writes its whole gradients to FOLDER, one
-`{dtype}.safetensors` per compute dtype.
-
-FOLDER holds `sample{rank}.safetensors` and `vocab.safetensors`.
-"""
+"""What a rank does in a sharded step of every strategy."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from draft_toys import small_target
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -20,30 +17,52 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.dflash import DFlashStrategy
 from draftworks.drafts.domino import DominoStrategy
+from draftworks.drafts.dspark import DSparkStrategy
 from draftworks.drafts.eagle3 import Eagle3Strategy
+from draftworks.drafts.peagle import PEagleStrategy
 from draftworks.drafts.strategy import DraftStrategy, StepContext
-from draftworks.strategies import DFlashOptions, DominoOptions, Eagle3Options
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.strategies import DFlashOptions, DominoOptions, DSparkOptions, Eagle3Options, PEagleOptions
+
+SOFT = 0.3
 
 
 def make(strategy: str, vocab: VocabMapping) -> DraftStrategy:
     if strategy == "eagle3":
         return Eagle3Strategy(Eagle3Options(ttt_length=4, draft_vocab_size=24), small_target(), vocab, seed=3)
+    if strategy == "peagle":
+        options = PEagleOptions(num_depths=4, num_layers=2, draft_vocab_size=24, fc_norm=True)
+        return PEagleStrategy(options, small_target(), vocab, seed=3)
     blocks = {"block_size": 4, "num_layers": 2, "layer_ids": [2, 4, 5], "num_anchors": 4}
     if strategy == "domino":
         made = DominoStrategy(DominoOptions(**blocks, emb_dim=6, gru_hidden_dim=5), small_target(), None, seed=3)
         nn.init.normal_(made.model.correction.projection, generator=torch.Generator().manual_seed(4))
         return made
+    if strategy == "dspark":
+        heads = {"markov_rank": 5, "markov_head_type": "rnn"}
+        made = DSparkStrategy(DSparkOptions(**blocks, **heads), _soft_spoken(small_target()), None, seed=3)
+        nn.init.normal_(made.model.markov_head.projection, std=SOFT, generator=torch.Generator().manual_seed(4))
+        return made
     options = DFlashOptions(**blocks)
     return DFlashStrategy(options, small_target(), None, seed=3)
 
 
-def main(rank: int, folder: Path, name: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def _soft_spoken(target: TargetParts) -> TargetParts:
+    """Less sure of its words. Where p is nearly q, rounding turns the sign of p - q around, and with it a gradient that is large
+    where both are sure."""
+    return replace(target, head=target.head * SOFT)
+
+
+def sharded_steps(rank: int, folder: Path, names: Sequence[str]) -> None:
+    """Rank 0 writes its whole gradients, one `{strategy}-{dtype}.safetensors` for every strategy and compute dtype.
+
+    Args:
+        folder: holds `sample{rank}.safetensors` and `vocab.safetensors`.
+    """
     mesh = init_device_mesh("cpu", (2,))
     sample = load_file(folder / f"sample{rank}.safetensors")
     mapping = VocabMapping.load(folder / "vocab.safetensors")
-    for dtype in ("float32", "bfloat16"):
+    for name, dtype in product(names, ("float32", "bfloat16")):
         strategy = make(name, mapping)
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -54,9 +73,4 @@ def main(rank: int, folder: Path, name: str) -> None:
         (output.loss_sum * 2).backward()  # FSDP averages over two ranks
         whole = {key: p.grad.full_tensor() for key, p in strategy.model.named_parameters()}
         if rank == 0:
-            save_file(whole, folder / f"{dtype}.safetensors")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+            save_file(whole, folder / f"{name}-{dtype}.safetensors")

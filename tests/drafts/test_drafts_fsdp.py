@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from fsdp_worker import make
+from fsdp_worker import make, sharded_steps
+from gloo_ranks import on_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,23 +14,35 @@ from torch.distributed.tensor import DTensor
 from draftworks.drafts.strategy import StepContext
 from draftworks.training.backend import FSDPTrainingBackend, process_group_of_one
 
-WORKER = Path(__file__).with_name("fsdp_worker.py")
+
+class Sharded(NamedTuple):
+    """Samples, one a rank, and the folder with the gradients of all strategies."""
+
+    samples: list[dict[str, torch.Tensor]]
+    folder: Path
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash", "domino"])
-def test_two_sharded_ranks_sum_to_the_gradients_of_one_process(name, make_sample, vocab, tmp_path):
+NAMES = ["eagle3", "dflash", "domino", "dspark", "peagle"]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(make_sample, vocab, tmp_path_factory) -> Sharded:
+    """What two processes make of all strategies, one after the other."""
+    folder = tmp_path_factory.mktemp("ranks")
     samples = [make_sample([0, 0] + [1] * 10, 0), make_sample([0, 1, 1, 1, 1, 1], 1)]
     for rank, sample in enumerate(samples):
-        save_file(sample, tmp_path / f"sample{rank}.safetensors")
-    vocab.save(tmp_path / "vocab.safetensors")
-    command = [sys.executable, str(WORKER)]
-    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path), name]) for rank in range(2)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+        save_file(sample, folder / f"sample{rank}.safetensors")
+    vocab.save(folder / "vocab.safetensors")
+    on_ranks(2, folder, sharded_steps, folder, NAMES)
+    return Sharded(samples, folder)
 
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_sharded_ranks_sum_to_the_gradients_of_one_process(name, on_two_ranks, vocab):
     strategy = make(name, vocab)
-    strategy.forward_loss(strategy.collate(samples, ["0", "1"]), StepContext()).loss_sum.backward()
+    strategy.forward_loss(strategy.collate(on_two_ranks.samples, ["0", "1"]), StepContext()).loss_sum.backward()
     for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 0.05)):
-        found = load_file(tmp_path / f"{dtype}.safetensors")
+        found = load_file(on_two_ranks.folder / f"{name}-{dtype}.safetensors")
         for parameter_name, parameter in strategy.model.named_parameters():
             error = torch.linalg.vector_norm(found[parameter_name] - parameter.grad)
             assert error <= tolerance * torch.linalg.vector_norm(parameter.grad), (dtype, parameter_name)

@@ -15,11 +15,13 @@ from torch import Tensor
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.dflash import DFlashStrategy
 from draftworks.drafts.domino import DominoStrategy
+from draftworks.drafts.dspark import DSparkStrategy
 from draftworks.drafts.eagle3 import Eagle3Strategy
+from draftworks.drafts.peagle import PEagleStrategy
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.evaluation.replay import replay
 from draftworks.features.contracts import TrainBatch
-from draftworks.strategies import DFlashOptions, DominoOptions, Eagle3Options
+from draftworks.strategies import DFlashOptions, DominoOptions, DSparkOptions, Eagle3Options, PEagleOptions
 
 STREAMS = ("hf2", "hf4", "hf5", "last")
 VARIANTS = {
@@ -32,9 +34,21 @@ VARIANTS = {
     "dflash dpace": ("dflash", {"weighting": "dpace"}),
     "dflash specforge dpace eager": ("dflash", {"loss": "specforge", "weighting": "dpace", "attention": "eager"}),
     "domino": ("domino", {"emb_dim": 6, "gru_hidden_dim": 5}),
+    "dspark": ("dspark", {"markov_rank": 5, "gamma": 2.0}),
+    "dspark rnn dpace": ("dspark", {"markov_rank": 5, "markov_head_type": "rnn", "weighting": "dpace"}),
+    "peagle": ("peagle", {"num_layers": 2}),
+    "peagle eager": ("peagle", {"attention": "eager", "down_sample_ratio": 0.5, "train_embeddings": False}),
     "dflash window": ("dflash", {"sliding_window": 3, "sliding_layers": [1]}),
 }
-BLOCK_STRATEGIES = {"dflash": (DFlashStrategy, DFlashOptions), "domino": (DominoStrategy, DominoOptions)}
+BLOCK_STRATEGIES = {
+    "dflash": (DFlashStrategy, DFlashOptions),
+    "domino": (DominoStrategy, DominoOptions),
+    "dspark": (DSparkStrategy, DSparkOptions),
+}
+REDUCED_VOCABULARY = {
+    "eagle3": (Eagle3Strategy, Eagle3Options, "ttt_length"),
+    "peagle": (PEagleStrategy, PEagleOptions, "num_depths"),
+}
 masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=14), min_size=1, max_size=5)
 
 
@@ -49,8 +63,8 @@ def strategy_of(variant: str, dtype: torch.dtype = torch.float64, **more: int) -
     else:
         ids = np.sort(np.random.default_rng(2).permutation(VOCAB)[:DRAFT_VOCAB])
         vocab = VocabMapping(ids - np.arange(DRAFT_VOCAB), np.isin(np.arange(VOCAB), ids))
-        shape = {"ttt_length": 4, "draft_vocab_size": DRAFT_VOCAB}
-        strategy = Eagle3Strategy(Eagle3Options(**shape, **options), parts, vocab, seed=3)
+        make, typed, steps = REDUCED_VOCABULARY[name]
+        strategy = make(typed(draft_vocab_size=DRAFT_VOCAB, **{steps: 4}, **options), parts, vocab, seed=3)
     strategy.model.to(dtype)
     return strategy
 
@@ -143,7 +157,7 @@ def test_every_row_proposes_what_it_does_alone_up_to_the_last_of_a_sample(varian
     assert torch.equal(together, torch.cat(alone, dim=1))
 
 
-@pytest.mark.parametrize("variant", ["dflash", "domino"])
+@pytest.mark.parametrize("variant", ["dflash", "domino", "dspark"])
 def test_a_packed_row_is_walked_in_as_few_passes_as_its_samples_padded(variant: str) -> None:
     """Each goes over the context of the whole row."""
     strategy, samples = strategy_of(variant), samples_of([[True] * 90] * 3)
@@ -184,7 +198,7 @@ def _middle_of(strategy: DraftStrategy, samples: list[dict[str, Tensor]]) -> lis
     return [output.loss_sum.detach(), *gradients(strategy, output), *output.counts.values(), proposed[0, 6:16]]
 
 
-@pytest.mark.parametrize("variant", ["eagle3", "dflash"])
+@pytest.mark.parametrize("variant", ["eagle3", "dflash", "dspark", "peagle"])
 def test_what_a_sample_reads_is_finite_beside_one_that_is_not(variant: str) -> None:
     """Not even through a product with zero does a neighbour come in."""
     strategy = strategy_of(variant)

@@ -13,17 +13,19 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from draftworks.capture.hf import HFTargetEngine
-from draftworks.data.vocab import build_vocab_mapping
+from draftworks.data.vocab import VocabMapping, build_vocab_mapping
 from draftworks.drafts.dflash import DFlashStrategy
 from draftworks.drafts.domino import DominoStrategy
+from draftworks.drafts.dspark import DSparkStrategy
 from draftworks.drafts.eagle3 import Eagle3Strategy
+from draftworks.drafts.peagle import PEagleStrategy
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.evaluation.decoding import DecodingLimits, decode
 from draftworks.features.contracts import TrainBatch
 from draftworks.identity import EngineIdentity, LayerTap
 from draftworks.runs import TargetFiles
-from draftworks.strategies import DFlashOptions, DominoOptions, Eagle3Options
+from draftworks.strategies import DFlashOptions, DominoOptions, DSparkOptions, Eagle3Options, PEagleOptions
 
 TTT = 4
 TAPS = (LayerTap(2), LayerTap(4), LayerTap(5))
@@ -97,9 +99,19 @@ def _answered(model: LlamaForCausalLM, tokenizer, row: dict, limits: DecodingLim
 
 
 def eagle3(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
-    counts = np.bincount([token for sample in samples for token in sample.answer], minlength=parts.vocab_size)
     options = Eagle3Options(ttt_length=TTT, draft_vocab_size=400, layer_ids=[tap.hf_index for tap in TAPS])
-    return Eagle3Strategy(options, parts, build_vocab_mapping(counts, 400), seed=1)
+    return Eagle3Strategy(options, parts, _vocabulary(parts, samples), seed=1)
+
+
+def peagle(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+    layers = [tap.hf_index for tap in TAPS]
+    options = PEagleOptions(num_depths=TTT, num_layers=2, draft_vocab_size=400, layer_ids=layers)
+    return PEagleStrategy(options, parts, _vocabulary(parts, samples), seed=1)
+
+
+def _vocabulary(parts: TargetParts, samples: list[Sample]) -> VocabMapping:
+    counts = np.bincount([token for sample in samples for token in sample.answer], minlength=parts.vocab_size)
+    return build_vocab_mapping(counts, 400)
 
 
 def dflash(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
@@ -113,6 +125,12 @@ def domino(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
     sizes = {"block_size": TTT + 1, "num_layers": 2, "emb_dim": 24, "gru_hidden_dim": 32, "num_anchors": 32}
     options = DominoOptions(layer_ids=layers, **sizes)
     return DominoStrategy(options, parts, None, seed=1)
+
+
+def dspark(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
+    layers = [tap.hf_index for tap in TAPS]
+    sizes = {"block_size": TTT, "num_layers": 2, "markov_rank": 24, "markov_head_type": "rnn", "num_anchors": 32}
+    return DSparkStrategy(DSparkOptions(layer_ids=layers, **sizes), parts, None, seed=1)
 
 
 def _teach(ladder: Ladder, steps: int) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,6 +63,21 @@ def test_per_position_losses_and_acceptance_rates_are_reported_if_counted() -> N
     metrics = EvalResult(1.0, 2.0, 5, counts).metrics()
     assert metrics["eval/ploss_0"] == 3.0
     assert metrics["eval/acceptance_rate_0"] == 0.25
+
+
+def test_what_only_the_strategy_counts_is_reported_under_its_own_name() -> None:
+    counts = {
+        "acc_denoms": (4.0,),
+        "accept_len_sums": (6.0,),
+        "accept_len_denoms": (4.0,),
+        "confidence_error_sums": (1.0, 0.5),
+        "confidence_error_denoms": (4.0, 2.0),
+        "without_denoms_sums": (1.0,),
+    }
+    metrics = EvalResult(1.0, 2.0, 5, counts).metrics()
+    assert metrics["eval/accept_len"] == 1.5
+    assert metrics["eval/confidence_error"] == [0.25, 0.25]
+    assert "eval/without_denoms" not in metrics
 
 
 def test_no_batches_is_no_result() -> None:
@@ -131,15 +145,13 @@ def test_results_add_up_and_survive_json() -> None:
     assert EvalResult.from_json(json.loads(json.dumps(both.to_json()))) == both
 
 
-def _join_with_unequal_shares(rank: int, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+def _with_unequal_shares(rank: int) -> None:
     everything = [batch(6.0, [3, 1], [4, 2]), batch(2.0, [1, 1], [4, 2])]
     expected = EvalResult(8.0, 8.0, 20, {"acc_corrects": (4.0, 2.0), "acc_denoms": (8.0, 4.0)})
     assert Evaluator().run(forward, everything[rank : rank + 1]) == expected
     assert Evaluator().run(forward, everything if rank == 1 else []) == expected
     assert Evaluator().run(forward, []) is None
-    dist.destroy_process_group()
 
 
 def test_ranks_with_unequal_and_empty_shares_agree(tmp_path: Path) -> None:
-    mp.spawn(_join_with_unequal_shares, (str(tmp_path / "rendezvous"),), nprocs=2)
+    on_ranks(2, tmp_path, _with_unequal_shares)

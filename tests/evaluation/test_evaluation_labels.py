@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_ranks import on_ranks
 from torch import Tensor
 
 from draftworks.evaluation.labels import collate_labels, label_agreement
@@ -47,12 +46,10 @@ def test_nothing_to_agree_on_is_no_agreement() -> None:
     assert label_agreement([], HEAD, CPU) == 0.0
 
 
-def _join_with_unequal_shares(rank: int, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+def _with_unequal_shares(rank: int) -> None:
     mine = [batch(RIGHT_TWICE_OF_THREE), batch(RIGHT_ONCE_OF_ONE)] if rank == 1 else []
     assert label_agreement(mine, HEAD, CPU) == 3 / 4
-    dist.destroy_process_group()
 
 
 def test_ranks_with_unequal_shares_agree(tmp_path: Path) -> None:
-    mp.spawn(_join_with_unequal_shares, (str(tmp_path / "rendezvous"),), nprocs=2)
+    on_ranks(2, tmp_path, _with_unequal_shares)

@@ -31,13 +31,18 @@ LLAMA3_ROPE = {
 EAGLE3 = {"ttt_length": 3, "draft_vocab_size": DRAFT_VOCAB}
 DFLASH = {"block_size": 4, "num_layers": 2, "num_anchors": 8, "num_taps": 3}
 DOMINO = {**DFLASH, "emb_dim": 6, "gru_hidden_dim": 5}
-OPTIONS = {"eagle3": EAGLE3, "dflash": DFLASH, "domino": DOMINO}
+DSPARK = {**DFLASH, "markov_rank": 6}
+PEAGLE = {"num_depths": 3, "num_layers": 2, "draft_vocab_size": DRAFT_VOCAB}
+OPTIONS = {"eagle3": EAGLE3, "peagle": PEAGLE, "dflash": DFLASH, "domino": DOMINO, "dspark": DSPARK}
 FORMATS = {
     "sglang_eagle3": "eagle3",
     "speculators_eagle3": "eagle3",
+    "speculators_peagle": "peagle",
     "zlab_dflash": "dflash",
     "speculators_dflash": "dflash",
     "zlab_domino": "domino",
+    "zlab_dspark": "dspark",
+    "speculators_dspark": "dspark",
 }
 
 
@@ -65,7 +70,10 @@ class Toys:
 
     def draft(self, strategy: str, name: str = "draft", **options: Any) -> CanonicalDraft:
         """A canonical draft with weights that no initialisation has."""
-        made = self.strategy(strategy, **options)
+        return self.saved(self.strategy(strategy, **options), name)
+
+    def saved(self, made: DraftStrategy, name: str) -> CanonicalDraft:
+        """A draft as it is, in a folder of that name."""
         save_draft(self.folder / name, made, self.target.digest, provenance={"steps": 3})
         return CanonicalDraft.load(self.folder / name, self.target)
 
@@ -85,11 +93,11 @@ def small_vocab(size: int, of: int) -> VocabMapping:
 
 
 def _stir(strategy: DraftStrategy) -> None:
-    """Norms away from 1, and what begins as 0 away from it, so that a forgotten one shows."""
+    """Norms away from 1, an embedding away from the target's, and what begins as 0 away from it, so that a forgotten one shows."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, weight in strategy.model.named_parameters():
-            if "norm" in name or not weight.any():
+            if "norm" in name or "embed_tokens" in name or not weight.any():
                 weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
 
 
@@ -156,12 +164,26 @@ _EAGLE3_OPTIONS = (
     {"draft_vocab_size": VOCAB},
     {**_SIZES, "ttt_length": 1},
 )
+_PEAGLE_OPTIONS = (
+    {},
+    {"fc_norm": True, "train_embeddings": False},
+    {"norm_before_residual": True, "num_layers": 1, "layer_ids": [0, 1, 3, 6]},
+    {**_SIZES, "draft_vocab_size": VOCAB, "mask_token_id": 5},
+    {"num_depths": 1, "num_layers": 3},
+)
 _OWN_LAYER = {"head_dim": 4, "rms_norm_eps": 1e-3, "rope": {"rope_type": "default", "rope_theta": 7.0}}
 _DFLASH_OPTIONS = ({}, {"layer_ids": [1, 4], "num_taps": 2}, {**_SIZES, "mask_token_id": 5})
+_DSPARK_OPTIONS = (
+    {},
+    {"markov_head_type": "gated", "confidence_with_markov": False, **_SIZES, "mask_token_id": 5},
+    {"markov_head_type": "rnn", "confidence_head": False, "layer_ids": [1, 4], "num_taps": 2},
+)
 CASES = (
     *(Case(name, options) for name in ("sglang_eagle3", "speculators_eagle3") for options in _EAGLE3_OPTIONS),
+    *(Case("speculators_peagle", options) for options in _PEAGLE_OPTIONS),
     *(Case(name, options) for name in ("zlab_dflash", "speculators_dflash") for options in _DFLASH_OPTIONS),
     *(Case("zlab_domino", {**options, "shift_label": shift}) for options in _DFLASH_OPTIONS for shift in (True, False)),
+    *(Case(name, options) for name in ("zlab_dspark", "speculators_dspark") for options in _DSPARK_OPTIONS),
     *(Case(name, {}, tied=True, rope=LLAMA3_ROPE) for name in FORMATS),
     *(Case(name, _OWN_LAYER) for name in FORMATS),
     Case("speculators_eagle3", {"feedback": "post_norm"}),
@@ -170,4 +192,6 @@ CASES = (
     Case("zlab_dflash", {"sliding_window": 3}),
     Case("zlab_dflash", {"sliding_window": 3, "sliding_layers": [1]}),
     Case("zlab_domino", {"sliding_window": 3, "block_size": 7}),
+    Case("zlab_dspark", {"sliding_window": 3, "block_size": 7}),
+    Case("speculators_dspark", {"markov_rank": 0, "confidence_with_markov": False}),
 )

@@ -18,6 +18,14 @@ SAYS = 48
 """Tokens of a reduced draft vocabulary."""
 BLOCK_SIZE, MASK_TOKEN, DFLASH_LAYERS = 6, 2047, 2
 EMB_DIM, GRU_HIDDEN_DIM = 24, 20
+MARKOV_RANK = 12
+PEAGLE_LAYERS, NUM_DEPTHS = 2, 5
+_ARCHITECTURES = {
+    "eagle3": "Eagle3Speculator",
+    "peagle": "PEagleSpeculator",
+    "dflash": "DFlashSpeculator",
+    "dspark": "DSparkSpeculator",
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,30 @@ def speculators_eagle3(target: Path, embedding: Tensor, **settings: Any) -> Rand
         "norm_output": False,
         "embed_requires_grad": False,
         "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+    }
+    return RandomExport(config | settings, tensors)
+
+
+def speculators_peagle(target: Path, **settings: Any) -> RandomExport:
+    """With an embedding of its own."""
+    tensors = {
+        **_eagle3_tensors("layers.0.", settings),
+        "embed_tokens.weight": _matrix(VOCAB, HIDDEN, seed=110),
+        "mask_hidden": torch.randn(1, 1, 3 * HIDDEN, generator=torch.Generator().manual_seed(111)),
+    }
+    for i in range(1, PEAGLE_LAYERS):
+        tensors |= _layer_tensors(f"layers.{i}.", HIDDEN, seed=120 + 20 * i)
+    config = {
+        **_speculators_config("peagle", target, speculative_tokens=NUM_DEPTHS),
+        "transformer_layer_config": _layer_config("llama", PEAGLE_LAYERS),
+        "draft_vocab_size": SAYS,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": True,
+        "mask_token_id": MASK_TOKEN,
         "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
     }
     return RandomExport(config | settings, tensors)
@@ -133,6 +165,34 @@ def zlab_domino(**settings: Any) -> RandomExport:
     return RandomExport(config | settings, {**backbone.tensors, **tensors})
 
 
+def zlab_dspark(**settings: Any) -> RandomExport:
+    """`settings` are keys of the heads."""
+    heads, backbone = _dspark_heads(settings), zlab_dflash()
+    return RandomExport(
+        {
+            **backbone.config,
+            **heads,
+            "architectures": ["DSparkDraftModel"],
+            "dflash_config": {**backbone.config["dflash_config"], "projector_type": "dspark", **heads},
+        },
+        {**backbone.tensors, **_dspark_tensors(heads, VOCAB)},
+    )
+
+
+def speculators_dspark(target: Path, says: int = VOCAB, **settings: Any) -> RandomExport:
+    """`settings` are keys of the heads."""
+    heads, backbone = _dspark_heads(settings), speculators_dflash(target, says)
+    return RandomExport(
+        {
+            **backbone.config,
+            **_speculators_config("dspark", target, speculative_tokens=BLOCK_SIZE),
+            **heads,
+            "sample_from_anchor": True,
+        },
+        {**backbone.tensors, **_dspark_tensors(heads, says)},
+    )
+
+
 def draft_vocabulary(says: int) -> dict[str, Tensor]:
     """d2t and t2d of some of the target's tokens."""
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(80))[:says].sort().values
@@ -145,7 +205,7 @@ def _speculators_config(algorithm: str, target: Path, speculative_tokens: int) -
     method = {"proposal_type": "greedy", "speculative_tokens": speculative_tokens}
     return {
         "speculators_model_type": algorithm,
-        "architectures": ["Eagle3Speculator" if algorithm == "eagle3" else "DFlashSpeculator"],
+        "architectures": [_ARCHITECTURES[algorithm]],
         "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": algorithm,
@@ -211,6 +271,36 @@ def _dflash_tensors() -> dict[str, Tensor]:
         tensors |= _layer_tensors(layer, HIDDEN, seed=20 * (i + 1))
         tensors |= {f"{layer}self_attn.{n}_norm.weight": _norm(HEAD_DIM, seed=70 + i) for n in "qk"}
     return tensors
+
+
+def _dspark_heads(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "markov_rank": MARKOV_RANK,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        **settings,
+    }
+
+
+def _dspark_tensors(heads: Mapping[str, Any], says: int) -> dict[str, Tensor]:
+    rank, tensors = heads["markov_rank"], {}
+    if rank:
+        tensors["markov_head.markov_w1.weight"] = _matrix(VOCAB, rank, seed=130) * rank**0.5
+        tensors["markov_head.markov_w2.weight"] = _matrix(says, rank, seed=131) * 3
+    if heads["markov_head_type"] == "gated":
+        tensors |= _affine("markov_head.gate_proj", rank, HIDDEN + rank, seed=132)
+    if heads["markov_head_type"] == "rnn":
+        tensors |= _affine("markov_head.joint_proj", 3 * rank, 2 * rank + HIDDEN, seed=134)
+    if heads["enable_confidence_head"]:
+        read = rank if heads["confidence_head_with_markov"] else 0
+        tensors |= _affine("confidence_head.proj", 1, HIDDEN + read, seed=136)
+    return tensors
+
+
+def _affine(name: str, outputs: int, inputs: int, seed: int) -> dict[str, Tensor]:
+    bias = torch.randn(outputs, generator=torch.Generator().manual_seed(seed + 1))
+    return {f"{name}.weight": _matrix(outputs, inputs, seed), f"{name}.bias": bias}
 
 
 def _layer_tensors(layer: str, inputs: int, seed: int) -> dict[str, Tensor]:

@@ -26,23 +26,26 @@ class Question:
 
 @dataclass(frozen=True)
 class Case:
-    """A folder to load and, with a question, to compute logits with."""
+    """A folder to load and, with a question, to compute logits with; or to be saved anew by the library."""
 
     name: str
     folder: Path
     question: Question | None = None
     attention: str = "eager"
+    saved: Path | None = None
 
 
 @dataclass(frozen=True)
 class Findings:
-    """See `Verdict` in tools/speculators_logits.py; `logits` (k, V_d) where there was a question and no error."""
+    """See `Verdict` in tools/speculators_logits.py. Where there was a question and no error: `logits` (k, V_d), and
+    `confidence` (k,) of a draft with such a head."""
 
     error: str | None
     missing: list[str]
     extra: list[str]
     unequal: list[str]
-    logits: Tensor | None
+    logits: Tensor | None = None
+    confidence: Tensor | None = None
 
     @property
     def loads(self) -> bool:
@@ -63,7 +66,7 @@ def judge(python: Path, cases: Sequence[Case], work: Path) -> dict[str, Findings
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     verdicts = json.loads(answer.read_text())
-    return {name: Findings(**verdict, logits=_logits(work, name)) for name, verdict in verdicts.items()}
+    return {name: Findings(**verdict, **_said(work, name)) for name, verdict in verdicts.items()}
 
 
 def _request(case: Case, work: Path) -> dict[str, str | None]:
@@ -71,10 +74,16 @@ def _request(case: Case, work: Path) -> dict[str, str | None]:
     if case.question is not None:
         inputs, logits = str(work / f"{case.name}.inputs"), str(work / f"{case.name}.logits")
         save_file(dict(vars(case.question)), inputs)
-    folder = str(case.folder)
-    return {"name": case.name, "folder": folder, "attention": case.attention, "inputs": inputs, "logits": logits}
+    return {
+        "name": case.name,
+        "folder": str(case.folder),
+        "attention": case.attention,
+        "inputs": inputs,
+        "logits": logits,
+        "saved": None if case.saved is None else str(case.saved),
+    }
 
 
-def _logits(work: Path, name: str) -> Tensor | None:
+def _said(work: Path, name: str) -> dict[str, Tensor]:
     path = work / f"{name}.logits"
-    return load_file(path)["logits"] if path.exists() else None
+    return load_file(path) if path.exists() else {}

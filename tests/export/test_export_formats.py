@@ -66,6 +66,9 @@ def test_every_registered_format_is_tried_here():
         ("zlab_domino", {"layer_ids": [0, 4]}, "layer_ids .*embeddings.*No format can hold it"),
         ("zlab_domino", {"pure_draft_prefix_len": 0}, "pure_draft_prefix_len 0: SGLang.*No format can hold it"),
         ("speculators_dflash", {"sliding_window": 3}, "sliding_window.*exported as zlab_dflash"),
+        ("zlab_dspark", {"layer_ids": [0, 4]}, "layer_ids .*embeddings.*exported as speculators_dspark"),
+        ("zlab_dspark", {"markov_rank": 0, "confidence_head": False}, "markov_rank 0: SGLang.*as speculators_dspark"),
+        ("speculators_dspark", {"sliding_window": 3}, "sliding_window.*exported as zlab_dspark"),
     ],
 )
 def test_what_a_server_would_compute_otherwise_is_refused(toys: Toys, name: str, options: dict, reason: str):
@@ -103,9 +106,12 @@ def test_an_unknown_format_is_an_error_with_the_closest_names(toys: Toys):
     [
         ("sglang_eagle3", [1, 3, 4]),
         ("speculators_eagle3", [2, 4, 5]),
+        ("speculators_peagle", [2, 4, 5]),
         ("zlab_dflash", [1, 3, 5]),
         ("speculators_dflash", [2, 4, 6]),
         ("zlab_domino", [1, 3, 5]),
+        ("zlab_dspark", [1, 3, 5]),
+        ("speculators_dspark", [2, 4, 6]),
     ],
 )
 def test_layer_ids_count_as_the_format_does(toys: Toys, name: str, ids: list[int]):
@@ -133,9 +139,10 @@ def test_sglang_is_not_told_a_target_hidden_size(toys: Toys):
     assert "target_hidden_size" not in config_of(toys.folder / "out")
 
 
-def test_speculators_gets_no_mapping_where_it_has_none(toys: Toys):
-    draft = toys.draft("eagle3", draft_vocab_size=VOCAB)
-    export_draft(draft, "speculators_eagle3", toys.folder / "out")
+@pytest.mark.parametrize("name", ["speculators_eagle3", "speculators_peagle"])
+def test_speculators_gets_no_mapping_where_it_has_none(toys: Toys, name: str):
+    draft = toys.draft(FORMATS[name], draft_vocab_size=VOCAB)
+    export_draft(draft, name, toys.folder / "out")
     with safe_open(toys.folder / "out" / "model.safetensors", "pt") as file:
         assert not {"d2t", "t2d"} & set(file.keys())
 
@@ -161,6 +168,27 @@ def test_the_readme_says_which_sglang_loads_the_draft(toys: Toys, options: dict,
     serving = text[text.index("## Serving") :]
     assert re.search(needed, serving)
     assert "--speculative-draft-model-path DRAFT_FOLDER --speculative-num-steps 3" in serving
+
+
+@pytest.mark.parametrize(
+    ("options", "vllm"),
+    [({}, True), ({"markov_head_type": "rnn"}, False), ({"markov_rank": 0, "confidence_head": False}, False)],
+)
+def test_vllm_is_told_to_serve_the_markov_head_that_it_has_and_no_other(toys: Toys, options: dict, vllm: bool):
+    result = export_draft(toys.draft("dspark", **options), "speculators_dspark", toys.folder / "out")
+    assert bool(result.commands) == vllm
+    if vllm:
+        assert '"method": "dspark", "num_speculative_tokens": 4' in result.commands["vLLM, target first"]
+    else:
+        assert "Not vLLM" in result.loaders
+
+
+@pytest.mark.parametrize(("confidence", "said"), [(True, "not `static`"), (False, "has to stay `static`")])
+def test_the_readme_says_when_sglang_looks_at_confidences(toys: Toys, confidence: bool, said: str):
+    export_draft(toys.draft("dspark", confidence_head=confidence), "zlab_dspark", toys.folder / "out")
+    text = (toys.folder / "out" / "README.md").read_text()
+    assert said in text
+    assert "--speculative-algorithm DSPARK --speculative-draft-model-path DRAFT_FOLDER" in text
 
 
 def test_the_model_card_comes_first_in_the_readme(toys: Toys):

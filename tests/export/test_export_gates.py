@@ -26,9 +26,13 @@ Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 EAGLE3, DFLASH = ("sglang_eagle3", "speculators_eagle3"), ("zlab_dflash", "speculators_dflash")
 DOMINO = ("zlab_domino",)
-BLOCKS = (*DFLASH, *DOMINO)
-SPECULATORS = ("speculators_eagle3", "speculators_dflash")
-ALL = (*EAGLE3, *BLOCKS)
+PEAGLE = ("speculators_peagle",)
+DSPARK = ("zlab_dspark", "speculators_dspark")
+BLOCKS = (*DFLASH, *DOMINO, *DSPARK)
+EAGLES = (*EAGLE3, *PEAGLE)
+SPECULATORS_EAGLES = (*EAGLE3[1:], *PEAGLE)
+SPECULATORS = (*SPECULATORS_EAGLES, "speculators_dflash", "speculators_dspark")
+ALL = (*EAGLES, *BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -149,8 +153,33 @@ def in_layers(**values: Any) -> Callable[[Config], Any]:
     return lambda config: config.get("transformer_layer_config", config).update(values)
 
 
+def windowed(config: Config) -> None:
+    layer = config["transformer_layer_config"]
+    layer |= {"layer_types": ["sliding_attention"] * layer["num_hidden_layers"], "sliding_window": 3}
+
+
+def proposing(tokens: int) -> Callable[[Config], Any]:
+    return lambda config: config["speculators_config"]["proposal_methods"][0].update(speculative_tokens=tokens)
+
+
 def in_projector(**values: Any) -> Callable[[Config], Any]:
     return lambda config: config["dflash_config"].update(values)
+
+
+def in_heads(**values: Any) -> Callable[[Config], Any]:
+    """Wherever the format keeps the keys of DSpark's heads."""
+
+    def change(config: Config) -> None:
+        for place in (config, config.get("dflash_config")):
+            if place is not None:
+                place.update(values)
+
+    return change
+
+
+def exchange_markov(tensors: Tensors) -> None:
+    first, second = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+    tensors[first], tensors[second] = tensors[second], tensors[first]
 
 
 def reorder_gru(tensors: Tensors) -> None:
@@ -163,18 +192,18 @@ def reorder_gru(tensors: Tensors) -> None:
 DAMAGES = (
     Damage("fc missing", "key_set", tensors=without("fc.weight")),
     Damage("layers under another name", "key_set", EAGLE3[:1], lambda t: rename(t, "midlayer.", "layers.0.")),
-    Damage("layers under SGLang's name", "key_set", EAGLE3[1:], lambda t: rename(t, "layers.0.", "midlayer.")),
+    Damage("layers under SGLang's name", "key_set", SPECULATORS_EAGLES, lambda t: rename(t, "layers.0.", "midlayer.")),
     Damage("layers below another module", "key_set", BLOCKS, lambda t: rename(t, "layers.", "decoder.layers.")),
-    Damage("lm_head missing", "key_set", EAGLE3, without("lm_head.weight")),
-    Damage("embed_tokens missing", "key_set", EAGLE3[1:], without("embed_tokens.weight")),
+    Damage("lm_head missing", "key_set", EAGLES, without("lm_head.weight")),
+    Damage("embed_tokens missing", "key_set", SPECULATORS_EAGLES, without("embed_tokens.weight")),
     Damage("hidden_norm missing", "key_set", BLOCKS, without("hidden_norm.weight")),
-    Damage("d2t missing", "key_set", EAGLE3, without("d2t")),
+    Damage("d2t missing", "key_set", EAGLES, without("d2t")),
     Damage("extra tensor", "key_set", tensors=having(extra=torch.zeros(2))),
     Damage("fc cut", "shapes", tensors=cut_fc),
     Damage("fc of another width than the layers", "fc_width", tensors=cut_fc),
-    Damage("absolute ids in d2t", "vocabulary", EAGLE3, as_ids),
-    Damage("stale t2d", "vocabulary", EAGLE3, mark_another),
-    Damage("d2t in int32", "vocabulary", EAGLE3, lambda t: t.update(d2t=t["d2t"].int())),
+    Damage("absolute ids in d2t", "vocabulary", EAGLES, as_ids),
+    Damage("stale t2d", "vocabulary", EAGLES, mark_another),
+    Damage("d2t in int32", "vocabulary", EAGLES, lambda t: t.update(d2t=t["d2t"].int())),
     Damage("swapped taps seen in the weights", "tensors_equal", tensors=swap_taps),
     Damage("swapped taps seen in the logits", "same_logits", tensors=swap_taps),
     Damage("fp16 overflow", "finite", tensors=overflow),
@@ -183,7 +212,7 @@ DAMAGES = (
     Damage(
         "another target's embedding",
         "same_logits",
-        EAGLE3[1:],
+        SPECULATORS_EAGLES,
         lambda t: t["embed_tokens.weight"].copy_(t["embed_tokens.weight"].flip(0)),
     ),
     Damage("layer ids of the other convention", "layer_ids", config=count_from_the_other_end),
@@ -196,17 +225,33 @@ DAMAGES = (
     Damage("dtype of the weights", "config_round_trip", config=having(dtype="float32")),
     Damage("norm epsilon", "config_round_trip", config=in_layers(rms_norm_eps=0.1)),
     Damage("number of heads", "config_round_trip", config=in_layers(num_attention_heads=2)),
-    Damage("draft vocabulary", "config_round_trip", EAGLE3, config=having(draft_vocab_size=23)),
+    Damage("draft vocabulary", "config_round_trip", EAGLES, config=having(draft_vocab_size=23)),
     Damage("feedback", "config_round_trip", EAGLE3, config=having(norm_output=True)),
     Damage("feedback, logits", "same_logits", EAGLE3, config=having(norm_output=True)),
-    Damage("norms before fc", "config_round_trip", EAGLE3, config=having(fc_norm=True)),
-    Damage("normed residual", "config_round_trip", EAGLE3[1:], config=having(norm_before_residual=True)),
+    Damage("norms before fc", "config_round_trip", EAGLES, config=having(fc_norm=True)),
+    Damage("normed residual", "config_round_trip", SPECULATORS_EAGLES, config=having(norm_before_residual=True)),
     Damage("normed residual left open", "config_round_trip", EAGLE3[1:], config=without("norm_before_residual")),
     Damage("block size", "config_round_trip", BLOCKS, config=having(block_size=5)),
-    Damage("mask token", "same_logits", DFLASH[1:], config=having(mask_token_id=3)),
+    Damage("mask token", "same_logits", (*DFLASH[1:], *PEAGLE), config=having(mask_token_id=3)),
     Damage("anchor sampled from", "config_round_trip", DFLASH[1:], config=having(sample_from_anchor=True)),
     Damage("causal blocks in vLLM", "same_logits", DFLASH[1:], config=having(sliding_window_non_causal=False)),
     Damage("a null where SGLang asks for the key", "same_logits", EAGLE3[:1], config=having(target_hidden_size=None)),
+    Damage("state of a mask missing", "key_set", PEAGLE, without("mask_hidden")),
+    Damage(
+        "state of a mask for other taps",
+        "same_logits",
+        PEAGLE,
+        lambda t: t["mask_hidden"].copy_(t["mask_hidden"].flip(2)),
+    ),
+    Damage("a layer under another number", "key_set", PEAGLE, lambda t: rename(t, "layers.1.", "layers.2.")),
+    Damage("a layer of two", "config_round_trip", PEAGLE, config=in_layers(num_hidden_layers=1)),
+    Damage("layers with a window", "config_round_trip", SPECULATORS_EAGLES, config=windowed),
+    Damage("layers with a window, logits", "same_logits", SPECULATORS_EAGLES, config=windowed),
+    Damage("number of proposals", "config_round_trip", PEAGLE, config=proposing(9)),
+    Damage("no proposals", "same_logits", PEAGLE, config=proposing(0)),
+    Damage("embedding said to be the target's", "config_round_trip", PEAGLE, config=having(embed_requires_grad=False)),
+    Damage("normed residual, logits", "same_logits", SPECULATORS_EAGLES, config=having(norm_before_residual=True)),
+    Damage("one token at a time", "same_logits", PEAGLE, config=having(speculators_model_type="eagle3")),
     Damage("correction missing", "key_set", DOMINO, without("embed_proj.2.weight")),
     Damage("parts of the GRU in another order", "same_logits", DOMINO, reorder_gru),
     Damage("label shift", "config_round_trip", DOMINO, config=in_projector(shift_label=False)),
@@ -214,7 +259,28 @@ DAMAGES = (
     Damage("what is corrected", "config_round_trip", DOMINO, config=in_projector(pure_draft_prefix_len=0)),
     Damage("no projector", "same_logits", DOMINO, config=in_projector(projector_type=None)),
     Damage("two widths of the projector", "config_round_trip", DOMINO, config=having(emb_dim=7)),
-    Damage("another class", "same_logits", EAGLE3[:1] + DFLASH[:1] + DOMINO, config=having(architectures=["Llama"])),
+    Damage("Markov head missing", "key_set", DSPARK, without("markov_head.markov_w2.weight")),
+    Damage("Markov matrices exchanged", "tensors_equal", DSPARK, exchange_markov),
+    Damage("Markov matrices exchanged, logits", "same_logits", DSPARK, exchange_markov),
+    Damage("another kind of Markov head", "config_round_trip", DSPARK, config=in_heads(markov_head_type="gated")),
+    Damage("rank of the Markov head", "config_round_trip", DSPARK, config=in_heads(markov_rank=5)),
+    Damage("no Markov head", "same_logits", DSPARK, config=in_heads(markov_rank=0)),
+    Damage("confidence missing", "key_set", DSPARK, without("confidence_head.proj.bias")),
+    Damage(
+        "confidence of the state alone", "config_round_trip", DSPARK, config=in_heads(confidence_head_with_markov=False)
+    ),
+    Damage("no confidence", "config_round_trip", DSPARK, config=in_heads(enable_confidence_head=False)),
+    Damage("anchor passed over", "config_round_trip", DSPARK, config=having(sample_from_anchor=False)),
+    Damage("anchor passed over, logits", "same_logits", DSPARK, config=having(sample_from_anchor=False)),
+    Damage(
+        "heads where SGLang checks and not where it builds", "same_logits", DSPARK[:1], config=without("markov_rank")
+    ),
+    Damage(
+        "another class",
+        "same_logits",
+        EAGLE3[:1] + DFLASH[:1] + DOMINO + DSPARK[:1],
+        config=having(architectures=["Llama"]),
+    ),
     Damage("no speculators_config", "same_logits", SPECULATORS, config=without("speculators_config")),
     Damage("no config of the layers", "config_round_trip", SPECULATORS, config=without("transformer_layer_config")),
 )

@@ -227,7 +227,12 @@ def nothing(_: Any) -> None:
 REFUSED: dict[str, tuple[str, Callable[[Tensors], Any], Callable[[Config], Any], str]] = {
     "not a draft": ("sglang_eagle3", nothing, having(architectures=["LlamaForCausalLM"]), "not a draft that is known"),
     "another strategy": ("speculators_eagle3", nothing, having(speculators_model_type="mtp"), "kind 'mtp'"),
-    "built on DFlash": ("zlab_dflash", nothing, having(projector_type="dspark"), "another strategy .* built on DFlash"),
+    "built on DFlash": (
+        "zlab_dflash",
+        nothing,
+        having(projector_type="lilicorr"),
+        "another strategy .* built on DFlash",
+    ),
     "hidden size": ("sglang_eagle3", nothing, having(hidden_size=32), "hidden_size: expected 16, found 32"),
     "vocabulary": ("speculators_eagle3", nothing, layer(vocab_size=41), "vocab_size: expected 40, found 41"),
     "head size": ("zlab_dflash", nothing, having(head_dim=8), r"q_proj\.weight: expected \(32, 16\).*found \(24, 16\)"),

@@ -17,10 +17,13 @@ DFLASH = [LayerTap(2), LayerTap(10), LayerTap(18), LayerTap(26), LayerTap(34)]
 
 TABLE = [
     ("speculators_eagle3", EAGLE3, [2, 18, 33]),  # vLLM's own default for 36 layers: [2, n // 2, n - 3]
+    ("speculators_peagle", EAGLE3, [2, 18, 33]),
     ("sglang_eagle3", EAGLE3, [1, 17, 32]),  # SpecForge's default: [1, n // 2 - 1, n - 4]
     ("speculators_dflash", DFLASH, [2, 10, 18, 26, 34]),
     ("zlab_dflash", DFLASH, [1, 9, 17, 25, 33]),  # as in the published draft for Qwen3-8B
     ("zlab_domino", DFLASH, [1, 9, 17, 25, 33]),
+    ("zlab_dspark", DFLASH, [1, 9, 17, 25, 33]),  # as in the published recipes for Qwen3-4B
+    ("speculators_dspark", DFLASH, [2, 10, 18, 26, 34]),
 ]
 
 

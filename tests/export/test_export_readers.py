@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from export_toys import FORMATS
 from random_exports import (
     BLOCK_SIZE,
+    NUM_DEPTHS,
     SAYS,
     VOCAB,
     RandomExport,
     draft_vocabulary,
     sglang_eagle3,
     speculators_dflash,
+    speculators_dspark,
     speculators_eagle3,
+    speculators_peagle,
     zlab_dflash,
     zlab_domino,
+    zlab_dspark,
 )
 
 from draftworks.errors import ConfigError, StoreError
@@ -28,19 +35,22 @@ def exports(tiny_folder, tiny_tensors) -> dict[str, RandomExport]:
     return {
         "sglang_eagle3": sglang_eagle3(),
         "speculators_eagle3": speculators_eagle3(tiny_folder, tiny_tensors.embedding),
+        "speculators_peagle": speculators_peagle(tiny_folder),
         "zlab_dflash": zlab_dflash(),
         "speculators_dflash": speculators_dflash(tiny_folder, says=SAYS),
         "zlab_domino": zlab_domino(),
+        "zlab_dspark": zlab_dspark(markov_head_type="rnn"),
+        "speculators_dspark": speculators_dspark(tiny_folder, says=SAYS, markov_head_type="gated"),
     }
 
 
 @pytest.fixture
 def read(tmp_path, tiny_tensors):
     """Opens an export; several in a test get folders of their own."""
-    count = iter(range(100))
+    number = itertools.count()
 
     def opened(export_format: str, export: RandomExport, target: TargetTensors = tiny_tensors):
-        return open_export(export_format, export.write(tmp_path / str(next(count))), target)
+        return open_export(export_format, export.write(tmp_path / str(next(number))), target)
 
     return opened
 
@@ -79,7 +89,9 @@ def test_a_stream_that_the_target_does_not_have_is_named(exports, ask, question)
         ask("zlab_dflash", exports["zlab_dflash"], features={"hf2": low, "hf4": middle, "hf3": high})
 
 
-@pytest.mark.parametrize("export_format", ["sglang_eagle3", "speculators_eagle3", "zlab_domino"])
+@pytest.mark.parametrize(
+    "export_format", ["sglang_eagle3", "speculators_eagle3", "zlab_domino", "zlab_dspark", "speculators_dspark"]
+)
 def test_a_step_of_a_chain_depends_on_the_words_before_it_alone(export_format, exports, ask, question):
     said, drawn = ask(export_format, exports[export_format]), question.drawn.clone()
     drawn[1] = (drawn[1] + 1) % VOCAB
@@ -88,10 +100,34 @@ def test_a_step_of_a_chain_depends_on_the_words_before_it_alone(export_format, e
     assert not torch.allclose(other[2].exp(), said[2].exp(), atol=1e-4)
 
 
-@pytest.mark.parametrize("export_format", ["zlab_dflash", "speculators_dflash"])
+@pytest.mark.parametrize("export_format", ["zlab_dflash", "speculators_dflash", "speculators_peagle"])
 def test_a_block_does_not_depend_on_its_own_words(export_format, exports, ask, question):
     said = ask(export_format, exports[export_format])
     assert torch.equal(ask(export_format, exports[export_format], drawn=question.drawn.flip(0)), said)
+
+
+def test_a_chain_of_masks_does_not_depend_on_how_long_it_is(exports, ask):
+    export = exports["speculators_peagle"]
+    whole = ask("speculators_peagle", export, drawn=torch.zeros(NUM_DEPTHS).long())
+    for count in range(1, NUM_DEPTHS):
+        torch.testing.assert_close(ask("speculators_peagle", export, drawn=torch.zeros(count).long()), whole[:count])
+    assert not torch.allclose(whole[1].exp(), whole[2].exp(), atol=1e-4)
+
+
+def test_the_first_token_of_p_eagle_is_eagle3s_with_the_same_layer(ask, tiny_folder, tiny_tensors):
+    alone = speculators_peagle(tiny_folder, embed_requires_grad=False)
+    alone = alone.with_config(transformer_layer_config__num_hidden_layers=1)
+    alone = replace(alone, tensors={name: t for name, t in alone.tensors.items() if not name.startswith("layers.1.")})
+    chain = speculators_eagle3(tiny_folder, alone.tensors["embed_tokens.weight"])
+    said, chained = ask("speculators_peagle", alone), ask("speculators_eagle3", chain)
+    torch.testing.assert_close(said[0], chained[0])
+    assert not torch.allclose(said[1].exp(), chained[1].exp(), atol=1e-4)
+
+
+def test_p_eagle_reads_the_embedding_of_its_file_and_not_the_targets(ask, tiny_folder, tiny_tensors):
+    own = speculators_peagle(tiny_folder)
+    other = own.with_tensors(embed_tokens__weight=tiny_tensors.embedding.clone())
+    assert not torch.allclose(ask("speculators_peagle", own).exp(), ask("speculators_peagle", other).exp(), atol=1e-4)
 
 
 def test_both_eagle3_layouts_compute_the_same(exports, ask):
@@ -127,12 +163,46 @@ def test_the_first_token_of_a_domino_block_is_its_backbones_own(ask, read, quest
     assert not torch.allclose(said[1], rows[row + 1].log_softmax(-1), atol=0.1)
 
 
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_both_dspark_layouts_compute_the_same(ask, read, question, tiny_folder, kind):
+    exports = {
+        "zlab_dspark": zlab_dspark(markov_head_type=kind),
+        "speculators_dspark": speculators_dspark(tiny_folder, markov_head_type=kind),
+    }
+    said = [ask(name, export) for name, export in exports.items()]
+    assert torch.equal(*said)
+    confidences = [read(name, export).confidence(**vars(question)) for name, export in exports.items()]
+    assert torch.equal(*confidences)
+
+
+def test_without_a_markov_head_a_dspark_block_is_its_backbones_own_from_the_anchor_on(ask, read, question, tiny_folder):
+    bare = speculators_dspark(tiny_folder, markov_rank=0, confidence_head_with_markov=False)
+    backbone = read("zlab_dflash", zlab_dflash())
+    rows = backbone.rows(question.features, question.next_tokens)[: len(question.drawn)]
+    torch.testing.assert_close(ask("speculators_dspark", bare), (rows @ backbone.head.T).log_softmax(-1))
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated"])
+def test_a_memoryless_markov_head_knows_the_last_word_alone_and_a_recurrent_one_all(ask, question, kind):
+    drawn = question.drawn.clone()
+    drawn[0] = (drawn[0] + 1) % VOCAB
+    for markov, moves in ((kind, False), ("rnn", True)):
+        said = [
+            ask("zlab_dspark", zlab_dspark(markov_head_type=markov), drawn=words) for words in (question.drawn, drawn)
+        ]
+        assert not torch.allclose(said[0][1].exp(), said[1][1].exp(), atol=1e-4)
+        assert torch.equal(said[0][2], said[1][2]) != moves
+
+
 def test_a_block_has_no_more_proposals_than_places(read, exports, question):
     reader = read("zlab_dflash", exports["zlab_dflash"])
     with pytest.raises(ValueError, match="5 proposals, asked for 6"):
         reader.log_probabilities(question.features, question.next_tokens, torch.zeros(6, dtype=torch.int64))
     shifted = read("zlab_domino", exports["zlab_domino"])
     assert len(shifted.log_probabilities(question.features, question.next_tokens, torch.zeros(6).long())) == 6
+    dspark = read("zlab_dspark", exports["zlab_dspark"])
+    with pytest.raises(ValueError, match="6 proposals, asked for 7"):
+        dspark.log_probabilities(question.features, question.next_tokens, torch.zeros(7).long())
     with pytest.raises(ValueError, match="6 proposals, asked for 7"):
         shifted.log_probabilities(question.features, question.next_tokens, torch.zeros(7).long())
 
@@ -175,6 +245,30 @@ REFUSED = [
     ("speculators_eagle3", {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc"),
     ("speculators_eagle3", {"transformer_layer_config__model_type": "qwen3"}, "model_type"),
     ("speculators_eagle3", {"target_hidden_size": 64}, "target_hidden_size: expected 128"),
+    (
+        "speculators_eagle3",
+        {"transformer_layer_config__layer_types": ["sliding_attention"]},
+        "layer_types: expected .'full_attention'. or nothing",
+    ),
+    ("speculators_eagle3", {"transformer_layer_config__num_hidden_layers": 2}, "num_hidden_layers"),
+    ("speculators_peagle", {"speculators_model_type": "eagle3"}, "speculators_model_type: expected 'peagle'"),
+    ("speculators_peagle", {"transformer_layer_config__model_type": "qwen3"}, "model_type"),
+    ("speculators_peagle", {"mask_token_id": None}, "mask_token_id: expected int"),
+    ("speculators_peagle", {"mask_token_id": VOCAB}, "mask_token_id: expected 0 to 2047"),
+    ("speculators_peagle", {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc"),
+    ("speculators_peagle", {"speculators_config__proposal_methods": []}, "proposal_methods"),
+    ("speculators_peagle", {"target_hidden_size": 64}, "target_hidden_size: expected 128"),
+    ("speculators_peagle", {"transformer_layer_config__fc_norm": True}, "fc_norm: expected False or nothing"),
+    (
+        "speculators_peagle",
+        {"transformer_layer_config__num_aux_hidden_states": 4},
+        "num_aux_hidden_states: expected 3 or nothing, found 4",
+    ),
+    (
+        "speculators_peagle",
+        {"transformer_layer_config__layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types: expected .* or nothing",
+    ),
     ("zlab_dflash", {"model_type": "llama"}, "model_type"),
     ("zlab_dflash", {"is_causal": True}, "is_causal"),
     ("zlab_dflash", {"layer_types": ["full_attention"]}, "layer_types"),
@@ -186,6 +280,19 @@ REFUSED = [
     ("zlab_domino", {"dflash_config__pure_draft_prefix_len": 0}, "pure_draft_prefix_len: expected 1, found 0"),
     ("zlab_domino", {"dflash_config__shift_label": 1}, "shift_label: expected bool, found 1"),
     ("zlab_domino", {"emb_dim": 7}, "emb_dim: expected 24 or nothing, found 7"),
+    ("zlab_dspark", {"architectures": ["DFlashDraftModel"]}, "architectures"),
+    ("zlab_dspark", {"markov_rank": 7}, "dflash_config.markov_rank: expected 7 or nothing, found 12"),
+    ("zlab_dspark", {"markov_head_type": None}, "markov_head_type: expected int or str or bool, found None"),
+    ("zlab_dspark", {"dflash_config__markov_head_type": "gated"}, "dflash_config.markov_head_type: expected 'rnn'"),
+    ("zlab_dspark", {"markov_rank": 0, "dflash_config__markov_rank": 0}, "markov_rank: expected 1 or more"),
+    ("zlab_dspark", {"sample_from_anchor": False}, "sample_from_anchor: expected True or nothing"),
+    ("zlab_dspark", {"is_causal": True}, "is_causal"),
+    ("speculators_dspark", {"speculators_model_type": "dflash"}, "speculators_model_type"),
+    ("speculators_dspark", {"sample_from_anchor": False}, "sample_from_anchor"),
+    ("speculators_dspark", {"block_size": 7}, "proposal_methods: expected block_size speculative_tokens"),
+    ("speculators_dspark", {"markov_head_type": "lstm"}, "markov_head_type: expected one of vanilla, gated, rnn"),
+    ("speculators_dspark", {"markov_rank": 0}, "confidence_head_with_markov: expected false where markov_rank is 0"),
+    ("speculators_dspark", {"sliding_window_non_causal": False}, "vLLM makes full attention causal"),
     ("speculators_dflash", {"sample_from_anchor": True}, "sample_from_anchor"),
     ("speculators_dflash", {"block_size": 8}, "proposal_methods: expected block_size - 1"),
     ("speculators_dflash", {"mask_token_id": None}, "mask_token_id"),
@@ -217,7 +324,7 @@ def test_offsets_and_members_must_name_the_same_tokens(exports, read):
 
 def test_a_draft_that_says_everything_may_map_it_in_sglang_alone(exports, read, tiny_folder, tiny_tensors):
     everything = {"d2t": torch.zeros(VOCAB, dtype=torch.int64), "t2d": torch.ones(VOCAB, dtype=torch.bool)}
-    for export_format in ("sglang_eagle3", "speculators_eagle3"):
+    for export_format in ("sglang_eagle3", "speculators_eagle3", "speculators_peagle"):
         export = exports[export_format].with_config(draft_vocab_size=VOCAB)
         export = export.with_tensors(lm_head__weight=tiny_tensors.head.clone())
         bare = export.without_tensor("d2t").without_tensor("t2d")

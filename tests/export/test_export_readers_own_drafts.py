@@ -14,26 +14,35 @@ from random_exports import (
     EMB_DIM,
     GRU_HIDDEN_DIM,
     INTERMEDIATE,
+    MARKOV_RANK,
     MASK_TOKEN,
+    NUM_DEPTHS,
+    PEAGLE_LAYERS,
     SAYS,
     RandomExport,
     draft_vocabulary,
     sglang_eagle3,
     speculators_dflash,
+    speculators_dspark,
     speculators_eagle3,
+    speculators_peagle,
     zlab_dflash,
     zlab_domino,
+    zlab_dspark,
 )
 from torch import Tensor
 
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.dflash import DFlashStrategy
+from draftworks.drafts.dflash_drafter import DFlashDrafter
 from draftworks.drafts.domino import DominoStrategy
+from draftworks.drafts.dspark import DSparkStrategy
 from draftworks.drafts.eagle3 import Eagle3Strategy
+from draftworks.drafts.peagle import PEagleStrategy
 from draftworks.drafts.strategy import DraftStrategy, Proposal
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.export.readers.opening import open_export
-from draftworks.strategies import DFlashOptions, DominoOptions, Eagle3Options
+from draftworks.strategies import DFlashOptions, DominoOptions, DSparkOptions, Eagle3Options, PEagleOptions
 
 TAPS = [2, 4, 5]
 
@@ -53,11 +62,20 @@ def moved(strategy: DraftStrategy) -> DraftStrategy:
     return strategy
 
 
-def our_eagle3(parts: TargetParts, **options) -> DraftStrategy:
+def reduced() -> VocabMapping:
     vocabulary = draft_vocabulary(SAYS)
-    vocab = VocabMapping(vocabulary["d2t"].numpy(), vocabulary["t2d"].numpy())
+    return VocabMapping(vocabulary["d2t"].numpy(), vocabulary["t2d"].numpy())
+
+
+def our_eagle3(parts: TargetParts, **options) -> DraftStrategy:
     chosen = Eagle3Options(draft_vocab_size=SAYS, intermediate_size=INTERMEDIATE, layer_ids=TAPS, **options)
-    return moved(Eagle3Strategy(chosen, parts, vocab, seed=5))
+    return moved(Eagle3Strategy(chosen, parts, reduced(), seed=5))
+
+
+def our_peagle(parts: TargetParts, **options) -> DraftStrategy:
+    sizes = {"num_depths": NUM_DEPTHS, "num_layers": PEAGLE_LAYERS, "intermediate_size": INTERMEDIATE}
+    chosen = PEagleOptions(**sizes, draft_vocab_size=SAYS, mask_token_id=MASK_TOKEN, layer_ids=TAPS, **options)
+    return moved(PEagleStrategy(chosen, parts, reduced(), seed=5))
 
 
 def our_dflash(parts: TargetParts, **options) -> DraftStrategy:
@@ -72,6 +90,16 @@ def our_domino(parts: TargetParts, **options) -> DraftStrategy:
     chosen = DominoOptions(**sizes, **correction, mask_token_id=MASK_TOKEN, layer_ids=TAPS, **options)
     strategy = moved(DominoStrategy(chosen, parts, None, seed=5))
     torch.nn.init.normal_(strategy.model.correction.projection, generator=torch.Generator().manual_seed(12))
+    return strategy
+
+
+def our_dspark(parts: TargetParts, **options) -> DSparkStrategy:
+    sizes = {"block_size": BLOCK_SIZE, "num_layers": DFLASH_LAYERS, "intermediate_size": INTERMEDIATE}
+    chosen = DSparkOptions(**sizes, markov_rank=MARKOV_RANK, mask_token_id=MASK_TOKEN, layer_ids=TAPS, **options)
+    strategy, generator = moved(DSparkStrategy(chosen, parts, None, seed=5)), torch.Generator().manual_seed(12)
+    for weight in strategy.model.parameters():
+        if not weight.any():
+            torch.nn.init.normal_(weight, generator=generator)
     return strategy
 
 
@@ -124,6 +152,21 @@ def test_eagle3_is_what_speculators_would_compute_without_norm_before_residual(
     check(strategy, "speculators_eagle3", export, count=4)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"fc_norm": True}, {"norm_before_residual": True}, {"train_embeddings": False}]
+)
+def test_peagle_is_what_speculators_would_compute(options, check, parts, tiny_folder):
+    strategy = our_peagle(parts, **options)
+    settings = {name: value for name, value in options.items() if name != "train_embeddings"}
+    tensors = {"embed_tokens.weight": parts.embedding.clone(), **strategy.model.state_dict()}
+    check(
+        strategy,
+        "speculators_peagle",
+        replace(speculators_peagle(tiny_folder, **settings), tensors=tensors),
+        NUM_DEPTHS,
+    )
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_dflash_is_what_z_lab_and_sglang_would_compute(window, check, parts):
     strategy = our_dflash(parts, sliding_window=window)
@@ -143,3 +186,36 @@ def test_domino_is_what_sglang_would_compute(shift_label, check, parts):
     tensors = {name.split(".", 1)[1]: tensor for name, tensor in strategy.model.state_dict().items()}
     export = replace(zlab_domino().with_config(dflash_config__shift_label=shift_label), tensors=tensors)
     check(strategy, "zlab_domino", export, count=strategy.options.labels)
+
+
+def bare_names(strategy: DraftStrategy) -> dict[str, Tensor]:
+    return {name.removeprefix("backbone."): tensor for name, tensor in strategy.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("export_format", ["zlab_dspark", "speculators_dspark"])
+def test_dspark_is_what_sglang_and_speculators_would_compute(export_format, kind, check, parts, tiny_folder):
+    strategy = our_dspark(parts, markov_head_type=kind)
+    if export_format == "zlab_dspark":
+        export = zlab_dspark(markov_head_type=kind)
+    else:
+        export = speculators_dspark(tiny_folder, markov_head_type=kind)
+    check(strategy, export_format, replace(export, tensors=bare_names(strategy)), count=BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("with_markov", [True, False])
+def test_the_confidence_that_dspark_learns_is_the_one_that_a_server_reads(
+    with_markov, parts, tiny_tensors, question, tmp_path
+):
+    strategy = our_dspark(parts, confidence_with_markov=with_markov)
+    export = replace(zlab_dspark(confidence_head_with_markov=with_markov), tensors=bare_names(strategy))
+    reader = open_export("zlab_dspark", export.write(tmp_path / "export"), tiny_tensors)
+    theirs = reader.confidence(**vars(question))
+    model, streams = strategy.model, question.features.chunk(3, dim=-1)
+    block = DFlashDrafter(model.backbone, ("hf2", "hf4", "hf5"))
+    block.extend(dict(zip(("hf2", "hf4", "hf5"), streams, strict=True)), question.next_tokens)
+    with torch.no_grad():
+        read = [model.backbone.norm(block.states()[: len(question.drawn)])]
+        before = torch.cat([question.next_tokens[-1:], question.drawn[:-1]])
+        ours = model.confidence_head(torch.cat(read + [model.markov_head.embed(before)] * with_markov, dim=-1))
+    torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=1e-4)

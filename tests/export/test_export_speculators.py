@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from random_exports import SAYS, speculators_dflash, speculators_eagle3
+import torch
+from random_exports import SAYS, speculators_dflash, speculators_dspark, speculators_eagle3, speculators_peagle
 from speculators_judge import Case
 
 from draftworks.export.readers.opening import open_export
@@ -18,12 +19,25 @@ EAGLE3 = {
     "eagle3_norm_before_fc": {"norm_before_fc": True},
     "eagle3_fc_norm": {"fc_norm": True},
     "eagle3_norm_output": {"norm_output": True},
-    "eagle31": {"fc_norm": True, "norm_output": True},
+    "eagle3_1": {"fc_norm": True, "norm_output": True},
 }
+PEAGLE = {
+    "peagle": {},
+    "peagle_norm_before_residual": {"norm_before_residual": True},
+    "peagle_norm_before_fc": {"norm_before_fc": True},
+    "peagle_fc_norm": {"fc_norm": True},
+}
+ONE_PASS = "peagle_norm_output"
 DFLASH = {
     "dflash": {},
     "dflash_window": {"window": 4},
     "dflash_window_both_ways": {"window": 4, "sliding_window_non_causal": True},
+}
+DSPARK = {
+    "dspark": {},
+    "dspark_gated": {"markov_head_type": "gated", "confidence_head_with_markov": False},
+    "dspark_rnn": {"markov_head_type": "rnn"},
+    "dspark_no_markov": {"markov_rank": 0, "confidence_head_with_markov": False},
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -34,7 +48,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }
 REDUCED = {"dflash_reduced": {"says": SAYS}}
-CASES = (*EAGLE3, *DFLASH, *REDUCED, "eagle3_llama3_rope")
+REDUCED_DSPARK = {"dspark_reduced": {"says": SAYS, "enable_confidence_head": False}}
+CASES = (*EAGLE3, *PEAGLE, ONE_PASS, *DFLASH, *REDUCED, *DSPARK, *REDUCED_DSPARK, "eagle3_llama3_rope")
 BACK_ENDS = ("eager", "sdpa")
 
 
@@ -42,7 +57,11 @@ BACK_ENDS = ("eager", "sdpa")
 def folders(tmp_path_factory, tiny_folder, tiny_tensors):
     root = tmp_path_factory.mktemp("exports")
     exports = {name: speculators_eagle3(tiny_folder, tiny_tensors.embedding, **EAGLE3[name]) for name in EAGLE3}
+    exports |= {name: speculators_peagle(tiny_folder, **PEAGLE[name]) for name in PEAGLE}
+    exports[ONE_PASS] = speculators_peagle(tiny_folder, norm_output=True)
     exports |= {name: speculators_dflash(tiny_folder, **settings) for name, settings in (DFLASH | REDUCED).items()}
+    for name, settings in (DSPARK | REDUCED_DSPARK).items():
+        exports[name] = speculators_dspark(tiny_folder, **settings)
     scaled = exports["eagle3"].with_config(transformer_layer_config__rope_parameters=LLAMA3_ROPE)
     exports["eagle3_llama3_rope"] = scaled
     return {name: export.write(root / name) for name, export in exports.items()}
@@ -64,17 +83,32 @@ def test_the_library_takes_every_tensor_and_needs_no_other(case, findings):
 @pytest.mark.parametrize("end", BACK_ENDS)
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_reader(case, end, findings, folders, tiny_tensors, question):
-    export_format = "speculators_dflash" if case in DFLASH | REDUCED else "speculators_eagle3"
-    reader = open_export(export_format, folders[case], tiny_tensors)
+    reader = open_export(f"speculators_{case.split('_')[0]}", folders[case], tiny_tensors)
     ours = reader.logits(question.features, question.next_tokens, question.drawn)
     theirs = findings[f"{case}-{end}"].logits
     # The full vocabulary has logits up to 13, whose rounding in fp32 is larger.
     assert float((theirs - ours).abs().max()) < 1e-5 * max(1.0, float(ours.abs().max()))
 
 
-@pytest.mark.parametrize("names", [(*EAGLE3, "eagle3_llama3_rope"), tuple(DFLASH)])
+@pytest.mark.parametrize("names", [(*EAGLE3, "eagle3_llama3_rope"), tuple(PEAGLE), tuple(DFLASH), tuple(DSPARK)])
 def test_every_option_changes_the_logits(names, findings):
     """Else agreeing on them would say nothing."""
     for one, other in combinations(names, 2):
         logits = [findings[f"{name}-eager"].logits for name in (one, other)]
         assert float((logits[0] - logits[1]).abs().max()) > 1e-2, (one, other)
+
+
+def test_what_a_next_pass_would_be_fed_is_nothing_to_a_draft_of_one_pass(findings):
+    assert torch.equal(findings["peagle-eager"].logits, findings[f"{ONE_PASS}-eager"].logits)
+
+
+@pytest.mark.parametrize("end", BACK_ENDS)
+@pytest.mark.parametrize("case", DSPARK)
+def test_confidences_are_those_of_the_reader(case, end, findings, folders, tiny_tensors, question):
+    reader = open_export("speculators_dspark", folders[case], tiny_tensors)
+    ours = reader.confidence(question.features, question.next_tokens, question.drawn)
+    torch.testing.assert_close(findings[f"{case}-{end}"].confidence.double(), ours, rtol=1e-5, atol=1e-5)
+
+
+def test_a_draft_without_a_confidence_head_has_no_confidence(findings):
+    assert findings["dspark_reduced-eager"].confidence is None

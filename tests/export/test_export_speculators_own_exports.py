@@ -1,4 +1,4 @@
-"""The real speculators library loads what we export and computes what our drafters do."""
+"""The real speculators library loads what we export and computes what our drafters do; and what it saves comes in again."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch
 from export_toys import CASES
 from export_toys import Case as Exporting
 from speculators_judge import Case, Findings, Question
+from test_export_importing import assert_same_draft
 from torch import Tensor
 
 from draftworks.drafts.strategy import DraftStrategy
+from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.exporting import export_draft
+from draftworks.export.importing import import_draft
 
 pytestmark = pytest.mark.speculators
 
@@ -26,11 +29,17 @@ ENDS = ("eager", "sdpa")
 class Exported:
     """A draft exported in fp32 and in bf16, and what our drafter proposed after `question`."""
 
+    draft: CanonicalDraft
     fp32: Path
     bf16: Path
     question: Question
     probabilities: Tensor
     draft_ids: Tensor
+
+    @property
+    def saved(self) -> Path:
+        """Where the library saves what it made of the fp32 one."""
+        return self.fp32.with_name("saved")
 
 
 def exported(case: Exporting, folder: Path) -> Exported:
@@ -48,7 +57,7 @@ def exported(case: Exporting, folder: Path) -> Exported:
     proposal = drafter.propose(strategy.draft_tokens, temperature=1.0, generator=generator)
     question = Question(torch.cat(features, dim=-1), tokens, proposal.tokens)
     ids = said_by(strategy, draft.parts.vocab_size)
-    return Exported(paths["float32"], paths["bfloat16"], question, proposal.probabilities, ids)
+    return Exported(draft, paths["float32"], paths["bfloat16"], question, proposal.probabilities, ids)
 
 
 def said_by(strategy: DraftStrategy, vocab: int) -> Tensor:
@@ -63,8 +72,11 @@ def exports(tmp_path_factory) -> dict[str, Exported]:
 
 @pytest.fixture(scope="module")
 def findings(speculators_judge, exports) -> dict[str, Findings]:
-    cases = [Case(f"{name}-{end}", one.fp32, one.question, end) for name, one in exports.items() for end in ENDS]
-    return speculators_judge(cases + [Case(f"{name}-bf16", one.bf16) for name, one in exports.items()])
+    cases = []
+    for name, one in exports.items():
+        cases += [Case(f"{name}-{end}", one.fp32, one.question, end) for end in ENDS]
+        cases += [Case(f"{name}-bf16", one.bf16), Case(f"{name}-saved", one.fp32, saved=one.saved)]
+    return speculators_judge(cases)
 
 
 @pytest.mark.parametrize("name", [str(case) for case in EXPORTS])
@@ -79,3 +91,13 @@ def test_the_library_computes_what_our_drafter_proposes(name, end, exports, find
     ours = exports[name].probabilities[:, exports[name].draft_ids]
     theirs = findings[f"{name}-{end}"].logits.log_softmax(-1)
     torch.testing.assert_close(ours.log(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [str(case) for case in EXPORTS])
+def test_what_the_library_saves_is_imported_as_the_draft_it_is(name, exports, findings, tmp_path):
+    assert findings[f"{name}-saved"].loads
+    draft = exports[name].draft
+    import_draft(exports[name].saved, draft.target, tmp_path / "imported")
+    found = CanonicalDraft.load(tmp_path / "imported", draft.target)
+    assert_same_draft(found, draft)
+    assert found.options.structure() == draft.options.structure()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from random_exports import SAYS, VOCAB, RandomExport, speculators_dflash, speculators_eagle3
+from random_exports import SAYS, VOCAB, RandomExport, speculators_dflash, speculators_dspark, speculators_eagle3
 from speculators_judge import Case
 
 from draftworks.errors import StoreError
@@ -76,6 +76,30 @@ FAULTS = {
         lambda export: export.with_config(sliding_window_non_causal=False),
         "sliding_window_non_causal: expected true",
     ),
+    "no_markov_matrix": Fault(
+        "speculators_dspark",
+        without("markov_head.markov_w2.weight"),
+        "missing: markov_head.markov_w2.weight",
+        missing=("markov_head.markov_w2.weight",),
+    ),
+    "no_confidence": Fault(
+        "speculators_dspark",
+        without("confidence_head.proj.weight"),
+        "missing: confidence_head.proj.weight",
+        missing=("confidence_head.proj.weight",),
+    ),
+    "heads_by_modelopts_names": Fault(
+        "speculators_dspark",
+        lambda export: export.renamed("markov_head.", ""),
+        "missing: markov_head.markov_w1.weight, markov_head.markov_w2.weight; unknown: markov_w1.weight",
+        missing=("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+        extra=("markov_w1.weight", "markov_w2.weight"),
+    ),
+    "anchor_passed_over": Fault(
+        "speculators_dspark",
+        lambda export: export.with_config(sample_from_anchor=False),
+        "sample_from_anchor: expected True",
+    ),
     "window_forgotten": Fault(
         "speculators_dflash",
         lambda export: export.with_config(
@@ -104,6 +128,7 @@ def folders(tmp_path_factory, tiny_folder, tiny_tensors):
     whole = {
         "speculators_eagle3": speculators_eagle3(tiny_folder, tiny_tensors.embedding),
         "speculators_dflash": speculators_dflash(tiny_folder),
+        "speculators_dspark": speculators_dspark(tiny_folder),
     }
     damaged = {name: fault.damage(whole[fault.export_format]) for name, fault in FAULTS.items()}
     damaged |= {name: damage(whole[export_format]) for name, (export_format, damage) in LOUD.items()}

@@ -59,6 +59,7 @@ class RunFiles:
         return run.model_copy(update=changes)
 
     def evaluate_run(self, **changes: Any) -> EvaluateRun:
+        """Its real loop says little: every token is a pass of the target."""
         run = EvaluateRun(
             out=self.folder / "report",
             target=self.target,
@@ -69,6 +70,7 @@ class RunFiles:
             heldout=self._set("heldout"),
             store=self.folder / "store",
             vocab_mapping=self.folder / "vocab.safetensors",
+            max_new_tokens=6,
             device="cpu",
         )
         return run.model_copy(update=changes)

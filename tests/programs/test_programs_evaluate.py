@@ -49,7 +49,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def run_of(files: RunFiles, out: Path, cache: Path | None, slices: tuple[str, ...] = (), **loop: Any) -> EvaluateRun:
     spec = EvaluationSpec(loop=LoopSpec(**loop), slices=list(slices), resamples=100)
-    return files.evaluate_run(out=out, evaluation=spec, max_new_tokens=6, loop_cache=cache)
+    return files.evaluate_run(out=out, evaluation=spec, loop_cache=cache)
 
 
 def loops_of(run: EvaluateRun):

@@ -94,7 +94,7 @@ def assert_refused(files: RunFiles, error: type[DraftworksError], message: str, 
 
 
 def test_unknown_strategy_is_refused(files: RunFiles) -> None:
-    assert_refused(files, ConfigError, "unknown strategy 'eagle4': did you mean eagle3", strategy="eagle4")
+    assert_refused(files, ConfigError, "unknown strategy 'dflsh': did you mean dflash", strategy="dflsh")
 
 
 def test_unknown_option_is_refused(files: RunFiles) -> None:

@@ -20,6 +20,7 @@ DFLASH = (
     "python -m sglang.launch_server --model-path models/toy --speculative-algorithm DFLASH "
     "--speculative-draft-model-path HERE"
 )
+DSPARK = DFLASH.replace("DFLASH", "DSPARK")
 OPTIONS = ServerOptions(
     model="models/toy", revision=None, tokenizer="models/toy", context=512, dtype="float32", device="cpu",
     layer_ids=(), spool=Path("spool"),
@@ -34,7 +35,7 @@ def value(words: list[str], option: str) -> str:
     return words[words.index(option) + 1]
 
 
-@pytest.mark.parametrize("command", [EAGLE3, DFLASH])
+@pytest.mark.parametrize("command", [EAGLE3, DFLASH, DSPARK])
 def test_the_server_gets_what_the_command_says(command: str):
     words = replace(OPTIONS, draft=speculation(command)).arguments(port=1)
     told = command.replace("HERE", "/exports/a draft").split(" --")
@@ -78,3 +79,13 @@ def test_copies_of_the_target_in_one_server_have_gpus_of_their_own():
 def test_a_command_without_a_draft_is_refused():
     with pytest.raises(ConfigError, match="expected --speculative-algorithm and --speculative-draft-model-path"):
         speculation("vllm serve HERE")
+
+
+@pytest.mark.parametrize(("command", "device"), [(EAGLE3, "cpu"), (DFLASH, "cpu"), (DSPARK, "cuda")])
+def test_what_sglang_can_serve_on_a_device_is_let_through(command: str, device: str):
+    speculation(command).require(device)
+
+
+def test_what_sglang_does_not_serve_on_a_cpu_is_refused_before_a_server_starts():
+    with pytest.raises(ConfigError, match=r"--speculative-algorithm DSPARK on a CPU: expected one of .*EAGLE3, DFLASH"):
+        speculation(DSPARK).require("cpu")

@@ -66,7 +66,7 @@ def test_a_broken_entry_stops_its_own_target_only(site):
 
 def test_the_jobs_are_those_of_the_design():
     names = {job.name for job in build_definitions(REGISTRY).resolve_all_job_defs()} - {"__ASSET_JOB"}
-    trainings = {"train_eagle3", "train_dflash", "train_domino"}
+    trainings = {"train_eagle3", "train_dflash", "train_domino", "train_dspark", "train_peagle"}
     assert names == {"resolve", "prepare", *trainings, "evaluate", "serve", "leaderboard", "everything"}
 
 

@@ -58,12 +58,23 @@ class AnchoredWindow:
 
 @dataclass(frozen=True)
 class DFlashLayout:
-    """Where a format keeps things: prefix of the layers' config keys, and keys of the taps and the mask token."""
+    """Where a format keeps things, and by what it knows its drafts.
+
+    Attributes:
+        section: prefix of the layers' config keys.
+        layer_ids, mask_token: keys of the taps and the mask token.
+        class_name: in z-lab's layout.
+        algorithm: in speculators' layout.
+        from_anchor: the anchor's own row proposes too.
+    """
 
     export_format: str
     section: str
     layer_ids: str
     mask_token: str
+    class_name: str = "DFlashDraftModel"
+    algorithm: str = "dflash"
+    from_anchor: bool = False
 
 
 ZLAB = DFlashLayout(
@@ -97,7 +108,7 @@ def read_zlab(
     projector: Mapping[str, Expected] | None = None,
 ) -> DFlashReader:
     """The DFlash part of a draft in z-lab's layout; its file holds the tensors of a `projector` too, where there is one."""
-    folder.must_be("architectures", ["DFlashDraftModel"])
+    folder.must_be("architectures", [layout.class_name])
     folder.must_be("model_type", "qwen3")
     folder.must_not_differ("is_causal", None)
     folder.must_not_differ("dflash_config.causal", None)
@@ -110,18 +121,30 @@ def read_speculators_dflash(folder: ExportFolder, target: TargetTensors, dtype: 
     Raises:
         StoreError: files that one of the two would load as another draft than the one that was trained.
     """
-    check_speculators_header(folder, "dflash")
+    return read_speculators(folder, target, dtype)
+
+
+def read_speculators(
+    folder: ExportFolder,
+    target: TargetTensors,
+    dtype: torch.dtype,
+    layout: DFlashLayout = SPECULATORS,
+    heads: Mapping[str, Expected] | None = None,
+) -> DFlashReader:
+    """The DFlash part of a draft in speculators' layout; its file holds the tensors of `heads` too, where there are any."""
+    check_speculators_header(folder, layout.algorithm)
     folder.must_be("transformer_layer_config.model_type", "qwen3")
     folder.must_not_differ("target_hidden_size", folder.setting("transformer_layer_config.hidden_size", int))
-    folder.must_not_differ("sample_from_anchor", False)
-    if speculative_tokens(folder) != folder.setting("block_size", int) - 1:
-        folder.refuse("speculators_config.proposal_methods", "block_size - 1 speculative_tokens", "another number")
+    folder.must_not_differ("sample_from_anchor", layout.from_anchor)
+    if speculative_tokens(folder) != folder.setting("block_size", int) - (not layout.from_anchor):
+        expected = "block_size" if layout.from_anchor else "block_size - 1"
+        folder.refuse("speculators_config.proposal_methods", f"{expected} speculative_tokens", "another number")
     causal = not folder.optional("sliding_window_non_causal", bool, False)
-    full = not all(_slides(folder, SPECULATORS))
+    full = not all(_slides(folder, layout))
     if full and folder.has("sliding_window_non_causal") and causal:
         folder.refuse("sliding_window_non_causal", "true: vLLM makes full attention causal by it (#56692)", "false")
     says = folder.setting("draft_vocab_size", int)
-    return _read(folder, SPECULATORS, lambda window: AnchoredWindow(window, causal), says, target, dtype)
+    return _read(folder, layout, lambda window: AnchoredWindow(window, causal), says, target, dtype, heads)
 
 
 def _slides(folder: ExportFolder, layout: DFlashLayout) -> list[bool]:

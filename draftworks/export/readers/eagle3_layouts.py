@@ -17,6 +17,7 @@ when it trains: only differences enter the scores.)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,7 +84,8 @@ def read_sglang_eagle3(folder: ExportFolder, target: TargetTensors, dtype: torch
     if len(folder.setting(SGLANG.layer_ids, list)) == 1:
         # SGLang applies `fc` only to streams that are wider than the embedding.
         folder.refuse(SGLANG.layer_ids, "two layers or more, else fc is skipped", "one")
-    return _read(folder, SGLANG, _eagle31(folder), target, dtype)
+    folder.must_be("num_hidden_layers", 1)
+    return read_eagle3(folder, SGLANG, _eagle31(folder), target, dtype)
 
 
 def read_speculators_eagle3(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> Eagle3Reader:
@@ -94,14 +96,13 @@ def read_speculators_eagle3(folder: ExportFolder, target: TargetTensors, dtype: 
     """
     check_speculators_header(folder, "eagle3")
     folder.must_be("transformer_layer_config.model_type", "llama")
+    folder.must_be(f"{SPECULATORS.section}num_hidden_layers", 1)
     norms = _eagle31(
         folder,
         norm_before_residual=folder.setting("norm_before_residual", bool),
         norm_before_fc=folder.optional("norm_before_fc", bool, False),
     )
-    if norms.norm_before_fc and norms.fc_norm:
-        folder.refuse("norm_before_fc", "false together with fc_norm", "true")
-    return _read(folder, SPECULATORS, norms, target, dtype)
+    return read_eagle3(folder, SPECULATORS, norms, target, dtype)
 
 
 def _eagle31(folder: ExportFolder, **others: bool) -> Eagle3Norms:
@@ -111,15 +112,25 @@ def _eagle31(folder: ExportFolder, **others: bool) -> Eagle3Norms:
     return Eagle3Norms(fc_norm=fc_norm, norm_output=folder.optional("norm_output", bool, False), **others)
 
 
-def _read(
-    folder: ExportFolder, layout: Eagle3Layout, norms: Eagle3Norms, target: TargetTensors, dtype: torch.dtype
+def read_eagle3(
+    folder: ExportFolder,
+    layout: Eagle3Layout,
+    norms: Eagle3Norms,
+    target: TargetTensors,
+    dtype: torch.dtype,
+    more: Mapping[str, Expected] | None = None,
 ) -> Eagle3Reader:
-    folder.must_be(f"{layout.section}num_hidden_layers", 1)
+    """A draft whose file holds the tensors of EAGLE-3, and `more` where it is another strategy's."""
+    if norms.norm_before_fc and norms.fc_norm:
+        folder.refuse("norm_before_fc", "false together with fc_norm", "true")
+    layers = folder.setting(f"{layout.section}num_hidden_layers", int)
+    folder.must_not_differ(f"{layout.section}layer_types", ["full_attention"] * layers)
     folder.must_not_differ("target_hidden_size", folder.setting(f"{layout.section}hidden_size", int))
     sizes = LayerSizes.read(folder, layout.section)
     check_target(folder, sizes, target)
     taps = read_taps(folder, layout.export_format, layout.layer_ids)
-    folder.check_tensors(_tensors(folder, layout, sizes, norms, len(taps)))
+    folder.must_not_differ(f"{layout.section}num_aux_hidden_states", len(taps))
+    folder.check_tensors(_tensors(folder, layout, sizes, norms, len(taps)) | (more or {}))
     weights = {name: tensor.to(dtype) for name, tensor in folder.tensors.items() if tensor.is_floating_point()}
     return Eagle3Reader(
         taps=taps,

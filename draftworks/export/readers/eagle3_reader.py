@@ -40,44 +40,44 @@ class Eagle3Reader(ExportReader):
 
     @torch.no_grad()
     def logits(self, features: Features, next_tokens: Tensor, drawn: Tensor) -> Tensor:
-        states = self._fused(self.joined(features))
+        states = self.fused(self.joined(features))
         rows = []
         for step in range(len(drawn)):
             tokens = torch.cat([next_tokens, drawn[:step]])
-            hidden = self._last_row(self.embedding[tokens].to(self.dtype), states)
-            normed = self._norm(hidden, "norm")
+            hidden = self.layer_rows(tokens, states)[-1]
+            normed = self.norm(hidden, "norm")
             rows.append(normed @ self.weights["lm_head.weight"].T)
             states = torch.cat([states, (normed if self.norms.norm_output else hidden)[None]])
         return torch.stack(rows)
 
-    def _fused(self, streams: Tensor) -> Tensor:
+    def fused(self, streams: Tensor) -> Tensor:
         """(n, taps · H) to the states (n, H) of the first rows."""
         if self.norms.norm_before_fc:
-            streams = self._norm(streams, "input_norm")
+            streams = self.norm(streams, "input_norm")
         if self.norms.fc_norm:
             chunks = streams.chunk(len(self.taps), dim=-1)
-            streams = torch.cat([self._norm(chunk, f"fc_norm.{i}") for i, chunk in enumerate(chunks)], dim=-1)
+            streams = torch.cat([self.norm(chunk, f"fc_norm.{i}") for i, chunk in enumerate(chunks)], dim=-1)
         return streams @ self.weights["fc.weight"].T
 
-    def _last_row(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """The decoder layer over rows of (token, state), (m, H) each; its output (H,) in the last one."""
-        normed = self._norm(states, f"{self.layer}hidden_norm")
-        joint = torch.cat([self._norm(embedded, f"{self.layer}input_layernorm"), normed], dim=-1)
-        residual = (normed if self.norms.norm_before_residual else states)[-1]
-        positions = torch.arange(len(joint))
-        query, key = (self._heads(joint, name, positions) for name in ("q_proj", "k_proj"))
-        value = split_heads(self._projected(joint, "v_proj"), self.sizes.head_dim)
-        visible = positions[:, None] >= positions[None]
-        attended = attend(query, key, value, visible)[-1]
-        hidden = residual + self._projected(attended, "o_proj")
-        after = self._norm(hidden, f"{self.layer}post_attention_layernorm")
+    def layer_rows(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """The decoder layer over rows of a token (m,) and a state (m, H) each; its output (m, H)."""
+        normed = self.norm(states, f"{self.layer}hidden_norm")
+        embedded = self.norm(self.embedding[tokens].to(self.dtype), f"{self.layer}input_layernorm")
+        attended = self.attended(torch.cat([embedded, normed], dim=-1), self.layer)
+        hidden = (normed if self.norms.norm_before_residual else states) + attended
+        after = self.norm(hidden, f"{self.layer}post_attention_layernorm")
         return hidden + gated_mlp(after, self.weights, f"{self.layer}mlp.")
 
-    def _heads(self, joint: Tensor, name: str, positions: Tensor) -> Tensor:
-        return rotate(split_heads(self._projected(joint, name), self.sizes.head_dim), positions, self.sizes.rope)
+    def attended(self, inputs: Tensor, layer: str) -> Tensor:
+        """Causal attention of a layer over rows (m, columns of its projections) at positions 0 … m-1: (m, H)."""
+        positions = torch.arange(len(inputs))
+        heads = {name: split_heads(self._projected(inputs, layer, name), self.sizes.head_dim) for name in "qkv"}
+        query, key = (rotate(heads[name], positions, self.sizes.rope) for name in "qk")
+        visible = positions[:, None] >= positions[None]
+        return self._projected(attend(query, key, heads["v"], visible), layer, "o")
 
-    def _projected(self, x: Tensor, name: str) -> Tensor:
-        return x @ self.weights[f"{self.layer}self_attn.{name}.weight"].T
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
+    def norm(self, x: Tensor, name: str) -> Tensor:
         return rms_norm(x, self.weights[f"{name}.weight"], self.sizes.eps)
+
+    def _projected(self, x: Tensor, layer: str, name: str) -> Tensor:
+        return x @ self.weights[f"{layer}self_attn.{name}_proj.weight"].T

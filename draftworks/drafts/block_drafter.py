@@ -1,27 +1,43 @@
-"""Domino at work on one sequence: DFlash's caches, and tokens said one after the other."""
+"""Block drafts at work on one sequence whose tokens are said one after the other: DFlash's caches, and a head that speaks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Generator, Tensor
 
 from draftworks.drafts.dflash_drafter import DFlashDrafter
-from draftworks.drafts.domino_model import DominoDraft
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
 
+Choose = Callable[[Tensor], Tensor]
+"""From logits (n, V) to the tokens (n,) that are proposed."""
 
-class DominoDrafter(Drafter):
+
+class Speaker(Protocol):
+    """A draft that makes tokens of a block's states."""
+
+    def say(self, states: Tensor, known: Tensor, count: int, choose: Choose) -> Tensor:
+        """Token after token of n blocks, (n, count).
+
+        Args:
+            states: (n, size, H) of the backbone, not normed.
+            known: (n,) int64, the anchors' tokens.
+            choose: is asked for every place in turn.
+        """
+
+
+class BlockDrafter(Drafter):
     """The backbone makes the block's states once; every token is chosen knowing those before it.
 
     Args:
         backbone: of the same sequence.
     """
 
-    def __init__(self, model: DominoDraft, backbone: DFlashDrafter) -> None:
-        self._model = model
+    def __init__(self, speaker: Speaker, backbone: DFlashDrafter) -> None:
+        self._speaker = speaker
         self._backbone = backbone
         self._known: Tensor | None = None
 
@@ -33,12 +49,12 @@ class DominoDrafter(Drafter):
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
         states = self._backbone.states()[None]
         if temperature == 0:
-            return Proposal(self._model.say(states, self._known, count, lambda logits: logits.argmax(-1))[0])
+            return Proposal(self._speaker.say(states, self._known, count, lambda logits: logits.argmax(-1))[0])
         drawn_from: list[Tensor] = []
 
         def sampled(logits: Tensor) -> Tensor:
             drawn_from.append(distribution(logits[0], temperature))
             return draw(drawn_from[-1], generator)[None]
 
-        tokens = self._model.say(states, self._known, count, sampled)[0]
+        tokens = self._speaker.say(states, self._known, count, sampled)[0]
         return Proposal(tokens, torch.stack(drawn_from))

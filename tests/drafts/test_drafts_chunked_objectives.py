@@ -1,0 +1,197 @@
+"""Objectives go chunk by chunk: no tensor of anchors x vocabulary is ever held, and no number depends on the chunk."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from objective_toys import ANSWER, HIDDEN, SIZES, Case, batch_of, in_blocks, logits_at_once, strategy_of
+from torch import Tensor
+
+from draftworks.drafts.first_choices import argmax_of_head
+from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
+from draftworks.features.contracts import TrainBatch
+from draftworks.strategies import available_strategies, resolve_strategy
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+OBJECTIVES = [
+    Case("eagle3"),
+    Case("eagle3", {"objective": "lk_alpha"}),
+    Case("eagle3", {"objective": "lk_lambda"}),
+    Case("dflash"),
+    Case("dflash", {"gamma": 2.0}),
+    Case("dflash", {"weighting": "dpace"}),
+    Case("dflash", {"weighting": "dpace_cumulative_confidence"}),
+    Case("dflash", {"weighting": "dpace_continuation_value"}),
+    Case("domino"),
+    Case("domino", {"weighting": "dpace"}),
+    Case("dspark"),
+    Case("dspark", {"markov_head_type": "gated", "weighting": "dpace"}),
+    Case("dspark", {"markov_head_type": "rnn", "gamma": 2.0}),
+    Case("peagle"),
+    Case("peagle", {"train_embeddings": False}),
+]
+STRATEGIES = [Case(strategy) for strategy in SIZES]
+
+MIDWAY = StepContext(global_step=1, total_steps=4)
+"""Where both losses of Domino count."""
+SAMPLES, VOCAB, FLOAT = 2, 1024, 4
+"""Each of the first two is doubled; and the bytes of a number."""
+CHUNK_LOGITS, CHUNK_BLOCKS = 16 * VOCAB, 4
+CHUNK_COPIES, HEAD_COPIES = 6, 4
+"""Tensors as large as the logits of a chunk, and as large as a head, that may be held at once."""
+STREAMS = 64
+"""States as wide as the draft that a label may cost, of all layers and with their gradients. Its logits would be as many."""
+
+
+def train(strategy: DraftStrategy, batch: TrainBatch) -> StepOutput:
+    output = strategy.forward_loss(batch, MIDWAY)
+    output.loss_sum.backward()
+    return output
+
+
+@torch.no_grad()
+def evaluate(strategy: DraftStrategy, batch: TrainBatch) -> StepOutput:
+    return strategy.forward_loss(batch, MIDWAY)
+
+
+def propose(strategy: DraftStrategy, batch: TrainBatch) -> Tensor:
+    everywhere = torch.ones(batch["input_ids"].shape, dtype=torch.bool)
+    return strategy.propose(batch, everywhere, strategy.draft_tokens)
+
+
+WORKS = [
+    *((case, train) for case in OBJECTIVES),
+    *((case, work) for case in STRATEGIES for work in (evaluate, propose)),
+]
+
+
+class Sizes(NamedTuple):
+    """Of a batch, and of the target."""
+
+    samples: int
+    vocab: int
+
+
+class Peaks(NamedTuple):
+    """The most bytes held at once, beyond what was there before, by size.
+
+    Attributes:
+        labels: of the smaller batch.
+        chunk_rows: whose logits a chunk has; 0 where it has fewer the larger the vocabulary is.
+    """
+
+    by_size: Mapping[Sizes, int]
+    labels: int
+    chunk_rows: int
+
+    def of_samples(self, vocab: int) -> int:
+        """What twice the samples cost more."""
+        return self.by_size[Sizes(2 * SAMPLES, vocab)] - self.by_size[Sizes(SAMPLES, vocab)]
+
+    def of_vocabulary(self, samples: int) -> int:
+        """What twice the vocabulary costs more."""
+        return self.by_size[Sizes(samples, 2 * VOCAB)] - self.by_size[Sizes(samples, VOCAB)]
+
+
+@pytest.fixture(scope="module")
+def peak_bytes() -> Iterator[Callable[[Callable[[], object]], int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        from peak_memory import peak_bytes
+
+        yield peak_bytes
+
+
+@pytest.fixture(scope="module", params=WORKS, ids=lambda work: f"{work[0]}-{work[1].__name__}")
+def peaks(request: pytest.FixtureRequest, peak_bytes: Callable[[Callable[[], object]], int]) -> Peaks:
+    case, work = request.param
+    blocks = in_blocks(case.strategy)
+    more = {"objective_chunk_blocks": CHUNK_BLOCKS} if blocks else {}
+    by_size = {}
+    with logits_at_once(CHUNK_LOGITS, CHUNK_BLOCKS):
+        for size in itertools.starmap(Sizes, itertools.product((SAMPLES, 2 * SAMPLES), (VOCAB, 2 * VOCAB))):
+            strategy = strategy_of(case, size.vocab, **more)
+            batch = batch_of(strategy, size.samples, size.vocab)
+            by_size[size] = peak_bytes(lambda: work(strategy, batch))  # noqa: B023
+    return Peaks(
+        by_size, SAMPLES * ANSWER * strategy.draft_tokens, CHUNK_BLOCKS * strategy.draft_tokens if blocks else 0
+    )
+
+
+def test_every_strategy_is_looked_at() -> None:
+    built_in = {name for name in available_strategies() if resolve_strategy(name).factory.startswith("draftworks.")}
+    assert built_in == set(SIZES) == {case.strategy for case in OBJECTIVES}
+
+
+def test_what_a_label_costs_does_not_depend_on_the_vocabulary(peaks: Peaks) -> None:
+    logits = peaks.labels * VOCAB * FLOAT
+    assert peaks.of_samples(2 * VOCAB) - peaks.of_samples(VOCAB) < 0.02 * logits
+
+
+def test_a_label_costs_states_only(peaks: Peaks) -> None:
+    assert max(map(peaks.of_samples, (VOCAB, 2 * VOCAB))) < STREAMS * peaks.labels * HIDDEN * FLOAT
+
+
+def test_a_larger_vocabulary_costs_a_chunk_and_heads_only(peaks: Peaks) -> None:
+    most = (CHUNK_COPIES * peaks.chunk_rows + HEAD_COPIES * HIDDEN) * VOCAB * FLOAT
+    assert max(map(peaks.of_vocabulary, (SAMPLES, 2 * SAMPLES))) < most
+
+
+def test_finding_first_choices_holds_no_more_logits_for_more_states(peak_bytes) -> None:
+    head, states = torch.randn(VOCAB, HIDDEN), torch.randn(400, HIDDEN)
+    with logits_at_once(CHUNK_LOGITS, CHUNK_BLOCKS):
+        few, many = (peak_bytes(lambda: argmax_of_head(head, states[:rows])) for rows in (200, 400))  # noqa: B023
+    assert CHUNK_LOGITS * FLOAT <= many < 2 * CHUNK_LOGITS * FLOAT
+    assert many - few <= 2 * 200 * 8
+
+
+SMALL_VOCAB, MANY = 40, 10**6
+MODES = [
+    Case(case.strategy, {**case.options, "loss": loss}) for case in OBJECTIVES for loss in ("token_mean", "specforge")
+]
+
+
+class Outcome(NamedTuple):
+    """Of training on a batch, of evaluating on it, and of proposing everywhere in it."""
+
+    trained: StepOutput
+    gradients: Mapping[str, Tensor]
+    evaluated: StepOutput
+    proposals: Tensor
+
+
+def outcome(case: Case, chunk: int) -> Outcome:
+    """With so many blocks, or teacher's rows, at a time."""
+    more = {"objective_chunk_blocks": chunk} if in_blocks(case.strategy) else {}
+    strategy = strategy_of(case, SMALL_VOCAB, torch.float64, **more)
+    batch = batch_of(strategy, 3, SMALL_VOCAB, holes=0.2)
+    with logits_at_once(chunk * SMALL_VOCAB, chunk):
+        trained = train(strategy, batch)
+        gradients = {name: weight.grad for name, weight in strategy.model.named_parameters() if weight.requires_grad}
+        return Outcome(trained, gradients, evaluate(strategy, batch), propose(strategy, batch))
+
+
+@pytest.mark.parametrize("case", MODES, ids=str)
+def test_the_size_of_a_chunk_changes_nothing(case: Case) -> None:
+    whole = outcome(case, MANY)
+    for chunk in (1, 7):
+        cut = outcome(case, chunk)
+        for found, expected in ((cut.trained, whole.trained), (cut.evaluated, whole.evaluated)):
+            same(found.loss_sum, expected.loss_sum)
+            same(found.loss_weight, expected.loss_weight)
+            assert found.counts.keys() == expected.counts.keys()
+            for name, count in expected.counts.items():
+                same(found.counts[name], count)
+        for name, gradient in whole.gradients.items():
+            assert gradient.any(), name
+            same(cut.gradients[name], gradient)
+        assert torch.equal(cut.proposals, whole.proposals)
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

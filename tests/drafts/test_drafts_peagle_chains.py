@@ -1,0 +1,116 @@
+"""Chains are drawn by content: as many as the formula says, each only where it has been one depth before, and evenly."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftworks.drafts.anchors import sample_seed
+from draftworks.drafts.documents import Documents
+from draftworks.drafts.peagle_chains import ByDepth, Chains, Thinning, all_chains, drawn_chains
+from draftworks.drafts.supervision import specforge_gates, token_mean_gates
+
+SEED = torch.tensor([sample_seed(42, "sample")])
+DEPTHS = 5
+GATES = {"token_mean": token_mean_gates, "specforge": specforge_gates}
+masks = st.lists(st.booleans(), min_size=1, max_size=40)
+thinnings = st.builds(Thinning, st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+both_modes = pytest.mark.parametrize("mode", GATES)
+
+
+def drawn(mask: list[bool], mode: str, thinning: Thinning, step: int = 0) -> Tensor:
+    """(D, S) of one sample."""
+    documents = Documents.after_each_other((len(mask),))
+    gates = GATES[mode](torch.tensor([mask]), DEPTHS, documents)
+    return drawn_chains(gates, SEED, step, thinning, documents)[:, 0]
+
+
+@both_modes
+@settings(max_examples=60, deadline=None)
+@given(mask=masks, thinning=thinnings, step=st.integers(0, 10**6))
+def test_every_depth_keeps_as_many_as_the_formula_says_of_those_before_it(mode, mask, thinning, step):
+    """speculators: int((valid - d) · max(r ** d, r_min)) of the candidates, all where these are fewer."""
+    kept = drawn(mask, mode, thinning, step)
+    gates = GATES[mode](torch.tensor([mask]), DEPTHS)[:, 0]
+    assert torch.equal(kept[0], gates[0])
+    valid, before = int(gates[0].sum()), torch.ones(len(mask), dtype=torch.bool)
+    for depth in range(1, DEPTHS):
+        candidates = before & gates[depth]
+        assert not (kept[depth] & ~candidates).any()
+        quota = int(max(0, valid - depth) * max(thinning.ratio**depth, thinning.least))
+        assert kept[depth].sum() == min(quota, int(candidates.sum()))
+        before = kept[depth]
+
+
+@settings(max_examples=40, deadline=None)
+@given(mask=masks)
+def test_a_ratio_of_one_keeps_every_chain_that_counts(mask):
+    kept = drawn(mask, "token_mean", Thinning(1.0, 0.2))
+    assert torch.equal(kept, token_mean_gates(torch.tensor([mask]), DEPTHS)[:, 0])
+
+
+@both_modes
+@settings(max_examples=40, deadline=None)
+@given(mask=masks, padding=st.integers(0, 9), before=st.integers(0, 7), thinning=thinnings)
+def test_a_sample_draws_the_same_whatever_is_around_it(mode, mask, padding, before, thinning):
+    alone, length = drawn(mask, mode, thinning, step=3), len(mask)
+    padded = torch.ones(2, length + padding, dtype=torch.bool)
+    padded[1] = F.pad(torch.tensor(mask), (0, padding))
+    seeds = torch.cat([SEED + 1, SEED])
+    one_each = Documents.after_each_other((length + padding,))
+    gates = GATES[mode](padded, DEPTHS, one_each)
+    beside = drawn_chains(gates, seeds, 3, thinning, one_each)[:, 1]
+    assert torch.equal(beside[:, :length], alone)
+    packed = Documents.after_each_other((before + 1, length))
+    gates = GATES[mode](torch.tensor([[True] * (before + 1) + mask]), DEPTHS, packed)
+    behind = drawn_chains(gates, seeds, 3, thinning, packed)[:, 0]
+    assert torch.equal(behind[:, before + 1 :], alone)
+
+
+def test_every_chain_is_kept_equally_often():
+    steps, length = 1000, 22
+    seen = torch.zeros(DEPTHS, length)
+    for step in range(steps):
+        seen += drawn([True] * length, "token_mean", Thinning(0.6, 0.1), step)
+    for depth in range(1, DEPTHS):
+        possible = seen[depth, : length - 2 - depth]
+        expected = steps * int((20 - depth) * 0.6**depth) / 20
+        assert not seen[depth, length - 2 - depth :].any()
+        assert ((possible - possible.mean()).abs() < 6 * expected**0.5).all()
+
+
+@both_modes
+def test_all_chains_go_on_until_a_row_that_does_not_count(mode):
+    mask = [False, True, True, True, False, True, True, True, True, False]
+    gates = GATES[mode](torch.tensor([mask]), DEPTHS)
+    kept = all_chains(gates)[:, 0]
+    assert torch.equal(kept[0], gates[0, 0])
+    for row in range(len(mask)):
+        counted = gates[1:, 0, row].tolist()
+        expected = counted.index(False) if False in counted else DEPTHS - 1
+        assert kept[1:, row].tolist() == [depth < expected for depth in range(DEPTHS - 1)]
+
+
+def test_masked_places_are_listed_chain_by_chain_and_found_again_by_depth():
+    documents = Documents.after_each_other((4, 3))
+    kept = torch.zeros(4, 2, 7, dtype=torch.bool)
+    kept[0, :, :] = torch.tensor([1, 0, 1, 0, 1, 0, 0])
+    kept[1, 0, [1, 5]] = kept[2, 0, 1] = kept[1, 1, 4] = kept[2, 1, 4] = kept[3, 1, 4] = True
+    chains = Chains.of(kept, documents)
+    assert chains.anchors.tolist() == [1, 1, 5, 11, 11, 11]
+    assert chains.depths.tolist() == [1, 2, 1, 1, 2, 3]
+    assert chains.positions.tolist() == [2, 3, 2, 1, 2, 3]
+    assert chains.begins.tolist() == [0, 0, 4, 11, 11, 11]
+    assert chains.ends == (2, 3, 6)
+    by_depth = ByDepth.where(kept, chains)
+    first, *deeper = by_depth.index.split(by_depth.sizes)
+    assert first.tolist() == [0, 2, 4, 7, 9, 11]
+    for depth, rows in enumerate(deeper, start=1):
+        assert chains.anchors[rows - 14].tolist() == kept[depth].flatten().nonzero()[:, 0].tolist()
+        assert all(one < other for one, other in pairwise(rows.tolist()))

@@ -1,0 +1,140 @@
+"""What real SGLang makes of exported DSpark drafts: `sglang_dspark_judge.py FOLDER …`, under SGLang's own Python.
+
+Beside each FOLDER lies FOLDER.safetensors with `embedding`, `head`, and for every question i `features.{i}` (n, taps · H) and
+`anchor.{i}` (1,). SGLang's model loads the files, turns the features into keys and values, and runs the block; its sampler says the
+tokens. Only attention is not SGLang's: on a CPU it has no kernel that goes without a server. Prints for every folder, as JSON,
+`tokens` and `confidence` for every question, and `unset`, the parameters that no file gave a value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"  # read by SGLang, which by default leaves confidences out
+
+import torch
+from safetensors.torch import load_file
+from sglang.srt.distributed.parallel_state import (
+    get_tp_group,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.models.dspark import DSparkDraftModel
+from sglang.srt.runtime_context import get_context
+from sglang.srt.speculative.dspark_components.dspark_config import resolve_runtime_config
+from sglang.srt.speculative.dspark_components.dspark_draft import DraftNoise
+from sglang.srt.speculative.dspark_components.dspark_draft_sampler import DsparkDraftSampler
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig
+
+
+class Cache:
+    """What SGLang writes of the context, by layer: keys and values (n, heads, D)."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def set_kv_buffer(self, layer: nn.Module, where: Any, key: Tensor, value: Tensor, *scales: Any) -> None:
+        self.written[layer.layer_id] = (key, value)
+
+
+class PlainAttention(nn.Module):
+    """In place of a layer's `RadixAttention`, with the window and the direction that SGLang read for it."""
+
+    def __init__(self, of: nn.Module, cache: Cache) -> None:
+        super().__init__()
+        self.layer_id, self.k_scale, self.v_scale = of.layer_id, of.k_scale, of.v_scale
+        self._of, self._cache = of, cache
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, batch: Any) -> Tensor:
+        block, of = len(query), self._of
+        keys, values = (
+            torch.cat([old, new.view(block, *old.shape[1:])]).transpose(0, 1)
+            for old, new in zip(self._cache.written[self.layer_id], (key, value))
+        )
+        back = torch.arange(keys.shape[1] - block, keys.shape[1])[:, None] - torch.arange(keys.shape[1])
+        seen = torch.ones_like(back, dtype=torch.bool) if of.attn_type == AttentionType.ENCODER_ONLY else back >= 0
+        if of.sliding_window_size >= 0:
+            seen = seen & (back <= of.sliding_window_size)
+        queries = query.view(block, of.tp_q_head_num, -1).transpose(0, 1)
+        attended = F.scaled_dot_product_attention(queries, keys, values, seen, scale=of.scaling, enable_gqa=True)
+        return attended.transpose(0, 1).flatten(1)
+
+
+def loaded(folder: Path) -> DSparkDraftModel:
+    model = DSparkDraftModel(AutoConfig.from_pretrained(folder))
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    model.load_weights(load_file(folder / "model.safetensors").items())
+    return model.eval()
+
+
+def said(model: DSparkDraftModel, asked: dict[str, Tensor], question: int, mask_token: int) -> SimpleNamespace:
+    """Tokens and confidences of the block after a context."""
+    cache, features, anchor = Cache(), asked[f"features.{question}"], asked[f"anchor.{question}"]
+    attentions = [layer.self_attn.attn for layer in model.layers]
+    for layer, attention in zip(model.layers, attentions):
+        layer.self_attn.attn = PlainAttention(attention, cache)
+    rows, gamma = len(features), model.gamma
+    model.write_target_hidden_kv(
+        target_hidden=features, pool=cache, positions=torch.arange(rows), cache_loc=torch.arange(rows)
+    )
+    block = torch.full((gamma,), mask_token)
+    block[0] = anchor[0]
+    states = model(block, torch.arange(rows, rows + gamma), None, input_embeds=model.forward_embed(block)).hidden_states
+    for layer, attention in zip(model.layers, attentions):
+        layer.self_attn.attn = attention
+    sampler = DsparkDraftSampler(
+        model=model,
+        gamma=gamma,
+        max_bs=1,
+        device="cpu",
+        noise=DraftNoise(key=1, offset=torch.zeros(1, dtype=torch.int64)),
+        tp_sync=SpecTpSync(get_tp_group()),
+        greedy_draft=True,
+    )
+    sampler(states, block)
+    confidence = [] if sampler.confidence_out is None else sampler.confidence_out[0].tolist()
+    return SimpleNamespace(tokens=sampler.out.tolist(), confidence=confidence)
+
+
+def judged(folder: Path) -> dict[str, Any]:
+    model, asked = loaded(folder), load_file(folder.with_suffix(".safetensors"))
+    unset = [name for name, parameter in model.named_parameters() if bool(parameter.isnan().any())]
+    vocab, width = asked["head"].shape
+    head = SimpleNamespace(weight=asked["head"], quant_method=None, org_vocab_size=vocab)
+    model.attach_shared_modules(embed_tokens=nn.Embedding.from_pretrained(asked["embedding"]), lm_head=head)
+    runtime = resolve_runtime_config(
+        draft_hf_config=model.config, speculative_num_draft_tokens=None, target_vocab_size=vocab
+    )
+    assert runtime.gamma == model.gamma
+    questions = range(sum(name.startswith("anchor.") for name in asked))
+    answers = [said(model, asked, question, runtime.mask_token_id) for question in questions]
+    return {
+        "tokens": [answer.tokens for answer in answers],
+        "confidence": [answer.confidence for answer in answers],
+        "unset": unset,
+    }
+
+
+def alone_on_a_cpu(folder: str) -> None:
+    """What SGLang's layers ask of the process that they are in."""
+    get_context().override_server_args(device="cpu").install()
+    meeting = f"file://{folder}/meeting"
+    init_distributed_environment(world_size=1, rank=0, local_rank=0, distributed_init_method=meeting, backend="gloo")
+    initialize_model_parallel()
+
+
+if __name__ == "__main__":
+    with torch.no_grad(), tempfile.TemporaryDirectory() as work:
+        alone_on_a_cpu(work)
+        print(json.dumps([judged(Path(folder)) for folder in sys.argv[1:]]))
