@@ -3,8 +3,10 @@
 # make test   linter and all tests but those that need the real speculators library or SGLang
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
+# make test-gpu           the engine's tests on a GPU, and
+# make bench-gpu          its speed there (docs/gpu.md): both in the environment of PYTHON, without Dagster
 #
-# Each sets up its environment first when needed. TORCH_INDEX chooses another build of torch, for example
+# The others set up their environment first when needed. TORCH_INDEX chooses another build of torch, for example
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # and TEST_WORKERS how many tests run at a time.
 
@@ -12,6 +14,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 TARGET ?= tiny
 TEST_WORKERS ?= 2
+BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 SPECULATORS := .venv-speculators
@@ -19,7 +22,7 @@ SGLANG := .venv-sglang
 export DAGSTER_HOME := $(CURDIR)/.dagster
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo ui test test-speculators speculators-env test-sglang sglang-env lint check clean
+.PHONY: demo ui test test-speculators speculators-env test-sglang sglang-env test-gpu bench-gpu lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	@mkdir -p var
@@ -42,6 +45,13 @@ test-sglang: $(VENV)/ready $(SGLANG)/ready
 	$(BIN)/python -m pytest -m sglang tests/capture tests/export tests/spec_assets
 
 sglang-env: $(SGLANG)/ready
+
+# A machine with a GPU comes with its own torch: nothing is installed, and the engine is read from the checkout.
+test-gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/gpu -rs
+
+bench-gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py $(BENCH)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

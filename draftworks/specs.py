@@ -79,6 +79,7 @@ class TrainingSpec(Spec):
     max_grad_norm: float = Field(0.5, gt=0, description="Gradients are clipped to this norm.")
     compute_dtype: Dtype = Field("bfloat16", description="Of forward and backward; master weights are always fp32.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one.")
+    compile: bool = Field(False, description="torch.compile the draft's blocks: a slow start, shorter steps on a GPU.")
     seed: int = Field(42, description="Of initial weights and sample order.")
     log_every: int = Field(10, ge=1, description="Optimizer steps between progress reports.")
     eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0 = only at the end.")
@@ -131,7 +132,7 @@ class TrainingSpec(Spec):
         """
         cut = {"processes", "micro_batch_size", "pack_tokens", "pack_overlong"}
         kept = {"save_every", "keep_checkpoints", "save_async"}
-        return self.model_dump(exclude=cut | kept | {"device", "log_every", "tensorboard"})
+        return self.model_dump(exclude=cut | kept | {"device", "compile", "log_every", "tensorboard"})
 
 
 class LoopSpec(Spec):

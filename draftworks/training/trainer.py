@@ -23,6 +23,7 @@ from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.checkpoint_files import read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.checkpointer import Checkpointer
+from draftworks.training.compiling import compile_blocks
 from draftworks.training.controller import Hooks, Plan, TrainerController
 from draftworks.training.core import TrainerCore
 from draftworks.training.history import History
@@ -98,6 +99,8 @@ class Trainer:
             resumed = read_resume_state(persistence.resume_from, persistence.identity, position)
             persistence.manager.resume(resumed.folder, resumed.position.global_step)
             resumed.load_weights(strategy.model)
+        if training.compile:
+            compile_blocks(strategy, device)
         self.backend = FSDPTrainingBackend(device, getattr(torch, training.compute_dtype))
         self.backend.prepare_model(strategy)
         optimizer = optimizer_of(training, plan, self.backend)

@@ -1,0 +1,192 @@
+"""How many floating-point operations a training step asks for: its matrix products, written down strategy by strategy.
+
+A product of (n, a) and (a, b) is 2·n·a·b, and so is each of its gradients: by the input where anything is learnt before it, by
+the weight where that is trained. A frozen head has one gradient, what reads features has one, a teacher none. Counted is what
+must be computed, once: no padding, no tile that a mask leaves out, nothing that is made again in a backward pass. Norms,
+activations, softmaxes and the optimizer are left out, as is usual for MFU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gpu_cases import Shape
+from torch import Tensor
+
+BOTH, ONE, NONE = 2, 1, 0
+"""Gradients of a product."""
+
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "GH200": 989,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L4": 121,
+}
+"""Dense bf16, by what a device's name contains, from NVIDIA's data sheets; the first that fits is taken."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of a step: linear layers and heads; and attention, scores and weighted sums."""
+
+    products: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a batch gives a draft to do.
+
+    Attributes:
+        lengths: of the samples.
+        anchors: of each sample, the places whose token and the next one count: where a block, or a chain, can begin.
+        rows: that were given logits, by step of an unroll, place in a block or depth.
+    """
+
+    lengths: tuple[int, ...]
+    anchors: tuple[Tensor, ...]
+    rows: tuple[float, ...]
+
+    @classmethod
+    def of(cls, samples: Sequence[Mapping[str, Tensor]], rows: Sequence[float]) -> Work:
+        masks = [sample["loss_mask"] for sample in samples]
+        anchors = tuple((mask[:-1] & mask[1:]).nonzero().squeeze(1) for mask in masks)
+        return cls(tuple(map(len, masks)), anchors, tuple(rows))
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def causal_pairs(self) -> float:
+        """Of a query and a key that it sees, where every token sees itself and those before it."""
+        return sum(length * (length + 1) / 2 for length in self.lengths)
+
+    @property
+    def mean_anchor(self) -> float:
+        return float(torch.cat(self.anchors).double().mean())
+
+    def blocks(self, most: int) -> Blocks:
+        """At up to so many anchors of each sample, drawn evenly."""
+        counts = [min(most, len(places)) for places in self.anchors]
+        seen = sum(n * float(places.double().mean()) for n, places in zip(counts, self.anchors) if n)
+        return Blocks(sum(counts), seen)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How many, and how many tokens of context they see, on average of what may be drawn."""
+
+    count: int
+    context: float
+
+
+def product(rows: float, inputs: int, outputs: int, gradients: int = BOTH) -> float:
+    return 2.0 * rows * inputs * outputs * (1 + gradients)
+
+
+class Layer:
+    """The products of a decoder layer, per row."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.width, self.intermediate = shape.hidden, shape.intermediate
+        self.queries, self.keys_values = shape.heads * shape.head_dim, 2 * shape.kv_heads * shape.head_dim
+
+    def qkv(self, rows: float, inputs: int | None = None) -> float:
+        return product(rows, inputs or self.width, self.queries + self.keys_values)
+
+    def out_and_mlp(self, rows: float) -> float:
+        return product(rows, self.queries, self.width) + 3 * product(rows, self.width, self.intermediate)
+
+    def attention(self, pairs: float) -> float:
+        return (1 + BOTH) * 4.0 * pairs * self.queries
+
+
+def eagle3(shape: Shape, options: Any, work: Work) -> Flops:
+    """Tokens are projected once for all steps, states at every one; from the second on, of supervised rows only."""
+    layer, steps, active = Layer(shape), options.ttt_length, work.rows[0]
+    products = product(work.tokens, 3 * shape.hidden, shape.hidden, ONE)
+    products += layer.qkv(work.tokens) + layer.qkv(work.tokens + (steps - 1) * active)
+    products += steps * layer.out_and_mlp(active) + _distilled(shape, options, work)
+    return Flops(products, steps * layer.attention(work.causal_pairs))
+
+
+def dflash(shape: Shape, options: Any, work: Work) -> Flops:
+    return _block_backbone(shape, options, work, taps=options.num_taps)
+
+
+def domino(shape: Shape, options: Any, work: Work) -> Flops:
+    """With the GRU over every block, and what its states add to the logits."""
+    backbone, labels = _block_backbone(shape, options, work, taps=options.num_taps), sum(work.rows)
+    read, state = work.blocks(options.num_anchors).count * options.labels, options.gru_hidden_dim
+    correction = product(read, shape.hidden, 3 * state, ONE) + product(read, state, 3 * state)
+    correction += product(labels, shape.hidden + state, options.emb_dim)
+    correction += product(labels, options.emb_dim, shape.vocab)
+    return Flops(backbone.products + correction, backbone.attention)
+
+
+def dspark(shape: Shape, options: Any, work: Work) -> Flops:
+    """With the Markov head of kind vanilla, the confidences, and the teacher at every token that has a label."""
+    backbone, labels = _block_backbone(shape, options, work, taps=options.num_taps), sum(work.rows)
+    taught = sum(map(len, work.anchors))
+    heads = product(labels, options.markov_rank, shape.vocab) + product(taught, shape.hidden, shape.vocab, NONE)
+    heads += product(labels, shape.hidden + options.markov_rank, 1)
+    return Flops(backbone.products + heads, backbone.attention)
+
+
+def peagle(shape: Shape, options: Any, work: Work) -> Flops:
+    """Rows of depth 0 and those of all chains through every layer; what follows attention in the last one, of supervised
+    rows only. The masks of all chains begin alike, so the first layer projects one of them."""
+    layer, layers = Layer(shape), options.num_layers
+    masked = sum(work.rows[1:])
+    products = product(work.tokens, 3 * shape.hidden, shape.hidden, ONE)
+    products += layer.qkv(work.tokens, 2 * shape.hidden) + (layers - 1) * layer.qkv(work.tokens + masked)
+    products += (layers - 1) * layer.out_and_mlp(work.tokens + masked) + layer.out_and_mlp(sum(work.rows))
+    products += _distilled(shape, options, work)
+    chains = sum(rows * (work.mean_anchor + depth) for depth, rows in enumerate(work.rows[1:], start=1))
+    return Flops(products, layers * layer.attention(work.causal_pairs + chains))
+
+
+def _block_backbone(shape: Shape, options: Any, work: Work, taps: int) -> Flops:
+    layer, size, blocks = Layer(shape), options.block_size, work.blocks(options.num_anchors)
+    placed = blocks.count * size
+    products = product(work.tokens, taps * shape.hidden, shape.hidden, ONE)
+    each = product(work.tokens, shape.hidden, layer.keys_values) + layer.qkv(placed) + layer.out_and_mlp(placed)
+    products += options.num_layers * each + product(sum(work.rows), shape.hidden, shape.vocab, ONE)
+    pairs = size * (blocks.context + blocks.count * size)
+    return Flops(products, options.num_layers * layer.attention(pairs))
+
+
+def _distilled(shape: Shape, options: Any, work: Work) -> float:
+    """A trained head over the draft's vocabulary, and the teacher's at every place that teaches."""
+    trained = product(sum(work.rows), shape.hidden, options.draft_vocab_size)
+    return trained + product(work.rows[0], shape.hidden, shape.vocab, NONE)
+
+
+Formula = Callable[[Shape, Any, Work], Flops]
+FORMULAS: dict[str, Formula] = {
+    "dflash": dflash,
+    "domino": domino,
+    "dspark": dspark,
+    "eagle3": eagle3,
+    "peagle": peagle,
+}
+"""By strategy; one that is not here has no MFU."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Operations a second of the device's data sheet; None for one that is not known."""
+    found = (peak for part, peak in PEAK_TFLOPS.items() if part in device_name)
+    peak = next(found, None)
+    return None if peak is None else peak * 1e12

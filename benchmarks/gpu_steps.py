@@ -1,0 +1,115 @@
+"""Training steps as the trainer makes them, timed: all of it by the clock, and its parts by the device's own events."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from draftworks.drafts.strategy import DraftStrategy, StepContext
+from draftworks.features.contracts import TrainBatch
+from draftworks.specs import TrainingSpec
+from draftworks.training.backend import FSDPTrainingBackend
+from draftworks.training.compiling import compile_blocks
+from draftworks.training.core import TrainerCore
+from draftworks.training.trainer import optimizer_of, plan_of
+
+CONTEXT = StepContext(global_step=1, total_steps=4)
+"""Where the losses of Domino count alike."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Medians in milliseconds.
+
+    Attributes:
+        copy_ms: of moving the batch to the device, which is not part of the step.
+        peak_bytes: the most the device held; None on a CPU.
+    """
+
+    copy_ms: float
+    step_ms: float
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    peak_bytes: int | None
+
+
+def trainer_core(strategy: DraftStrategy, device: torch.device, dtype: str, compiles: bool = False) -> TrainerCore:
+    """What `Trainer` puts together. Needs a process group."""
+    training = TrainingSpec(compute_dtype=dtype, lr=1e-5, schedule="constant", warmup_ratio=0.0)
+    if compiles:
+        compile_blocks(strategy, device)
+    backend = FSDPTrainingBackend(device, getattr(torch, dtype))
+    backend.prepare_model(strategy)
+    return TrainerCore(strategy, backend, optimizer_of(training, plan_of(training, 100), backend))
+
+
+def timed(core: TrainerCore, batch: TrainBatch, steps: int, warm_up: int) -> StepTimes:
+    """Train on the same batch again and again."""
+    device = core.backend.device
+    there = batch.to(device)
+    for _ in range(warm_up):
+        core.train_step(there, CONTEXT)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    whole = [_clocked(lambda: core.train_step(there, CONTEXT), device) for _ in range(steps)]
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    copies = [_clocked(lambda: batch.to(device), device) for _ in range(steps)]
+    parts = [_parts(core, there) for _ in range(steps)]
+    return StepTimes(statistics.median(copies), statistics.median(whole), *map(statistics.median, zip(*parts)), peak)
+
+
+def _clocked(work: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds until it is done on the device too."""
+    _finish(device)
+    begin = time.perf_counter()
+    work()
+    _finish(device)
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _parts(core: TrainerCore, batch: TrainBatch) -> list[float]:
+    """Forward, backward and optimizer of one step, in milliseconds."""
+    watch = _Stopwatch(core.backend.device)
+    output = core.strategy.forward_loss(batch, CONTEXT)
+    watch.lap()
+    core.backend.backward(output.loss_sum)
+    watch.lap()
+    core.backend.scale_gradients(1.0 / float(output.loss_weight))
+    core.optimizer.step()
+    watch.lap()
+    return watch.laps()
+
+
+class _Stopwatch:
+    """Laps on the device's own time line, without waiting for it in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks = [self._mark()]
+
+    def lap(self) -> None:
+        self._marks.append(self._mark())
+
+    def laps(self) -> list[float]:
+        _finish(self._device)
+        pairs = zip(self._marks, self._marks[1:])
+        if self._device.type == "cuda":
+            return [begin.elapsed_time(end) for begin, end in pairs]
+        return [(end - begin) * 1e3 for begin, end in pairs]
+
+    def _mark(self):
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
