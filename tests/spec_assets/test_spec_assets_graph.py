@@ -143,8 +143,9 @@ def test_a_target_without_the_strategy_yields_no_draft_and_stays_green(finished,
 
 def test_an_override_of_the_run_config_makes_another_draft_that_is_compared_with_the_first(finished, tmp_path):
     site = finished.site.copy(tmp_path)
+    measured = [dg.AssetKey(name) for name in (*INPUTS, "eagle3_draft", "eagle3_report")]
     config = {"ops": {"eagle3_draft": {"config": {"options": {"step_decay": 0.5}, "training": {"max_steps": 6}}}}}
-    result = site.run("train_eagle3", run_config=config)
+    result = site.run("train_eagle3", run_config=config, asset_selection=measured)
     assert result.success
     draft = ArtifactStore(site.var).current("eagle3_draft", "small")
     assert draft.identity["options"]["step_decay"] == 0.5

@@ -49,12 +49,6 @@ def train(site, **draft) -> dg.ExecuteInProcessResult:
     return site.run("train_eagle3", run_config=config, asset_selection=[dg.AssetKey("eagle3_draft")])
 
 
-def train_until_cancelled(site) -> None:
-    with once_saved(site, lambda: os.kill(os.getpid(), signal.SIGINT)):
-        assert not train(site).success
-    assert torchrun_of(site) is None
-
-
 def draft(site):
     return ArtifactStore(site.var).current("eagle3_draft", "small")
 
@@ -67,6 +61,21 @@ def starts(site) -> list[int]:
 def prepared(finished, tmp_path):
     """A site with features, about to train for 250 or so steps."""
     return finished.site.copy(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def once_cancelled(finished, tmp_path_factory):
+    site = finished.site.copy(tmp_path_factory.mktemp("cancelled"))
+    with once_saved(site, lambda: os.kill(os.getpid(), signal.SIGINT)):
+        assert not train(site).success
+    assert torchrun_of(site) is None
+    return site
+
+
+@pytest.fixture
+def cancelled(once_cancelled, tmp_path):
+    """A site whose training was cancelled after its first checkpoint."""
+    return once_cancelled.copy(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +101,11 @@ def test_a_pre_empted_training_is_retried_from_its_checkpoint(prepared, undistur
 
 
 @pytest.mark.slow
-def test_a_cancelled_training_goes_on_at_the_next_materialization(prepared, undisturbed):
-    train_until_cancelled(prepared)
-    again = train(prepared)
+def test_a_cancelled_training_goes_on_at_the_next_materialization(cancelled, undisturbed):
+    again = train(cancelled)
     assert again.success
-    assert starts(prepared)[1] > 0
-    assert draft(prepared).data_version == undisturbed
+    assert starts(cancelled)[1] > 0
+    assert draft(cancelled).data_version == undisturbed
     shown = {e.asset_key.to_user_string(): e.materialization for e in again.get_asset_materialization_events()}
     metadata = shown["eagle3_draft"].metadata
     assert metadata["resume_history"].value.count("\n") == 3
@@ -106,17 +114,15 @@ def test_a_cancelled_training_goes_on_at_the_next_materialization(prepared, undi
 
 
 @pytest.mark.slow
-def test_start_over_forgets_an_interrupted_training(prepared, undisturbed):
-    train_until_cancelled(prepared)
-    assert train(prepared, start_over=True).success
-    assert starts(prepared) == [0]
-    assert draft(prepared).data_version == undisturbed
+def test_start_over_forgets_an_interrupted_training(cancelled, undisturbed):
+    assert train(cancelled, start_over=True).success
+    assert starts(cancelled) == [0]
+    assert draft(cancelled).data_version == undisturbed
 
 
 @pytest.mark.slow
-def test_fewer_ranks_go_on_from_what_more_have_saved(prepared):
-    train_until_cancelled(prepared)
-    text = prepared.target_file.read_text()
-    prepared.target_file.write_text(text.replace("processes: 2", "processes: 1"))
-    assert train(prepared).success
-    assert [session["ranks"] for session in draft(prepared).summary["sessions"]] == [2, 1]
+def test_fewer_ranks_go_on_from_what_more_have_saved(cancelled):
+    text = cancelled.target_file.read_text()
+    cancelled.target_file.write_text(text.replace("processes: 2", "processes: 1"))
+    assert train(cancelled).success
+    assert [session["ranks"] for session in draft(cancelled).summary["sessions"]] == [2, 1]

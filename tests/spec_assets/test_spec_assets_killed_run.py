@@ -12,11 +12,9 @@ import psutil
 import pytest
 from test_spec_assets_command_line import DAGSTER, ROOT
 
-PARTITION = '{"dagster/partition": "small"}'
 
-
-def start(site, home: Path) -> subprocess.Popen:
-    command = [str(DAGSTER), "job", "execute", "-f", str(site.module()), "-j", "prepare", "--tags", PARTITION]
+def start(site, home: Path, *command: str) -> subprocess.Popen:
+    command = [str(DAGSTER), *command, "-f", str(site.module())]
     with (home / "err.log").open("ab") as log:
         return subprocess.Popen(command, env={**os.environ, "DAGSTER_HOME": str(home)}, cwd=ROOT, stderr=log)
 
@@ -44,7 +42,7 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(site):
     home = site.root / "dagster_home"
     home.mkdir()
     shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)
-    run = start(site, home)
+    run = start(site, home, "job", "execute", "-j", "prepare", "--tags", '{"dagster/partition": "small"}')
     program = "draftworks.programs.regenerate"
     assert wait_until(lambda: any(program in command for command in commands_of(home)), 100)
 
@@ -52,6 +50,6 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(site):
     run.wait()
 
     assert wait_until(lambda: commands_of(home) == [], 30), commands_of(home)
-    following = start(site, home)
+    following = start(site, home, "asset", "materialize", "--select", "target_model,responses", "--partition", "small")
     assert following.wait(200) == 0
     assert "was killed: it counts as failed now" in (home / "err.log").read_text()

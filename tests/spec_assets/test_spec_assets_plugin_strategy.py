@@ -1,18 +1,23 @@
-"""A strategy that another package brings has everything that the built-in ones have, and nothing here knows of it."""
+"""A strategy that another package brings has everything that the built-in ones have, and nothing here knows of it.
+
+It joins a finished site in one run of the main job, started from a terminal as CI starts it.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 import pytest
-from test_spec_assets_command_line import DAGSTER, ROOT
+from test_spec_assets_command_line import execute
 
 from draftworks.artifacts import ArtifactStore
+
+if TYPE_CHECKING:
+    from conftest import Site
 
 PLUGIN = Path(__file__).with_name("plugin")
 ENTRY = """
@@ -22,34 +27,43 @@ ENTRY = """
 """
 
 
-@pytest.mark.slow
-def test_a_plugged_in_strategy_goes_from_capture_to_the_leaderboard(finished, tmp_path):
-    site = finished.site.copy(tmp_path)
-    made = ArtifactStore(site.var)
-    eagle3 = made.current("eagle3_draft", "small").path
+@dataclass(frozen=True)
+class Joined:
+    """The site after the run, and what the terminal showed."""
+
+    site: Site
+    run: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def joined(finished, tmp_path_factory) -> Joined:
+    site = finished.site.copy(tmp_path_factory.mktemp("joined"))
     site.target_file.write_text(site.target_file.read_text() + ENTRY)
-    home = tmp_path / "dagster_home"
-    home.mkdir()
-    shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)
-    command = [DAGSTER, "job", "execute", "-f", site.module(), "-j", "everything", "--tags"]
-    environment = {**os.environ, "DAGSTER_HOME": str(home), "PYTHONPATH": str(PLUGIN)}
-
-    done = subprocess.run(
-        [*map(str, command), json.dumps({"dagster/partition": "small"})],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-
+    done = execute(site, "everything", "small", PYTHONPATH=str(PLUGIN))
     assert done.returncode == 0, done.stderr[-3000:]
+    return Joined(site, done)
+
+
+@pytest.mark.slow
+def test_the_main_job_runs_from_the_command_line_and_makes_only_what_is_missing(joined):
+    shown = joined.run.stderr
+    # Conversations, two sets of answers, tokens, vocabulary; draft, report and export of the strategy that was there.
+    assert shown.count("unchanged, nothing to do") == 8
+    # Features of both sets; draft and report of the one that joined.
+    assert shown.count("made in") == 4
+
+
+@pytest.mark.slow
+def test_a_plugged_in_strategy_goes_from_capture_to_the_leaderboard(finished, joined):
+    made, before = ArtifactStore(joined.site.var), ArtifactStore(finished.site.var)
     features = made.current("training_features", "small").summary
     assert features["streams"] == ["hf2", "hf3", "hf4", "hf5", "last"]
     assert features["captured_bytes"] * 5 == features["bytes"]  # its own tap and nothing else
-    assert made.current("eagle3_draft", "small").path == eagle3
+    eagle3 = [store.current("eagle3_draft", "small").path.name for store in (made, before)]
+    assert eagle3[0] == eagle3[1]
     draft = made.current("one_head_draft", "small")
     assert draft.summary["last_loss"] < draft.summary["first_loss"]
     report = made.current("one_head_report", "small").summary
     assert 0 < report["drafts"]["trained"]["eval/rung3_walk_acc_len"] <= 1
-    rows = pq.read_table(site.var / "leaderboard" / "leaderboard.parquet").to_pylist()
+    rows = pq.read_table(joined.site.var / "leaderboard" / "leaderboard.parquet").to_pylist()
     assert {row["strategy"] for row in rows} == {"eagle3", "one_head"}

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import on_ranks
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from training_toys import ToyStrategy, on_ranks, ragged_samples, train_loader
+from training_toys import ToyStrategy, ragged_samples, train_loader
 
 from draftworks.drafts.strategy import StepContext
 from draftworks.training.backend import FSDPTrainingBackend

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_toys import METRIC, assert_whole, break_phase, contents, limited_file_size, names, snapshot_of
+from gloo_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from training_toys import on_ranks
 
 from draftworks.errors import ConfigError, StoreError
 from draftworks.evaluation.collectives import from_rank_0, max_over_ranks, on_every_rank

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gloo_ranks import on_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from training_toys import eval_loader, on_ranks, train_loader
+from training_toys import eval_loader, train_loader
 
 from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.eagle3 import Eagle3Strategy

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_ranks import on_ranks
 from resumable_runs import ResumableRun, changed
 from safetensors.torch import load_file, save_file
-from training_toys import on_ranks
 
 from draftworks.training.backend import process_group_of_one
 from draftworks.training.history import History

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import on_ranks
 from resumable_runs import ResumableRun, assert_same_training, changed
 from safetensors.torch import load_file, save_file
 from test_training_eagle3 import SPEC as EAGLE3_SPEC
 from test_training_eagle3 import assert_same, eagle3, ragged, target_parts
 from test_training_trainer import batch_of, core_of
-from training_toys import CountingStore, ToyStrategy, on_ranks
+from training_toys import CountingStore, ToyStrategy
 
 from draftworks.drafts.dflash import DFlashStrategy
 from draftworks.drafts.strategy import StepContext, StepOutput

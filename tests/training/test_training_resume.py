@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import on_ranks
 from resumable_runs import (
     GLOBAL,
     STEPS,
@@ -17,7 +18,7 @@ from resumable_runs import (
 )
 from test_training_eagle3 import SPEC as EAGLE3_SPEC
 from test_training_eagle3 import eagle3, ragged
-from training_toys import CountingStore, on_ranks
+from training_toys import CountingStore
 
 from draftworks.errors import StoreError
 

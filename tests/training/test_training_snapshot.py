@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_toys import assert_equal, limited_file_size, snapshot_of
+from gloo_ranks import on_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from training_toys import on_ranks
 
 from draftworks.errors import StoreError
 from draftworks.training.snapshot import load_moments, restore_rng, rng_state, save_moments, save_plain

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import on_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from training_toys import ToyStrategy, eval_loader, on_ranks, ragged_samples, train_loader
+from training_toys import ToyStrategy, eval_loader, ragged_samples, train_loader
 
 from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.errors import TrainingError

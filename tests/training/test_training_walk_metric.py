@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from gloo_ranks import on_ranks
 from test_training_eagle3 import GLOBAL, SPEC, eagle3, ragged
-from training_toys import eval_loader, on_ranks, train_loader
+from training_toys import eval_loader, train_loader
 
 from draftworks.evaluation.replay import replay
 from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC

@@ -1,14 +1,11 @@
-"""A small strategy, samples in memory, and a way to run a function on several gloo ranks."""
+"""A small strategy, and samples in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
@@ -172,15 +169,3 @@ def eval_loader(
             refs, store, PackLimits(pack_tokens, "own_row"), strategy.pack, **share
         )
     return FeatureDataLoader.for_evaluation(refs, store, micro, strategy.collate, **share)
-
-
-def on_ranks(world: int, folder: Path, work: Callable[..., None], *args: Any) -> None:
-    """Run `work(rank, *args)` on `world` processes of one gloo group; an error in one fails the caller."""
-    mp.spawn(_joined, (world, str(folder / "rendezvous"), work, args), nprocs=world)
-
-
-def _joined(rank: int, world: int, rendezvous: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    work(rank, *args)
-    dist.destroy_process_group()
