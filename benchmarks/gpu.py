@@ -26,6 +26,7 @@ from gpu_equivalence import Difference, differences
 from gpu_flops import FORMULAS, Work, peak_flops
 from gpu_steps import CONTEXT, StepTimes, timed, trainer_core
 
+from draftworks.drafts.target_parts import TargetParts
 from draftworks.training.backend import process_group_of_one
 from draftworks.training.core import TrainerCore
 
@@ -113,17 +114,20 @@ def measured(names: Sequence[str], case: Case, device: torch.device, peak: float
     target = made_up_target(SHAPES[case.size], device, torch.bfloat16)
     with process_group_of_one(device):
         for name in names:
-            strategy = made_up_draft(name, SHAPES[case.size], target, attention=case.attention)
-            core = trainer_core(strategy, device, case.dtype, case.compiled)
             for layout in ("padded", "packed"):
-                try:
-                    yield measure(core, case, layout, peak)
-                except torch.OutOfMemoryError as error:
-                    yield Result(case, name, layout, problem=str(error).split(". ")[0])
-                finally:
-                    _give_back_memory(device)
-            del strategy, core
-            _give_back_memory(device)
+                yield _measured(name, target, case, layout, device, peak)
+                _give_back_memory(device)
+
+
+def _measured(
+    name: str, target: TargetParts, case: Case, layout: str, device: torch.device, peak: float | None
+) -> Result:
+    """With a draft of its own: one whose step ran out of memory half-way makes no further one."""
+    try:
+        strategy = made_up_draft(name, SHAPES[case.size], target, attention=case.attention)
+        return measure(trainer_core(strategy, device, case.dtype, case.compiled), case, layout, peak)
+    except torch.OutOfMemoryError as error:
+        return Result(case, name, layout, problem=str(error).split(". ")[0])
 
 
 def measure(core: TrainerCore, case: Case, layout: str, peak: float | None) -> Result:

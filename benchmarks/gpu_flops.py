@@ -27,6 +27,7 @@ PEAK_TFLOPS = {
     "H100": 989,
     "A100": 312,
     "L40S": 362,
+    "L40": 181,
     "L4": 121,
 }
 """Dense bf16, by what a device's name contains, from NVIDIA's data sheets; the first that fits is taken."""

@@ -51,6 +51,8 @@ def trainer_core(strategy: DraftStrategy, device: torch.device, dtype: str, comp
 def timed(core: TrainerCore, batch: TrainBatch, steps: int, warm_up: int) -> StepTimes:
     """Train on the same batch again and again."""
     device = core.backend.device
+    if device.type == "cuda":
+        batch = batch.pinned()  # as the loader gives it
     there = batch.to(device)
     for _ in range(warm_up):
         core.train_step(there, CONTEXT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from draftworks.draft_config import read_config
@@ -14,13 +16,15 @@ from draftworks.strategies import StrategyOptions, StrategySpec, TargetSizes, re
 
 def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) -> None:
     """ConfigError if the model cannot give what its strategies need, or a draft to begin from is not one of them."""
+    _check_serving(target)
     union_of_taps(target, files.num_layers)
     sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size, target.max_length)
     for name, entry in target.strategies.items():
         strategy = resolve_strategy(name)
         options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
         if strategy.check is not None:
-            strategy.check(options, sizes)
+            with _told_of(target):
+                strategy.check(options, sizes)
         if entry.training.pack_tokens is not None:
             strategy.check_packing(options, f"target {target.name}: strategies.{name}.training")
         _check_export(
@@ -34,6 +38,26 @@ def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) ->
         raise ConfigError(
             f"target {target.name}: draft_vocab_size {size} is larger than the model's vocabulary of {files.vocab_size}. "
             f"Set options.draft_vocab_size to at most that"
+        )
+
+
+@contextmanager
+def _told_of(target: TargetSpec) -> Iterator[None]:
+    """A strategy's error names the strategy; here it says whose entry it is in, too."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"target {target.name}: {error}") from error
+
+
+def _check_serving(target: TargetSpec) -> None:
+    """A format that no strategy of the target writes would be missed only when all else is made."""
+    wanted = target.evaluation.serving.format
+    known = [made.name for name in target.strategies for made in resolve_strategy(name).exports]
+    if wanted is not None and wanted not in known:
+        raise ConfigError(
+            f"target {target.name}: evaluation.serving.format: expected one of {', '.join(known) or 'no format'}, "
+            f"found {wanted}"
         )
 
 
@@ -65,6 +89,7 @@ def _check_start(
     given = {**found.draft, **theirs.structure()}
     if strategy.uses_vocab_mapping:
         wanted["draft_vocab_size"] = options.draft_vocab_size
+    wanted |= {key: value for key, value in _inputs(strategy, options, files).items() if key in found.draft}
     wrong = [
         f"{key}: expected {value}, found {given.get(key)}" for key, value in wanted.items() if given.get(key) != value
     ]
@@ -72,6 +97,14 @@ def _check_start(
         raise ConfigError(f"{where}: {folder}: {'; '.join(wrong)}")
     if strategy.uses_vocab_mapping and not (folder / VOCAB_FILE).is_file():
         raise ConfigError(f"{where}: {folder}: {VOCAB_FILE} is missing. Import the draft again")
+
+
+def _inputs(strategy: StrategySpec, options: StrategyOptions, files: TargetFiles) -> dict[str, object]:
+    """What a draft of these options reads, under the names that it has in a draft's config."""
+    inputs: dict[str, object] = {"feature_names": list(strategy.features(files.num_layers, options))}
+    if "mask_token_id" in type(options).model_fields:
+        inputs["mask_token_id"] = files.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
+    return inputs
 
 
 def union_of_taps(target: TargetSpec, num_layers: int) -> list[int]:
@@ -84,7 +117,8 @@ def union_of_taps(target: TargetSpec, num_layers: int) -> list[int]:
     for name, entry in target.strategies.items():
         strategy = resolve_strategy(name)
         options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
-        taps.update(tap.hf_index for tap in strategy.taps(num_layers, options))
+        with _told_of(target):
+            taps.update(tap.hf_index for tap in strategy.taps(num_layers, options))
     return sorted(taps)
 
 
@@ -101,5 +135,8 @@ def draft_vocab_size(target: TargetSpec) -> int | None:
             options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
             sizes[name] = options.draft_vocab_size
     if len(set(sizes.values())) > 1:
-        raise ConfigError(f"target {target.name}: strategies share one draft vocabulary, but ask for sizes {sizes}")
+        raise ConfigError(
+            f"target {target.name}: strategies share one draft vocabulary, but ask for sizes {sizes}. "
+            "Set the same options.draft_vocab_size for all of them"
+        )
     return next(iter(sizes.values()), None)

@@ -357,18 +357,20 @@ def describe(error: ValidationError, model: type[BaseModel], where: str) -> str:
     """One line per problem: where, what is wrong, what was found, and the closest key for an unknown one."""
     lines = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"]) or "(whole file)"
+        key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             hint = _meant(problem["loc"][-1], _keys_at(model, problem["loc"][:-1]))
             lines.append(f"{where}: unknown key {key}{hint}")
         elif problem["type"] == "missing":
             lines.append(f"{where}: key {key} is missing")
         else:
-            message = problem["msg"].removeprefix("Value error, ")
+            message = ": ".join(filter(None, (where, key, problem["msg"].removeprefix("Value error, "))))
             allowed = re.findall("'([^']*)'", problem["ctx"]["expected"]) if problem["type"] == "literal_error" else []
             hint = _meant(problem["input"], allowed)
-            found = "not shown" if key.endswith(SECRET) else f"found {_short(problem['input'])}"
-            lines.append(f"{where}: {key}: {message} ({found}){hint}")
+            found = " (not shown)" if key.endswith(SECRET) else f" (found {_short(problem['input'])})"
+            # Of keys that do not fit each other the message has the values.
+            together = problem["type"] == "value_error" and isinstance(problem["input"], dict)
+            lines.append(f"{message}{'' if together else found}{hint}")
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from draftworks.artifacts import Artifact, ArtifactStore, Built
 from draftworks.draft_config import read_config
+from draftworks.evaluation.own_figures import own_figures
 from draftworks.identity import digest
 from draftworks.registry import HELDOUT, with_overrides
 from draftworks.runs import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, StoreSpec, TargetFiles, TrainRun
@@ -199,6 +200,7 @@ def draft_metadata(artifact: Artifact) -> dict[str, Any]:
         "resume_history": table(("from step", "ranks", "started"), map(session_row, summary["sessions"])),
         "peak_memory": human_bytes(summary["peak_rss_bytes"]),
         "simulated_acc_len": summary["heldout"]["eval/simulated_acc_len"],
+        **own_figures(summary["heldout"]),
         "heldout": dg.MetadataValue.json(summary["heldout"]),
         "curves": picture(artifact.path / "training.png", "loss and acceptance while training"),
     }
@@ -224,12 +226,16 @@ def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
 
     @dg.asset_check(asset=name, name=LOSS_FALLS, blocking=True, description="Training loss ends below where it began.")
     def loss_falls(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
-        return told(context, _falls(workspace.artifacts.current(name, checked_partition(context)).summary))
+        made = workspace.artifacts.current(name, checked_partition(context))
+        return told(context, loss_verdict(made.summary, continued=made.identity["start_from"] is not None))
 
     return loss_falls
 
 
-def _falls(summary: dict[str, Any]) -> dg.AssetCheckResult:
+def loss_verdict(summary: dict[str, Any], continued: bool) -> dg.AssetCheckResult:
+    """Whether the loss fell. A training that goes on from a draft begins where there may be little left to fall, and never
+    publishes something worse than that: there it is a warning, which stops nothing.
+    """
     first, last, steps = summary["first_loss"], summary["last_loss"], summary["steps"]
     if steps == 0:
         return _verdict(True, "published as it began: no step was asked for")
@@ -238,8 +244,11 @@ def _falls(summary: dict[str, Any]) -> dg.AssetCheckResult:
     course = f"loss went from {first:.3f} to {last:.3f} in {steps} steps"
     if last < first or steps < ENOUGH_STEPS:
         return _verdict(True, course)
-    return _verdict(False, f"{course}. Lower lr, or look at the curves on the draft's materialization")
+    severity = dg.AssetCheckSeverity.WARN if continued else dg.AssetCheckSeverity.ERROR
+    return _verdict(False, f"{course}. Lower lr, or look at the curves on the draft's materialization", severity)
 
 
-def _verdict(passed: bool, description: str) -> dg.AssetCheckResult:
-    return dg.AssetCheckResult(passed=passed, severity=dg.AssetCheckSeverity.ERROR, description=description)
+def _verdict(
+    passed: bool, description: str, severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR
+) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(passed=passed, severity=severity, description=description)

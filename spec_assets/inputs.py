@@ -63,10 +63,15 @@ def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Materi
     Also looks at what the run itself overrides, so that a mistake there is found before anything is captured.
     """
     target = workspace.registry.target(context.partition_key)
+    ops = context.run.run_config.get("ops", {})
+    configs = {name: ops.get(f"{name}_draft", {}).get("config", {}) for name in target.strategies}
+    overridden = {}
     for name, entry in target.strategies.items():
-        config = context.run.run_config.get("ops", {}).get(f"{name}_draft", {}).get("config", {})
-        overrides = (config.get("options", {}), config.get("training", {}))
-        with_overrides(target.name, resolve_strategy(name), entry, *overrides)
+        overrides = (configs[name].get("options", {}), configs[name].get("training", {}))
+        overridden[name] = with_overrides(target.name, resolve_strategy(name), entry, *overrides)
+    if any(configs.values()):
+        files = workspace.target_files(target.name)
+        check_demands(target.model_copy(update={"strategies": overridden}), files, workspace.registry)
     for name in target.evals:
         workspace.registry.eval(name)
     options = resolved_options(target, workspace.registry)

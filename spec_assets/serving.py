@@ -93,12 +93,14 @@ class ServedDraft:
     def of(cls, workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> "ServedDraft":
         """
         Raises:
-            NothingToDo: the target does not ask for it, or has no export that SGLang loads.
+            NothingToDo: the target does not ask for it, or for another strategy's format, or has no export that SGLang loads.
             ConfigError: the format that is asked for was not exported, or export and report are of different drafts.
         """
         settings = target.evaluation.serving
         if not settings.prompts:
             raise NothingToDo(f"target {target.name} asks for no serving check (evaluation.serving.prompts)")
+        if settings.format is not None and settings.format not in {made.name for made in strategy.exports}:
+            raise NothingToDo(f"target {target.name} has {settings.format} served, no format of {strategy.name}")
         found = {
             kind: workspace.artifacts.find(f"{strategy.name}_{kind}", target.name) for kind in ("export", "report")
         }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from draftworks.drafts.dflash_drafter import DFlashDrafter
+from draftworks.drafts.dflash_model import DFlashDraft
+from draftworks.drafts.documents import Documents
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
 
@@ -16,9 +18,12 @@ Choose = Callable[[Tensor], Tensor]
 """From logits (n, V) to the tokens (n,) that are proposed."""
 
 
-class Speaker(Protocol):
-    """A draft that makes tokens of a block's states."""
+class SpeakingDraft(nn.Module, ABC):
+    """A draft that makes tokens of the states of its backbone's blocks, each knowing those before it."""
 
+    backbone: DFlashDraft
+
+    @abstractmethod
     def say(self, states: Tensor, known: Tensor, count: int, choose: Choose) -> Tensor:
         """Token after token of n blocks, (n, count).
 
@@ -28,6 +33,17 @@ class Speaker(Protocol):
             choose: is asked for every place in turn.
         """
 
+    @torch.no_grad()
+    def propose(
+        self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents | None = None
+    ) -> Tensor:
+        """Blocks from many rows at once, each as a server would make it there. As `DFlashDraft.propose`."""
+
+        def first_choices(states: Tensor, known: Tensor) -> Tensor:
+            return self.say(states, known, count, lambda logits: logits.argmax(-1))
+
+        return self.backbone.spoken(input_ids, features, rows, count, first_choices, documents)
+
 
 class BlockDrafter(Drafter):
     """The backbone makes the block's states once; every token is chosen knowing those before it.
@@ -36,7 +52,7 @@ class BlockDrafter(Drafter):
         backbone: of the same sequence.
     """
 
-    def __init__(self, speaker: Speaker, backbone: DFlashDrafter) -> None:
+    def __init__(self, speaker: SpeakingDraft, backbone: DFlashDrafter) -> None:
         self._speaker = speaker
         self._backbone = backbone
         self._known: Tensor | None = None

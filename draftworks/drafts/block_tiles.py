@@ -1,7 +1,8 @@
 """The mask of block attention for flex, made tile by tile: nothing as large as queries times keys is ever held.
 
 Keys are the context, then the blocks' own tokens. Under every rule of block attention a token sees two intervals of them: some
-of the context before its anchor, and some of its own block. The mask is four bounds for each token, and which tiles of the
+of the context before its anchor, and some of its own block. So do the masked places of P-EAGLE, whose blocks are chains
+(draftworks.drafts.peagle_attention). The mask is four bounds for each token, and which tiles of the
 score matrix are empty, whole or in between follows from the bounds' extremes over a tile of queries.
 """
 

@@ -96,6 +96,27 @@ def collate_feature(
     return layout.laid(sample[feature] for sample in samples)
 
 
+def collate_taught(
+    samples: Sequence[Mapping[str, Tensor]],
+    sample_ids: Sequence[str],
+    features: Sequence[str],
+    width: int,
+    layout: Layout,
+) -> dict[str, Tensor]:
+    """As `collate_features`, with the last of the features, the target's last hidden states, by itself as `last` (B, S, width)."""
+    *taps, last = features
+    batch = collate_features(samples, sample_ids, taps, width, layout)
+    return {**batch, "last": collate_feature(samples, sample_ids, last, width, layout)}
+
+
+def without_last_positions(batch: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """The batch with the last position of every sample out of its `loss_mask`, which stays as it was as `answer_mask`."""
+    loss_mask = batch["loss_mask"].clone()
+    for row, place in layout.places:
+        loss_mask[row, place.stop - 1] = False
+    return {**batch, "loss_mask": loss_mask, "answer_mask": batch["loss_mask"]}
+
+
 def check_features(sample: Mapping[str, Tensor], features: Sequence[str], width: int, name: str) -> None:
     """DataError for a feature that has not `width` values for every token."""
     expected = (len(sample["input_ids"]), width)

@@ -14,6 +14,7 @@ from draftworks.drafts.collation import Layout, collate_features, lengths_of
 from draftworks.drafts.dflash_drafter import DFlashDrafter
 from draftworks.drafts.dflash_model import DFlashDraft, DFlashSizes
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.sizes import head_counts, mask_token
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
@@ -145,7 +146,7 @@ class DFlashStrategy(DraftStrategy):
     def loss_weight(self, counts: Tensor, samples: int) -> Tensor:
         """Scalar, from which labels count (B, A, k) and of how many samples these are."""
         if self.options.loss == "specforge" and self.options.weighting != "uniform":
-            return torch.tensor(float(samples), device=counts.device)
+            return torch.full((), float(samples), device=counts.device)
         flat = counts.flatten(0, 1)
         return self._by_place(torch.zeros(flat.shape, dtype=torch.float64, device=flat.device), flat).sum()
 
@@ -158,22 +159,12 @@ class DFlashStrategy(DraftStrategy):
 
 
 def _sizes(options: DFlashOptions, target: TargetParts, taps: int) -> DFlashSizes:
-    heads = options.num_heads or target.num_heads
-    kv_heads = options.num_kv_heads or min(target.num_kv_heads, heads)
-    if heads % kv_heads:
-        raise ConfigError(f"{options.strategy}: num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
-    mask_token = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
-    if mask_token >= target.vocab_size:
-        raise ConfigError(
-            f"{options.strategy}: mask_token_id {mask_token} is outside the target's {target.vocab_size} tokens"
-        )
     return DFlashSizes(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        **head_counts(options.strategy, options, target)._asdict(),
         intermediate_size=options.intermediate_size or target.intermediate_size,
         taps=taps,
         block_size=options.block_size,
-        mask_token_id=mask_token,
+        mask_token_id=mask_token(options.strategy, options, target),
         windows=options.windows(),
         backend=options.attention,
         strategy=options.strategy,

@@ -25,6 +25,13 @@ Speak = Callable[[Tensor, Tensor], Tensor]
 """From states (n, size, H) of blocks, not normed, and their anchors' tokens (n,), to what each proposes, (n, count)."""
 
 
+class CastHead(NamedTuple):
+    """A head (V, H) in some dtype, and the tensor that it was made of."""
+
+    of: Tensor
+    head: Tensor
+
+
 class DFlashSizes(NamedTuple):
     """Sizes of the draft; the rest is the target's. `windows` has an entry for every layer; `strategy` is for errors."""
 
@@ -107,12 +114,20 @@ class DFlashDraft(nn.Module):
         self._backend, self._strategy = sizes.backend, sizes.strategy
         self.register_buffer("embed_tokens", target.embedding, persistent=False)
         self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
+        self._cast_head = CastHead(self.target_head_as_stored, self.target_head_as_stored)
 
     @property
     def target_head(self) -> Tensor:
-        """(V, H) in the draft's dtype."""
-        head = self.embed_tokens if self.own_target_head is None else self.own_target_head
-        return head.to(self.fc.weight.dtype)
+        """(V, H) in the draft's dtype. Where the target's files have another, it is cast once, not at every step."""
+        stored, dtype = self.target_head_as_stored, self.fc.weight.dtype
+        if self._cast_head.of is not stored or self._cast_head.head.dtype != dtype:
+            self._cast_head = CastHead(stored, stored.to(dtype))
+        return self._cast_head.head
+
+    @property
+    def target_head_as_stored(self) -> Tensor:
+        """(V, H) in the dtype of the target's files."""
+        return self.embed_tokens if self.own_target_head is None else self.own_target_head
 
     def context(self, features: Tensor) -> Tensor:
         """What the layers read of the target: (B, S, taps · H) to (B, S, H)."""

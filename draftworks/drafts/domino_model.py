@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
-from draftworks.drafts.block_drafter import Choose
+from draftworks.drafts.block_drafter import Choose, SpeakingDraft
 from draftworks.drafts.dflash_model import DFlashDraft
-from draftworks.drafts.documents import Documents
 from draftworks.drafts.domino_losses import DominoLosses, DominoObjective, DominoRows, domino_cross_entropy
 from draftworks.drafts.layers import seeded_linear
 
@@ -69,7 +68,7 @@ class DominoCorrection(nn.Module):
         return activation(narrow(torch.cat([states, prefixes], dim=-1)))
 
 
-class DominoDraft(nn.Module):
+class DominoDraft(SpeakingDraft):
     """The trainable draft.
 
     Args:
@@ -117,19 +116,7 @@ class DominoDraft(nn.Module):
         )
 
     @torch.no_grad()
-    def propose(
-        self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents | None = None
-    ) -> Tensor:
-        """Blocks from many rows at once, each as a server would make it there. As `DFlashDraft.propose`."""
-
-        def first_choices(states: Tensor, known: Tensor) -> Tensor:
-            return self.say(states, known, count, lambda logits: logits.argmax(-1))
-
-        return self.backbone.spoken(input_ids, features, rows, count, first_choices, documents)
-
-    @torch.no_grad()
     def say(self, states: Tensor, known: Tensor, count: int, choose: Choose) -> Tensor:
-        """See draftworks.drafts.block_drafter.Speaker."""
         rows = self.backbone.norm(states[:, self._first_row : self._first_row + count])
         base = F.linear(rows, self.backbone.target_head)
         said, token, prefix = [], known, None

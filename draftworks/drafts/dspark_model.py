@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
-from draftworks.drafts.block_drafter import Choose
+from draftworks.drafts.block_drafter import Choose, SpeakingDraft
 from draftworks.drafts.dflash_model import DFlashDraft
-from draftworks.drafts.documents import Documents
 from draftworks.drafts.dspark_heads import MARKOV_HEADS, ConfidenceHead, NoMarkovHead
 from draftworks.drafts.dspark_losses import DSparkLosses, DSparkObjective, DSparkRows, dspark_losses
 
@@ -31,7 +30,7 @@ class DSparkSizes(NamedTuple):
     confidence_with_markov: bool
 
 
-class DSparkDraft(nn.Module):
+class DSparkDraft(SpeakingDraft):
     """The trainable draft.
 
     Args:
@@ -83,19 +82,7 @@ class DSparkDraft(nn.Module):
         return dspark_losses(rows, backbone.target_head, projection, last.flatten(0, 1), labels, counts, objective)
 
     @torch.no_grad()
-    def propose(
-        self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents | None = None
-    ) -> Tensor:
-        """Blocks from many rows at once, each as a server would make it there. As `DFlashDraft.propose`."""
-
-        def first_choices(states: Tensor, known: Tensor) -> Tensor:
-            return self.say(states, known, count, lambda logits: logits.argmax(-1))
-
-        return self.backbone.spoken(input_ids, features, rows, count, first_choices, documents)
-
-    @torch.no_grad()
     def say(self, states: Tensor, known: Tensor, count: int, choose: Choose) -> Tensor:
-        """See draftworks.drafts.block_drafter.Speaker."""
         markov = self.markov_head
         head, projection = self.backbone.target_head, markov.projection.to(states.dtype)
         said, token, memory = [], known, None

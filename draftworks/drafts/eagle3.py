@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftworks.drafts.collation import Layout, collate_feature, collate_features, lengths_of
+from draftworks.drafts.collation import Layout, collate_taught, lengths_of, without_last_positions
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.eagle3_drafter import Eagle3Drafter
 from draftworks.drafts.eagle3_layer import Eagle3Sizes
@@ -23,10 +23,10 @@ from draftworks.drafts.objectives import (
     Objective,
 )
 from draftworks.drafts.reduced_vocabulary import checked_draft_ids
+from draftworks.drafts.sizes import head_counts
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_gates, token_mean_gates
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies import EAGLE3, Eagle3Options
 
@@ -79,13 +79,9 @@ class Eagle3Strategy(ChainStrategy):
     def _laid_out(
         self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: Layout
     ) -> TrainBatch:
-        width = self._target.hidden_size
-        batch = collate_features(samples, sample_ids, self.feature_names[:-1], width, layout)
-        batch["last"] = collate_feature(samples, sample_ids, "last", width, layout)
+        batch = collate_taught(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
         if self.options.loss == "specforge":
-            batch["answer_mask"] = batch["loss_mask"].clone()
-            for row, place in layout.places:
-                batch["loss_mask"][row, place.stop - 1] = False
+            batch = without_last_positions(batch, layout)
         return TrainBatch(batch, tuple(sample_ids), sum(lengths_of(samples)), layout.documents)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
@@ -152,8 +148,5 @@ class Eagle3Strategy(ChainStrategy):
 
 
 def _sizes(options: Eagle3Options, target: TargetParts, taps: int) -> Eagle3Sizes:
-    heads = options.num_heads or target.num_heads
-    kv_heads = options.num_kv_heads or min(target.num_kv_heads, heads)
-    if heads % kv_heads:
-        raise ConfigError(f"eagle3: num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
-    return Eagle3Sizes(heads, kv_heads, options.intermediate_size or target.intermediate_size, taps)
+    heads = head_counts("eagle3", options, target)
+    return Eagle3Sizes(*heads, options.intermediate_size or target.intermediate_size, taps)

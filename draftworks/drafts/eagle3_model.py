@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.eagle3_layer import Eagle3Layer, Eagle3Sizes, StepStates
 from draftworks.drafts.first_choices import argmax_of_head
-from draftworks.drafts.layers import RmsNorm, Rotary, seeded_linear
+from draftworks.drafts.layers import RmsNorm, Rotary, fuse_taps, seeded_linear
 from draftworks.drafts.losses import Distilled, distill
 from draftworks.drafts.objectives import BatchObjective, Objective
 from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
@@ -73,11 +73,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
 
     def fuse(self, features: Tensor) -> Tensor:
         """From the taps side by side (…, taps · H), ascending, to the state that step 0 begins with (…, H)."""
-        features = features.to(self.fc.weight.dtype)
-        if self.norms.fc_norm:
-            taps = features.chunk(len(self.fc_norm), dim=-1)
-            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
-        return self.fc(features)
+        return fuse_taps(features, self.fc_norm, self.fc)
 
     def emerge(self, hidden: Tensor) -> StepStates:
         """What a step hands on, from its residual stream (…, H)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftworks.drafts.compiled import compiled
 from draftworks.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _PROBED = 160
 """Queries of the trial: more than a tile of the kernels, and no multiple of one."""
@@ -25,8 +29,7 @@ def flex_attention_on(device_type: str) -> Callable[..., Tensor]:
 
 @functools.cache
 def _compiled(learns: bool) -> Callable[..., Tensor]:
-    """One for trainings and one for evaluations: torch compiles a function for eight kinds of arguments and then no more, and
-    flex attention that is not compiled holds every score."""
+    """One for trainings and one for evaluations, which come in many more kinds."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def learning(*args: Any, **kwargs: Any) -> Tensor:
@@ -35,7 +38,7 @@ def _compiled(learns: bool) -> Callable[..., Tensor]:
     def measuring(*args: Any, **kwargs: Any) -> Tensor:
         return flex_attention(*args, **kwargs)
 
-    return torch.compile(learning if learns else measuring)
+    return compiled(learning if learns else measuring)
 
 
 @functools.cache
@@ -43,7 +46,7 @@ def block_mask_on(device_type: str) -> Callable[..., Any]:
     """torch's `create_block_mask`; compiled where it would else hold every element of a large mask, as int64, several times."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return torch.compile(create_block_mask) if device_type == "cuda" else create_block_mask
+    return compiled(create_block_mask) if device_type == "cuda" else create_block_mask
 
 
 def check_flex(strategy: str, device: torch.device) -> None:
@@ -57,14 +60,24 @@ def check_flex(strategy: str, device: torch.device) -> None:
 @functools.cache
 def flex_works(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether flex attention may be taken without being asked for: a GPU, two bytes a number (wider ones can be more than
-    a multiprocessor holds), and it gives the output and gradients of plain attention. Tried once, on a small row.
+    a multiprocessor holds), and it gives the output and gradients of plain attention. Tried once, on a small row; where it does
+    not work on such a GPU, a warning says why.
     """
     if device.type != "cuda" or dtype.itemsize != 2:
         return False
     try:
-        return _flex_equals_sdpa(device, dtype, head_size)
-    except (AttributeError, ImportError, RuntimeError, TypeError):  # no compiler, or a head size that it cannot do
-        return False
+        problem = None if _flex_equals_sdpa(device, dtype, head_size) else "its numbers are not those of sdpa"
+    except Exception as error:  # no compiler, no Python.h, a head size that it cannot do: torch lets many kinds through
+        problem = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
+    if problem is not None:
+        log.warning(
+            "flex attention does not work here for %s and heads of %d (%s): sdpa does its work, slower. Triton needs a C "
+            "compiler and Python's headers",
+            dtype,
+            head_size,
+            problem,
+        )
+    return problem is None
 
 
 @torch.enable_grad()

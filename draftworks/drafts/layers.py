@@ -62,6 +62,15 @@ class _RmsNormFunction(torch.autograd.Function):
         return d_x.to(x.dtype), d_weight.to(weight.dtype), None
 
 
+def fuse_taps(features: Tensor, norms: nn.ModuleList, fc: nn.Linear) -> Tensor:
+    """Taps side by side (…, taps · H), ascending, to one state (…, H); each by a norm of its own first, where there are any."""
+    features = features.to(fc.weight.dtype)
+    if norms:
+        taps = features.chunk(len(norms), dim=-1)
+        features = torch.cat([norm(tap) for norm, tap in zip(norms, taps, strict=True)], dim=-1)
+    return fc(features)
+
+
 class GatedMlp(nn.Module):
     """`down(silu(gate(x)) * up(x))`."""
 

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from draftworks.drafts.anchors import sample_seed
-from draftworks.drafts.collation import Layout, collate_feature, collate_features, lengths_of
+from draftworks.drafts.collation import Layout, collate_taught, lengths_of, without_last_positions
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.peagle_chains import Thinning, all_chains, drawn_chains
 from draftworks.drafts.peagle_drafter import PEagleDrafter
 from draftworks.drafts.peagle_layers import PEagleSizes
 from draftworks.drafts.peagle_model import PEagleDraft, PEagleTraits
 from draftworks.drafts.reduced_vocabulary import checked_draft_ids
+from draftworks.drafts.sizes import head_counts, mask_token
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_gates, token_mean_gates
 from draftworks.drafts.target_parts import TargetParts
@@ -77,14 +78,10 @@ class PEagleStrategy(DraftStrategy):
     def _laid_out(
         self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: Layout
     ) -> TrainBatch:
-        width = self._target.hidden_size
-        batch = collate_features(samples, sample_ids, self.feature_names[:-1], width, layout)
-        batch["last"] = collate_feature(samples, sample_ids, "last", width, layout)
+        batch = collate_taught(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
         batch["draws"] = torch.tensor([sample_seed(self._seed, name) for name in sample_ids])
         if self.options.loss == "specforge":
-            batch["answer_mask"] = batch["loss_mask"].clone()
-            for row, place in layout.places:
-                batch["loss_mask"][row, place.stop - 1] = False
+            batch = without_last_positions(batch, layout)
         return TrainBatch(batch, tuple(sample_ids), sum(lengths_of(samples)), layout.documents)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
@@ -146,18 +143,10 @@ class PEagleStrategy(DraftStrategy):
 
 
 def _sizes(options: PEagleOptions, target: TargetParts, taps: int) -> PEagleSizes:
-    heads = options.num_heads or target.num_heads
-    kv_heads = options.num_kv_heads or min(target.num_kv_heads, heads)
-    if heads % kv_heads:
-        raise ConfigError(f"peagle: num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
-    mask_token = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
-    if mask_token >= target.vocab_size:
-        raise ConfigError(f"peagle: mask_token_id {mask_token} is outside the target's {target.vocab_size} tokens")
     return PEagleSizes(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
+        **head_counts("peagle", options, target)._asdict(),
         intermediate_size=options.intermediate_size or target.intermediate_size,
         taps=taps,
         num_layers=options.num_layers,
-        mask_token_id=mask_token,
+        mask_token_id=mask_token("peagle", options, target),
     )

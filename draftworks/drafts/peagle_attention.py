@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from draftworks.drafts.block_attention import GROUP_TOKENS, KeyValue
-from draftworks.drafts.block_tiles import TILE
-from draftworks.drafts.flex import block_mask_on, check_flex, flex_attention_on, flex_works
+from draftworks.drafts.block_tiles import TILE, SeenKeys
+from draftworks.drafts.flex import check_flex, flex_attention_on, flex_works
 from draftworks.drafts.peagle_chains import Chains
 
 
@@ -42,6 +42,7 @@ class ChainAttention:
         self._groups: tuple[_Group, ...] | None = None
         self._flex_mask: Any = None
 
+    @torch.compiler.disable  # groups have other sizes at every step, and flex is compiled by itself
     def __call__(self, query: Tensor, context: KeyValue, own: KeyValue) -> Tensor:
         """Attention of one layer.
 
@@ -72,7 +73,6 @@ class ChainAttention:
         seen = _Group(slice(0, self._chains.count), slice(0, context.key.shape[2])).sees(self._chains)
         return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(query.dtype) @ value
 
-    @torch.compiler.disable  # groups have other sizes at every step: a compiler would begin anew for each of them
     def _sdpa(self, query: Tensor, context: KeyValue, own: KeyValue) -> Tensor:
         if self._groups is None:
             self._groups = _groups(self._chains)
@@ -80,7 +80,7 @@ class ChainAttention:
 
     def _flex(self, query: Tensor, context: KeyValue, own: KeyValue) -> Tensor:
         if self._flex_mask is None:
-            self._flex_mask = _flex_mask(self._chains, context.key.shape[2])
+            self._flex_mask = seen_keys(self._chains, context.key.shape[2]).block_mask()
         key, value = (torch.cat(both, dim=2) for both in zip(context, own, strict=True))
         attention = flex_attention_on(query.device.type)
         return attention(query, key, value, block_mask=self._flex_mask, enable_gqa=True)
@@ -174,13 +174,9 @@ class _InGroups(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _flex_mask(chains: Chains, context: int) -> Any:
-    anchors, depths, begins, count = chains.anchors, chains.depths, chains.begins, chains.count
-
-    def seen(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        own = (kv - context).clamp(min=0)
-        of_context = (kv <= anchors[q]) & (kv >= begins[q])
-        of_chain = (anchors[own] == anchors[q]) & (depths[own] <= depths[q])
-        return torch.where(kv < context, of_context, of_chain)
-
-    return block_mask_on(anchors.device.type)(seen, None, None, count, context + count, device=anchors.device)
+def seen_keys(chains: Chains, context: int) -> SeenKeys:
+    """Of `context` rows at depth 0 and then the R rows themselves. A chain has no gaps, and its rows are next to each other: so
+    what a row sees of it are as many rows up to itself as it is deep."""
+    last = context + torch.arange(chains.count, device=chains.anchors.device)
+    bounds = (chains.begins, chains.anchors + 1, last - chains.depths + 1, last + 1)
+    return SeenKeys(*(bound[None] for bound in bounds), keys=context + chains.count)

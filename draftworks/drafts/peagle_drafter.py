@@ -86,9 +86,11 @@ class _CachedRows(Rows):
         if self.keeps:
             self.cache.known = everything
         news, total = query.shape[2], everything.key.shape[2]
-        seen = torch.ones(news, total, dtype=torch.bool, device=query.device).tril(total - news)
+        # A prompt is long, and nothing is before it: its mask, which is square, is never written out.
+        begins = news == total
+        seen = None if begins else torch.ones(news, total, dtype=torch.bool, device=query.device).tril(total - news)
         attended = F.scaled_dot_product_attention(
-            self.rotation.apply(query), *everything, attn_mask=seen, enable_gqa=True
+            self.rotation.apply(query), *everything, attn_mask=seen, is_causal=begins, enable_gqa=True
         )
         return attended[0].transpose(0, 1).flatten(1)
 

@@ -57,6 +57,7 @@ class BatchRows(Rows):
         self._at_chains = table.at(chains.positions)
         self._attend_chains = ChainAttention(chains, backend)
 
+    @torch.compiler.disable  # how many chains there are is new in every batch
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = [self._masked(x)[None].transpose(1, 2) for x in (query, key, value)]
         query, key, value = (self._batched(x).transpose(1, 2) for x in (query, key, value))
@@ -68,6 +69,7 @@ class BatchRows(Rows):
         masked = self._attend_chains(own_query, context, KeyValue(own_key, own[2]))
         return torch.cat([rows, masked[0].transpose(0, 1).flatten(1)])
 
+    @torch.compiler.disable
     def each(self, x: Tensor) -> Tensor:
         count = self._chains.batch * self._chains.length
         return torch.cat([x[:count], x[count:].expand(self._chains.count, -1)])

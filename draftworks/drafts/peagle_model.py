@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.first_choices import argmax_of_head
-from draftworks.drafts.layers import RmsNorm, Rotary, seeded_linear
+from draftworks.drafts.layers import RmsNorm, Rotary, fuse_taps, seeded_linear
 from draftworks.drafts.losses import Distilled, distill
 from draftworks.drafts.objectives import CrossEntropy
 from draftworks.drafts.peagle_chains import ByDepth, Chains
@@ -103,11 +103,7 @@ class PEagleDraft(ReducedVocabularyDraft):
 
     def fuse(self, features: Tensor) -> Tensor:
         """From the taps side by side (…, taps · H), ascending, to the state that a row begins with (…, H)."""
-        features = features.to(self.fc.weight.dtype)
-        if self.fc_norm:
-            taps = features.chunk(len(self.fc_norm), dim=-1)
-            features = torch.cat([norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)], dim=-1)
-        return self.fc(features)
+        return fuse_taps(features, self.fc_norm, self.fc)
 
     def begin(self, features: Tensor, next_tokens: Tensor) -> RowInputs:
         """Of rows at depth 0, from their features (n, taps · H) and the tokens after them (n,)."""
@@ -115,7 +111,7 @@ class PEagleDraft(ReducedVocabularyDraft):
 
     def begin_masked(self) -> RowInputs:
         """Of one masked place; they all begin alike."""
-        token = torch.tensor([self.mask_token_id], device=self.mask_hidden.device)
+        token = torch.full((1,), self.mask_token_id, device=self.mask_hidden.device)
         return self.begin(self.mask_hidden[0], token)
 
     def through_layers(self, inputs: RowInputs, rows: Sequence[Rows], wanted: ActiveRows | None = None) -> Tensor:

@@ -140,7 +140,8 @@ class Tally:
         scalars = {
             "loss_sum": output.loss_sum,
             "loss_weight": output.loss_weight,
-            "tokens": torch.tensor(tokens),
+            # Filled in where it is added up: a number of the host would be waited for there.
+            "tokens": torch.full((), tokens, dtype=torch.float64, device=output.loss_sum.device),
         }
         for name, value in {**scalars, **output.counts}.items():
             value = value.detach().reshape(-1).to(output.loss_sum.device, torch.float64)

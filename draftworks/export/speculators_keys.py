@@ -70,14 +70,13 @@ def vllm_commands(
     """vLLM takes the target from the draft's config.json, or is told of both.
 
     Args:
-        parallel: whether the draft proposes its tokens in one pass, which vLLM's method does not say.
+        parallel: whether the draft proposes its tokens in one pass, which vLLM's method does not say. Nor does it find the
+            method of such a draft by itself, as one user of 0.28 reports: it takes it for a plain language model, and stops.
     """
     config = {"model": folder, "method": method, "num_speculative_tokens": tokens}
     spelled = json.dumps(config | ({"parallel_drafting": True} if parallel else {}))
-    return {
-        "vLLM": f"vllm serve {folder}",
-        "vLLM, target first": f"vllm serve {model_path(draft.target)} --speculative-config '{spelled}'",
-    }
+    told = {"vLLM, target first": f"vllm serve {model_path(draft.target)} --speculative-config '{spelled}'"}
+    return told if parallel else {"vLLM": f"vllm serve {folder}", **told}
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:

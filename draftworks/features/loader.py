@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class FeatureDataLoader:
         self._transform = transform
         self._prefetch = prefetch
         self._threads = threads
+        self._device = torch.device("cpu")
         self._epoch = 0
         self._skip = 0
 
@@ -151,6 +153,10 @@ class FeatureDataLoader:
         schedule = PackedEvaluationSchedule(lengths=lengths, pack_tokens=limits.tokens, rank=rank, world=world)
         return cls(refs, store, schedule, pack, transform, prefetch)
 
+    def prepare_for(self, device: torch.device) -> None:
+        """Where the batches will go: for a GPU, those that are prepared ahead are pinned there and then. They stay on the CPU."""
+        self._device = device
+
     def set_epoch(self, epoch: int) -> None:
         """Which epoch's order the next iteration follows."""
         self._epoch = epoch
@@ -189,6 +195,9 @@ class FeatureDataLoader:
         tokens = 0 if batch.padding else sum(ref.num_tokens for ref in refs)
         return replace(collated, sample_ids=() if batch.padding else ids, num_tokens=tokens, ends_step=batch.ends_step)
 
+    def _load_pinned(self, batch: MicroBatch) -> TrainBatch:
+        return self.load(batch).pinned()
+
     def _sample(self, ref: SampleRef, padding: bool) -> Sample:
         try:
             tensors, handle = self._store.get(ref)
@@ -204,11 +213,17 @@ class FeatureDataLoader:
             raise _named(error, f"sample {ref.sample_id}") from error
 
     def _prefetched(self, plan: Iterable[MicroBatch]) -> Iterator[TrainBatch]:
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="feature-loader")
+        load, begin = self.load, None
+        if self._device.type == "cuda":
+            load = self._load_pinned
+            # A thread begins at the first GPU, whatever its process was bound to, and all ranks would take memory of that one.
+            bound = torch.cuda.current_device() if self._device.index is None else self._device.index
+            begin = partial(torch.cuda.set_device, bound)
+        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="feature-loader", initializer=begin)
         waiting: deque[Future[TrainBatch]] = deque()
         try:
             for batch in plan:
-                waiting.append(pool.submit(self.load, batch))
+                waiting.append(pool.submit(load, batch))
                 if len(waiting) > self._prefetch:
                     yield waiting.popleft().result()
             while waiting:

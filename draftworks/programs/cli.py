@@ -12,11 +12,12 @@ import typer
 import yaml
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from draftworks.artifacts import Artifact, ArtifactStore
 from draftworks.demands import check_demands
 from draftworks.errors import DraftworksError
+from draftworks.evaluation.own_figures import own_figures
 from draftworks.identity import FileDigests
 from draftworks.leaderboard import Fleet
 from draftworks.leaderboard_views import CAPTION, cells
@@ -70,6 +71,9 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
             report = artifacts.find(f"{strategy}_report", target)
             if report is not None:
                 console.print(acceptance_table(strategy, report))
+            draft = artifacts.find(f"{strategy}_draft", target)
+            if draft is not None and own_figures(draft.summary["heldout"]):
+                console.print(own_table(strategy, draft))
     except DraftworksError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
@@ -123,7 +127,8 @@ def keys(file: Annotated[str, typer.Argument(help="target, dataset or deployment
     if file not in FILES:
         typer.echo(f"error: {file!r} is no registry file; there are: {', '.join(FILES)}", err=True)
         raise typer.Exit(1)
-    table = Table("key", "type", "default", "meaning", title=f"registry: {file}", title_justify="left")
+    name = Column("key", no_wrap=True)  # a name that is cut off cannot be used
+    table = Table(name, "type", "default", "meaning", title=f"registry: {file}", title_justify="left")
     for key in keys_of(file):
         table.add_row(*key)
     Console(width=None if Console().is_terminal else 160).print(table)
@@ -198,6 +203,18 @@ def acceptance_table(strategy: str, report: Artifact) -> Table:
     for name, metrics in sorted(drafts.items(), key=lambda item: -item[1]["eval/simulated_acc_len"]):
         values = [metrics.get(metric) for metric in rungs.values()] + metrics["eval/per_position_acc"]
         table.add_row(name, *("" if value is None else f"{value:.3f}" for value in values))
+    return table
+
+
+def own_table(strategy: str, draft: Artifact) -> Table:
+    """What the strategy counts itself (docs/strategies.md), a column per position where there is one for each."""
+    figures = {k: v if isinstance(v, list) else [v] for k, v in own_figures(draft.summary["heldout"]).items()}
+    table = Table(title=f"{strategy}: figures of its own, of the published draft", title_justify="left")
+    table.add_column("figure")
+    for position in range(max(map(len, figures.values()))):
+        table.add_column(str(position + 1), justify="right")
+    for name, values in figures.items():
+        table.add_row(name, *(f"{value:.3f}" for value in values))
     return table
 
 

@@ -106,7 +106,9 @@ class _Measuring:
         return min(asked, self.strategy.most_draft_tokens or asked)
 
     def loader(self) -> FeatureDataLoader:
-        return evaluation_loader(self.samples, self.strategy, self.run.micro_batch_size, self.ctx)
+        loader = evaluation_loader(self.samples, self.strategy, self.run.micro_batch_size, self.ctx)
+        loader.prepare_for(self.device)
+        return loader
 
     def accuracy(self, name: str, forward: Forward) -> EvalResult:
         """Rungs 0 and 1."""

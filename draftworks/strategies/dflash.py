@@ -100,7 +100,7 @@ def check_dflash(options: DFlashOptions, target: TargetSizes) -> None:
     if options.mask_token_id is not None and options.mask_token_id >= target.vocab_size:
         raise ConfigError(
             f"{options.strategy}: mask_token_id {options.mask_token_id} is outside the target's vocabulary, "
-            f"0..{target.vocab_size - 1}"
+            f"0..{target.vocab_size - 1}. Set options.mask_token_id to the id of a token that no text has"
         )
 
 

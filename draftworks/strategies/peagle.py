@@ -76,16 +76,21 @@ def peagle_taps(num_layers: int, options: PEagleOptions) -> tuple[LayerTap, ...]
     return eagle_taps("peagle", options.layer_ids, num_layers)
 
 
+_KNOWN = 2
+"""Tokens of a sample before the first that is proposed: of the row, and the one after it."""
+
+
 def check_peagle(options: PEagleOptions, target: TargetSizes) -> None:
     """ConfigError for a mask token that the target does not have, or a proposal that no sample can hold."""
-    if options.num_depths >= target.max_length:
+    if options.num_depths + _KNOWN > target.max_length:
         raise ConfigError(
             f"peagle: num_depths {options.num_depths} does not fit into samples of at most {target.max_length} tokens: "
             "lower it, or raise max_length"
         )
     if options.mask_token_id is not None and options.mask_token_id >= target.vocab_size:
         raise ConfigError(
-            f"peagle: mask_token_id {options.mask_token_id} is outside the target's vocabulary, 0..{target.vocab_size - 1}"
+            f"peagle: mask_token_id {options.mask_token_id} is outside the target's vocabulary, "
+            f"0..{target.vocab_size - 1}. Set options.mask_token_id to the id of a token that no text has"
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftworks.errors import ConfigError
+from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC
 from draftworks.publishing import publish_json
 from draftworks.training.checkpoint_files import CheckpointFolder, is_complete
 
@@ -34,9 +35,10 @@ class BestRule:
             return None
         score = metrics.get(self.metric)
         if not isinstance(score, (int, float)):
-            numbers = sorted(name for name, value in metrics.items() if isinstance(value, (int, float)))
+            numbers = {name for name, value in metrics.items() if isinstance(value, (int, float))}
             raise ConfigError(
-                f"best_metric {self.metric!r} is no number of an evaluation; there are: {', '.join(numbers)}"
+                f"training.best_metric: {self.metric!r} is no number of an evaluation; there are: "
+                f"{', '.join(sorted({*numbers, BLOCK_METRIC, WALK_METRIC}))}"
             )
         return float(score)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftworks.drafts.compiled import compiled
 from draftworks.drafts.layers import GatedMlp, RmsNorm
 from draftworks.drafts.strategy import DraftStrategy
 
@@ -39,7 +40,7 @@ def compile_blocks(
         )
         return False
     for block in compilable(strategy):
-        block.forward = _where_it_learns(block.forward, torch.compile(block.forward, backend=backend))
+        block.forward = _where_it_learns(block.forward, compiled(block.forward, backend=backend))
     return True
 
 
@@ -49,12 +50,12 @@ def compilable(strategy: DraftStrategy) -> Sequence[nn.Module]:
     return strategy.fsdp_blocks() or tuple(parts)
 
 
-def _where_it_learns(plain: Callable[..., Tensor], compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Evaluations come in many more shapes, and torch compiles a function for a few of them only: the training's."""
+def _where_it_learns(plain: Callable[..., Tensor], fast: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Evaluations come in many more shapes, and each kind of them would be compiled for: only the training's are."""
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return (compiled if torch.is_grad_enabled() else plain)(*args, **kwargs)
+        return (fast if torch.is_grad_enabled() else plain)(*args, **kwargs)
 
     return forward
 

@@ -109,6 +109,8 @@ class Trainer:
         if persistence is not None:
             checkpointer = Checkpointer(persistence.manager, self.backend, optimizer, persistence.identity)
         hooks = Hooks(self._evaluate, stop_signal, observers)
+        for loader in (train_loader, eval_loader):
+            loader.prepare_for(device)
         self.controller = TrainerController(self.core, train_loader, plan, position, hooks, checkpointer)
         self._eval_loader = eval_loader
         self._stop_signal = stop_signal

@@ -48,15 +48,17 @@ def test_prints_tables_and_writes_json_where_there_is_no_dagster(tmp_path: Path)
         assert one["mfu"] == pytest.approx(one["tflop"] / seconds / 2)
 
 
-def test_what_does_not_fit_is_told_and_the_next_one_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = gpu.measure
+@pytest.mark.parametrize("where", ["trainer_core", "measure"])
+def test_what_does_not_fit_is_told_and_the_next_one_measured(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    plain, calls = getattr(gpu, where), []
 
-    def full_when_padded(core, case, layout, peak):
-        if layout == "padded":
+    def full_at_first(*args):
+        calls.append(args)
+        if len(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-        return measure(core, case, layout, peak)
+        return plain(*args)
 
-    monkeypatch.setattr(gpu, "measure", full_when_padded)
+    monkeypatch.setattr(gpu, where, full_at_first)
     padded, packed = gpu.measured(["dflash"], SMALL, torch.device("cpu"), None)
     assert gpu.result_row(padded).split(maxsplit=2) == ["dflash", "padded", "CUDA out of memory"]
     assert packed.times is not None

@@ -12,7 +12,8 @@ from draftworks.demands import check_demands
 from draftworks.errors import ConfigError
 from draftworks.registry import Registry
 from draftworks.runs import VOCAB_FILE
-from draftworks.specs import StrategyEntry, TargetSpec
+from draftworks.serving_specs import ServingSpec
+from draftworks.specs import EvaluationSpec, StrategyEntry, TargetSpec
 
 OPTIONS = {"draft_vocab_size": 64}
 
@@ -27,11 +28,11 @@ def begun(root: Path, **changes) -> TargetSpec:
     folder = root / "peer"
     folder.mkdir()
     draft = {"options": OPTIONS, "hidden_size": 128, "vocab_size": 2048, "draft_vocab_size": 64}
-    strategy = changes.pop("strategy", "eagle3")
+    strategy, wanted = changes.pop("strategy", "eagle3"), changes.pop("wanted", "eagle3")
     config = {"strategy": strategy, "draft": draft | changes, "target_digest": "t", "weights_digest": "w"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / VOCAB_FILE).touch()
-    return target(options=OPTIONS, start_from="peer")
+    return target(wanted, options=OPTIONS, start_from="peer")
 
 
 def test_a_draft_that_fits_may_be_begun_from(tmp_path, tiny_target):
@@ -53,6 +54,21 @@ def test_one_that_does_not_is_refused_with_both_values(tmp_path, tiny_target, ch
         check_demands(begun(tmp_path, **changes), tiny_target, Registry(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ({"mask_token_id": 7}, "mask_token_id: expected 2047, found 7"),
+        ({"feature_names": ["hf1", "last"]}, r"feature_names: expected \['hf2', 'hf4', 'hf5', 'last'\], found"),
+        ({"mask_token_id": 2047, "feature_names": ["hf2", "hf4", "hf5", "last"]}, None),
+    ],
+    ids=["mask", "taps", "neither"],
+)
+def test_one_that_reads_something_else_is_refused(tmp_path, tiny_target, theirs, message):
+    entry = begun(tmp_path, strategy="peagle", wanted="peagle", **theirs)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=f"start_from: .*peer: {message}"):
+        check_demands(entry, tiny_target, Registry(tmp_path))
+
+
 def test_one_that_is_not_there_is_refused(tmp_path, tiny_target):
     missing = target(options=OPTIONS, start_from="nowhere")
     with pytest.raises(ConfigError, match=r"start_from: .*nowhere: not a draft.*draftworks import"):
@@ -63,7 +79,7 @@ def test_one_that_is_not_there_is_refused(tmp_path, tiny_target):
     ("strategy", "options", "message"),
     [
         ("dflash", {"block_size": 40}, "block_size 40 does not fit into samples of at most 32 tokens"),
-        ("dflash", {"mask_token_id": 2048}, "mask_token_id 2048 is outside"),
+        ("dflash", {"mask_token_id": 2048}, "mask_token_id 2048 is outside .* Set options.mask_token_id to"),
         ("dflash", {"layer_ids": [2, 8]}, r"\[8\] outside 0\.\.7"),
         ("domino", {"block_size": 40}, "domino: block_size 40 does not fit into samples of at most 32 tokens"),
         ("domino", {"layer_ids": [2, 8]}, r"domino: configured layer ids .*outside 0\.\.7"),
@@ -73,11 +89,16 @@ def test_one_that_is_not_there_is_refused(tmp_path, tiny_target):
             {"pure_draft_prefix_len": 2},
             "strategies.domino.export: .*zlab_domino: pure_draft_prefix_len 2: SGLang",
         ),
-        ("dspark", {"block_size": 40}, "dspark: block_size 40 does not fit into samples of at most 32 tokens"),
-        ("dspark", {"layer_ids": [2, 8]}, r"dspark: configured layer ids .*outside 0\.\.7"),
+        (
+            "dspark",
+            {"block_size": 40},
+            "target small: dspark: block_size 40 does not fit into samples of at most 32 tokens",
+        ),
+        ("dspark", {"layer_ids": [2, 8]}, r"target small: dspark: configured layer ids .*outside 0\.\.7"),
         ("dspark", {"markov_rank": 0}, "dspark: .*markov_rank 0 leaves no Markov embedding"),
+        ("peagle", {"num_depths": 31}, "peagle: num_depths 31 does not fit into samples of at most 32 tokens"),
         ("peagle", {"num_depths": 32}, "peagle: num_depths 32 does not fit into samples of at most 32 tokens"),
-        ("peagle", {"mask_token_id": 2048}, "peagle: mask_token_id 2048 is outside"),
+        ("peagle", {"mask_token_id": 2048}, "peagle: mask_token_id 2048 is outside .* Set options.mask_token_id to"),
         ("peagle", {"layer_ids": [2, 8]}, r"peagle: configured layer ids .*outside 0\.\.7"),
         ("peagle", {"draft_vocab_size": 4096}, "draft_vocab_size 4096 is larger"),
         ("eagle3", {"draft_vocab_size": 4096}, "draft_vocab_size 4096 is larger"),
@@ -114,3 +135,15 @@ def test_without_an_export_a_draft_may_be_one_that_no_server_computes(tmp_path, 
 def test_an_unknown_format_is_refused_with_the_closest_name(tmp_path, tiny_target):
     with pytest.raises(ConfigError, match="no export format 'sglang_eagle': did you mean sglang_eagle3"):
         check_demands(target(options=OPTIONS, export={"formats": ["sglang_eagle"]}), tiny_target, Registry(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "refused"), [("sglang_eagle", True), ("sglang_eagle3", False)])
+def test_a_format_to_be_served_that_no_strategy_writes_is_refused(tmp_path, tiny_target, name, refused):
+    served = EvaluationSpec(serving=ServingSpec(prompts=4, format=name))
+    expected = pytest.raises(
+        ConfigError, match="serving.format: expected one of sglang_eagle3, speculators_eagle3, found sglang_eagle$"
+    )
+    with expected if refused else nullcontext():
+        check_demands(
+            target(options=OPTIONS).model_copy(update={"evaluation": served}), tiny_target, Registry(tmp_path)
+        )

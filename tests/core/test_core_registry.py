@@ -52,7 +52,11 @@ def test_shipped_entries_are_valid():
         (GOOD + "strategies: {eagle3: {options: {ttt_len: 3}}}\n", r"unknown key ttt_len; did you mean ttt_length"),
         (
             GOOD + "strategies: {eagle3: {training: {global_batch_size: 3, micro_batch_size: 2}}}\n",
-            r"strategies.eagle3.training: global_batch_size 3 is not a multiple of micro_batch_size 2",
+            r"strategies.eagle3.training: global_batch_size 3 is not a multiple of micro_batch_size 2 x processes 1 = 2$",
+        ),
+        (
+            GOOD + "strategies: {dspark: {options: {markov_rank: 0}}}\n",
+            r"strategies.dspark.options: markov_rank 0 leaves .*: set confidence_with_markov: false$",
         ),
         (GOOD + "dataset: ../x\n", r"not a name"),
     ],

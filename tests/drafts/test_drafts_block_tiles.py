@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from draftworks.drafts.anchors import Blocks, all_blocks
 from draftworks.drafts.block_attention import BlockAttention, KeyValue, _sees
 from draftworks.drafts.block_tiles import TILE, SeenKeys
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.peagle_attention import _Group, seen_keys
+from draftworks.drafts.peagle_chains import Chains
 
 ROWS = {
     "several tiles": ((300,), 2, 90),
@@ -50,11 +53,24 @@ def test_tiles_and_elements_are_those_of_the_written_out_mask(row, size, window)
     lengths, rows, anchors = ROWS[row]
     blocks = drawn(lengths, rows, anchors, size)
     expected = _sees(blocks, slice(0, sum(lengths)), window)[:, 0]
-    found = SeenKeys.of(blocks, sum(lengths), window).block_mask()
+    assert_mask_is(SeenKeys.of(blocks, sum(lengths), window).block_mask(), expected)
+
+
+@pytest.mark.parametrize(("lengths", "rows"), [((300,), 2), ((150, 20, 5, 60), 1), ((9,), 1)])
+def test_so_are_those_of_chains(lengths, rows):
+    generator = torch.Generator().manual_seed(sum(lengths))
+    alive = (torch.rand(4, rows, sum(lengths), generator=generator) < 0.6).cumprod(0).bool()
+    chains = Chains.of(torch.cat([alive[:1], alive]), Documents.after_each_other(lengths))
+    context = rows * sum(lengths)
+    expected = _Group(slice(0, chains.count), slice(0, context)).sees(chains)[None]
+    assert_mask_is(seen_keys(chains, context).block_mask(), expected)
+
+
+def assert_mask_is(found: BlockMask, expected: Tensor) -> None:
+    """In elements, and in what tiles are taken whole, in part or not at all."""
     batch, query, key = (torch.arange(n) for n in expected.shape)
     seen = found.mask_mod(batch[:, None, None], torch.tensor(0), query[:, None], key)
     assert torch.equal(seen, expected)
-
     inside = tiles_of(expected)
     partial, full = (
         listed(found.kv_num_blocks, found.kv_indices),

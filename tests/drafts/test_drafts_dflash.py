@@ -242,3 +242,17 @@ def test_bad_input_is_refused(make, parts, vocab):
     ):
         with pytest.raises(ValueError, match=r"sliding_layers|weighting"):
             DFlashOptions(**OPTIONS | bad)
+
+
+def test_a_head_of_another_dtype_is_cast_once(make):
+    model = make(torch.float32).model
+    stored = model.own_target_head
+    assert model.target_head is stored
+    model.fc.bfloat16()
+    cast = model.target_head
+    assert cast.dtype == torch.bfloat16
+    assert model.target_head is cast
+    model.own_target_head = 2 * stored
+    assert torch.equal(model.target_head, (2 * stored).bfloat16())
+    model.fc.float()
+    assert model.target_head is model.own_target_head

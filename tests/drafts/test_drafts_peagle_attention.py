@@ -99,3 +99,22 @@ def test_what_is_kept_for_the_gradients_does_not_grow_with_rows_times_context():
     assert short.count > GROUP_TOKENS["cpu"]
     rows = (long.count + long.length) / (short.count + short.length)
     assert saved_bytes(long) < 1.1 * rows * saved_bytes(short)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+def test_a_compiled_layer_leaves_attention_to_itself(backend):
+    """Otherwise the compiler would follow it into masks that are other ones in every batch, and into flex's own compilation."""
+    graphs, chains = [], chains_of((30,))
+
+    def recorded(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    inputs = [x.detach() for x in inputs_of(chains)]
+    layer = torch.compile(lambda query, *others: attended(chains, backend, [query.cos(), *others]), backend=recorded)
+    torch.testing.assert_close(layer(*inputs), attended(chains, backend, [inputs[0].cos(), *inputs[1:]]))
+    assert (
+        sum(node.op == "call_function" or node.op == "call_method" for graph in graphs for node in graph.graph.nodes)
+        == 1
+    )

@@ -54,6 +54,12 @@ def test_the_command_says_how_the_draft_proposes(toys: Toys, name: str, said: di
     assert json.loads(words[words.index("--speculative-config") + 1]) == {"model": "DRAFT_FOLDER", **said}
 
 
+def test_vllm_is_not_left_to_find_out_what_p_eagle_is(toys: Toys):
+    found = {name: export_draft(toys.draft(FORMATS[name]), name, toys.folder / name).commands for name in EAGLES}
+    assert list(found["speculators_peagle"]) == ["vLLM, target first"]
+    assert list(found["speculators_eagle3"]) == ["vLLM", "vLLM, target first"]
+
+
 def test_no_command_of_sglang_is_given_for_p_eagle(toys: Toys):
     result = export_draft(toys.draft("peagle"), "speculators_peagle", toys.folder / "out")
     assert "SGLang" not in result.commands

@@ -46,6 +46,31 @@ def test_prefetching_changes_nothing(counting):
     assert plans[0] == plans[1]
 
 
+@pytest.mark.parametrize(("place", "bound"), [("cuda:3", 3), ("cuda", 5)])
+def test_for_a_gpu_batches_are_pinned_ahead_by_a_thread_bound_to_it(counting, monkeypatch, place, bound):
+    """Of CUDA only its part is played: what would be pinned is doubled here."""
+    store, refs = counting
+    seen = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(threading.current_thread().name)
+        return tensor * 2
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: seen.append(index))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    loader = FeatureDataLoader.for_evaluation(refs, store, 2, pad_collate)
+    plain = list(loader)
+    assert seen == []
+    loader.prepare_for(torch.device(place))
+    batches = list(loader)
+    assert seen[0] == bound
+    assert set(seen[1:]) == {"feature-loader_0"}
+    assert [b.sample_ids for b in batches] == [b.sample_ids for b in plain]
+    for batch, other in zip(batches, plain):
+        assert all(torch.equal(batch[name], 2 * tensor) for name, tensor in other.tensors.items())
+
+
 @pytest.mark.parametrize("skip", [0, 1, 4, 6])
 def test_seek_equals_skipping_and_reads_nothing_of_the_skipped(counting, skip):
     store, refs = counting

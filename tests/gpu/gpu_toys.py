@@ -59,7 +59,7 @@ class TrainingFolder:
     def trainer(self, stop_after: int | None = None) -> Trainer:
         """At the end of step `stop_after` a signal asks it to stop."""
         strategy = made_up_draft(self.strategy, SHAPE, made_up_target(SHAPE))
-        refs, store = self._stored(strategy)
+        refs, store = self.stored(strategy)
         manager = CheckpointManager(
             self.root / "checkpoints", "run", max_checkpoints=2, rule=BestRule("eval/avg_loss", True, 0.0)
         )
@@ -78,7 +78,7 @@ class TrainingFolder:
         )
         return trainer
 
-    def _stored(self, strategy: DraftStrategy) -> tuple[list[SampleRef], LocalFeatureStore]:
+    def stored(self, strategy: DraftStrategy) -> tuple[list[SampleRef], LocalFeatureStore]:
         """Samples under their own names; those that are stored already are not stored again."""
         store = LocalFeatureStore(self.root / "store")
         samples = made_up_samples(strategy, SHAPE, LENGTHS)

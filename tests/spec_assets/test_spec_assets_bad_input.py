@@ -141,9 +141,10 @@ def test_a_lost_result_of_an_earlier_step_says_what_to_materialize(finished, tmp
     [
         ({"options": {"ttt_lenght": 7}}, "ttt_length"),
         ({"training": {"learning_rate": 1.0}}, "unknown key learning_rate"),
+        ({"options": {"layer_ids": [2, 4, 99]}}, "target small: eagle3: configured layer ids [2, 4, 99]"),
     ],
 )
-def test_a_misspelt_override_of_a_run_is_found_before_any_work(site, config, hint):
+def test_a_wrong_override_of_a_run_is_found_before_any_work(site, config, hint):
     found = site.run("everything", run_config={"ops": {"eagle3_draft": {"config": config}}})
     assert hint in failure(found, "recipe")
     assert not (site.var / "answers").exists()

@@ -19,8 +19,13 @@ from draftworks.evaluation.decoding import DecodingLimits
 from draftworks.evaluation.served import questions
 from draftworks.registry import HELDOUT
 from draftworks.runs import TOKENS_FOLDER
+from draftworks.serving_specs import ServingSpec
+from draftworks.specs import EvaluationSpec
+from draftworks.strategies import resolve_strategy
+from resources.workspace import Workspace
+from spec_assets.common import NothingToDo
 from spec_assets.definitions import REGISTRY, build_definitions
-from spec_assets.serving import agreement_result
+from spec_assets.serving import ServedDraft, agreement_result
 
 SERVING = "evaluation: {{serving: {{prompts: {prompts}, compute_dtype: float32, device: cpu{more}}}}}\n"
 
@@ -96,6 +101,14 @@ def test_a_format_that_was_not_exported_for_the_server_is_refused(finished, tmp_
     failure = result.failure_data_for_node("eagle3_serving").user_failure_data.description
     assert "evaluation.serving.format: expected one of sglang_eagle3" in failure
     assert "found speculators_eagle3" in failure
+
+
+def test_a_format_of_another_strategy_is_nothing_to_serve_here(finished):
+    workspace = Workspace(registry_root=str(finished.site.registry))
+    served = EvaluationSpec(serving=ServingSpec(prompts=1, format="zlab_dspark"))
+    target = workspace.registry.target("small").model_copy(update={"evaluation": served})
+    with pytest.raises(NothingToDo, match="small has zlab_dspark served, no format of eagle3"):
+        ServedDraft.of(workspace, resolve_strategy("eagle3"), target)
 
 
 def test_a_walk_over_other_answers_than_there_are_now_is_not_compared_with(finished, tmp_path):

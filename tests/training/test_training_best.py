@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError
+from draftworks.evaluation.result import WALK_METRIC
 from draftworks.training.best import BestRecord, BestRule
 from draftworks.training.checkpoint_manager import CheckpointManager
 
@@ -51,7 +52,9 @@ def test_an_evaluation_of_nothing_or_without_a_finite_score_never_wins(metrics, 
 @pytest.mark.parametrize("value", [{}, {METRIC: None}, {METRIC: "0.5"}, {METRIC: [0.5]}])
 def test_a_metric_that_is_not_there_is_named_beside_those_that_are(value: dict[str, Any]):
     metrics = {"eval/avg_acc": 0.5, LOSS: 2, "eval/per_position_acc": [0.5], **value}
-    with pytest.raises(ConfigError, match=f"'{METRIC}' .* there are: eval/avg_acc, {LOSS}$"):
+    with pytest.raises(
+        ConfigError, match=rf"best_metric: '{METRIC}' .*: eval/avg_acc, {LOSS}, \S+block\S+, {WALK_METRIC}$"
+    ):
         BestRule().is_better(metrics, None)
 
 

@@ -1,0 +1,41 @@
+"""What a draft's options leave to the target, where the target decides whether it goes together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import ConfigError
+
+
+class HeadOptions(Protocol):
+    num_heads: int | None
+    num_kv_heads: int | None
+
+
+class MaskOptions(Protocol):
+    mask_token_id: int | None
+
+
+class HeadCounts(NamedTuple):
+    """Heads of queries, and of keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+
+
+def head_counts(strategy: str, options: HeadOptions, target: TargetParts) -> HeadCounts:
+    """The options' or else the target's. Raises ConfigError where keys cannot be shared out among queries."""
+    heads = options.num_heads or target.num_heads
+    kv_heads = options.num_kv_heads or min(target.num_kv_heads, heads)
+    if heads % kv_heads:
+        raise ConfigError(f"{strategy}: num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
+    return HeadCounts(heads, kv_heads)
+
+
+def mask_token(strategy: str, options: MaskOptions, target: TargetParts) -> int:
+    """The options' or else the target's last id. Raises ConfigError for one that the target does not have."""
+    token = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
+    if token >= target.vocab_size:
+        raise ConfigError(f"{strategy}: mask_token_id {token} is outside the target's {target.vocab_size} tokens")
+    return token

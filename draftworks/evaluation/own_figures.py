@@ -1,0 +1,31 @@
+"""What a strategy counts beside the acceptance ladder, picked from an evaluation's metrics. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_EVERYBODYS = frozenset(
+    f"eval/{name}"
+    for name in (
+        "avg_acc",
+        "avg_loss",
+        "per_position_acc",
+        "rung2_block_acc_len",
+        "rung3_walk_acc_len",
+        "simulated_acc_len",
+        "supervised_tokens",
+    )
+)
+_BY_POSITION = ("eval/ploss_", "eval/acceptance_rate_")
+
+
+def own_figures(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
+    """Of the metrics of `EvalResult.metrics`, those that only this strategy has, without `eval/`: Domino's `accept_len`,
+    DSpark's `tau`. A number each, or one per position.
+    """
+    return {
+        name.removeprefix("eval/"): value
+        for name, value in metrics.items()
+        if name not in _EVERYBODYS and not name.startswith(_BY_POSITION)
+    }

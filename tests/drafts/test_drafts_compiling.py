@@ -1,0 +1,56 @@
+"""Blocks compiled once serve batches of all shapes: torch compiles a function a few times, and then runs it as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from objective_toys import HIDDEN, Case, strategy_of
+from torch import fx
+
+from draftworks.drafts.strategy import DraftStrategy, StepContext
+from draftworks.features.contracts import TrainBatch
+from draftworks.training.compiling import compile_blocks
+
+VOCAB = 32
+SEEN, NEW = ((14, 4, 9), (13, 10)), ((17, 6), (8, 19, 16))
+"""Lengths of the samples of batches."""
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def batch_of(strategy: DraftStrategy, lengths: tuple[int, ...]) -> TrainBatch:
+    generator, samples = torch.Generator().manual_seed(0), []
+    for length in lengths:
+        features = {name: torch.randn(length, HIDDEN, generator=generator) for name in strategy.feature_names}
+        ids = torch.randint(VOCAB // 2, (length,), generator=generator)
+        samples.append({"input_ids": ids, "loss_mask": torch.arange(length) > 1, **features})
+    return strategy.collate(samples, [str(number) for number in range(len(samples))])
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("case", [Case("dspark"), Case("peagle", {"num_layers": 3})], ids=str)
+def test_batches_of_other_shapes_need_no_other_code(case: Case) -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def recorded(graph: fx.GraphModule, _inputs: list[torch.Tensor]) -> fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def compiled_for(*batches: tuple[int, ...]) -> int:
+        """How many graphs are made for a step on each of these."""
+        graphs.clear()
+        for step, lengths in enumerate(batches):
+            strategy.forward_loss(batch_of(strategy, lengths), StepContext(step)).loss_sum.backward()
+        return len(graphs)
+
+    strategy = strategy_of(case, VOCAB)
+    assert compile_blocks(strategy, torch.device("cpu"), recorded)
+    assert compiled_for(*SEEN) > 1
+    assert compiled_for(*NEW) == 0

@@ -1,0 +1,23 @@
+"""The figures of one strategy are those that no other evaluation has."""
+
+from __future__ import annotations
+
+from draftworks.evaluation.own_figures import own_figures
+from draftworks.evaluation.result import EvalResult
+
+LADDER = dict.fromkeys(
+    ("acc_corrects", "acc_denoms", "loss_sums", "loss_denoms", "acceptance_sums", "acceptance_denoms"), (1.0, 1.0)
+) | dict.fromkeys(("block_passes", "block_accepted", "walk_passes", "walk_accepted"), (1.0,))
+
+
+def metrics(**own: tuple[float, ...]) -> dict:
+    return EvalResult(loss_sum=1.0, loss_weight=1.0, tokens=2, counts=LADDER | own).metrics()
+
+
+def test_what_every_evaluation_has_is_nobodys_own():
+    assert own_figures(metrics()) == {}
+
+
+def test_what_a_strategy_counts_itself_is_shown_by_its_name():
+    counted = {"tau_sums": (3.0,), "tau_denoms": (2.0,), "miss_sums": (1.0, 3.0), "miss_denoms": (2.0, 4.0)}
+    assert own_figures(metrics(**counted)) == {"tau": 1.5, "miss": [0.5, 0.75]}
