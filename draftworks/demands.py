@@ -25,6 +25,11 @@ def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) ->
         if strategy.check is not None:
             with _told_of(target):
                 strategy.check(options, sizes)
+        if entry.training.device == "cpu" and getattr(options, "attention", None) == "flex":
+            raise ConfigError(
+                f"target {target.name}: {name}: attention flex has no gradients on a CPU, and training.device is cpu: "
+                "set options.attention to sdpa or auto"
+            )
         if entry.training.pack_tokens is not None:
             strategy.check_packing(options, f"target {target.name}: strategies.{name}.training")
         _check_export(

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from draftworks.artifacts import Artifact
+from draftworks.evaluation.own_figures import own_figures
 from draftworks.evaluation.report_summary import TRAINED, ReportSummary, RungScore
 from draftworks.evaluation.rungs import MEANINGS
 from draftworks.runs import TargetFiles
@@ -108,6 +109,7 @@ def _training(subject: CardSubject) -> str:
         "tokens": f"{summary['tokens']:,}",
         "ranks": summary["world_size"],
         "loss": f"{_number(summary['first_loss'])} at first, {_number(summary['last_loss'])} at last",
+        **{f"held-out {name}": _numbers(value) for name, value in own_figures(summary["heldout"]).items()},
     }
     settings = {name: value for name, value in identity["training"].items() if value is not None}
     return _section("Training", _pairs(rows), _pairs(settings, "setting"))
@@ -228,6 +230,11 @@ def _share(share: float | None) -> str:
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.2f}"
+
+
+def _numbers(value: float | list[float]) -> str:
+    """One, or one per position."""
+    return ", ".join(map(_number, value)) if isinstance(value, list) else _number(value)
 
 
 def _section(title: str, *parts: str) -> str:

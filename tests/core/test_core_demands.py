@@ -137,6 +137,13 @@ def test_an_unknown_format_is_refused_with_the_closest_name(tmp_path, tiny_targe
         check_demands(target(options=OPTIONS, export={"formats": ["sglang_eagle"]}), tiny_target, Registry(tmp_path))
 
 
+@pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False), ("auto", False)])
+def test_attention_without_gradients_on_a_cpu_is_refused_for_a_training_there(tmp_path, tiny_target, device, refused):
+    wanted = target(options={**OPTIONS, "attention": "flex"}, training={"device": device})
+    with pytest.raises(ConfigError, match="eagle3: attention flex has no gradients") if refused else nullcontext():
+        check_demands(wanted, tiny_target, Registry(tmp_path))
+
+
 @pytest.mark.parametrize(("name", "refused"), [("sglang_eagle", True), ("sglang_eagle3", False)])
 def test_a_format_to_be_served_that_no_strategy_writes_is_refused(tmp_path, tiny_target, name, refused):
     served = EvaluationSpec(serving=ServingSpec(prompts=4, format=name))

@@ -50,6 +50,7 @@ DRAFT = Artifact(
         "world_size": 8,
         "first_loss": 9.5,
         "last_loss": 2.25,
+        "heldout": {"eval/avg_acc": 0.9, "eval/tau": 1.5, "eval/confidence_error": [0.25, 0.125]},
     },
     files={},
     created=0.0,
@@ -122,6 +123,12 @@ def test_every_score_is_there_with_its_interval():
     assert row(CARD, "`simulated_acc_len`")[2:] == ["2.75", "0.38"]
     accuracies = [cells[1] for cells in rows(CARD) if cells[0] == "0"]
     assert accuracies == [f"`per_position_acc_{position}`" for position in range(1, 13)]
+
+
+def test_what_only_the_strategy_counts_is_shown():
+    assert row(CARD, "held-out tau")[1] == "1.50"
+    assert row(CARD, "held-out confidence_error")[1] == "0.25, 0.12"
+    assert "avg_acc" not in CARD
 
 
 def test_every_measured_rung_is_explained_and_no_other():
