@@ -34,7 +34,7 @@ ui: $(VENV)/ready .dagster/ready
 	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1 -p 3000
 
 test: $(VENV)/ready .dagster/ready lint
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder -m 'not speculators and not sglang'
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not speculators and not sglang'
 
 test-speculators: $(VENV)/ready $(SPECULATORS)/ready
 	$(BIN)/python -m pytest -m speculators tests/export

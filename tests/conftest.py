@@ -21,19 +21,12 @@ settings.load_profile("unhurried")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several workers share the tests: a module stays together, and so does all that looks at the one finished run.
-
-    That is the longest group, so it comes first, then the modules with slow tests: nobody waits for them at the end.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that nobody waits for it at the end: all that looks at the one finished run, then the
+    modules with slow tests. (Workers share the tests by module, see the Makefile: pytest-xdist's groups are lost on pytest 9.2.)
     """
-    if not config.pluginmanager.hasplugin("xdist"):  # a machine with the engine alone
-        return
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (not _looks_at_the_finished_run(item), item.path not in slow))
-    for item in items:
-        group = "finished" if _looks_at_the_finished_run(item) else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def _looks_at_the_finished_run(item: pytest.Item) -> bool:
