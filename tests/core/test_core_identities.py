@@ -1,0 +1,267 @@
+"""Which settings decide a result: field by field, for every model of the registry and every strategy's options.
+
+A field that is added to one of these models has to be entered here, on one side or the other: left out of an identity by
+mistake, it would make two different results count as one; taken in by mistake, it would make everything again for nothing.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel
+
+from draftworks.capture_specs import CaptureSpec, CustomEngineSpec
+from draftworks.registry import Registry, resolved_options
+from draftworks.response_specs import EndpointSpec, ResponseSpec
+from draftworks.serving_specs import ServingSpec
+from draftworks.sglang_specs import ServerSpec, SGLangSpec, StartedServer
+from draftworks.spec_base import Spec
+from draftworks.specs import (
+    DatasetSpec,
+    DataSpec,
+    DeploymentSpec,
+    EvalSpec,
+    EvaluationSpec,
+    ExportSettings,
+    FeaturesSpec,
+    LauncherSpec,
+    LoopSpec,
+    StrategyEntry,
+    TargetSpec,
+    TrainingSpec,
+)
+from draftworks.strategies import available_strategies, resolve_strategy
+
+SERVER = CaptureSpec(backend="sglang_server")
+CUSTOM = CustomEngineSpec(entry_point="a:b", engine="mine")
+ENDPOINT = EndpointSpec(base_urls=["http://127.0.0.1:1/v1"], server="vllm")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A model whose fields decide something, or nothing.
+
+    Attributes:
+        base: what is changed, a field at a time.
+        identity: of a result that was made with it.
+        decides: fields that are part of it; all others have to be in `leaves`.
+        values: other values of fields, where none can be told from the type.
+    """
+
+    base: Spec
+    identity: Callable[[Any], Any]
+    decides: set[str]
+    leaves: set[str]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def own(spec: Any) -> Any:
+    return spec.identity()
+
+
+def inside(parent: Spec, name: str) -> Callable[[Spec], Any]:
+    """Identity of `parent` with the model under test in one of its fields."""
+    return lambda spec: parent.model_copy(update={name: spec}).identity()
+
+
+def of_target(spec: TargetSpec) -> Any:
+    return resolved_options(spec, Registry(typing.cast(Any, None)))
+
+
+def of_entry(entry: StrategyEntry) -> Any:
+    return of_target(TARGET.model_copy(update={"strategies": {"eagle3": entry}}))
+
+
+TARGET = TargetSpec(name="t", model="m", dataset="d")
+BY_CONTENT = {"model", "revision", "tokenizer", "tokenizer_revision", "chat_template", "dataset"}
+"""Their files are digested: the same content under another name is the same."""
+
+SETTINGS = [
+    Settings(
+        DataSpec(),
+        own,
+        {"only_last_turn", "held_out_share", "max_conversations", "max_rejected_share", "min_supervised_share"},
+        {"workers"},
+    ),
+    Settings(
+        TrainingSpec(pack_tokens=64),
+        own,
+        {
+            *("global_batch_size", "epochs", "max_steps", "lr", "schedule", "warmup_ratio", "decay_ratio"),
+            *("min_lr_ratio", "weight_decay", "max_grad_norm", "compute_dtype", "seed", "eval_every", "publish"),
+            *("best_metric", "best_mode", "best_min_delta", "patience"),
+        },
+        {
+            *("processes", "micro_batch_size", "pack_tokens", "pack_overlong", "device", "compile", "log_every"),
+            *("save_every", "keep_checkpoints", "save_async", "tensorboard"),
+        },
+    ),
+    Settings(
+        EvaluationSpec(),
+        own,
+        {"draft_tokens", "loop", "confidence", "resamples", "slices"},
+        {"cron", "cron_timezone", "serving"},
+        {"loop": LoopSpec(prompts=3), "serving": ServingSpec(prompts=3), "cron": "0 0 * * *"},
+    ),
+    Settings(LoopSpec(), inside(EvaluationSpec(), "loop"), {"prompts", "temperatures", "compute_dtype"}, set()),
+    Settings(
+        ServingSpec(),
+        own,
+        {"prompts", "concurrency", "compute_dtype", "format", "tolerance", "server"},
+        {"device"},
+        {"server": StartedServer(tp_size=2)},
+    ),
+    Settings(
+        StartedServer(),
+        inside(ServingSpec(), "server"),
+        {"tp_size", "dp_size", "mem_fraction", "max_total_tokens", "args"},
+        set(),
+    ),
+    Settings(
+        CaptureSpec(),
+        own,
+        {"backend", "dtype", "compute_dtype", "custom"},
+        {"server", "device", "batch_tokens", "processes", "shard_mb", "budget_gb", "max_failed_share"},
+        {"custom": CUSTOM, "server": ServerSpec(tp_size=2)},
+    ),
+    Settings(
+        CUSTOM,
+        inside(CaptureSpec(backend="custom", custom=CUSTOM), "custom"),
+        {"engine", "numerics"},
+        {"entry_point", "options"},
+        {"options": {"a": 1}},
+    ),
+    Settings(
+        ServerSpec(),
+        inside(SERVER, "server"),
+        {"args"},
+        {
+            *("tp_size", "dp_size", "mem_fraction", "max_total_tokens", "url", "urls", "spool", "model", "replicas"),
+            "max_outstanding",
+        },
+    ),
+    Settings(
+        ResponseSpec(),
+        own,
+        {
+            *("mode", "endpoint", "thinking", "max_new_tokens", "temperature", "top_p", "top_k"),
+            *("repetition_penalty", "seed"),
+        },
+        {"batch_size"},
+        {"endpoint": ENDPOINT},
+    ),
+    Settings(
+        ENDPOINT,
+        inside(ResponseSpec(endpoint=ENDPOINT), "endpoint"),
+        {"model", "server", "token_ids"},
+        {"base_urls", "api_key_env", "timeout_s", "attempts", "max_outstanding"},
+    ),
+    Settings(
+        TARGET,
+        of_target,
+        {"max_length", "data", "responses", "capture", "evals", "evaluation", "strategies"},
+        {"name", "description", *BY_CONTENT},
+        {
+            "data": DataSpec(only_last_turn=True),
+            "responses": ResponseSpec(seed=1),
+            "capture": CaptureSpec(dtype="float32"),
+            "evaluation": EvaluationSpec(resamples=100),
+            "strategies": {"dflash": StrategyEntry(options={"mask_token_id": 0})},
+        },
+    ),
+    Settings(
+        StrategyEntry(),
+        of_entry,
+        {"options", "training", "export"},
+        {"start_from"},  # by the digest of its weights
+        {
+            "options": {"ttt_length": 3},
+            "training": TrainingSpec(lr=1.0),
+            "export": ExportSettings(formats=[]),
+            "start_from": None,
+        },
+    ),
+    Settings(
+        ExportSettings(),
+        lambda export: of_entry(StrategyEntry(export=export)),
+        {"formats", "dtype"},
+        set(),
+        {"formats": []},
+    ),
+]
+IDENTIFIED_BY_CONTENT = {DatasetSpec, EvalSpec}
+"""Name files and a selection: results have digests of what is in them."""
+OF_THE_INSTALLATION = {DeploymentSpec, FeaturesSpec, LauncherSpec, SGLangSpec}
+"""Where things run and lie."""
+HOW_IT_IS_COMPUTED = {"attention", "objective_chunk_blocks"}
+"""Options of strategies that change a draft by rounding at most."""
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: type(settings.base).__name__)
+def test_every_field_decides_a_result_or_leaves_it_alone_as_declared(settings: Settings) -> None:
+    fields = set(type(settings.base).model_fields)
+    assert not settings.decides & settings.leaves
+    assert settings.decides | settings.leaves == fields, "a field that is new or gone: does it decide a result?"
+    before = settings.identity(settings.base)
+    for name in sorted(fields):
+        value = settings.values[name] if name in settings.values else another(settings.base, name)
+        after = settings.identity(settings.base.model_copy(update={name: value}))
+        assert (after != before) == (name in settings.decides), name
+
+
+@pytest.mark.parametrize("strategy", available_strategies())
+def test_every_option_of_a_strategy_decides_the_draft_but_those_of_how_it_is_computed(strategy: str) -> None:
+    options = resolve_strategy(strategy).options
+    required = {name: 1 for name, field in options.model_fields.items() if field.is_required()}
+    base = options(**required)
+    for name in options.model_fields:
+        changed = base.model_copy(update={name: another(base, name)})
+        assert (changed.identity() != base.identity()) == (name not in HOW_IT_IS_COMPUTED), name
+
+
+def test_no_model_of_the_registry_is_left_out_here() -> None:
+    known = {type(settings.base) for settings in SETTINGS} | IDENTIFIED_BY_CONTENT | OF_THE_INSTALLATION
+    found: set[type[BaseModel]] = set()
+    for root in (TargetSpec, DatasetSpec, EvalSpec, DeploymentSpec):
+        collect_models(root, found)
+    assert found == known
+
+
+def collect_models(annotation: Any, found: set[type[BaseModel]]) -> None:
+    """Add every pydantic model that a type is made of to `found`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel) and annotation not in found:
+        found.add(annotation)
+        for each in annotation.model_fields.values():
+            collect_models(each.annotation, found)
+    for part in typing.get_args(annotation):
+        collect_models(part, found)
+
+
+def another(spec: BaseModel, name: str) -> Any:
+    """A value of a field that is not the one it has."""
+    value, annotation = getattr(spec, name), type(spec).model_fields[name].annotation
+    return _another(value, annotation, f"{type(spec).__name__}.{name}")
+
+
+def _another(value: Any, annotation: Any, where: str) -> Any:
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return next(each for each in parts if each != value)
+    if origin in (typing.Union, types.UnionType):
+        return _another(value, next(each for each in parts if each is not type(None)), where)
+    if origin is list:
+        return [*(value or ()), {str: "other", int: 1, float: 0.5}[parts[0]]]
+    if origin is dict:
+        return {**(value or {}), "other": 1}
+    if annotation is bool:
+        return not value
+    if annotation in (int, float):
+        return 3 if value is None else value + 1
+    if annotation is str:
+        return f"{value or ''}x"
+    raise AssertionError(f"{where}: give another value of {annotation} in `values`")
