@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,15 @@ def tiny_target(tiny_folder: Path) -> TargetFiles:
         vocab_size=2048,
         context=512,
     )
+
+
+@pytest.fixture(scope="session")
+def family_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TargetFiles]:
+    """Makes a tiny random model of a family (see model_families.FAMILIES), each once. Nobody writes into its folder."""
+    from model_families import save_family
+
+    folder = tmp_path_factory.mktemp("families")
+    return functools.cache(lambda name: save_family(name, folder / name))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,47 @@
+"""Streams of the hf engine are those of transformers in every family that targets come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from capture_toys import random_rows
+from model_families import FAMILIES, LAYERS, in_float64
+
+from draftworks.capture.engine import load_engine
+from draftworks.capture.hf import HFTargetEngine
+from draftworks.identity import LayerTap
+from draftworks.runs import TargetFiles
+from draftworks.specs import CaptureSpec
+
+ROWS = [row.input_ids.tolist() for row in random_rows(5, longest=60)]
+TAPS = [LayerTap(k) for k in range(LAYERS)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def engine(request, family_target: Callable[[str], TargetFiles]) -> HFTargetEngine:
+    torch.set_num_threads(1)
+    target = family_target(request.param)
+    engine = load_engine(target, CaptureSpec(compute_dtype="float32", device="cpu"), torch.device("cpu"))
+    in_float64(engine.model)
+    return engine
+
+
+def test_streams_are_those_of_the_model_that_was_saved(engine, request):
+    """By the class that wrote the checkpoint, which for a wrapper is another one than capture loads."""
+    name = request.node.callspec.params["engine"]
+    saved = getattr(transformers, FAMILIES[name].model).from_pretrained(engine.model.name_or_path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = in_float64(saved.eval())(torch.tensor([ROWS[0]]), output_hidden_states=True, use_cache=False)
+    captured = engine.capture([ROWS[0]], TAPS)[0]
+    for tap in TAPS:
+        assert torch.equal(captured[tap.name], expected.hidden_states[tap.hf_index][0])
+    assert torch.allclose(engine.head_logits(captured["last"]), expected.logits[0], atol=1e-9)
+
+
+def test_a_padded_row_equals_the_row_alone(engine):
+    for row, streams in zip(ROWS, engine.capture(ROWS, TAPS)):
+        alone = engine.capture([row], TAPS)[0]
+        assert all(torch.allclose(streams[name], alone[name], atol=1e-6) for name in alone)
