@@ -10,7 +10,7 @@ import dagster as dg
 from draftworks.artifacts import Artifact, Built
 from draftworks.demands import draft_vocab_size
 from draftworks.errors import ConfigError
-from draftworks.runs import TOKENS_FOLDER, RegenerateRun
+from draftworks.runs import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.specs import ResponseSpec, TargetSpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
@@ -185,20 +185,33 @@ def answered(
             tokenize_part(source.folder, source.kind, files, spec.data, spec.max_length, out, log, thinking=thinking)
         )
 
-    passed_through = responses.model_dump(include={"mode", "thinking"}, exclude_none=True)
+    build = regenerate if generated else pass_through
+    return obtained(context, workspace, answered_identity(spec, files, source, responses), build)
+
+
+def answered_identity(
+    spec: TargetSpec, files: TargetFiles, source: Conversations, responses: ResponseSpec
+) -> dict[str, Any]:
+    """What decides a set of answered conversations."""
     identity = {
         "conversations": source.prepared.data_version,
         "part": source.part,
-        "responses": responses.identity() if generated else passed_through,
-        "target": files.digest if generated else None,
+        "responses": responses.model_dump(include={"mode", "thinking"}, exclude_none=True),
+        "target": None,
         "tokenizer": files.tokenizer_digest,
         "max_length": spec.max_length,
         "only_last_turn": spec.data.only_last_turn,
-        "compute_dtype": spec.capture.compute_dtype if generated and not asked else None,
-        "backend": spec.capture.engine if generated and not asked else None,
+        "compute_dtype": None,
+        "backend": None,
     }
-    build = regenerate if generated else pass_through
-    return obtained(context, workspace, identity, build)
+    if responses.mode == "passthrough":
+        return identity
+    identity |= {"responses": responses.identity(), "target": files.digest}
+    if responses.endpoint is not None:
+        return identity
+    capture = spec.capture
+    identity |= {"compute_dtype": capture.compute_dtype, "backend": capture.engine}
+    return identity | ({"args": capture.engine_args} if capture.engine_args else {})
 
 
 def greedy(target: TargetSpec, source: Conversations) -> ResponseSpec:

@@ -1,0 +1,110 @@
+"""What the identities of results take in: a change of any of it makes the result again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftworks.artifacts import Artifact, ArtifactStore
+from draftworks.registry import Registry
+from draftworks.runs import FeatureSet, TargetFiles
+from draftworks.specs import CaptureSpec, DataSpec, ResponseSpec, TargetSpec, TrainingSpec
+from draftworks.strategies import resolve_strategy
+from spec_assets.data import Conversations, answered_identity
+from spec_assets.drafts import DraftInputs
+
+TARGET = TargetSpec(name="t", model="m", dataset="d")
+SGLANG = CaptureSpec(backend="sglang")
+
+
+def artifact(asset: str, data_version: str = "v") -> Artifact:
+    return Artifact(asset, "t", Path("/nowhere"), {}, data_version, {"kind": "chat"}, {}, 0.0, 0.0)
+
+
+SOURCE = Conversations(artifact("conversations"), "train", "d")
+OTHER_SOURCE = Conversations(artifact("conversations", "w"), "train", "d")
+ANSWERED: dict[str, dict[str, Any]] = {
+    "conversations": {"source": OTHER_SOURCE},
+    "part": {"source": replace(SOURCE, part="heldout")},
+    "answers": {"responses": ResponseSpec(seed=1)},
+    "length": {"spec": TARGET.model_copy(update={"max_length": 64})},
+    "turns": {"spec": TARGET.model_copy(update={"data": DataSpec(only_last_turn=True)})},
+    "dtype": {"spec": TARGET.model_copy(update={"capture": CaptureSpec(compute_dtype="float32")})},
+    "engine": {"spec": TARGET.model_copy(update={"capture": SGLANG})},
+    "arguments of the engine": {
+        "spec": TARGET.model_copy(
+            update={"capture": CaptureSpec(backend="sglang", server={"args": ["--quantization", "fp8"]})}
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("change", ANSWERED)
+def test_whatever_decides_answers_is_part_of_their_identity(tiny_target: TargetFiles, change: str) -> None:
+    inputs = {"spec": TARGET, "files": tiny_target, "source": SOURCE, "responses": ResponseSpec()}
+    made = [answered_identity(**inputs), answered_identity(**{**inputs, **ANSWERED[change]})]
+    if change == "arguments of the engine":
+        made.append(answered_identity(**{**inputs, **ANSWERED["engine"]}))
+    assert all(made.count(each) == 1 for each in made)
+
+
+@pytest.mark.parametrize("name", ["digest", "tokenizer_digest"])
+def test_another_target_or_tokenizer_answers_again(tiny_target: TargetFiles, name: str) -> None:
+    other = tiny_target.model_copy(update={name: "f" * 16})
+    assert answered_identity(TARGET, tiny_target, SOURCE, ResponseSpec()) != answered_identity(
+        TARGET, other, SOURCE, ResponseSpec()
+    )
+
+
+def test_answers_that_are_there_do_not_depend_on_the_target_but_on_its_tokenizer(tiny_target: TargetFiles) -> None:
+    taken, other = ResponseSpec(mode="passthrough"), tiny_target.model_copy(update={"digest": "f" * 16})
+    assert answered_identity(TARGET, tiny_target, SOURCE, taken) == answered_identity(TARGET, other, SOURCE, taken)
+
+
+def test_every_input_of_a_draft_is_part_of_its_identity(tiny_target: TargetFiles) -> None:
+    eagle3 = resolve_strategy("eagle3")
+    inputs = DraftInputs(
+        files=tiny_target,
+        options={},
+        training=TrainingSpec(),
+        train_tokens=artifact("tokenized_train"),
+        train_features=artifact("training_features"),
+        heldout=FeatureSet(tokens=Path("a"), features=Path("b")),
+        feature_versions={"hf2": "a", "last": "b"},
+        heldout_versions=["a", {"hf2": "a"}],
+        vocab_mapping=artifact("vocab_mapping"),
+        start_from=None,
+    )
+    changes = [
+        {"files": tiny_target.model_copy(update={"digest": "f" * 16})},
+        {"options": {"ttt_length": 3}},
+        {"training": TrainingSpec(seed=1)},
+        {"train_tokens": artifact("tokenized_train", "w")},
+        {"feature_versions": {"hf2": "b", "last": "b"}},
+        {"heldout_versions": ["b", {"hf2": "a"}]},
+        {"vocab_mapping": artifact("vocab_mapping", "w")},
+    ]
+    found = [replace(inputs, **change).identity(eagle3) for change in [{}, *changes]]
+    assert all(found.count(each) == 1 for each in found)
+
+
+def test_results_of_a_run_are_identified_by_what_the_run_made_them_of(finished) -> None:
+    made = ArtifactStore(finished.site.var)
+    of = {
+        name: made.current(name, "small") for name in ("tokenized_train", "responses", "conversations", "eagle3_draft")
+    }
+    target = Registry(finished.site.registry).target("small")
+    features = made.current("training_features", "small").identity
+    assert features["tokens"] == of["tokenized_train"].data_version
+    assert features["capture"] == target.capture.identity()
+    assert of["responses"].identity["conversations"] == of["conversations"].data_version
+    report = made.current("eagle3_report", "small").identity
+    assert report["draft"] == of["eagle3_draft"].data_version
+    assert report["draft_identity"] == of["eagle3_draft"].path.name
+    assert report["evaluation"] == target.evaluation.identity()
+    assert report["limits"] == [target.responses.max_new_tokens, target.max_length]
+    assert report["bigram_tokens"] == of["tokenized_train"].data_version
+    assert features["target"] == of["responses"].identity["target"] == of["eagle3_draft"].identity["target"]
