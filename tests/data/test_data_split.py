@@ -48,3 +48,11 @@ def test_a_selection_ignores_order_and_changes_by_at_most_one_for_each_addition(
     lost = {each.id for each in before} - {each.id for each in select([*items, spoken(added)], size)}
     assert len(lost) <= 1
     assert select(items, None)[:size] == before
+
+
+def test_the_split_is_the_same_in_every_process_and_release():
+    """Values that were computed once: a sample that moves between training and held-out data spoils every comparison."""
+    assert hash_fraction("0f1e2d3c4b5a6978", "held-out") == 0.38365285888346534
+    assert hash_fraction("sample", "held-out") == 0.022140176501515896
+    assert hash_fraction("聊天", "held-out") == 0.3940456588783334
+    assert [is_held_out(each, 0.1) for each in ("0f1e2d3c4b5a6978", "sample", "聊天")] == [False, True, False]
