@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from draftworks.drafts.collation import Layout, collate_taught, lengths_of, without_last_positions
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.eagle3_drafter import Eagle3Drafter
-from draftworks.drafts.eagle3_layer import Eagle3Sizes
+from draftworks.drafts.eagle3_layer import Eagle3Attending, Eagle3Sizes
 from draftworks.drafts.eagle3_model import Eagle3Draft, Eagle3Norms
 from draftworks.drafts.objectives import (
     BatchObjective,
@@ -63,9 +63,10 @@ class Eagle3Strategy(ChainStrategy):
         self.feature_names = EAGLE3.features(target.num_layers, options)
         self._target = target = target.shaped(options)
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
-        norms = Eagle3Norms(options.fc_norm, options.norm_output, options.feedback)
+        norms = Eagle3Norms(**{name: getattr(options, name) for name in Eagle3Norms._fields})
         generator = torch.Generator().manual_seed(seed)
-        self.model = Eagle3Draft(target, self._sizes, draft_ids, generator, norms, options.attention)
+        attention = Eagle3Attending(options.attention, options.sliding_window)
+        self.model = Eagle3Draft(target, self._sizes, draft_ids, generator, norms, attention)
         self._step_weights = [options.step_decay**step for step in range(options.ttt_length)]
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:

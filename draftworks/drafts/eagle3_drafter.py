@@ -27,7 +27,7 @@ class Eagle3Drafter(Drafter):
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._last: Heads | None = None
-        self._residual: Tensor | None = None
+        self._state: Tensor | None = None
 
     @torch.no_grad()
     def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
@@ -37,15 +37,15 @@ class Eagle3Drafter(Drafter):
         self._keys.append(heads.key)
         self._values.append(heads.value)
         self._last = Heads(heads.query[:, :, -1:], heads.key[:, :, -1:], heads.value[:, :, -1:])
-        self._residual = hidden[:, -1:]
+        self._state = hidden[:, -1:]
 
     @torch.no_grad()
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
-        if self._last is None or self._residual is None:
+        if self._last is None or self._state is None:
             raise RuntimeError("nothing to propose after: extend has not been called")
-        keys, values = [torch.cat(self._keys, dim=2)], [torch.cat(self._values, dim=2)]
-        self._keys, self._values = list(keys), list(values)
-        heads, hidden = self._last, self._residual
+        self._keys, self._values = [self._seen(self._keys)], [self._seen(self._values)]
+        keys, values = list(self._keys), list(self._values)
+        heads, hidden = self._last, self._state
         tokens: list[Tensor] = []
         distributions: list[Tensor] = []
         for step in range(count):
@@ -63,16 +63,21 @@ class Eagle3Drafter(Drafter):
                 tokens.append(draw(distributions[-1], generator))
         return Proposal(torch.stack(tokens), torch.stack(distributions) if distributions else None)
 
+    def _seen(self, rows: list[Tensor]) -> Tensor:
+        """Keys or values of the rows that chains from the last one on can see: it is the only query of the text."""
+        joined, window = torch.cat(rows, dim=2), self._model.midlayer.attention.window
+        return joined if window is None else joined[:, :, -window:]
+
     def _project(self, hidden: Tensor, embedded: Tensor, start: int) -> Heads:
         """Heads of rows (1, n, H) whose first has rotary position `start`."""
         layer, length = self._model.midlayer, hidden.shape[1]
         halves = layer.self_attn.halves()
-        joint = torch.nn.functional.linear(layer.hidden_norm(hidden), halves.states)
+        joint = torch.nn.functional.linear(layer.begin(hidden).normed, halves.states)
         joint = joint + torch.nn.functional.linear(layer.input_layernorm(embedded), halves.tokens)
         rotation = self._model.rotary(start + length, joint.dtype).window(start, length)
         return layer.self_attn.heads(joint, rotation)
 
     def _layer(self, hidden: Tensor, heads: Heads) -> Tensor:
         layer = self._model.midlayer
-        hidden = hidden + layer.self_attn.o_proj(layer.self_attn.attend(heads))
+        hidden = layer.begin(hidden).residual + layer.self_attn.o_proj(layer.self_attn.attend(heads))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))

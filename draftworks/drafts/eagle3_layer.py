@@ -38,6 +38,18 @@ class Eagle3Sizes(NamedTuple):
     taps: int = 3
 
 
+class Eagle3Attending(NamedTuple):
+    """How the layer attends.
+
+    Attributes:
+        backend: of the unroll, see `ttt_attention`.
+        window: of the rows of the text, the newest so many that a chain sees, its own included; None for all.
+    """
+
+    backend: str = "auto"
+    window: int | None = None
+
+
 class Heads(NamedTuple):
     """Query, key and value, each (B, its heads, S, D)."""
 
@@ -82,22 +94,41 @@ class Eagle3Attention(nn.Module):
         return Heads(rotation.apply(query), rotation.apply(key), value)
 
 
+class StepInputs(NamedTuple):
+    """What a step begins with, (…, H): the normed state, which attention reads, and the residual stream."""
+
+    normed: Tensor
+    residual: Tensor
+
+
 class Eagle3Layer(nn.Module):
     """The decoder layer. A step's residual stream begins as what the step before it carried over.
 
     Args:
-        attention: back end of the unroll, see `ttt_attention`.
+        norm_before_residual: it begins as that, normed.
     """
 
-    def __init__(self, target: TargetParts, sizes: Eagle3Sizes, generator: torch.Generator, attention: str) -> None:
+    def __init__(
+        self,
+        target: TargetParts,
+        sizes: Eagle3Sizes,
+        generator: torch.Generator,
+        attention: Eagle3Attending,
+        norm_before_residual: bool = False,
+    ) -> None:
         super().__init__()
-        self._attention = attention
+        self.attention, self._norm_before_residual = attention, norm_before_residual
         width, eps = target.hidden_size, target.rms_norm_eps
         self.self_attn = Eagle3Attention(target, sizes, generator)
         self.mlp = GatedMlp(width, sizes.intermediate_size, generator)
         self.hidden_norm = RmsNorm(width, eps)
         self.input_layernorm = RmsNorm(width, eps)
         self.post_attention_layernorm = RmsNorm(width, eps)
+
+    def begin(self, hidden: Tensor) -> StepInputs:
+        """From the states (…, H) that rows begin with."""
+        normed = self.hidden_norm(hidden)
+        return StepInputs(normed, normed if self._norm_before_residual else hidden)
 
     def unroll(
         self,
@@ -168,19 +199,20 @@ class Eagle3Layer(nn.Module):
         next_tokens: Callable[[int, Tensor], Tensor],
     ) -> Iterator[Tensor]:
         """`next_tokens`: from a step's number and the states spoken before it to its tokens, projected, (R, all heads · D)."""
-        joint = F.linear(self.hidden_norm(hidden), halves.states) + tokens
-        spoken = hidden = active.take(hidden)
+        normed, residual = self.begin(hidden)
+        joint = F.linear(normed, halves.states) + tokens
+        spoken = residual = active.take(residual)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(steps):
             if step > 0:
-                own = F.linear(self.hidden_norm(hidden), halves.states)
-                joint = active.spread(own + next_tokens(step, spoken))
+                normed, residual = self.begin(hidden)
+                joint = active.spread(F.linear(normed, halves.states) + next_tokens(step, spoken))
             heads = self.self_attn.heads(joint, rotation.at(documents.positions + step))
             keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
             values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
-            attended = ttt_attention(heads.query, keys, values, documents, self._attention)
-            hidden = hidden + self.self_attn.o_proj(active.take(attended.transpose(1, 2).flatten(2)))
+            attended = ttt_attention(heads.query, keys, values, documents, *self.attention)
+            hidden = residual + self.self_attn.o_proj(active.take(attended.transpose(1, 2).flatten(2)))
             hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
             spoken, hidden = emerge(hidden)
             yield spoken

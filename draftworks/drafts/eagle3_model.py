@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.eagle3_layer import Eagle3Layer, Eagle3Sizes, StepStates
+from draftworks.drafts.eagle3_layer import Eagle3Attending, Eagle3Layer, Eagle3Sizes, StepStates
 from draftworks.drafts.first_choices import argmax_of_head
 from draftworks.drafts.layers import RmsNorm, Rotary, fuse_taps, seeded_linear
 from draftworks.drafts.losses import Distilled, distill
@@ -22,7 +22,8 @@ from draftworks.drafts.target_parts import TargetParts
 
 
 class Eagle3Norms(NamedTuple):
-    """Which states are normed: EAGLE-3 as published by default; EAGLE-3.1 norms the taps and what is fed back.
+    """Which states are normed: EAGLE-3 as published by default; EAGLE-3.1 norms the taps and what is fed back, and
+    speculators by default norms them all as one, what is fed back, and what the residual stream begins with.
 
     Attributes:
         fc_norm: each tap by a norm of its own, before they are fused.
@@ -30,11 +31,15 @@ class Eagle3Norms(NamedTuple):
             and because every server has the tensor, but is not trained.
         feedback: what the next step takes over. `pre_norm`: SpecForge, and SGLang and vLLM by default; `post_norm`:
             what speculators, vLLM and later SGLangs call `norm_output: true`.
+        norm_before_fc: all taps side by side by one norm, before they are fused; not together with `fc_norm`.
+        norm_before_residual: the layer's residual stream begins with the normed state.
     """
 
     fc_norm: bool = False
     norm_output: bool = True
     feedback: Literal["pre_norm", "post_norm"] = "pre_norm"
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
 
 
 class Eagle3Draft(ReducedVocabularyDraft):
@@ -43,7 +48,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
     Args:
         draft_ids: (V_d,) int64 ascending, target ids that the draft's head predicts.
         generator: the only source of randomness of the initial weights; `lm_head` begins as the target's rows.
-        attention: back end of the unroll, see draftworks.drafts.ttt_attention.
+        attention: how the layer attends, see `Eagle3Attending`.
     """
 
     def __init__(
@@ -53,14 +58,15 @@ class Eagle3Draft(ReducedVocabularyDraft):
         draft_ids: Tensor,
         generator: torch.Generator,
         norms: Eagle3Norms,
-        attention: str = "auto",
+        attention: Eagle3Attending,
     ) -> None:
         super().__init__()
         width, self.norms = target.hidden_size, norms
         normed_taps = sizes.taps if norms.fc_norm else 0
         self.fc_norm = nn.ModuleList(RmsNorm(width, target.rms_norm_eps) for _ in range(normed_taps))
+        self.input_norm = RmsNorm(sizes.taps * width, target.rms_norm_eps) if norms.norm_before_fc else None
         self.fc = seeded_linear(sizes.taps * width, width, generator)
-        self.midlayer = Eagle3Layer(target, sizes, generator, attention)
+        self.midlayer = Eagle3Layer(target, sizes, generator, attention, norms.norm_before_residual)
         self.norm = RmsNorm(width, target.rms_norm_eps).requires_grad_(norms.norm_output)
         self._speak_over(draft_ids, target)
         self.rotary = Rotary(target)
@@ -73,6 +79,8 @@ class Eagle3Draft(ReducedVocabularyDraft):
 
     def fuse(self, features: Tensor) -> Tensor:
         """From the taps side by side (…, taps · H), ascending, to the state that step 0 begins with (…, H)."""
+        if self.input_norm is not None:
+            features = self.input_norm(features.to(self.fc.weight.dtype))
         return fuse_taps(features, self.fc_norm, self.fc)
 
     def emerge(self, hidden: Tensor) -> StepStates:

@@ -23,7 +23,7 @@ from draftworks.drafts.ttt_masked import eager_ttt_attention
 def fused_ttt_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents
 ) -> Tensor:
-    """See `ttt_attention`. Only where `fused_kernel_works`. Diagonals are a row's own, so only the causal block is told of
+    """See `ttt_attention`; it knows no windows. Only where `fused_kernel_works`. Diagonals are a row's own, so only the causal block is told of
     documents."""
     kernel = _kernel(query.device, query.dtype, query.shape[-1], documents)
     return _FusedTttAttention.apply(kernel, query, len(keys), *keys, *values)

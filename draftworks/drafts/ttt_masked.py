@@ -25,13 +25,13 @@ def per_query_head(x: Tensor, heads: int) -> Tensor:
 
 
 def eager_ttt_attention(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents, window: int | None = None
 ) -> Tensor:
     """Explicit scores, O(S²) memory, on any device: what the others are checked against."""
     length, heads = query.shape[2], query.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
     causal = query @ per_query_head(keys[0], heads).transpose(-1, -2)
-    columns = [causal.masked_fill(~_sees(documents, 1), float("-inf"))]
+    columns = [causal.masked_fill(~_sees(documents, 1, window), float("-inf"))]
     columns += [(query * key).sum(-1, keepdim=True) for key in keys[1:]]
     weights = (torch.cat(columns, dim=-1).to(wide) * query.shape[-1] ** -0.5).softmax(-1).to(query.dtype)
     output = weights[..., :length] @ per_query_head(values[0], heads)
@@ -40,15 +40,19 @@ def eager_ttt_attention(
     return output
 
 
-def sdpa_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents) -> Tensor:
+def sdpa_ttt_attention(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents, window: int | None = None
+) -> Tensor:
     """torch's scaled_dot_product_attention with a mask of (S, steps · S)."""
-    seen, heads = _sees(documents, len(keys)), query.shape[1]
+    seen, heads = _sees(documents, len(keys), window), query.shape[1]
     return F.scaled_dot_product_attention(query, _joined(keys, heads), _joined(values, heads), attn_mask=seen)
 
 
-def flex_ttt_attention(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents) -> Tensor:
+def flex_ttt_attention(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents, window: int | None = None
+) -> Tensor:
     """torch's flex attention, which skips the tiles that the mask leaves out."""
-    mask, heads = _flex_mask(documents.lengths, len(keys), query.device), query.shape[1]
+    mask, heads = _flex_mask(documents.lengths, len(keys), window, query.device), query.shape[1]
     attention = flex_attention_on(query.device.type)
     return attention(query, _joined(keys, heads), _joined(values, heads), block_mask=mask)
 
@@ -58,18 +62,23 @@ def _joined(steps: Sequence[Tensor], heads: int) -> Tensor:
     return torch.cat([per_query_head(steps[0], heads), *steps[1:]], dim=2)
 
 
-def _sees(documents: Documents, steps: int) -> Tensor:
-    """(S, steps · S) bool: a row sees step 0 of its document up to itself, and itself in the others."""
+def _sees(documents: Documents, steps: int, window: int | None) -> Tensor:
+    """(S, steps · S) bool: a row sees step 0 of its document up to itself, or the window that ends there, and itself in
+    the others."""
     numbers = documents.numbers
     causal = (numbers[:, None] == numbers).tril()
+    if window is not None:
+        causal = causal.triu(1 - window)
     own = torch.eye(len(numbers), dtype=torch.bool, device=numbers.device)
     return torch.cat([causal, *[own] * (steps - 1)], dim=1)
 
 
 @functools.lru_cache(maxsize=_MASKS_KEPT)
-def _flex_mask(lengths: tuple[int, ...], steps: int, device: torch.device) -> Any:
+def _flex_mask(lengths: tuple[int, ...], steps: int, window: int | None, device: torch.device) -> Any:
     length, begins = sum(lengths), Documents.after_each_other(lengths, device).begins
     key = torch.arange(steps * length, device=device)
+    if window is not None:
+        begins = torch.maximum(begins, key[:length] + 1 - window)
     # Whose own a key is; -1 for those of step 0. As a tensor: by numbers, flex would be compiled anew for every length.
     own = torch.where(key < length, -1, key % length)
 

@@ -4,12 +4,14 @@ Two words mean different things in different systems, so each format maps them i
 
 * Ours: `norm_output` says whether the head reads the normed state, `feedback` which state the next step is fed.
 * speculators, vLLM, and SGLang from #24663 on: the head always reads the normed state; `norm_output` says that the next
-  step is fed the normed one. SpecForge used the key in our sense until its #879.
+  step is fed the normed one, and is false where it is missing.
+* SpecForge up to 0.2.0 has the key in our sense, true where it is missing; from its #879 on in that of the servers.
+
+So a file without the key is the same draft to all of them: the head reads the normed state, and the next step is not fed it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +40,7 @@ class Eagle3Format(ExportFormat):
     layer_prefix: str
 
     def described(self, draft: CanonicalDraft) -> DraftShape:
-        config, options = draft.config, norm_options(draft)
+        config, options = draft.config, computed_options(draft)
         return DraftShape(
             strategy=self.strategy,
             taps=draft.taps,
@@ -60,6 +62,8 @@ class Eagle3Format(ExportFormat):
             "norm.weight": (hidden,),
             "lm_head.weight": (shape.draft_vocab_size or shape.vocab_size, hidden),
         }
+        if shape.options.get("norm_before_fc"):
+            names["input_norm.weight"] = (len(shape.taps) * hidden,)
         if shape.options["fc_norm"]:
             names |= {f"fc_norm.{i}.weight": (hidden,) for i in range(len(shape.taps))}
         return names
@@ -74,11 +78,16 @@ class Eagle3Format(ExportFormat):
         return name.replace(CANONICAL_LAYER, self.layer_prefix, 1) if name.startswith(CANONICAL_LAYER) else name
 
 
-def norm_options(draft: CanonicalDraft) -> dict[str, Any]:
-    """With the defaults for a draft that is older than these options."""
+PLAIN = {
+    **{"fc_norm": False, "norm_before_fc": False, "norm_before_residual": False},
+    **{"norm_output": True, "feedback": "pre_norm", "sliding_window": None},
+}
+"""EAGLE-3 as published, in the options that decide what a draft computes: a draft that does not name one has this value."""
+
+
+def computed_options(draft: CanonicalDraft) -> dict[str, Any]:
     options = draft.config["options"]
-    defaults = {"fc_norm": False, "norm_output": True, "feedback": "pre_norm"}
-    return {name: options.get(name, default) for name, default in defaults.items()}
+    return {name: options.get(name, plain) for name, plain in PLAIN.items()}
 
 
 def draft_tokens(draft: CanonicalDraft) -> int:
@@ -93,12 +102,6 @@ def default_taps(target: TargetFiles) -> tuple[LayerTap, ...]:
 
 def vocabulary_shapes(shape: DraftShape) -> Shapes:
     return {"d2t": (shape.draft_vocab_size or shape.vocab_size,), "t2d": (shape.vocab_size,)}
-
-
-def refuse_other_norms(config: Mapping[str, Any], where: str) -> None:
-    found = [key for key in ("norm_before_residual", "norm_before_fc") if config.get(key)]
-    if found:
-        raise ConfigError(f"{where}: {', '.join(found)}: true: no draft here computes that")
 
 
 def one_layer(shape: DraftShape, where: str) -> DraftShape:

@@ -97,6 +97,10 @@ class ExportFormat(ABC):
             ConfigError: a key is missing, or it says what no draft here can be.
         """
 
+    def remarks(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+        """What who imports such a checkpoint should know of how it was read: a sentence each."""
+        return []
+
     @abstractmethod
     def expected_tensors(self, shape: DraftShape) -> Shapes:
         """Names and shapes of the tensors that a loader needs for such a draft, and no others."""

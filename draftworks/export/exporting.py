@@ -16,14 +16,11 @@ from draftworks.export.canonical import CanonicalDraft, rounded
 from draftworks.export.checkpoint_files import CONFIG, WEIGHTS
 from draftworks.export.export_format import ExportFormat, format_names, load_format
 from draftworks.export.gates import GateResult, check_export
-from draftworks.export.names import DRAFT_FOLDER
+from draftworks.export.names import DRAFT_FOLDER, PROVENANCE
 from draftworks.export.readme import README, readme
 from draftworks.identity import digest, file_digest
 from draftworks.publishing import publish_json, published_folder
 from draftworks.specs import Dtype
-
-PROVENANCE = "provenance"
-"""Key of config.json that says where the draft is from; loaders ignore it."""
 
 
 @dataclass(frozen=True)

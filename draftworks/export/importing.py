@@ -16,8 +16,9 @@ from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.canonical_weights import canonical_weights
 from draftworks.export.checkpoint_files import CONFIG, read_checkpoint, read_json
 from draftworks.export.export_format import DraftShape, ExportFormat, format_names, load_format
-from draftworks.export.exporting import PROVENANCE
 from draftworks.export.imported_options import strategy_options
+from draftworks.export.names import PROVENANCE
+from draftworks.export.sglang_eagle3 import NORM_OUTPUT_MEANS
 from draftworks.publishing import published_folder
 from draftworks.runs import VOCAB_FILE, TargetFiles
 from draftworks.strategies import available_strategies, resolve_strategy
@@ -28,21 +29,30 @@ OWN = "draftworks"
 
 @dataclass(frozen=True)
 class ImportedDraft:
-    """A canonical draft made from a checkpoint of `format`; the folder holds its vocabulary mapping too."""
+    """A canonical draft made from a checkpoint of `format`; the folder holds its vocabulary mapping too.
+
+    Attributes:
+        remarks: how the checkpoint was read where it could mean two things.
+    """
 
     folder: Path
     format: str
     strategy: str
     options: dict[str, Any]
     vocab: VocabMapping | None
+    remarks: tuple[str, ...] = ()
 
 
-def import_draft(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
+def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means: str | None = None) -> ImportedDraft:
     """Recognise a checkpoint and write it as a canonical draft into `out`, a new folder, complete or not at all.
 
     Known are our own drafts, speculators (EAGLE-3, P-EAGLE, DFlash, DSpark), SGLang's EAGLE-3 with its relatives from
     SpecForge and ModelOpt, z-lab's DFlash and Domino, and DSpark of SpecForge, DeepSpec and ModelOpt. Weights become
     fp32 without loss.
+
+    Args:
+        norm_output_means: `specforge` (0.2.0) or `sglang`, where an EAGLE-3 draft of SGLang's layout has this key, which
+            has two meanings; default what its config.json says, or else SpecForge.
 
     Raises:
         ConfigError: `out` exists, and is left as it is; not one of these; a draft that computes what no strategy here
@@ -51,6 +61,8 @@ def import_draft(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
     """
     _require_new(out)
     config = read_json(source / CONFIG)
+    if norm_output_means is not None:
+        config[NORM_OUTPUT_MEANS] = norm_output_means
     if {"strategy", "draft", "weights_digest"} <= config.keys():
         return _import_own(source, target, out)
     export_format = recognised_format(source, config)
@@ -68,11 +80,14 @@ def import_draft(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
     except ConfigError as error:
         raise ConfigError(f"{source / CONFIG}: {error}") from error
     strategy.model.load_state_dict(weights)
+    remarks = tuple(export_format.remarks(config, checkpoint.tensors))
     imported = {"imported_from": source.name, "format": export_format.name, "origin": origin}
+    if remarks:
+        imported["remarks"] = list(remarks)
     with published_folder(out) as staging:
         save_draft(staging, strategy, target.digest, provenance=imported)
         _save_vocab(staging, vocab)
-    return ImportedDraft(out, export_format.name, shape.strategy, options.model_dump(mode="json"), vocab)
+    return ImportedDraft(out, export_format.name, shape.strategy, options.model_dump(mode="json"), vocab, remarks)
 
 
 def recognised_format(source: Path, config: Mapping[str, Any]) -> ExportFormat:

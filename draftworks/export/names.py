@@ -4,6 +4,8 @@ from __future__ import annotations
 
 DRAFT_FOLDER = "DRAFT_FOLDER"
 """Stands in command lines where the path of the exported folder belongs: it is moved and copied about."""
+PROVENANCE = "provenance"
+"""Key of config.json that says where the draft is from; loaders ignore it."""
 READABLE = "readable"
 GATE_MEANINGS = {
     READABLE: "config.json and the weights can be read.",

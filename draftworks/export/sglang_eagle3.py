@@ -6,28 +6,39 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.eagle3_format import (
     CANONICAL_LAYER,
+    PLAIN,
     Eagle3Format,
+    computed_options,
     default_taps,
     draft_tokens,
-    norm_options,
     one_layer,
-    refuse_other_norms,
     vocabulary_shapes,
 )
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.layer_ids import from_format, to_format
 from draftworks.export.layer_keys import layer_keys, layer_sizes, require
+from draftworks.export.names import PROVENANCE
 from draftworks.export.speculators_keys import is_speculators, model_path
 from draftworks.runs import TargetFiles
 
 _PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
 """Keys of vLLM's P-EAGLE drafts, whose class name is EAGLE-3's."""
 _NEWER_SGLANG = "SGLang with pull request #24663 (May 2026) or later"
+
+NORM_OUTPUT_MEANS = "norm_output_means"
+"""Key of a config.json, or said by who imports it: `specforge` or `sglang`, by whom its `norm_output` is to be understood."""
+_MEANINGS = {
+    ("specforge", "true"): "the head reads the normed state, and the next step is fed the un-normed one",
+    ("specforge", "false"): "the head reads the un-normed state",
+    ("sglang", "true"): "the head reads the normed state, and the next step is fed it too",
+    ("sglang", "false"): "the head reads the normed state, and the next step is fed the un-normed one",
+}
 
 
 class SglangEagle3(Eagle3Format):
@@ -38,7 +49,7 @@ class SglangEagle3(Eagle3Format):
 
     def loaders(self, draft: CanonicalDraft) -> str:
         news = []
-        if norm_options(draft)["fc_norm"]:
+        if computed_options(draft)["fc_norm"]:
             news.append("fc_norm")
         if len(draft.taps) != 3:
             news.append(f"{len(draft.taps)} taps")
@@ -59,10 +70,10 @@ class SglangEagle3(Eagle3Format):
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         """`target_hidden_size` is left out where it is the draft's own: SGLang asks only whether the key is there.
 
-        `norm_output` is written where there is `fc_norm`: such a draft comes from a family whose defaults differ.
+        `norm_output` is left out because it means two things; without it they are the same (see eagle3_format).
         """
         ids = to_format(self.name, draft.taps)
-        newer = {"fc_norm": True, "norm_output": False, "num_aux_hidden_states": len(ids)}
+        newer = {"fc_norm": True, "num_aux_hidden_states": len(ids)}
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -70,7 +81,7 @@ class SglangEagle3(Eagle3Format):
             **layer_keys(draft, dtype),
             "draft_vocab_size": draft.config["draft_vocab_size"],
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
-            **(newer if norm_options(draft)["fc_norm"] else {}),
+            **(newer if computed_options(draft)["fc_norm"] else {}),
         }
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
@@ -83,30 +94,58 @@ class SglangEagle3(Eagle3Format):
             raise ConfigError(
                 f"{where}: {', '.join(parallel)}: a P-EAGLE draft, which can be imported from the speculators format only"
             )
-        if config.get("norm_output"):
-            raise ConfigError(
-                f"{where}: norm_output: true means two things: SpecForge before its #879 normed what the head reads, SGLang "
-                "norms what the next step is fed. For a draft of the former set it to false; the latter can be imported "
-                "from the speculators format"
-            )
-        refuse_other_norms(config, where)
+        unknown = [key for key in ("norm_before_residual", "norm_before_fc") if config.get(key)]
+        if unknown:
+            raise ConfigError(f"{where}: {', '.join(unknown)}: true: neither SGLang nor SpecForge has such a draft")
         if config.get("target_hidden_size") not in (None, config.get("hidden_size")):
             raise ConfigError(
                 f"{where}: target_hidden_size {config['target_hidden_size']}: drafts here are as wide as it"
             )
         ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
-        fc_norm = bool(config.get("fc_norm") or config.get("use_aux_norm"))
+        norms = {"fc_norm": bool(config.get("fc_norm") or config.get("use_aux_norm")), **_read_norm_output(config)}
         return one_layer(
             DraftShape(
                 strategy=self.strategy,
                 taps=from_format(self.name, ids) if ids else default_taps(target),
                 draft_vocab_size=config.get("draft_vocab_size") or require(config, "vocab_size", where),
-                options={"fc_norm": fc_norm, "norm_output": True, "feedback": "pre_norm"},
+                options=PLAIN | norms,
                 **layer_sizes(config, where),
             ),
             where,
         )
 
+    def remarks(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+        if config.get("norm_output") is None:
+            return []
+        value = str(bool(config["norm_output"])).lower()
+        if _norm_output_means(config) == "sglang":
+            return [f"norm_output: {value} was read as SGLang means it: {_MEANINGS['sglang', value]}"]
+        said = f"norm_output: {value} was read as SpecForge 0.2.0 means it: {_MEANINGS['specforge', value]}"
+        norm = tensors.get("norm.weight", tensors.get("model.norm.weight"))
+        if value == "false" and norm is not None and bool((norm != 1).any()):
+            said += ", although norm.weight is not 1 as it is where nothing has trained it"
+        return [
+            f"{said}. To SGLang and to SpecForge from its #879 on, {_MEANINGS['sglang', value]}: if such a trainer wrote "
+            "this draft, import it with --norm-output-means sglang"
+        ]
+
     def expected_tensors(self, shape: DraftShape) -> Shapes:
         """`d2t` and `t2d` also where the draft says all of the target's tokens: they are the identity then."""
         return super().expected_tensors(shape) | vocabulary_shapes(shape)
+
+
+def _read_norm_output(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for what the key says; by SpecForge 0.2.0, whose layout this is, unless it is said to be SGLang's."""
+    value = config.get("norm_output")
+    if _norm_output_means(config) == "sglang":
+        return {"feedback": "post_norm" if value else "pre_norm"}
+    return {"norm_output": value is None or bool(value)}
+
+
+def _norm_output_means(config: Mapping[str, Any]) -> str:
+    """Our own exports are for SGLang; those of drafts with `fc_norm` once had the key."""
+    ours = "draftworks" in (config.get(PROVENANCE) or {})
+    means = config.get(NORM_OUTPUT_MEANS, "sglang" if ours else "specforge")
+    if means not in ("specforge", "sglang"):
+        raise ConfigError(f"config.json: {NORM_OUTPUT_MEANS}: expected specforge or sglang, found {means!r}")
+    return means

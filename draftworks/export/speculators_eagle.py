@@ -77,6 +77,11 @@ class SpeculatorsEagle(Eagle3Format):
         vocabulary = vocabulary_shapes(shape) if _is_reduced(shape) else {}
         return super().expected_tensors(shape) | embedding | vocabulary
 
+    def windows(self, config: Mapping[str, Any]) -> list[int | None]:
+        """Of every layer; ConfigError where its keys contradict each other."""
+        layer, where = config[LAYERS], f"config.json: {LAYERS}"
+        return read_windows(layer, require(layer, "num_hidden_layers", where), where)
+
     def common_shape(self, config: Mapping[str, Any], target: TargetFiles) -> dict[str, Any]:
         """What a config.json says of both strategies, as fields of a `DraftShape`.
 
@@ -90,8 +95,6 @@ class SpeculatorsEagle(Eagle3Format):
                 f"{where}: layers of model_type {layer.get('model_type')!r}: {self.strategy} drafts here are llama"
             )
         sizes = layer_sizes(layer, where)
-        if any(read_windows(layer, sizes["num_layers"], where)):
-            raise ConfigError(f"{where}: sliding_attention: {self.strategy} drafts here attend to everything before")
         if config.get("target_hidden_size") not in (None, sizes["hidden_size"]):
             raise ConfigError(
                 f"config.json: target_hidden_size {config['target_hidden_size']}, hidden_size {sizes['hidden_size']}: "

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.eagle3_format import draft_tokens, norm_options, one_layer, refuse_other_norms
+from draftworks.export.dflash_format import SLIDING
+from draftworks.export.eagle3_format import PLAIN, computed_options, draft_tokens, one_layer
 from draftworks.export.export_format import DraftShape
 from draftworks.export.layer_keys import require
-from draftworks.export.speculators_eagle import SpeculatorsEagle
+from draftworks.export.speculators_eagle import LAYERS, SpeculatorsEagle
 from draftworks.export.speculators_keys import vllm_commands
 from draftworks.runs import TargetFiles
+
+_SAME = ("fc_norm", "norm_before_fc", "norm_before_residual")
+"""Options that the library's config has under the same names."""
 
 
 class SpeculatorsEagle3(SpeculatorsEagle):
@@ -22,7 +28,7 @@ class SpeculatorsEagle3(SpeculatorsEagle):
     architecture = "Eagle3Speculator"
 
     def loaders(self, draft: CanonicalDraft) -> str:
-        norms = norm_options(draft)
+        norms = computed_options(draft)
         if norms["feedback"] == "post_norm":
             return "speculators 0.9.0; vLLM from #46488 on: older ones do not pass norm_output to the model."
         if norms["fc_norm"]:
@@ -36,20 +42,25 @@ class SpeculatorsEagle3(SpeculatorsEagle):
         return draft_tokens(draft)
 
     def own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
-        norms = norm_options(draft)
+        norms = computed_options(draft)
         return {
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "fc_norm": norms["fc_norm"],
+            **{key: norms[key] for key in _SAME},
             "norm_output": norms["feedback"] == "post_norm",
             "embed_requires_grad": False,
         }
 
+    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        """The class of Llama's configurations hands on the keys of a window as they are."""
+        config, window = super().config(draft, dtype), computed_options(draft)["sliding_window"]
+        if window is not None:
+            config[LAYERS] |= {"layer_types": [SLIDING], "sliding_window": window, "use_sliding_window": True}
+        return config
+
     def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
         common = self.common_shape(config, target)
-        refuse_other_norms(config, where)
         require(config, "norm_before_residual", f"{where} (speculators takes false then, vLLM true)")
-        feedback = "post_norm" if config.get("norm_output") else "pre_norm"
-        options = {"fc_norm": bool(config.get("fc_norm")), "norm_output": True, "feedback": feedback}
+        options = PLAIN | {key: bool(config.get(key)) for key in _SAME}
+        options["feedback"] = "post_norm" if config.get("norm_output") else "pre_norm"
+        options["sliding_window"] = self.windows(config)[0]
         return one_layer(DraftShape(**common, options=options), where)

@@ -72,6 +72,8 @@ class SpeculatorsPEagle(SpeculatorsEagle):
     def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
         common = self.common_shape(config, target)
+        if any(self.windows(config)):
+            raise ConfigError(f"{where}: {LAYERS}: sliding_attention: peagle drafts here attend to everything before")
         if config.get("norm_before_fc"):
             raise ConfigError(f"{where}: norm_before_fc: true: no draft here computes that")
         return DraftShape(

@@ -84,6 +84,10 @@ def import_checkpoint(
     source: Annotated[Path, typer.Argument(help="Folder of a draft: ours, speculators, SGLang/SpecForge or z-lab.")],
     out: Annotated[Path, typer.Argument(help="New folder for the draft, best below the registry.")],
     target: Annotated[str, typer.Option(help="The registry's name of the model it drafts for.")],
+    norm_output_means: Annotated[
+        str | None,
+        typer.Option(help="specforge or sglang: by whom `norm_output` of an EAGLE-3 draft is to be understood."),
+    ] = None,
     registry: RegistryOption = CHECKOUT_REGISTRY,
 ) -> None:
     """Make a peer's checkpoint a draft here, to be measured or trained further; prints the registry entry to use it."""
@@ -92,7 +96,7 @@ def import_checkpoint(
     try:
         found = Registry(registry)
         digests = FileDigests(found.var() / "digests.json")
-        imported = import_draft(source, resolve_target(found.target(target), found, digests), out)
+        imported = import_draft(source, resolve_target(found.target(target), found, digests), out, norm_output_means)
     except DraftworksError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
@@ -100,6 +104,8 @@ def import_checkpoint(
     options = {name: value for name, value in imported.options.items() if value != defaults[name]}
     where = os.path.relpath(out.resolve(), found.root.resolve())
     entry = {"strategies": {imported.strategy: {"start_from": where, "options": options, "training": {"max_steps": 0}}}}
+    for remark in imported.remarks:
+        typer.echo(f"note: {remark}", err=True)
     typer.echo(f"# a draft of the format {imported.format}, measured as it is. For registry/targets/{target}.yaml:")
     typer.echo(yaml.safe_dump(entry, sort_keys=False, default_flow_style=None), nl=False)
 

@@ -16,8 +16,12 @@ from draftworks.strategies.taps import eagle_taps
 class Eagle3Options(LayerOptions):
     """EAGLE-3: one decoder layer over fused taps of the target, trained on its own outputs (test-time training)."""
 
-    structural = (*LayerOptions.structural, "fc_norm", "norm_output", "feedback")
+    structural = (
+        *LayerOptions.structural,
+        *("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "feedback", "sliding_window"),
+    )
     execution = ("attention",)
+    added = (*LayerOptions.added, "norm_before_fc", "norm_before_residual", "sliding_window")
 
     ttt_length: int = Field(
         7, ge=1, le=32, description="Draft steps unrolled in training; what one proposal can accept."
@@ -34,12 +38,23 @@ class Eagle3Options(LayerOptions):
         "token_mean", description="Normalisation: by supervised tokens, or the reference's mean over all positions."
     )
     fc_norm: bool = Field(False, description="EAGLE-3.1: every tap gets a norm of its own before they are fused.")
+    norm_before_fc: bool = Field(
+        False, description="One norm over all taps side by side before they are fused; not together with fc_norm."
+    )
+    norm_before_residual: bool = Field(
+        False, description="The layer's residual stream begins with the normed state, not with the state itself."
+    )
     norm_output: bool = Field(
         True, description="The head reads the normed state. False as SpecForge means it; no server can be told so."
     )
     feedback: Literal["pre_norm", "post_norm"] = Field(
         "pre_norm",
         description="State that the next step takes over. EAGLE-3.1 of speculators, vLLM and SGLang is post_norm.",
+    )
+    sliding_window: int | None = Field(
+        None,
+        gt=1,
+        description="Rows of the text that a chain sees, its own included, counted from where it begins; default all.",
     )
     objective: Literal["ce", "lk_alpha", "lk_lambda"] = Field(
         "ce", description="Cross-entropy with the target, log acceptance probability, or the two blended (LK losses)."
@@ -56,6 +71,8 @@ class Eagle3Options(LayerOptions):
         check_heads(self.num_heads, self.num_kv_heads)
         if not self.norm_output and self.feedback == "post_norm":
             raise ValueError("feedback post_norm feeds back the normed output, but norm_output is false: change one")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc both norm the taps before they are fused: set one of them")
         if self.objective != "lk_lambda" and (self.kl_scale, self.kl_decay) != (1.0, 1.0):
             raise ValueError(f"kl_scale and kl_decay belong to objective lk_lambda, but objective is {self.objective}")
         return self
@@ -82,6 +99,11 @@ def _no_server_computes(options: Eagle3Options, taps: tuple[LayerTap, ...]) -> s
 
 
 def _sglang_refuses(options: Eagle3Options, taps: tuple[LayerTap, ...]) -> str | None:
+    unknown = [name for name in ("norm_before_fc", "norm_before_residual") if getattr(options, name)]
+    if unknown:
+        return f"{' and '.join(unknown)}: SGLang does not know {'it' if len(unknown) == 1 else 'them'}, and would load the draft as another"
+    if options.sliding_window is not None:
+        return "sliding_window: SGLang reads none from an EAGLE-3 draft's config, so it would attend to everything"
     if options.feedback == "post_norm":
         return "feedback: post_norm: SGLang before #24663 would feed back the un-normed state without a word"
     if len(taps) == 1:

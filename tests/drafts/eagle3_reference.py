@@ -24,12 +24,18 @@ def reference_states(w: dict[str, Tensor], cfg, input_ids: Tensor, aux: Tensor, 
     if options.fc_norm:
         taps = aux.split(cfg.hidden_size, dim=-1)
         aux = torch.cat([_norm(x, w[f"fc_norm.{i}.weight"], cfg.rms_norm_eps) for i, x in enumerate(taps)], dim=-1)
+    if options.norm_before_fc:
+        aux = _norm(aux, w["input_norm.weight"], cfg.rms_norm_eps)
     ids, h = _shift_left(input_ids), aux @ w["fc.weight"].T
     keys, values, states = [], [], []
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    causal = torch.tensor(
+        [[k <= q and k > q - (options.sliding_window or length) for k in range(length)] for q in range(length)]
+    )
     for step in range(options.ttt_length):
         e = _norm(embedding[ids], w["midlayer.input_layernorm.weight"], cfg.rms_norm_eps)
-        x = torch.cat([e, _norm(h, w["midlayer.hidden_norm.weight"], cfg.rms_norm_eps)], dim=-1)
+        normed_state = _norm(h, w["midlayer.hidden_norm.weight"], cfg.rms_norm_eps)
+        h = normed_state if options.norm_before_residual else h
+        x = torch.cat([e, normed_state], dim=-1)
         q, k, v = (
             (x @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(batch, length, -1, cfg.head_dim).transpose(1, 2)
             for name in "qkv"

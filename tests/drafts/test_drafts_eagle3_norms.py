@@ -34,6 +34,12 @@ VARIANTS = {
     "eagle3_1": Variant({"fc_norm": True, "feedback": "post_norm"}),
     "one_tap": Variant({"layer_ids": [3], "fc_norm": True}, ("hf3",)),
     "five_taps": Variant({"layer_ids": [1, 2, 4, 5, 7]}, ("hf1", "hf2", "hf4", "hf5", "hf7")),
+    "normed_before_fc": Variant({"norm_before_fc": True}),
+    "normed_residual": Variant({"norm_before_residual": True}),
+    "window": Variant({"sliding_window": 3}),
+    "as_speculators_train": Variant(
+        {"norm_before_fc": True, "norm_before_residual": True, "feedback": "post_norm", "sliding_window": 4}
+    ),
     "four_taps_unnormed": Variant(
         {"layer_ids": [0, 2, 4, 6], "fc_norm": True, "norm_output": False}, ("hf0", "hf2", "hf4", "hf6")
     ),
@@ -92,9 +98,11 @@ def test_training_on_its_own_proposals_says_them_again(make_strategy, variant):
 
 def test_the_options_are_what_decides_the_tensors(make_strategy, variant):
     published, tensors = make_strategy().model.state_dict(), make_strategy(**variant.options).model.state_dict()
-    norms = {f"fc_norm.{i}.weight" for i in range(len(variant.taps))} if variant.options.get("fc_norm") else set()
-    assert tensors.keys() == published.keys() | norms
-    assert all(tensors[name].shape == (HIDDEN,) for name in norms)
+    norms = {f"fc_norm.{i}.weight": HIDDEN for i in range(len(variant.taps))} if variant.options.get("fc_norm") else {}
+    if variant.options.get("norm_before_fc"):
+        norms["input_norm.weight"] = HIDDEN * len(variant.taps)
+    assert tensors.keys() == published.keys() | norms.keys()
+    assert all(tensors[name].shape == (size,) for name, size in norms.items())
     assert tensors["fc.weight"].shape == (HIDDEN, len(variant.taps) * HIDDEN)
 
 
@@ -131,6 +139,7 @@ def test_a_draft_of_other_options_is_not_loaded(make_strategy, tmp_path, name):
 @pytest.mark.parametrize(
     "later",
     [{"fc_norm": True}, {"norm_output": False}, {"feedback": "post_norm"}, {"objective": "lk_alpha"}]
+    + [{"norm_before_fc": True}, {"norm_before_residual": True}, {"sliding_window": 64}]
     + [{"objective": "lk_lambda", "kl_scale": 3.0}, {"objective": "lk_lambda", "kl_decay": 3.0}],
 )
 def test_options_that_change_the_draft_change_its_identity(later):
@@ -142,6 +151,8 @@ def test_options_that_change_the_draft_change_its_identity(later):
     [
         ({"norm_output": False, "feedback": "post_norm"}, "feeds back the normed output, but norm_output is false"),
         ({"feedback": "normed"}, "pre_norm.*post_norm"),
+        ({"fc_norm": True, "norm_before_fc": True}, "both norm the taps before they are fused: set one of them"),
+        ({"sliding_window": 1}, "greater than 1"),
         ({"layer_ids": []}, "at least 1 item"),
     ],
 )

@@ -29,6 +29,7 @@ VARIANTS = {
     "eagle3 eager": ("eagle3", {"attention": "eager", "feedback": "post_norm", "fc_norm": True}),
     "eagle3 sdpa lk_alpha": ("eagle3", {"attention": "sdpa", "objective": "lk_alpha"}),
     "eagle3 lk_lambda": ("eagle3", {"objective": "lk_lambda", "kl_scale": 3.0, "norm_output": False}),
+    "eagle3 window": ("eagle3", {"sliding_window": 3, "norm_before_fc": True, "norm_before_residual": True}),
     "dflash": ("dflash", {"gamma": 2.0}),
     "dflash specforge": ("dflash", {"loss": "specforge"}),
     "dflash dpace": ("dflash", {"weighting": "dpace"}),

@@ -41,12 +41,40 @@ def test_sdpa_equals_eager_in_value_and_every_gradient(size):
 @pytest.mark.parametrize(
     "size", [(2, 2, 2, (7,), 8, 3), (1, 1, 1, (130,), 16, 1), (1, 1, 3, (80, 3, 67), 16, 4)], ids=str
 )
-def test_flex_equals_eager(size):
+@pytest.mark.parametrize("bounds", [(), (5,)], ids=["all", "window"])
+def test_flex_equals_eager(size, bounds):
     query, *rest = (x.detach() for x in random_inputs(*size, torch.float32)[1])
     keys, values = rest[: size[-1]], rest[size[-1] :]
     documents = Documents.after_each_other(size[3])
-    found, expected = (attend(query, keys, values, documents) for attend in (flex_ttt_attention, eager_ttt_attention))
+    attends = (flex_ttt_attention, eager_ttt_attention)
+    found, expected = (attend(query, keys, values, documents, *bounds) for attend in attends)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
+@pytest.mark.parametrize("lengths", [(11,), (4, 10, 5)], ids=["one", "several"])
+def test_a_row_sees_the_window_that_ends_with_it_and_its_own_later_keys(backend, lengths):
+    documents, window = Documents.after_each_other(lengths), 3
+    _, (query, *rest) = random_inputs(1, 2, 2, lengths, 4, 3, torch.float64)
+    changed, row = [x.detach().clone() for x in rest], 7
+    for x in (changed[0], changed[3]):  # keys and values of step 0
+        x[:, :, : row - window + 1] += 5
+        x[:, :, row + 1 :] -= 5
+    for x in (*changed[1:3], *changed[4:]):
+        x[:, :, :row] += 5
+        x[:, :, row + 1 :] -= 5
+    found = [ttt_attention(query, x[:3], x[3:], documents, backend, window)[:, :, row] for x in (rest, changed)]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    wider = ttt_attention(query, changed[:3], changed[3:], documents, backend, window + 1)[:, :, row]
+    assert not torch.allclose(found[0], wider)
+
+
+def test_a_window_that_leaves_nothing_out_costs_nothing(monkeypatch):
+    _, (query, *rest) = random_inputs(1, 1, 1, (6,), 4, 2, torch.float32)
+    fused = "draftworks.drafts.ttt_attention.fused_ttt_attention"
+    monkeypatch.setattr(fused, lambda query, keys, values, documents: query + 1)
+    assert torch.equal(ttt_attention(query, rest[:2], rest[2:], SIX, window=6), query + 1)
+    assert not torch.equal(ttt_attention(query, rest[:2], rest[2:], SIX, window=5), query + 1)
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa", "flex"])

@@ -188,6 +188,8 @@ CASES = (
     *(Case(name, _OWN_LAYER) for name in FORMATS),
     Case("speculators_eagle3", {"feedback": "post_norm"}),
     Case("speculators_eagle3", {"fc_norm": True, "feedback": "post_norm"}),
+    Case("speculators_eagle3", {"norm_before_fc": True, "sliding_window": 3}),
+    Case("speculators_eagle3", {"norm_before_residual": True, "norm_before_fc": True, "feedback": "post_norm"}),
     Case("speculators_eagle3", {"layer_ids": [0, 3]}),
     Case("zlab_dflash", {"sliding_window": 3}),
     Case("zlab_dflash", {"sliding_window": 3, "sliding_layers": [1]}),

@@ -60,6 +60,13 @@ def test_every_registered_format_is_tried_here():
         ("sglang_eagle3", {"feedback": "post_norm"}, "feedback: post_norm.*exported as speculators_eagle3"),
         ("sglang_eagle3", {"norm_output": False}, "norm_output: false.*No format can hold it"),
         ("speculators_eagle3", {"norm_output": False}, "norm_output: false.*No format can hold it"),
+        ("sglang_eagle3", {"norm_before_fc": True}, "norm_before_fc: SGLang.*exported as speculators_eagle3"),
+        (
+            "sglang_eagle3",
+            {"norm_before_residual": True},
+            "norm_before_residual: SGLang.*exported as speculators_eagle3",
+        ),
+        ("sglang_eagle3", {"sliding_window": 9}, "sliding_window: SGLang reads none.*exported as speculators_eagle3"),
         ("sglang_eagle3", {"layer_ids": [4]}, "one tap.*exported as speculators_eagle3"),
         ("sglang_eagle3", {"layer_ids": [0, 4]}, "layer_ids .*embeddings.*exported as speculators_eagle3"),
         ("zlab_dflash", {"layer_ids": [0, 4]}, "layer_ids .*embeddings.*exported as speculators_dflash"),

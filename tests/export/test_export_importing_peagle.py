@@ -167,13 +167,6 @@ def test_what_no_draft_here_can_be_is_refused(toys: Toys, tmp_path: Path, name: 
     assert not (tmp_path / "imported").exists()
 
 
-def test_eagle3_with_a_sliding_window_is_refused_too(toys: Toys, tmp_path: Path):
-    window = layer(layer_types=["sliding_attention"], sliding_window=4)
-    source = changed(toys.folder / "speculators_eagle3", tmp_path / "foreign", config=window)
-    with pytest.raises(DraftworksError, match="sliding_attention: eagle3 drafts here attend to everything"):
-        import_draft(source, toys.target, tmp_path / "imported")
-
-
 def test_an_eagle3_draft_cannot_bring_an_embedding_of_its_own(toys: Toys, tmp_path: Path):
     source = changed(
         toys.folder / "speculators_eagle3", tmp_path / "foreign", learn_embedding, having(embed_requires_grad=True)

@@ -126,15 +126,25 @@ def check(tmp_path, tiny_tensors, question):
     return agree
 
 
+SLIDING = {"transformer_layer_config__layer_types": ["sliding_attention"]}
+PLAIN = [({}, {}), ({"fc_norm": True}, {"fc_norm": True})]
 EAGLE3 = [
-    ({}, {}),
+    *PLAIN,
     ({"feedback": "post_norm"}, {"norm_output": True}),
-    ({"fc_norm": True}, {"fc_norm": True, "norm_output": False}),
     ({"fc_norm": True, "feedback": "post_norm"}, {"fc_norm": True, "norm_output": True}),
+    ({"norm_before_fc": True}, {"norm_before_fc": True}),
+    ({"norm_before_residual": True}, {"norm_before_residual": True}),
+    ({"sliding_window": 4}, SLIDING | {"transformer_layer_config__sliding_window": 4}),
+    (
+        {"norm_before_fc": True, "norm_before_residual": True, "feedback": "post_norm", "sliding_window": 3},
+        {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True}
+        | SLIDING
+        | {"transformer_layer_config__sliding_window": 3},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("options", "settings"), EAGLE3)
+@pytest.mark.parametrize(("options", "settings"), PLAIN)
 def test_eagle3_is_what_sglang_would_compute(options, settings, check, parts):
     strategy = our_eagle3(parts, **options)
     export = replace(sglang_eagle3(**settings), tensors=strategy.model.state_dict())
@@ -142,12 +152,10 @@ def test_eagle3_is_what_sglang_would_compute(options, settings, check, parts):
 
 
 @pytest.mark.parametrize(("options", "settings"), EAGLE3)
-def test_eagle3_is_what_speculators_would_compute_without_norm_before_residual(
-    options, settings, check, parts, tiny_folder
-):
+def test_eagle3_is_what_speculators_would_compute(options, settings, check, parts, tiny_folder):
     strategy = our_eagle3(parts, **options)
     embedding = {"embed_tokens.weight": parts.embedding.clone()}
-    export = speculators_eagle3(tiny_folder, parts.embedding, **settings)
+    export = speculators_eagle3(tiny_folder, parts.embedding).with_config(**settings)
     export = replace(export, tensors=strategy.model.state_dict() | embedding).renamed("midlayer.", "layers.0.")
     check(strategy, "speculators_eagle3", export, count=4)
 

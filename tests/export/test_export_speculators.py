@@ -21,6 +21,16 @@ EAGLE3 = {
     "eagle3_norm_output": {"norm_output": True},
     "eagle3_1": {"fc_norm": True, "norm_output": True},
 }
+WINDOW = {
+    "transformer_layer_config__layer_types": ["sliding_attention"],
+    "transformer_layer_config__sliding_window": 4,
+    "transformer_layer_config__use_sliding_window": True,
+}
+WINDOWED = {
+    "eagle3_window": {},
+    "eagle3_as_trained": {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
+}
+"""The second is what `speculators train` makes by default, but for the size of the window."""
 PEAGLE = {
     "peagle": {},
     "peagle_norm_before_residual": {"norm_before_residual": True},
@@ -49,7 +59,7 @@ LLAMA3_ROPE = {
 }
 REDUCED = {"dflash_reduced": {"says": SAYS}}
 REDUCED_DSPARK = {"dspark_reduced": {"says": SAYS, "enable_confidence_head": False}}
-CASES = (*EAGLE3, *PEAGLE, ONE_PASS, *DFLASH, *REDUCED, *DSPARK, *REDUCED_DSPARK, "eagle3_llama3_rope")
+CASES = (*EAGLE3, *WINDOWED, *PEAGLE, ONE_PASS, *DFLASH, *REDUCED, *DSPARK, *REDUCED_DSPARK, "eagle3_llama3_rope")
 BACK_ENDS = ("eager", "sdpa")
 
 
@@ -57,6 +67,8 @@ BACK_ENDS = ("eager", "sdpa")
 def folders(tmp_path_factory, tiny_folder, tiny_tensors):
     root = tmp_path_factory.mktemp("exports")
     exports = {name: speculators_eagle3(tiny_folder, tiny_tensors.embedding, **EAGLE3[name]) for name in EAGLE3}
+    for name, settings in WINDOWED.items():
+        exports[name] = speculators_eagle3(tiny_folder, tiny_tensors.embedding, **settings).with_config(**WINDOW)
     exports |= {name: speculators_peagle(tiny_folder, **PEAGLE[name]) for name in PEAGLE}
     exports[ONE_PASS] = speculators_peagle(tiny_folder, norm_output=True)
     exports |= {name: speculators_dflash(tiny_folder, **settings) for name, settings in (DFLASH | REDUCED).items()}
@@ -90,7 +102,9 @@ def test_logits_are_those_of_the_reader(case, end, findings, folders, tiny_tenso
     assert float((theirs - ours).abs().max()) < 1e-5 * max(1.0, float(ours.abs().max()))
 
 
-@pytest.mark.parametrize("names", [(*EAGLE3, "eagle3_llama3_rope"), tuple(PEAGLE), tuple(DFLASH), tuple(DSPARK)])
+@pytest.mark.parametrize(
+    "names", [(*EAGLE3, *WINDOWED, "eagle3_llama3_rope"), tuple(PEAGLE), tuple(DFLASH), tuple(DSPARK)]
+)
 def test_every_option_changes_the_logits(names, findings):
     """Else agreeing on them would say nothing."""
     for one, other in combinations(names, 2):

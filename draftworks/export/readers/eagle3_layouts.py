@@ -2,14 +2,15 @@
 
 Where they normalise, and which settings are what our own draft computes (draftworks.drafts.eagle3_model):
 
-* `norm_before_residual` (speculators): whether the residual stream starts from the normed state. Ours is false. vLLM takes
-  true where the key is missing, so a file must say it. SGLang always computes false and does not know the key.
+* `norm_before_residual` (speculators): whether the residual stream starts from the normed state. vLLM takes true where the
+  key is missing, so a file must say it. SGLang always computes false and does not know the key.
 * `norm_output`: speculators, vLLM and SGLang from #24663 on feed the state after the final norm to the next step if true
   (our feedback `post_norm`), the one before it if false or missing (`pre_norm`); the head reads the normed state in both
-  cases. In SpecForge the same key says whether the head reads the normed state, and the feedback is never normed: its
-  true is what the others call false, and its false is what none of them computes. So a config with `fc_norm`, which may
-  come from either family, must say it.
-* `fc_norm`: a norm for each tap before `fc`, ours too; `norm_before_fc` (speculators): one norm over all of them, not ours.
+  cases. In SpecForge up to 0.2.0 the same key says whether the head reads the normed state, and the feedback is never
+  normed: its true, which it takes where the key is missing, is what the others call false, and its false is what none of
+  them computes. So SGLang's layout, which SpecForge reads too, must not have the key: all mean the same then.
+* `fc_norm`: a norm for each tap before `fc`; `norm_before_fc` (speculators): one norm over all of them.
+* `layer_types`, `sliding_window` (speculators): see `Eagle3Reader.window`. SGLang reads neither for EAGLE-3.
 
 Row t reads the streams at position t and the token after it, and has rotary position t. (speculators counts rows from 1
 when it trains: only differences enter the scores.)
@@ -85,7 +86,10 @@ def read_sglang_eagle3(folder: ExportFolder, target: TargetTensors, dtype: torch
         # SGLang applies `fc` only to streams that are wider than the embedding.
         folder.refuse(SGLANG.layer_ids, "two layers or more, else fc is skipped", "one")
     folder.must_be("num_hidden_layers", 1)
-    return read_eagle3(folder, SGLANG, _eagle31(folder), target, dtype)
+    if folder.has("norm_output"):
+        folder.refuse("norm_output", "no such key: SpecForge and servers mean different things by it", "one")
+    norms = Eagle3Norms(fc_norm=folder.optional("fc_norm", bool, False))
+    return read_eagle3(folder, SGLANG, norms, target, dtype)
 
 
 def read_speculators_eagle3(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> Eagle3Reader:
@@ -97,19 +101,23 @@ def read_speculators_eagle3(folder: ExportFolder, target: TargetTensors, dtype: 
     check_speculators_header(folder, "eagle3")
     folder.must_be("transformer_layer_config.model_type", "llama")
     folder.must_be(f"{SPECULATORS.section}num_hidden_layers", 1)
-    norms = _eagle31(
-        folder,
+    norms = Eagle3Norms(
         norm_before_residual=folder.setting("norm_before_residual", bool),
         norm_before_fc=folder.optional("norm_before_fc", bool, False),
+        fc_norm=folder.optional("fc_norm", bool, False),
+        norm_output=folder.optional("norm_output", bool, False),
     )
-    return read_eagle3(folder, SPECULATORS, norms, target, dtype)
+    return read_eagle3(folder, SPECULATORS, norms, target, dtype, window=_window(folder, SPECULATORS.section))
 
 
-def _eagle31(folder: ExportFolder, **others: bool) -> Eagle3Norms:
-    fc_norm = folder.optional("fc_norm", bool, False)
-    if fc_norm and not folder.has("norm_output"):
-        folder.refuse("norm_output", "true or false: SpecForge and servers mean different things by it", "no such key")
-    return Eagle3Norms(fc_norm=fc_norm, norm_output=folder.optional("norm_output", bool, False), **others)
+def _window(folder: ExportFolder, section: str) -> int | None:
+    """Of a draft of one layer."""
+    types = folder.optional(f"{section}layer_types", list, ["full_attention"])
+    if types == ["full_attention"]:
+        return None
+    folder.must_be(f"{section}layer_types", ["sliding_attention"])
+    folder.must_not_differ(f"{section}use_sliding_window", True)
+    return folder.setting(f"{section}sliding_window", int)
 
 
 def read_eagle3(
@@ -119,12 +127,15 @@ def read_eagle3(
     target: TargetTensors,
     dtype: torch.dtype,
     more: Mapping[str, Expected] | None = None,
+    window: int | None = None,
 ) -> Eagle3Reader:
-    """A draft whose file holds the tensors of EAGLE-3, and `more` where it is another strategy's."""
+    """A draft whose file holds the tensors of EAGLE-3, and `more` where it is another strategy's; with a `window`, or
+    else with full attention in all layers."""
     if norms.norm_before_fc and norms.fc_norm:
         folder.refuse("norm_before_fc", "false together with fc_norm", "true")
     layers = folder.setting(f"{layout.section}num_hidden_layers", int)
-    folder.must_not_differ(f"{layout.section}layer_types", ["full_attention"] * layers)
+    if window is None:
+        folder.must_not_differ(f"{layout.section}layer_types", ["full_attention"] * layers)
     folder.must_not_differ("target_hidden_size", folder.setting(f"{layout.section}hidden_size", int))
     sizes = LayerSizes.read(folder, layout.section)
     check_target(folder, sizes, target)
@@ -136,6 +147,7 @@ def read_eagle3(
         taps=taps,
         sizes=sizes,
         norms=norms,
+        window=window,
         layer=layout.layer,
         vocabulary=read_vocabulary(folder, sizes.vocab),
         weights=weights,

@@ -31,6 +31,9 @@ class Eagle3Reader(ExportReader):
     taps: tuple[LayerTap, ...]
     sizes: LayerSizes
     norms: Eagle3Norms
+    window: int | None
+    """Of the rows of the text, the newest so many that the chain sees, counted from where it begins: as speculators
+    trains. (vLLM counts from each token.)"""
     layer: str
     """Prefix of the decoder layer's tensors."""
     vocabulary: DraftVocabulary
@@ -44,7 +47,7 @@ class Eagle3Reader(ExportReader):
         rows = []
         for step in range(len(drawn)):
             tokens = torch.cat([next_tokens, drawn[:step]])
-            hidden = self.layer_rows(tokens, states)[-1]
+            hidden = self.layer_rows(tokens, states, given=len(next_tokens))[-1]
             normed = self.norm(hidden, "norm")
             rows.append(normed @ self.weights["lm_head.weight"].T)
             states = torch.cat([states, (normed if self.norms.norm_output else hidden)[None]])
@@ -59,21 +62,25 @@ class Eagle3Reader(ExportReader):
             streams = torch.cat([self.norm(chunk, f"fc_norm.{i}") for i, chunk in enumerate(chunks)], dim=-1)
         return streams @ self.weights["fc.weight"].T
 
-    def layer_rows(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """The decoder layer over rows of a token (m,) and a state (m, H) each; its output (m, H)."""
+    def layer_rows(self, tokens: Tensor, states: Tensor, given: int) -> Tensor:
+        """The decoder layer over rows of a token (m,) and a state (m, H) each, `given` of them of the text; its output
+        (m, H)."""
         normed = self.norm(states, f"{self.layer}hidden_norm")
         embedded = self.norm(self.embedding[tokens].to(self.dtype), f"{self.layer}input_layernorm")
-        attended = self.attended(torch.cat([embedded, normed], dim=-1), self.layer)
+        attended = self.attended(torch.cat([embedded, normed], dim=-1), self.layer, given)
         hidden = (normed if self.norms.norm_before_residual else states) + attended
         after = self.norm(hidden, f"{self.layer}post_attention_layernorm")
         return hidden + gated_mlp(after, self.weights, f"{self.layer}mlp.")
 
-    def attended(self, inputs: Tensor, layer: str) -> Tensor:
+    def attended(self, inputs: Tensor, layer: str, given: int) -> Tensor:
         """Causal attention of a layer over rows (m, columns of its projections) at positions 0 … m-1: (m, H)."""
         positions = torch.arange(len(inputs))
         heads = {name: split_heads(self._projected(inputs, layer, name), self.sizes.head_dim) for name in "qkv"}
         query, key = (rotate(heads[name], positions, self.sizes.rope) for name in "qk")
         visible = positions[:, None] >= positions[None]
+        if self.window is not None:
+            begins = positions.clamp(max=given - 1)[:, None]
+            visible &= positions[None] > begins - self.window
         return self._projected(attend(query, key, heads["v"], visible), layer, "o")
 
     def norm(self, x: Tensor, name: str) -> Tensor:

@@ -30,16 +30,16 @@ class PEagleReader(ExportReader):
 
     @torch.no_grad()
     def logits(self, features: Features, next_tokens: Tensor, drawn: Tensor) -> Tensor:
-        first, masks = self.first, len(drawn) - 1
+        first, masks, given = self.first, len(drawn) - 1, len(next_tokens)
         tokens = torch.cat([next_tokens, torch.full((masks,), self.mask_token)])
         streams = torch.cat([first.joined(features), first.weights["mask_hidden"][0].expand(masks, -1)])
-        hidden = first.layer_rows(tokens, first.fused(streams))
+        hidden = first.layer_rows(tokens, first.fused(streams), given)
         for layer in range(1, first.sizes.layers):
-            hidden = self._plain_layer(hidden, f"layers.{layer}.")
+            hidden = self._plain_layer(hidden, f"layers.{layer}.", given)
         return first.norm(hidden[-len(drawn) :], "norm") @ first.weights["lm_head.weight"].T
 
-    def _plain_layer(self, hidden: Tensor, layer: str) -> Tensor:
+    def _plain_layer(self, hidden: Tensor, layer: str, given: int) -> Tensor:
         """A layer of Llama over rows (m, H)."""
-        hidden = hidden + self.first.attended(self.first.norm(hidden, f"{layer}input_layernorm"), layer)
+        hidden = hidden + self.first.attended(self.first.norm(hidden, f"{layer}input_layernorm"), layer, given)
         after = self.first.norm(hidden, f"{layer}post_attention_layernorm")
         return hidden + gated_mlp(after, self.first.weights, f"{layer}mlp.")
