@@ -1,7 +1,8 @@
 # make demo   the main job for the target `tiny`, from conversations to a measured draft
 # make ui     the Dagster UI on http://127.0.0.1:3000
-# make test   linter and all tests but those that need the real speculators library or SGLang
+# make test   linter and all tests but those that need the real speculators library, SpecForge or SGLang
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
+# make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
 # make test-gpu           the engine's tests on a GPU, and
 # make bench-gpu          its speed there (docs/gpu.md): both in the environment of PYTHON, without Dagster
@@ -18,11 +19,12 @@ BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 SPECULATORS := .venv-speculators
+SPECFORGE := .venv-specforge
 SGLANG := .venv-sglang
 export DAGSTER_HOME := $(CURDIR)/.dagster
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo ui test test-speculators speculators-env test-sglang sglang-env test-gpu bench-gpu lint check clean
+.PHONY: demo ui test test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-gpu bench-gpu lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	@mkdir -p var
@@ -34,12 +36,17 @@ ui: $(VENV)/ready .dagster/ready
 	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1 -p 3000
 
 test: $(VENV)/ready .dagster/ready lint
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not speculators and not sglang'
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not speculators and not specforge and not sglang'
 
 test-speculators: $(VENV)/ready $(SPECULATORS)/ready
 	$(BIN)/python -m pytest -m speculators tests/export
 
 speculators-env: $(SPECULATORS)/ready
+
+test-specforge: $(VENV)/ready $(SPECFORGE)/ready
+	$(BIN)/python -m pytest -m specforge tests/drafts tests/export
+
+specforge-env: $(SPECFORGE)/ready
 
 test-sglang: $(VENV)/ready $(SGLANG)/ready
 	$(BIN)/python -m pytest -m sglang tests/capture tests/export tests/spec_assets
@@ -71,6 +78,12 @@ $(SPECULATORS)/ready: tools/speculators-requirements.txt
 	$(PYTHON) -m venv $(SPECULATORS)
 	$(SPECULATORS)/bin/pip install --quiet --disable-pip-version-check -c $< $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(SPECULATORS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+$(SPECFORGE)/ready: tools/specforge-requirements.txt
+	$(PYTHON) -m venv $(SPECFORGE)
+	$(SPECFORGE)/bin/pip install --quiet --disable-pip-version-check -c $< $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(SPECFORGE)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 # What SGLang itself requires includes GPU libraries, so the pins are installed as they are; then our platform plug-in,
