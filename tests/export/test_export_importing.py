@@ -160,54 +160,6 @@ def test_names_of_specforges_first_norms_are_known(toys: Toys, tmp_path: Path):
     assert_same_draft(CanonicalDraft.load(tmp_path / "imported", toys.target), draft)
 
 
-MEANINGS = [
-    (None, None, {}),
-    (True, None, {}),
-    (False, None, {"norm_output": False}),
-    (True, "specforge", {}),
-    (True, "sglang", {"feedback": "post_norm"}),
-    (False, "sglang", {}),
-]
-
-
-@pytest.mark.parametrize(("said", "means", "options"), MEANINGS)
-def test_norm_output_is_what_specforge_means_unless_it_is_said_to_be_sglangs(
-    toys: Toys, tmp_path: Path, said: bool | None, means: str | None, options: dict[str, Any]
-):
-    config = nothing if said is None else having(norm_output=said)
-    source = changed(toys.folder / "sglang_eagle3", tmp_path / "foreign", config=config)
-    imported = import_draft(source, toys.target, tmp_path / "imported", means)
-    changes = {"norm_output": True, "feedback": "pre_norm"} | options
-    assert {name: imported.options[name] for name in changes} == changes
-    record = CanonicalDraft.load(tmp_path / "imported", toys.target).record
-    assert record.provenance.get("remarks", []) == list(imported.remarks)
-    if said is None:
-        assert not imported.remarks
-    else:
-        assert f"norm_output: {str(said).lower()} was read as {'SGLang' if means == 'sglang' else 'SpecForge'}" in str(
-            imported.remarks
-        )
-
-
-def test_a_norm_that_was_trained_although_nothing_should_read_it_is_told(toys: Toys, tmp_path: Path):
-    trained = changed(toys.folder / "sglang_eagle3", tmp_path / "trained", config=having(norm_output=False))
-    untouched = changed(trained, tmp_path / "untouched", lambda t: t["norm.weight"].fill_(1))
-    told = [
-        import_draft(source, toys.target, tmp_path / f"{source.name}-in").remarks for source in (trained, untouched)
-    ]
-    assert ["although norm.weight is not 1" in str(remarks) for remarks in told] == [True, False]
-
-
-def test_our_own_older_exports_say_norm_output_as_sglang_does(toys: Toys, tmp_path: Path):
-    draft = toys.draft("eagle3", name="older", fc_norm=True)
-    export_draft(draft, "sglang_eagle3", tmp_path / "export", "float32")
-    config = json.loads((tmp_path / "export" / "config.json").read_text())
-    assert "norm_output" not in config
-    (tmp_path / "export" / "config.json").write_text(json.dumps(config | {"norm_output": False}))
-    imported = import_draft(tmp_path / "export", toys.target, tmp_path / "imported")
-    assert (imported.options["norm_output"], imported.options["feedback"]) == (True, "pre_norm")
-
-
 def test_the_targets_own_embedding_may_be_in_the_file_and_no_other(toys: Toys, tmp_path: Path):
     source = changed(toys.folder / "sglang_eagle3", tmp_path / "own", lambda t: with_embedding(t, toys))
     import_draft(source, toys.target, tmp_path / "imported")
