@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,10 @@ from ladder_toys import (
     greedy_answers,
     peagle,
 )
+from torch import Tensor
 
+from draftworks.drafts.sampling import Verdict, verify
+from draftworks.drafts.strategy import Proposal
 from draftworks.evaluation.decoding import DecodingLimits, decode, speculate
 from draftworks.evaluation.labels import collate_labels, label_agreement
 from draftworks.evaluation.loop import Loop
@@ -106,29 +108,50 @@ def test_token_limits_and_stop_tokens_end_an_answer_as_in_plain_decoding(ladder:
         assert spoken.acceptance.emitted == len(plain.tokens) - 1
 
 
-THREE_TOKENS, SAMPLED_RUNS = DecodingLimits(3), 250
+def test_what_is_verified_while_sampling_are_the_targets_own_logits_of_the_sequence(
+    ladder: Ladder, monkeypatch: pytest.MonkeyPatch
+):
+    """That `verify` keeps the target's distribution is tested beside it; here, that it is given what it needs for that."""
+    seen: list[tuple[Proposal, Tensor, Verdict]] = []
+
+    def recorded(proposal: Proposal, logits: Tensor, *how: object) -> Verdict:
+        seen.append((proposal, logits, verify(proposal, logits, *how)))
+        return seen[-1][2]
+
+    monkeypatch.setattr("draftworks.evaluation.decoding.verify", recorded)
+    prompt, generator = ladder.samples[1].prompt, torch.Generator().manual_seed(3)
+    spoken = speculate(ladder.model, ladder.strategy, TAPS, prompt, DecodingLimits(24), TTT, 1.0, generator)
+    said = [*prompt, spoken.tokens[0]]
+    for proposal, logits, verdict in seen:
+        proposed = proposal.tokens.tolist()
+        alone = ladder.model(torch.tensor([[*said, *proposed]])).logits[0, -len(proposed) - 1 :]
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-9)
+        said += [*proposed[: verdict.accepted], verdict.next_token]
+    assert said[len(prompt) :][: len(spoken.tokens)] == list(spoken.tokens)
+    assert len({verdict.accepted for _, _, verdict in seen}) > 1
 
 
-@pytest.fixture(scope="module")
-def said_alone(answers) -> Counter[int]:
-    """The third token of the target's own answers to a prompt, over many seeds."""
-    generators = (torch.Generator().manual_seed(seed) for seed in range(SAMPLED_RUNS))
-    prompt = answers.samples[1].prompt
-    return Counter(decode(answers.model, prompt, THREE_TOKENS, 0.7, one).tokens[-1] for one in generators)
-
-
-def test_sampled_answers_are_distributed_as_those_of_the_target_alone(ladder: Ladder, said_alone: Counter[int]):
-    """The third token over many seeds, where two proposals have been verified: with the draft and without it."""
-    prompt, said = ladder.samples[1].prompt, Counter()
-    for seed in range(10_000, 10_000 + SAMPLED_RUNS):
-        generator = torch.Generator().manual_seed(seed)
-        spoken = speculate(ladder.model, ladder.strategy, TAPS, prompt, THREE_TOKENS, 2, 0.7, generator)
-        said[spoken.tokens[-1]] += 1
-    common = [token for token, _ in (said_alone + said).most_common(6)]
-    rows = [[found[token] for token in common] for found in (said_alone, said)]
-    rows = [[*row, SAMPLED_RUNS - sum(row)] for row in rows]
-    chi_square = sum((a - b) ** 2 / (a + b) for a, b in zip(*rows) if a + b)
-    assert chi_square < 22.5  # of 6 degrees of freedom, exceeded once in a thousand
+def test_proposals_are_drawn_from_the_probabilities_they_carry(ladder: Ladder):
+    """Log probabilities of what is drawn add up to what their entropy promises; a temperature of half squares them."""
+    sample, temperature = ladder.samples[0], 0.7
+    end = len(sample.prompt) + 4
+    drafter = ladder.strategy.drafter()
+    tokens = torch.tensor([*sample.prompt, *sample.answer])
+    drafter.extend({tap.name: sample.features[tap.name][:end] for tap in TAPS}, tokens[1 : end + 1])
+    generator = torch.Generator().manual_seed(0)
+    surprise, variance = torch.zeros(TTT, dtype=torch.float64), torch.zeros(TTT, dtype=torch.float64)
+    for _ in range(300):
+        proposal = drafter.propose(TTT, temperature, generator)
+        q = proposal.probabilities.double()
+        torch.testing.assert_close(q.sum(-1), torch.ones(TTT, dtype=torch.float64))
+        drawn = q.gather(1, proposal.tokens[:, None])[:, 0].log()
+        mean = torch.special.entr(q).sum(-1)
+        surprise += drawn + mean
+        variance += (torch.xlogy(q, q) * torch.where(q > 0, q.log(), 0.0)).sum(-1) - mean**2
+    assert (surprise.abs() < 6 * variance.sqrt()).all()
+    first = drafter.propose(1, temperature, generator).probabilities[0].double()
+    colder = drafter.propose(1, temperature / 2, generator).probabilities[0].double()
+    torch.testing.assert_close(colder, first**2 / (first**2).sum(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_sampled_prompt_gives_the_same_answer_for_the_same_seed(ladder: Ladder):
