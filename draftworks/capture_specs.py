@@ -47,7 +47,9 @@ class CaptureSpec(Spec):
     batch_tokens: int = Field(16384, gt=0, description="Tokens, padding included, of one forward pass.")
     processes: int = Field(1, ge=1, description="Ranks that share the work; each writes its own shards.")
     shard_mb: int = Field(256, gt=0, description="A shard is published when it has grown to this size.")
-    budget_gb: float = Field(100.0, gt=0, description="A capture that would store more is refused before it starts.")
+    budget_gb: float = Field(
+        100.0, gt=0, allow_inf_nan=True, description="A capture that would store more is refused before it starts."
+    )
     max_failed_share: float = Field(
         0.0, ge=0, lt=1, description="More samples than this without sound features stop the run; others are left out."
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,11 @@ from draftworks.specs import (
 )
 from draftworks.strategies import StrategySpec, resolve_strategy
 
+KINDS = ("targets", "datasets", "evals")
+"""The folders of a registry."""
+DEPLOYMENT = "deployment.yaml"
+_NO_KEY = re.compile(r"\.\.\.|[\x00-\x1f\x7f]|[\ud800-\udfff]")
+"""What Dagster takes in no partition key. Other names that are none are partitions, whose first step says so."""
 HELDOUT = "heldout"
 """The built-in eval set: rows split off a target's own conversations."""
 
@@ -69,8 +76,8 @@ class Registry:
 
     def deployment(self) -> DeploymentSpec:
         """The deployment; defaults where there is no file."""
-        path = self.root / "deployment.yaml"
-        return load_yaml(path, DeploymentSpec) if path.exists() else DeploymentSpec()
+        path = self.root / DEPLOYMENT
+        return load_yaml(path, DeploymentSpec) if os.path.lexists(path) else DeploymentSpec()
 
     def var(self) -> Path:
         """Where runs write."""
@@ -81,36 +88,74 @@ class Registry:
         return (self.root / path).resolve()
 
     def problems(self) -> list[str]:
-        """Everything wrong with any entry, a message each."""
-        found = []
-        names = {"targets": self.target_names(), "datasets": self._names("datasets"), "evals": self.eval_names()}
-        for kind, load in (("targets", self.target), ("datasets", self.dataset), ("evals", self.eval)):
-            for name in names[kind]:
+        """Everything wrong with any entry or file of the registry, as far as it says so itself; a message each."""
+        found = self.unread_files()
+        loads = {"targets": self.target, "datasets": self.dataset, "evals": self.eval}
+        for kind, load in loads.items():
+            for name in self._names(kind):
                 try:
                     load(name)
                 except ConfigError as error:
                     found.append(str(error))
+        try:
+            self.deployment()
+        except ConfigError as error:
+            found.append(str(error))
+        return found
+
+    def unread_files(self) -> list[str]:
+        """Files that look like entries and are none, a message each."""
+        found = []
+        for kind in KINDS:
+            for path in self._visible(kind):
+                if path.suffix.lower() in (".yaml", ".yml") and path.suffix != ".yaml":
+                    found.append(
+                        f"{_shown(path)}: is not read, since its name does not end in .yaml: rename it to {path.stem}.yaml"
+                    )
+                elif path.suffix == ".yaml" and _NO_KEY.search(path.stem):
+                    found.append(f"{_shown(path)}: is not read: {_name_problem(path.stem)}")
+        for path in sorted(self.root.glob("*.y*ml")):
+            if path.name != DEPLOYMENT and not path.name.startswith("."):
+                found.append(f"{_shown(path)}: is not read: only {DEPLOYMENT} and the folders {', '.join(KINDS)} are")
         return found
 
     def _names(self, kind: str) -> list[str]:
+        files = [path for path in self._visible(kind) if path.suffix == ".yaml"]
+        return sorted(path.stem for path in files if not _NO_KEY.search(path.stem))
+
+    def _visible(self, kind: str) -> list[Path]:
+        """What is in a folder, sorted, without what editors hide there."""
         folder = self.root / kind
         if not folder.is_dir() and kind == "evals":
             return []
         if not folder.is_dir():
             raise ConfigError(f"{folder}: expected a folder of YAML files, found none. Is {self.root} a registry?")
-        return sorted(path.stem for path in folder.glob("*.yaml"))
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
     def _path(self, kind: str, name: str) -> Path:
         try:
             path = self.root / kind / f"{checked_name(name)}.yaml"
         except ValueError as error:
             raise ConfigError(f"{self.root / kind}: {error}") from error
-        if not path.exists():
+        if not os.path.lexists(path):  # of a link that leads nowhere the reader says so
             names = self._names(kind)
             close = difflib.get_close_matches(name, names, n=2)
             hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(names[:20]) or 'none'}"
             raise ConfigError(f"{path}: no such file; {hint}")
         return path
+
+
+def _shown(path: Path) -> str:
+    """The path in one line of text, whatever bytes are in it."""
+    return str(path).encode("unicode_escape", "backslashreplace").decode() if _NO_KEY.search(str(path)) else str(path)
+
+
+def _name_problem(name: str) -> str:
+    try:
+        checked_name(name)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def with_overrides(

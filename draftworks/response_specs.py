@@ -32,7 +32,7 @@ class EndpointSpec(Spec):
     api_key_env: str | None = Field(
         None, pattern=ENVIRONMENT_NAME, description="Name of the environment variable that holds the API key."
     )
-    timeout_s: float = Field(600.0, gt=0, description="Until an answer has to be there.")
+    timeout_s: float = Field(600.0, gt=0, allow_inf_nan=True, description="Until an answer has to be there.")
     attempts: int = Field(5, ge=1, description="How often an answer is asked for before the run stops.")
     max_outstanding: int = Field(64, ge=1, description="Requests that one server has at a time; others wait.")
 

@@ -104,7 +104,11 @@ class SGLangSpec(Spec):
     python: str = Field(
         "../.venv-sglang/bin/python", description="Of the environment with SGLang, relative to the registry."
     )
-    start_timeout_s: float = Field(900.0, gt=0, description="Until a server we started has to be ready.")
-    request_timeout_s: float = Field(600.0, gt=0, description="Until it has to have answered a batch.")
+    start_timeout_s: float = Field(
+        900.0, gt=0, allow_inf_nan=True, description="Until a server we started has to be ready."
+    )
+    request_timeout_s: float = Field(
+        600.0, gt=0, allow_inf_nan=True, description="Until it has to have answered a batch."
+    )
     attempts: int = Field(3, ge=1, description="How often a batch is tried before the run stops.")
-    grace_s: float = Field(15.0, ge=0, description="Seconds between terminate and kill.")
+    grace_s: float = Field(15.0, ge=0, allow_inf_nan=True, description="Seconds between terminate and kill.")

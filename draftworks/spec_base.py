@@ -10,9 +10,9 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class Spec(BaseModel):
-    """Base of everything read from YAML: frozen, no unknown keys."""
+    """Base of everything read from YAML: frozen, no unknown keys, finite numbers (digests are of JSON, which has no others)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 SpecType = TypeVar("SpecType", bound=Spec)

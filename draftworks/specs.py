@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from draftworks.capture_specs import CaptureSpec
@@ -21,6 +20,7 @@ from draftworks.response_specs import ResponseSpec
 from draftworks.serving_specs import ServingSpec
 from draftworks.sglang_specs import SGLangSpec
 from draftworks.spec_base import Dtype, Spec, SpecType
+from draftworks.strict_yaml import read_mapping
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -29,8 +29,6 @@ CREDENTIALS = re.compile(r"//[^/\s]*@")
 SECRET = "api_key_env"
 """Whoever takes this key for that of the server writes a secret there."""
 StoreKind = Literal["local", "shared_dir"]
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The one in C where PyYAML has it: a registry of a thousand targets is read in under a second."""
 
 
 class DataSpec(Spec):
@@ -321,8 +319,10 @@ class DeploymentSpec(Spec):
 
 def checked_name(value: str) -> str:
     """The value if it can safely be a partition key and a path component; ValueError otherwise."""
-    if not NAME.fullmatch(value):
-        raise ValueError(f"{value!r} is not a name: lower-case letters, digits, '.', '_' and '-', at most 63")
+    if not NAME.fullmatch(value) or "..." in value:
+        raise ValueError(
+            f"{value!r} is not a name: lower-case letters, digits, '.', '_' and '-', at most 63, and never '...'"
+        )
     return value
 
 
@@ -330,18 +330,12 @@ def load_yaml(path: Path, model: type[SpecType], **extra: Any) -> SpecType:
     """Read one registry file into `model`; `extra` adds fields the file must not give itself (its name).
 
     Raises:
-        ConfigError: unreadable file, bad YAML, unknown key (closest names suggested) or bad value.
+        ConfigError: unreadable file, bad YAML (see `strict_yaml`), unknown key (closest names suggested) or bad value.
     """
-    try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    if raw is None:
-        raw = {}
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected a mapping of keys to values, found a {type(raw).__name__}")
+    raw = read_mapping(path)
+    given = [key for key in extra if key in raw and raw[key] != extra[key]]
+    if given:
+        raise ConfigError(f"{path}: {given[0]} follows from the name of the file, {extra[given[0]]}: leave the key out")
     return validated(model, {**raw, **extra}, where=str(path))
 
 

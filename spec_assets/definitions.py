@@ -31,7 +31,7 @@ MODULES = [inputs, data, features]
 def build_definitions(registry_root: Path) -> dg.Definitions:
     """Definitions for any registry; another deployment is another folder."""
     registry = Registry(registry_root)
-    targets, evals = target_partitions(registry), checked_eval_names(registry)
+    targets, evals = target_partitions(registry), free_eval_names(registry)
     strategies = [resolve_strategy(name) for name in available_strategies()]
     exported = [strategy for strategy in strategies if strategy.exports]
     assets = [
@@ -72,12 +72,10 @@ def executor() -> dg.ExecutorDefinition:
     return dg.multiprocess_executor.configured({"max_concurrent": 2, "start_method": {"forkserver": preloaded}})
 
 
-def checked_eval_names(registry: Registry) -> list[str]:
-    """Their assets are named after them, so a name that is taken cannot wait for a step to say so."""
-    names = registry.eval_names()
-    if HELDOUT in names:
-        registry.eval(HELDOUT)
-    return names
+def free_eval_names(registry: Registry) -> list[str]:
+    """Their assets are named after them, so a name that is taken gets none. `draftworks check` and the targets that list it
+    say so."""
+    return [name for name in registry.eval_names() if name != HELDOUT]
 
 
 defs = build_definitions(REGISTRY)

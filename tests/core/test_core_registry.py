@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_shipped_entries_are_valid():
     [
         (GOOD + "max_lenght: 3\n", r"mine.yaml: unknown key max_lenght; did you mean max_length\?"),
         (GOOD + "capture: {batch_token: 3}\n", r"unknown key capture.batch_token; did you mean batch_tokens"),
-        (GOOD + "max_length: -1\n", r"max_length: Input should be greater than 2 \(found -1\)"),
+        ("model: m\ndataset: chats\nmax_length: -1\n", r"max_length: Input should be greater than 2 \(found -1\)"),
         ("dataset: chats\n", r"key model is missing"),
         ("model: [\n", r"not valid YAML"),
         ("- a\n", r"expected a mapping of keys to values, found a list"),
@@ -58,7 +59,11 @@ def test_shipped_entries_are_valid():
             GOOD + "strategies: {dspark: {options: {markov_rank: 0}}}\n",
             r"strategies.dspark.options: markov_rank 0 leaves .*: set confidence_with_markov: false$",
         ),
-        (GOOD + "dataset: ../x\n", r"not a name"),
+        ("model: m\ndataset: ../x\n", r"not a name"),
+        (GOOD + "name: other\n", r"name follows from the name of the file, mine: leave the key out"),
+        (GOOD + "description: 2025-02-30\nname: 2025-02-30", r"name follows from the name of the file"),
+        (GOOD + "max_length: 65\n", r"line 4: the key max_length is given twice, first in line 3"),
+        (GOOD + "strategies: {eagle3: {training: {lr: .inf}}}\n", r"training.lr: Input should be a finite number"),
     ],
 )
 def test_a_bad_entry_is_refused_with_file_key_and_reason(registry: Registry, text: str, message: str):
@@ -67,6 +72,62 @@ def test_a_bad_entry_is_refused_with_file_key_and_reason(registry: Registry, tex
         registry.target("mine")
     assert "mine.yaml" in str(caught.value)
     assert len(registry.problems()) == 1
+
+
+def test_a_date_is_a_description_like_any_other(registry: Registry):
+    write_target(registry, GOOD + "description: 2025-02-30\n")
+    assert registry.target("mine").description == "2025-02-30"
+
+
+def test_a_budget_may_be_without_end(registry: Registry):
+    write_target(registry, GOOD + "capture: {budget_gb: .inf}\n")
+    assert registry.target("mine").capture.budget_gb == float("inf")
+
+
+def odd_files(registry: Registry) -> dict[str, str]:
+    """Files that are no entries, by what is to be said of them."""
+    targets = registry.root / "targets"
+    (targets / "second.yml").write_text(GOOD)
+    (targets / "third.YAML").write_text(GOOD)
+    (targets / "a...b.yaml").write_text(GOOD)
+    (targets / "two\nlines.yaml").write_text(GOOD)
+    (targets / "My Model.yaml").write_text(GOOD)
+    (targets / "folder.yaml").mkdir()
+    (targets / "dangling.yaml").symlink_to("nowhere")
+    os.mkfifo(targets / "pipe.yaml")
+    (registry.root / "deployment.yml").write_text("automation: true\n")
+    (registry.root / "datasets" / "more.yml").write_text("files: [a]\n")
+    return {
+        "second.yml": "rename it to second.yaml",
+        "third.YAML": "rename it to third.yaml",
+        "a...b.yaml": "never '...'",
+        "two\\nlines.yaml": "not a name",
+        "My Model": "not a name",
+        "folder.yaml": "found a folder",
+        "dangling.yaml": "a link to nowhere",
+        "pipe.yaml": "pipe",
+        "deployment.yml": "only deployment.yaml and the folders",
+        "more.yml": "rename it to more.yaml",
+    }
+
+
+def test_odd_files_are_a_line_each_and_no_other_target(registry: Registry):
+    write_target(registry, GOOD)
+    expected = odd_files(registry)
+    (registry.root / "targets" / ".#mine.yaml").symlink_to("somebody@host:1")  # an editor's lock
+    (registry.root / "targets" / "README.md").touch()
+    problems = registry.problems()
+    assert len(problems) == len(expected)
+    for name, message in expected.items():
+        assert [line for line in problems if name in line and message in line], name
+    assert not any("\n" in line for line in problems)
+    assert registry.target_names() == ["My Model", "dangling", "folder", "mine", "pipe"]
+    assert registry.target("mine").max_length == 64
+
+
+def test_what_the_deployment_says_wrongly_is_a_problem(registry: Registry):
+    (registry.root / "deployment.yaml").symlink_to("nowhere")
+    assert [line for line in registry.problems() if "deployment.yaml: a link to nowhere" in line]
 
 
 def test_an_unknown_target_names_the_closest(registry: Registry):

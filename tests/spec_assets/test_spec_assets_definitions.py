@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -62,6 +63,32 @@ def test_a_broken_entry_stops_its_own_target_only(site):
     assert site.run("resolve").success
     broken = site.run("resolve", partition="second")
     assert "second.yaml: not valid YAML" in broken.failure_data_for_node("recipe").user_failure_data.description
+
+
+ODD = {
+    "date": "description: 2025-02-30\nmodel: [m]\n",
+    "number": "max_length: " + "9" * 5000,
+    "depth": "[" * 50_000,
+    "aliases": "a: &a [x]\n" + "".join(f"{n}: &a [{','.join(['*a'] * 9)}]\n" for n in range(30)),
+    "twice": "model: a\nmodel: b\n",
+}
+
+
+def test_odd_files_take_no_other_target_down(site):
+    """In one process each: what a file of this kind ends is the interpreter itself."""
+    for name, text in ODD.items():
+        (site.registry / "targets" / f"{name}.yaml").write_text(text)
+    (site.registry / "targets" / "folder.yaml").mkdir()
+    (site.registry / "targets" / "a...b.yaml").write_text("model: m\n")
+    (site.registry / "targets" / "dangling.yaml").symlink_to("nowhere")
+    os.mkfifo(site.registry / "targets" / "pipe.yaml")
+    assert loaded_heavy_modules(site.registry) == "[]"
+    assert site.run("resolve").success
+    for name in (*ODD, "folder", "dangling", "pipe"):
+        broken = site.run("resolve", partition=name).failure_data_for_node("target_model")
+        said = broken.user_failure_data.description
+        assert f"{name}.yaml: " in said, said
+        assert len(said) < 1000, said
 
 
 def test_the_jobs_are_those_of_the_design():

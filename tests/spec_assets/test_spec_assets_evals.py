@@ -13,6 +13,7 @@ from draftworks.artifacts import ArtifactStore
 from draftworks.evaluation.report import Report
 from draftworks.evaluation.report_summary import ReportSummary
 from draftworks.features.manifest import read_feature_set
+from draftworks.registry import Registry
 
 
 def with_extra_set(site, conversations: int = 8):
@@ -62,11 +63,16 @@ def test_an_eval_set_that_a_target_does_not_list_yields_nothing_for_it(finished,
     assert "heldout_eval_features" in made
 
 
-def test_an_eval_set_named_as_the_built_in_one_is_refused(site):
+def test_an_eval_set_named_as_the_built_in_one_stops_only_who_lists_it(site):
     with_extra_set(site)
     (site.registry / "evals" / "extra.yaml").rename(site.registry / "evals" / "heldout.yaml")
-    with pytest.raises(Exception, match="built-in eval set"):
-        site.definitions()
+    text = site.target_file.read_text()
+    (site.registry / "targets" / "other.yaml").write_text(text.replace("evals: [extra]\n", ""))
+    site.target_file.write_text(text.replace("[extra]", "[heldout]"))
+    assert site.run("resolve", partition="other").success
+    failure = site.run("resolve").failure_data_for_node("recipe")
+    assert "heldout is the built-in eval set: give yours another name" in failure.user_failure_data.description
+    assert any("built-in eval set" in line for line in Registry(site.registry).problems())
 
 
 def test_an_unknown_eval_set_is_found_before_any_work(site):

@@ -1,0 +1,227 @@
+"""YAML files that a person writes, read within limits: no file, however odd, costs more than one ConfigError. Torch-free.
+
+PyYAML's own loaders take the last of two equal keys, recurse as deep as the file is nested (in C, until the process
+ends), expand every alias, and make dates and numbers of any length. Here a first pass over the parser's events, which
+does not recurse, refuses all of that; only what it lets through is composed and constructed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.events import (
+    AliasEvent,
+    Event,
+    MappingStartEvent,
+    NodeEvent,
+    ScalarEvent,
+    SequenceStartEvent,
+)
+
+from draftworks.errors import ConfigError
+
+MOST_BYTES = 1 << 20
+MOST_DEPTH = 32
+MOST_NODES = 20_000
+"""Keys, values and containers of a file, what aliases repeat counted as often as it is repeated."""
+LARGEST_INTEGER = 2**63 - 1
+_MERGE = "<<"
+_CORE = "tag:yaml.org,2002:"
+_TAGS = {None, "!", *(_CORE + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map"))}
+_TAG_DIRECTIVE = re.compile(r"^%TAG\b", re.MULTILINE)
+"""libyaml's time is quadratic in their number."""
+
+
+class _Refused(Exception):
+    """Why a file is not taken: what is wrong, and in which 0-based line."""
+
+    def __init__(self, reason: str, line: int) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # in C where PyYAML has it
+    """SafeLoader with dates as text and integers of a length that everything else can hold."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_CORE) not in ("timestamp", "value")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    digits = len(node.value)
+    value = loader.construct_yaml_int(node) if digits <= 100 else LARGEST_INTEGER + 1
+    if abs(value) > LARGEST_INTEGER:
+        raise _Refused(f"an integer of {digits:,} digits: expected at most {LARGEST_INTEGER}", node.start_mark.line)
+    return value
+
+
+_Loader.add_constructor(f"{_CORE}int", _integer)
+
+
+def read_mapping(path: Path) -> dict[Any, Any]:
+    """The mapping that a YAML file holds; {} for an empty one.
+
+    Raises:
+        ConfigError: one line: not a regular file, larger than `MOST_BYTES`, not UTF-8, not YAML, deeper or larger than the
+            limits above, a key given twice, an integer beyond 64 bits, or something else than a mapping.
+    """
+    text = _text(path)
+    try:
+        _check_events(text)
+        found = yaml.load(text, Loader=_Loader)
+    except _Refused as refused:
+        raise ConfigError(f"{path}: line {refused.line + 1}: {refused}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:  # a tag on text that is not of it
+        raise ConfigError(f"{path}: not valid YAML: {type(error).__name__}: {_cut(error)}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys to values, found a {type(found).__name__}")
+    return found
+
+
+def _text(path: Path) -> str:
+    """What a regular file holds. Opened without waiting, since nobody may ever write to a pipe of that name."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ConfigError(f"{path}: expected a file, found a folder, pipe or device")
+            content = stream.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        reason = f"a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "no such file"
+        raise ConfigError(f"{path}: {reason}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: expected a file, found a folder") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(content) > MOST_BYTES:
+        raise ConfigError(f"{path}: larger than {MOST_BYTES // 1024:,} KiB: not a file that somebody wrote by hand")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: not UTF-8 at byte {error.start:,} (0x{content[error.start]:02x}): "
+            "save it as UTF-8"
+        ) from None
+
+
+@dataclass
+class _Container:
+    """A mapping or list that is being read.
+
+    Attributes:
+        nodes: in it so far, itself included.
+        lines: of a mapping, the line of every key; None for a list.
+        key_next: whether the next node is a key.
+    """
+
+    anchor: str | None
+    nodes: int = 0
+    lines: dict[str, int] | None = None
+    key_next: bool = False
+
+
+@dataclass
+class _Count:
+    """What is open and what there was so far, in a reading of events."""
+
+    open: list[_Container] = field(default_factory=list)
+    nodes: int = 0
+    nodes_of: dict[str, int] = field(default_factory=dict)
+    """Of each anchor that is whole."""
+
+    def take(self, event: Event) -> None:
+        if getattr(event, "tag", None) not in _TAGS:
+            raise _Refused(f"the tag {_cut(event.tag)} is not read: write the value without it", _line(event))
+        if isinstance(event, MappingStartEvent | SequenceStartEvent):
+            self._begin(event)
+        elif isinstance(event, ScalarEvent):
+            self._key(event)
+            self._add(1, event)
+            if event.anchor is not None:
+                self.nodes_of[event.anchor] = 1
+        elif isinstance(event, AliasEvent):
+            if event.anchor not in self.nodes_of:
+                raise _Refused(f"*{event.anchor} stands for what it is itself a part of, or for nothing", _line(event))
+            self._turn()
+            self._add(self.nodes_of[event.anchor], event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            done = self.open.pop()
+            if done.anchor is not None:
+                self.nodes_of[done.anchor] = done.nodes
+            if self.open:
+                self.open[-1].nodes += done.nodes
+
+    def _begin(self, event: MappingStartEvent | SequenceStartEvent) -> None:
+        if len(self.open) == MOST_DEPTH:
+            raise _Refused(f"nested deeper than {MOST_DEPTH} levels", _line(event))
+        self._turn()
+        if event.anchor is not None:
+            self.nodes_of.pop(event.anchor, None)  # a name that is given anew means what follows
+        mapping = isinstance(event, MappingStartEvent)
+        self.open.append(_Container(event.anchor, lines={} if mapping else None, key_next=mapping))
+        self._add(1, event)
+
+    def _add(self, nodes: int, event: Event) -> None:
+        if self.open:
+            self.open[-1].nodes += nodes
+        self.nodes += nodes
+        if self.nodes > MOST_NODES:
+            raise _Refused(
+                f"more than {MOST_NODES:,} keys and values, those that aliases repeat included", _line(event)
+            )
+
+    def _key(self, event: ScalarEvent) -> None:
+        if self.open and self.open[-1].key_next:
+            lines = self.open[-1].lines
+            if event.value in lines:
+                first = lines[event.value] + 1
+                advice = "list what to merge: <<: [*a, *b]" if event.value == _MERGE else "leave one of them out"
+                raise _Refused(
+                    f"the key {_cut(event.value)} is given twice, first in line {first}: {advice}", _line(event)
+                )
+            lines[event.value] = _line(event)
+        self._turn()
+
+    def _turn(self) -> None:
+        """After a key of a mapping comes its value, and after that the next key."""
+        if self.open and self.open[-1].lines is not None:
+            self.open[-1].key_next = not self.open[-1].key_next
+
+
+def _check_events(text: str) -> None:
+    directive = _TAG_DIRECTIVE.search(text)
+    if directive is not None:
+        raise _Refused("the directive %TAG is not read: leave it out", text.count("\n", 0, directive.start()))
+    count = _Count()
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, NodeEvent | yaml.CollectionEndEvent):
+            count.take(event)
+
+
+def _line(event: Event) -> int:
+    return event.start_mark.line
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    """What PyYAML says in several lines and with a copy of the text."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    said = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))) or str(error)
+    where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    return where + _cut(said)
+
+
+def _cut(said: object) -> str:
+    text = " ".join(str(said).split())
+    return text if len(text) <= 160 else text[:157] + "..."
