@@ -1,5 +1,5 @@
 # make demo   the main job for the target `tiny`, from conversations to a measured draft
-# make ui     the Dagster UI on http://127.0.0.1:3000
+# make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need the real speculators library, SpecForge or SGLang
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
 # make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
@@ -15,6 +15,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 TARGET ?= tiny
 TEST_WORKERS ?= 2
+PORT ?= 3000
 BENCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,13 +28,11 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo ui test test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-gpu bench-gpu lint check clean
 
 demo: $(VENV)/ready .dagster/ready
-	@mkdir -p var
-	PYTHONWARNINGS=ignore $(BIN)/dagster job execute -m spec_assets.definitions -j everything --tags '{"dagster/partition": "$(TARGET)"}' \
-		-c jobs/console.yaml > var/demo.log
+	$(BIN)/draftworks run everything --target $(TARGET)
 	@$(BIN)/draftworks summary $(TARGET)
 
 ui: $(VENV)/ready .dagster/ready
-	$(BIN)/dagster dev -w workspace.yaml -h 127.0.0.1 -p 3000
+	$(BIN)/draftworks ui --port $(PORT)
 
 test: $(VENV)/ready .dagster/ready lint
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not speculators and not specforge and not sglang'
@@ -74,20 +73,29 @@ lint: $(VENV)/ready
 check: $(VENV)/ready
 	$(BIN)/draftworks check
 
+define check-python
+@$(PYTHON) -c 'import sys; old = sys.version_info < (3, 11); \
+	old and print("$(PYTHON): expected Python 3.11 or later, found %d.%d.%d. Name another: make PYTHON=python3.12" % sys.version_info[:3], \
+	file=sys.stderr); sys.exit(old)'
+endef
+
 # torch first and alone: without an index of its own, a later step would fetch the registry's default build.
 $(VENV)/ready: pyproject.toml constraints.txt
+	$(check-python)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui,test,tensorboard]'
 	@touch $@
 
 $(SPECULATORS)/ready: tools/speculators-requirements.txt
+	$(check-python)
 	$(PYTHON) -m venv $(SPECULATORS)
 	$(SPECULATORS)/bin/pip install --quiet --disable-pip-version-check -c $< $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(SPECULATORS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
 $(SPECFORGE)/ready: tools/specforge-requirements.txt
+	$(check-python)
 	$(PYTHON) -m venv $(SPECFORGE)
 	$(SPECFORGE)/bin/pip install --quiet --disable-pip-version-check -c $< $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(SPECFORGE)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
@@ -96,6 +104,7 @@ $(SPECFORGE)/ready: tools/specforge-requirements.txt
 # What SGLang itself requires includes GPU libraries, so the pins are installed as they are; then our platform plug-in,
 # which makes it run where there is no GPU.
 $(SGLANG)/ready: tools/sglang-requirements.txt tools/sglang_cpu_platform/pyproject.toml $(wildcard tools/sglang_cpu_platform/draftworks_sglang_cpu/*.py)
+	$(check-python)
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps -c $< $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<

@@ -62,6 +62,10 @@ class Registry:
                 raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
         return spec
 
+    def target_file(self, name: str) -> Path:
+        """Where a target is described; not opened. ConfigError for a name that has none, with the closest ones."""
+        return self._path("targets", name)
+
     def dataset(self, name: str) -> DatasetSpec:
         return load_yaml(self._path("datasets", name), DatasetSpec, name=name)
 

@@ -34,6 +34,12 @@ def failure_of_job(job: TorchJob, files: RunDir, status: JobStatus, metadata: Ma
     return dg.Failure(f"{_headline(first)}\n\n{first.traceback}", metadata)
 
 
+def words_of_interrupted(files: RunDir) -> str:
+    """What the first interrupted rank of a cancelled job said, such as which step is saved; empty if none got to speak."""
+    ranks = sorted(_read_failures(files), key=lambda failure: failure.time_ns)
+    return next((failure.message for failure in ranks if failure.interrupted), "")
+
+
 def failure_of_report(job: TorchJob, reports: int, metadata: Mapping[str, Any]) -> dg.Failure:
     """The failure of a job that succeeded without exactly one report: nobody knows what it made."""
     found = "without a report" if reports == 0 else f"after {reports} reports"

@@ -12,7 +12,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from resources.job_failure import failure_of_job, failure_of_report, failure_of_time_limit
+from resources.job_failure import failure_of_job, failure_of_report, failure_of_time_limit, words_of_interrupted
 from resources.log_tail import LogTail
 from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
 
@@ -105,6 +105,9 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
             metadata = {**self.describe(handle), "log": dg.MetadataValue.path(files.log)}
             context.log.info(f"started {job.module} with {job.procs_per_node} rank(s): {self.describe(handle)}")
             status = self._wait(handle, job, tail, metadata)
+        except dg.DagsterExecutionInterruptedError:
+            self.cancel(handle)
+            raise dg.DagsterExecutionInterruptedError(words_of_interrupted(files)) from None
         except BaseException:
             self.cancel(handle)
             raise

@@ -2,34 +2,61 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
+from typing import TextIO
 
 import dagster as dg
 
+from spec_assets.course import INTERRUPTED, MEANT_FOR_A_PERSON, innermost
+
+LONGEST_FAILURE = 300
+
 
 class ShortFormatter(logging.Formatter):
-    """`18:43:36  eagle3_draft          step=40/480 loss=2.31`; an error is followed by its cause, whole."""
+    """`18:43:36  eagle3_draft          step=40/480 loss=2.31`; a step's failure is a line, and the run's is told whole."""
 
     def format(self, record: logging.LogRecord) -> str:
         meta = getattr(record, "dagster_meta", {})
-        message = meta.get("orig_message") or record.getMessage()
+        message = _failure(record) or meta.get("orig_message") or record.getMessage()
         step = meta.get("step_key") or meta.get("job_name") or ""
         mark = "" if record.levelno < logging.WARNING else f"{record.levelname} "
-        return f"{self.formatTime(record, '%H:%M:%S')}  {step:<22} {mark}{message}{_cause(record)}"
+        return f"{self.formatTime(record, '%H:%M:%S')}  {step:<22} {mark}{message}"
 
 
-def _cause(record: logging.LogRecord) -> str:
-    """What made a step fail: our own description where there is one, else Dagster's error with its traceback."""
-    data = getattr(getattr(record, "dagster_event", None), "event_specific_data", None)
-    if getattr(data, "first_step_failure_event", None):
-        return ""  # a run that failed because of a step, which has said it already
-    described = getattr(getattr(data, "user_failure_data", None), "description", None)
+def _failure(record: logging.LogRecord) -> str | None:
+    """What a failing step or run is said to fail of; None for what is no failure.
+
+    Of a step one line: the run's process says it whole at the end (`spec_assets.executor`).
+    """
+    event = getattr(record, "dagster_event", None)
+    data = getattr(event, "event_specific_data", None)
     error = getattr(data, "error", None)
-    if error and error.cls_name == dg.DagsterExecutionInterruptedError.__name__:
-        return "\ninterrupted\n"
-    cause = described or (error.to_string() if error else "")
-    return f"\n{cause}\n" if cause else ""
+    if event is None or error is None:
+        return None
+    if error.cls_name == INTERRUPTED:
+        return "interrupted"
+    if event.is_step_failure:
+        told = getattr(data.user_failure_data, "description", None)
+        lines = (told or innermost(error).splitlines()[-1]).splitlines()
+        return f"failed: {lines[0][:LONGEST_FAILURE]}{' ...' if lines[1:] or lines[0][LONGEST_FAILURE:] else ''}"
+    if not event.is_failure:
+        return None
+    cause = innermost(error)
+    return cause if error.cls_name in MEANT_FOR_A_PERSON else f"{event.message}\n{cause}"
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Not what the run's last word says better: which steps failed, and which were not executed for that."""
+    message = getattr(record, "dagster_meta", {}).get("orig_message") or record.getMessage()
+    data = getattr(getattr(record, "dagster_event", None), "event_specific_data", None)
+    return not (
+        getattr(data, "first_step_failure_event", None)
+        or message.endswith("successfully opened dagster pipes.")
+        or (message.startswith("Dependencies for step ") and message.endswith("Not executing."))
+    )
 
 
 @dg.logger(
@@ -37,8 +64,22 @@ def _cause(record: logging.LogRecord) -> str:
 )
 def console(init_context: dg.InitLoggerContext) -> logging.Logger:
     logger = logging.Logger("draftworks", level=init_context.logger_config)
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(terminal())
     handler.setFormatter(ShortFormatter())
-    handler.addFilter(lambda record: not record.getMessage().endswith("successfully opened dagster pipes."))
+    handler.addFilter(_is_worth_a_line)
     logger.addHandler(handler)
     return logger
+
+
+def terminal() -> TextIO:
+    """This process's stderr as it is now, a line a write.
+
+    While a step runs Dagster turns stderr into a file, and a `tail` copies that to the terminal until it is ended together
+    with the step: under load before it has copied the last lines, which are the ones that say why. A logger is made before
+    that, and its own copy of the descriptor stays what it was.
+    """
+    try:
+        descriptor = os.dup(sys.stderr.fileno())
+    except (OSError, io.UnsupportedOperation):  # stderr is not a file: a test's capture, a notebook
+        return sys.stderr
+    return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace")

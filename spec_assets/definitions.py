@@ -17,6 +17,7 @@ from spec_assets import data, features, inputs
 from spec_assets.console import console
 from spec_assets.drafts import draft_asset, draft_check
 from spec_assets.evals import eval_features_asset, eval_features_check, eval_set_assets
+from spec_assets.executor import executor
 from spec_assets.exports import export_asset, export_checks
 from spec_assets.leaderboard import leaderboard_asset
 from spec_assets.partitions import partitioned, target_partitions
@@ -61,15 +62,9 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
             "launcher": launcher_for(registry.deployment().launcher),
             "sglang": SGLangServer(**workspace.sglang.model_dump()),
         },
-        executor=executor(),
+        executor=executor(registry, preload=[module.__name__ for module in MODULES]),
         loggers={"console": console},
     )
-
-
-def executor() -> dg.ExecutorDefinition:
-    """Steps begin as copies of a process that has imported Dagster and us already, which saves each of them seconds."""
-    preloaded = {"preload_modules": [module.__name__ for module in MODULES]}
-    return dg.multiprocess_executor.configured({"max_concurrent": 2, "start_method": {"forkserver": preloaded}})
 
 
 def free_eval_names(registry: Registry) -> list[str]:

@@ -1,4 +1,5 @@
-"""`draftworks`: what a person asks on the command line. Dagster runs the work; this reads the registry and the results."""
+"""`draftworks`: what a person asks on the command line. Dagster runs the work (`draftworks run` starts it); the rest reads the
+registry and the results."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from draftworks.evaluation.own_figures import own_figures
 from draftworks.identity import FileDigests
 from draftworks.leaderboard import Fleet
 from draftworks.leaderboard_views import CAPTION, cells
+from draftworks.programs import start
 from draftworks.programs.keys import FILES, keys_of
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
@@ -28,6 +30,8 @@ from draftworks.sources import matching_files
 from draftworks.strategies import resolve_strategy
 
 app = typer.Typer(help="Draft models for a fleet of LLMs.", add_completion=False, no_args_is_help=True)
+app.command()(start.run)
+app.command()(start.ui)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
 UNFOLDED = 1000

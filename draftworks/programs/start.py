@@ -1,0 +1,95 @@
+"""`draftworks run` and `draftworks ui`: start Dagster with this checkout's settings, after a look at what would not work.
+
+Both are replaced by the process they start, which gets the signals and gives the exit code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from draftworks.errors import ConfigError, DraftworksError
+from draftworks.registry import Registry
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+HOME = "DAGSTER_HOME"
+LOOPBACK = "127.0.0.1"
+PORTS_TRIED = 100
+
+
+def run(
+    job: Annotated[
+        str, typer.Argument(help="everything, prepare, train_eagle3 and its like, evaluate, serve, resolve ...")
+    ],
+    target: Annotated[str | None, typer.Option("--target", "-t", help="The registry's name of the model.")] = None,
+    config: Annotated[list[Path] | None, typer.Option("--config", "-c", help="Run config (YAML); any number.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Python file of another code location.")] = None,
+) -> None:
+    """Run a job for one target, here and now; in CI too. If it fails, the last lines say why and exit code is not 0."""
+    try:
+        if target is not None and file is None:
+            Registry(CHECKOUT / "registry").target_file(target)
+        for path in [*(config or []), *([file] if file else [])]:
+            if not path.is_file():
+                raise ConfigError(f"{path}: no such file")
+    except DraftworksError as error:
+        raise refused(error) from None
+    arguments = ["-m", "jobs.run", job]
+    arguments += [] if target is None else ["--target", target]
+    arguments += [word for path in config or [] for word in ("-c", str(path))]
+    become(arguments + ([] if file is None else ["-f", str(file)]))
+
+
+def ui(port: Annotated[int, typer.Option(help="Of the loopback interface.")] = 3000) -> None:
+    """The Dagster UI with its daemon, until Ctrl-C."""
+    try:
+        check_free(port)
+    except DraftworksError as error:
+        raise refused(error) from None
+    if importlib.util.find_spec("dagster_webserver") is None:
+        raise refused("the UI is not installed: pip install -e '.[ui]'")
+    workspace = str(CHECKOUT / "workspace.yaml")
+    become(["-m", "dagster", "dev", "-w", workspace, "-h", LOOPBACK, "-p", str(port)])
+
+
+def become(arguments: list[str]) -> NoReturn:
+    """Replace this process by a Python that works in this checkout's DAGSTER_HOME, where none is set."""
+    home = CHECKOUT / ".dagster"
+    environment = {HOME: str(home), "PYTHONWARNINGS": "ignore", **os.environ}
+    os.execve(sys.executable, [sys.executable, *arguments], environment)
+
+
+def check_free(port: int) -> None:
+    """
+    Raises:
+        ConfigError: somebody listens on that port of the loopback interface; with a free one.
+    """
+    if is_free(port):
+        return
+    free = next((other for other in range(port + 1, port + PORTS_TRIED) if is_free(other)), None)
+    remedy = "end it" if free is None else f"end it, or take another: draftworks ui --port {free}"
+    raise ConfigError(
+        f"port {port} of {LOOPBACK}: expected nobody there, found a server (another `make ui`?): {remedy}"
+    )
+
+
+def is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just left counts as free
+        try:
+            probe.bind((LOOPBACK, port))
+        except (OSError, OverflowError):
+            return False
+    return True
+
+
+def refused(reason: object) -> typer.Exit:
+    """The exit for what could not begin, its reason told."""
+    typer.echo(f"error: {reason}", err=True)
+    return typer.Exit(1)

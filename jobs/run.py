@@ -1,0 +1,74 @@
+"""Runs a job for one target in this process, as `dagster job execute` does, with short lines, and nothing after the reason:
+
+    python -m jobs.run everything --target tiny -c overrides.yaml
+
+What people call is `draftworks run`, which looks at the names first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import dagster as dg
+from dagster._cli import create_dagster_cli
+
+from draftworks.errors import DraftworksError
+
+CONSOLE = Path(__file__).with_name("console.yaml")
+LOCATION = "spec_assets.definitions"
+FAILED, MISUSED = 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Execute a job. Returns the exit code: 0, 1 if the run failed (its last lines say why), 2 if it could not begin."""
+    asked = _parser().parse_args(arguments)
+    location = ["-m", LOCATION] if asked.file is None else ["-f", str(asked.file)]
+    command = ["job", "execute", *location, "-j", asked.job, "-c", str(CONSOLE)]
+    command += [word for file in asked.config for word in ("-c", str(file))]
+    if asked.target is not None:
+        command += ["--tags", json.dumps({"dagster/partition": asked.target})]
+    try:
+        with _steps_silenced():
+            create_dagster_cli().main(command, prog_name="dagster", standalone_mode=False)
+    except (click.UsageError, DraftworksError, dg.DagsterError) as error:
+        reason = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        print(f"error: {reason}", file=sys.stderr)
+        return MISUSED
+    except click.ClickException:
+        return FAILED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Run a job for one target.")
+    parser.add_argument("job")
+    parser.add_argument("--target", help="the registry's name of the model; every job but `leaderboard` needs one")
+    parser.add_argument("-c", "--config", type=Path, action="append", default=[], help="run config (YAML), any number")
+    parser.add_argument("-f", "--file", type=Path, help="Python file of another code location")
+    return parser
+
+
+@contextmanager
+def _steps_silenced() -> Iterator[None]:
+    """Without what programs print: the run page and var/runs have it, and here it would come between the lines of the run."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""How a run's steps are executed: each in a process of its own. What is wrong with the run as a whole is said before the
+first of them begins, and why it failed after the last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import dagster as dg
+from dagster._core.errors import DagsterUserCodeProcessError
+from dagster._utils.error import SerializableErrorInfo
+
+from draftworks.errors import ConfigError
+from draftworks.registry import Registry
+from spec_assets.course import Course
+
+PARTITION_TAG = "dagster/partition"
+HOME = "DAGSTER_HOME"
+UNRECORDED = (
+    f"{HOME} is not set: this run will not be in the UI, and no pool keeps two programs from using one GPU at a time. "
+    f"Set it to a folder with a dagster.yaml, as `draftworks run` and `make` do"
+)
+
+
+def executor(registry: Registry, preload: Sequence[str]) -> dg.ExecutorDefinition:
+    """Steps begin as copies of a process that has imported Dagster and `preload`, which saves each of them seconds."""
+    create = dg.multiprocess_executor.executor_creation_fn
+    telling = dg.ExecutorDefinition(
+        name=dg.multiprocess_executor.name,
+        config_schema=dg.multiprocess_executor.config_schema,
+        requirements=dg.multiprocess_executor.get_requirements,
+        executor_creation_fn=lambda context: TellingExecutor(create(context), context.job, registry),
+    )
+    return telling.configured({"max_concurrent": 2, "start_method": {"forkserver": {"preload_modules": list(preload)}}})
+
+
+class TellingExecutor(dg.Executor):
+    """Another executor, and words around it: a run that cannot work is refused, and a failed one ends with its first cause.
+
+    Only the process of the run can say that reliably: what a step's process prints passes through a `tail` that Dagster
+    ends together with the step, whether or not it has copied everything.
+    """
+
+    def __init__(self, inner: dg.Executor, job: Any, registry: Registry) -> None:
+        self._inner = inner
+        self._job = job
+        self._registry = registry
+
+    @property
+    def retries(self) -> Any:
+        return self._inner.retries
+
+    @property
+    def step_dependency_config(self) -> Any:
+        return self._inner.step_dependency_config
+
+    def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[dg.DagsterEvent]:
+        """The events of the inner executor; none if the run names no target, or one that the registry does not have."""
+        if self._job.get_definition().partitions_def is not None:
+            with refused_in_a_line():
+                check_partition(self._registry, plan_context.dagster_run.tags)
+        if not os.environ.get(HOME):
+            plan_context.log.warning(UNRECORDED)
+        course = Course()
+        try:
+            for event in self._inner.execute(plan_context, execution_plan):
+                course.note(event)
+                yield event
+        except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
+            plan_context.log.warning(course.what_is_left())
+            raise
+        reason = course.why_failed()
+        if reason is not None:
+            plan_context.log.error(reason)
+
+
+@contextmanager
+def refused_in_a_line() -> Iterator[None]:
+    """A refusal ends the run with its message alone: the place in this file where it was raised tells nobody anything."""
+    try:
+        yield
+    except ConfigError as error:
+        told = SerializableErrorInfo(message=str(error), stack=[], cls_name=type(error).__name__)
+        raise DagsterUserCodeProcessError(str(error), user_code_process_error_infos=[told]) from None
+
+
+def check_partition(registry: Registry, tags: dict[str, str]) -> None:
+    """
+    Raises:
+        ConfigError: no partition, or one that is no target; with how to name one.
+    """
+    found = tags.get(PARTITION_TAG)
+    targets = registry.target_names()
+    if found is None:
+        raise ConfigError(
+            f"the run has no target: expected the tag {PARTITION_TAG}, found none. Add --tags "
+            f'\'{{"{PARTITION_TAG}": "{targets[0] if targets else "NAME"}"}}\', or use `draftworks run JOB --target NAME`'
+        )
+    registry.target_file(found)

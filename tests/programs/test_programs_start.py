@@ -1,0 +1,71 @@
+"""`draftworks run` and `draftworks ui` say what would not work before anything is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from draftworks.programs import start
+from draftworks.programs.cli import app
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would have replaced this process: its arguments and environment."""
+    calls = []
+
+    def execve(path, arguments, environment):
+        calls.append((arguments[1:], environment))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execve", execve)
+    return calls
+
+
+def ask(*words: str):
+    return CliRunner().invoke(app, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["run", "everything", "--target", "tny"], "tny.yaml: no such file; did you mean tiny?"),
+        (["run", "everything", "--target", "../tiny"], "targets"),
+        (["run", "everything", "--target", "tiny", "-c", "overides.yaml"], "overides.yaml: no such file"),
+        (["run", "everything", "--target", "tiny", "-f", "nowhere.py"], "nowhere.py: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_starts_nothing(words, reason, started):
+    asked = ask(*words)
+    assert asked.exit_code == 1
+    assert started == []
+    assert len(asked.stderr.splitlines()) == 1
+    assert asked.stderr.startswith("error: ")
+    assert reason in asked.stderr
+
+
+def test_a_run_is_recorded_where_the_ui_looks_unless_told_otherwise(started, monkeypatch):
+    monkeypatch.delenv(start.HOME, raising=False)
+    ask("run", "prepare", "-t", "tiny")
+    assert started[0][0] == ["-m", "jobs.run", "prepare", "--target", "tiny"]
+    assert started[0][1][start.HOME] == str(start.CHECKOUT / ".dagster")
+    monkeypatch.setenv(start.HOME, "/elsewhere")
+    ask("run", "prepare", "-t", "tiny")
+    assert started[1][1][start.HOME] == "/elsewhere"
+
+
+def test_a_taken_port_is_told_with_a_free_one_and_no_daemon_is_started(started):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        asked = ask("ui", "--port", str(port))
+        assert asked.exit_code == 1
+        assert started == []
+        assert asked.stderr.startswith(f"error: port {port} of 127.0.0.1: expected nobody there, found a server")
+        other = int(asked.stderr.split()[-1])
+    assert start.is_free(other)
+    pytest.importorskip("dagster_webserver")
+    ask("ui", "--port", str(other))
+    assert started[0][0][-1] == str(other)

@@ -1,0 +1,103 @@
+"""What a run's events say at its end: the first cause, whole and last; or what an interruption left."""
+
+from __future__ import annotations
+
+import dagster as dg
+import pytest
+
+from draftworks.errors import DataError
+from spec_assets.course import KEPT, Course
+
+
+def course_of(*assets: dg.AssetsDefinition, checks=()) -> Course:
+    course = Course()
+    for event in dg.materialize([*assets, *checks], raise_on_error=False).all_events:
+        course.note(event)
+    return course
+
+
+@dg.asset
+def sound():
+    pass
+
+
+@dg.asset
+def described():
+    raise dg.Failure("chats.jsonl: expected a key messages, found text. Rename it")
+
+
+@dg.asset
+def unexpected():
+    try:
+        {}["inner"]
+    except KeyError as error:
+        raise RuntimeError("around it") from error
+
+
+@dg.asset
+def meant_for_a_person():
+    raise DataError("no row of chats.jsonl has a key messages")
+
+
+def test_a_run_that_succeeds_has_no_cause():
+    assert course_of(sound).why_failed() is None
+
+
+def test_our_own_description_is_told_without_a_traceback():
+    told = course_of(described).why_failed()
+    assert told == "described failed: chats.jsonl: expected a key messages, found text. Rename it"
+    assert course_of(meant_for_a_person).why_failed() == (
+        "meant_for_a_person failed: no row of chats.jsonl has a key messages"
+    )
+
+
+def test_an_unexpected_error_ends_with_the_one_that_began_it():
+    told = course_of(unexpected).why_failed()
+    assert told.splitlines()[0] == "unexpected failed: Traceback (most recent call last):"
+    assert told.splitlines()[-1] == "KeyError: 'inner'"
+    assert "dagster/_core" not in told
+
+
+def test_of_several_failures_the_first_is_told_last():
+    @dg.asset
+    def later():
+        raise dg.Failure("also bad")
+
+    told = course_of(described, later).why_failed()
+    first = "described" if told.splitlines()[-1].startswith("described") else "later"
+    assert (
+        told.splitlines()[0]
+        == f"2 steps failed, later than this one: {'later' if first == 'described' else 'described'}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("severity", "blocking", "fails"), [("ERROR", True, True), ("ERROR", False, False), ("WARN", True, False)]
+)
+def test_a_failed_gate_is_told_with_its_description(severity, blocking, fails):
+    @dg.asset_check(asset=sound, blocking=blocking)
+    def loss_falls():
+        return dg.AssetCheckResult(
+            passed=False, severity=dg.AssetCheckSeverity[severity], description="loss went from 1.0 to 2.0. Lower lr"
+        )
+
+    told = course_of(sound, checks=[loss_falls]).why_failed()
+    assert (told is not None) == fails
+    assert not fails or told.endswith("check loss_falls failed: loss went from 1.0 to 2.0. Lower lr")
+
+
+def test_an_interrupted_step_is_no_failure_and_says_what_it_saved():
+    @dg.asset
+    def eagle3_draft():
+        raise dg.DagsterExecutionInterruptedError("interrupted by SIGTERM after step 13; its checkpoint is saved")
+
+    course = Course()
+    job = dg.Definitions(assets=[eagle3_draft], jobs=[dg.define_asset_job("all", "*")]).resolve_job_def("all")
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = job.execute_in_process(raise_on_error=False, instance=instance)
+        for event in result.all_events:
+            course.note(event)
+    assert course.why_failed() is None
+    told = course.what_is_left()
+    assert "eagle3_draft: interrupted by SIGTERM after step 13; its checkpoint is saved. " in told
+    assert told.endswith(KEPT)
