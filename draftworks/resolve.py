@@ -14,6 +14,7 @@ from draftworks.runs import TargetFiles
 from draftworks.specs import TargetSpec
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_SHAPE = ("max_position_embeddings", "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
 GENERATION_CONFIG = "generation_config.json"
 """Names the tokens that end an answer, so it counts with the tokenizer's files, though it lies with the model's."""
 
@@ -34,6 +35,8 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
     tokenizer = _locate(tokenizer, tokenizer_revision, registry, f"target {spec.name}: tokenizer")
     template = _template(spec, registry)
     config = _model_config(model, spec.revision, f"target {spec.name}")
+    if any(config.get(name) is None for name in _SHAPE):
+        config = _with_defaults(model, spec.revision, config)
     context = _field(config, model, "max_position_embeddings")
     if spec.max_length > context:
         raise ConfigError(
@@ -58,6 +61,7 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
         hidden_size=_field(config, model, "hidden_size"),
         vocab_size=_field(config, model, "vocab_size"),
         context=context,
+        num_heads=_heads(config),
     )
 
 
@@ -100,11 +104,27 @@ def _model_config(model: str, revision: str | None, where: str) -> dict[str, Any
     return config.get("text_config", config)
 
 
+def _with_defaults(model: str, revision: str | None, config: dict[str, Any]) -> dict[str, Any]:
+    """Some wrappers' files, such as Gemma 3's, say of the text model only what is not its class's default."""
+    from transformers import AutoConfig
+
+    try:
+        text = AutoConfig.from_pretrained(model, revision=revision or "main", trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError):
+        return config  # what is missing is told by name
+    return {name: getattr(text, name, None) for name in _SHAPE} | {k: v for k, v in config.items() if v is not None}
+
+
 def _field(config: dict[str, Any], model: str, name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int):
         raise ConfigError(f"{model}/config.json: expected an integer {name}, found {value!r}")
     return value
+
+
+def _heads(config: dict[str, Any]) -> int | None:
+    found = config.get("num_attention_heads")
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _weights_digest(model: str, revision: str | None, digests: FileDigests) -> str:

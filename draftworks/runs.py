@@ -53,6 +53,7 @@ class TargetFiles(Spec):
     hidden_size: int
     vocab_size: int
     context: int = Field(description="Longest sequence the model takes.")
+    num_heads: int | None = Field(None, description="Of attention, as the config says.")
 
 
 class StoreSpec(Spec):

@@ -68,7 +68,11 @@ class DraftInputs:
     def identity(self, strategy: StrategySpec) -> dict[str, Any]:
         return {
             "strategy": strategy.name,
-            "options": strategy.parse_options(self.options, where=f"options of {strategy.name}").identity(),
+            "options": strategy.identity(
+                strategy.parse_options(self.options, where=f"options of {strategy.name}"),
+                self.files.hidden_size,
+                self.files.num_heads,
+            ),
             "start_from": None if self.start_from is None else read_config(self.start_from).weights_digest,
             "training": self.training.identity(),
             "target": self.files.digest,

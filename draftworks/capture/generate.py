@@ -202,7 +202,7 @@ class _Decoder:
         keep = torch.tensor([index for index, alive in enumerate(self._alive) if alive])
         self._rows = [self._rows[index] for index in keep.tolist()]
         self._alive = [True] * len(keep)
-        self._cache.batch_select_indices(keep.to(self._model.device))
+        self._cache.reorder_cache(keep.to(self._model.device))
         self._ids, self._mask, self._position = self._ids[keep], self._mask[keep], self._position[keep]
         if self._seen is not None:
             self._seen = self._seen[keep.to(self._seen.device)]

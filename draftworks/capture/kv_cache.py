@@ -38,13 +38,16 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
         self._buffers = None
 
 
 def growing_cache(model: PreTrainedModel) -> DynamicCache:
-    """The model's dynamic cache, its plain layers replaced by growing ones; sliding windows and others stay."""
+    """The model's dynamic cache, its plain layers replaced by growing ones; sliding windows and others stay.
+
+    Rows leave it by `reorder_cache`, which layers with a recurrent state have too.
+    """
     cache = DynamicCache(config=model.config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

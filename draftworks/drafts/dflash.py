@@ -131,6 +131,7 @@ class DFlashStrategy(DraftStrategy):
             "rope_parameters": dict(self._target.rope),
             "max_position_embeddings": self._target.max_positions,
             "vocab_size": self._target.vocab_size,
+            **({} if self._target.embedding_scale == 1 else {"embedding_scale": self._target.embedding_scale}),
         }
 
     @property

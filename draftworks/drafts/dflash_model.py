@@ -113,6 +113,7 @@ class DFlashDraft(nn.Module):
         self.block_size, self.mask_token_id = sizes.block_size, sizes.mask_token_id
         self._backend, self._strategy = sizes.backend, sizes.strategy
         self.register_buffer("embed_tokens", target.embedding, persistent=False)
+        self._embedding_scale = target.embedding_scale
         self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
         self._cast_head = CastHead(self.target_head_as_stored, self.target_head_as_stored)
 
@@ -137,7 +138,12 @@ class DFlashDraft(nn.Module):
         """From the anchors' tokens (B, A) to (B, A · size, H): the token, then masks."""
         tokens = known.new_full((*known.shape, self.block_size), self.mask_token_id)
         tokens[..., 0] = known
-        return F.embedding(tokens.flatten(1), self.embed_tokens).to(self.fc.weight.dtype)
+        return self.embed(tokens.flatten(1))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """As the target embeds them, its scale included: servers ask the target's own module. (…) to (…, H)."""
+        rows = F.embedding(tokens, self.embed_tokens).to(self.fc.weight.dtype)
+        return rows if self._embedding_scale == 1 else rows * self._embedding_scale
 
     def rotation_at(self, positions: Tensor, longest: int) -> Rotation:
         """For every position (B, n), all below `longest`."""

@@ -131,7 +131,7 @@ class DominoDraft(SpeakingDraft):
         return torch.stack(said, dim=1)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.backbone.embed_tokens).to(self.correction.projection.dtype)
+        return self.backbone.embed(tokens).to(self.correction.projection.dtype)
 
 
 class _Gru(nn.GRU):

@@ -186,7 +186,7 @@ def rope_frequencies(target: TargetParts) -> RopeFrequencies:
 
     config = LlamaConfig(
         hidden_size=target.hidden_size,
-        num_attention_heads=target.num_heads,
+        num_attention_heads=1,  # which says nothing beside head_dim, and divides hidden_size
         head_dim=target.head_dim,
         max_position_embeddings=target.max_positions,
         rope_parameters=dict(rope),

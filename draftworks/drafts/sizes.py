@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
+from draftworks.strategies import resolve_strategy
+from draftworks.strategies.sizes import served_heads
 
 
 class HeadOptions(Protocol):
@@ -25,9 +27,16 @@ class HeadCounts(NamedTuple):
 
 
 def head_counts(strategy: str, options: HeadOptions, target: TargetParts) -> HeadCounts:
-    """The options' or else the target's. Raises ConfigError where keys cannot be shared out among queries."""
+    """The options' or else the target's, or as near to them as servers take.
+
+    Raises:
+        ConfigError: keys cannot be shared out among queries.
+    """
     heads = options.num_heads or target.num_heads
     kv_heads = options.num_kv_heads or min(target.num_kv_heads, heads)
+    if options.num_heads is None and resolve_strategy(strategy).divides_heads and target.hidden_size % heads:
+        served = served_heads(target.hidden_size, heads, kv_heads)
+        heads, kv_heads = served.num_heads, options.num_kv_heads or served.num_kv_heads
     if heads % kv_heads:
         raise ConfigError(f"{strategy}: num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")
     return HeadCounts(heads, kv_heads)

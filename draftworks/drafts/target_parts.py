@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from draftworks.drafts.layer_shape import embedding_scale, layer_shape
 from draftworks.errors import ConfigError, StoreError
 from draftworks.hub import hub_file
 from draftworks.runs import TargetFiles
@@ -18,8 +20,10 @@ from draftworks.strategies.layer_options import LayerOptions
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_OWN_HEAD_PATH = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_OWN_HEAD_PATH = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "dim_model_base")
 """Config keys of models whose logits are not simply head times last hidden state."""
+_OF_THE_MODEL = re.compile(r"^(?!mtp\.)(?!.*\.layers\.\d)(?!.*(vision|visual|audio))")
+"""Names outside towers for other inputs and layers that predict further tokens, which have embeddings and heads too."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class TargetParts:
         embedding: (V, H), in the dtype of the target's files.
         head: (V, H), same dtype; the same tensor object as `embedding` where the target ties them.
         rope: rope parameters in the form of transformers 5 (`rope_type`, `rope_theta`, ...).
+        embedding_scale: by what the target multiplies rows of `embedding` as it looks them up.
+        own: what of the rest is the draft's own and not the target's, a sentence each.
     """
 
     hidden_size: int
@@ -44,6 +50,8 @@ class TargetParts:
     embedding: Tensor = field(repr=False)
     head: Tensor = field(repr=False)
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    embedding_scale: float = 1.0
+    own: tuple[str, ...] = ()
 
     @property
     def tied(self) -> bool:
@@ -67,27 +75,23 @@ class TargetParts:
             StoreError: a weight file is missing or damaged, or a tensor is absent or of another shape.
         """
         files = _Files(target)
-        config = _text_config(files)
+        whole = _config(files)
+        config = whole.get_text_config()
         weights = _Weights(files)
         shape = (config.vocab_size, config.hidden_size)
         embedding = weights.read(".embed_tokens.weight", shape)
-        head = embedding
-        if not config.tie_word_embeddings:
-            head = weights.read("lm_head.weight", shape)
-        heads = config.num_attention_heads
+        # A wrapper that ties says so itself, and not always in its text part.
+        tied = config.tie_word_embeddings or (whole.tie_word_embeddings and not weights.has("lm_head.weight"))
+        layers = layer_shape(config)
         return cls(
             hidden_size=config.hidden_size,
-            num_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            intermediate_size=config.intermediate_size,
-            rms_norm_eps=config.rms_norm_eps,
             vocab_size=config.vocab_size,
             num_layers=config.num_hidden_layers,
             max_positions=config.max_position_embeddings,
             embedding=embedding,
-            head=head,
-            rope=dict(config.rope_parameters),
+            head=embedding if tied else weights.read("lm_head.weight", shape),
+            embedding_scale=embedding_scale(config),
+            **{each.name: getattr(layers, each.name) for each in fields(layers)},
         )
 
 
@@ -118,8 +122,8 @@ class _Weights:
         self._shard_of = self._tensor_files()
 
     def read(self, suffix: str, shape: tuple[int, int]) -> Tensor:
-        """The one tensor whose name ends with `suffix`, copied out of its file."""
-        names = [name for name in self._shard_of if name.endswith(suffix)]
+        """The one tensor of the language model whose name ends with `suffix`, copied out of its file."""
+        names = self._named(suffix)
         if len(names) != 1:
             found = f"several: {sorted(names)}" if names else f"none among {len(self._shard_of)} tensors"
             raise StoreError(f"{self._files.name}: expected one tensor '*{suffix}', found {found}")
@@ -134,6 +138,12 @@ class _Weights:
                 f"found {tensor.dtype} {tuple(tensor.shape)}"
             )
         return tensor
+
+    def has(self, suffix: str) -> bool:
+        return bool(self._named(suffix))
+
+    def _named(self, suffix: str) -> list[str]:
+        return [name for name in self._shard_of if name.endswith(suffix) and _OF_THE_MODEL.match(name)]
 
     def _tensor_files(self) -> dict[str, str]:
         index = self._files.path(_INDEX)
@@ -159,22 +169,23 @@ def _opened(path: Path) -> safe_open:
         raise StoreError(f"{path}: not a readable safetensors file ({error}); copy or download it again") from error
 
 
-def _text_config(files: _Files) -> Any:
-    """The language model's configuration, checked for heads that need more than one matrix product."""
+def _config(files: _Files) -> Any:
+    """The model's configuration, the language model in it checked for heads that need more than one matrix product."""
     from transformers import AutoConfig
 
     path = files.path("config.json")
     if path is None:
         raise ConfigError(f"{files.name}: config.json is missing: not a Hugging Face model directory")
     try:
-        config = AutoConfig.from_pretrained(path.parent, local_files_only=True).get_text_config()
+        whole = AutoConfig.from_pretrained(path.parent, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: {error}") from error
+    config = whole.get_text_config()
     own = [key for key in _OWN_HEAD_PATH if getattr(config, key, None) not in (None, 1, 1.0)]
     if own:
         raise ConfigError(f"{path}: {', '.join(own)}: targets that rescale their logits are not supported yet")
-    needed = ("intermediate_size", "rms_norm_eps", "rope_parameters", "max_position_embeddings")
+    needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     missing = [key for key in needed if getattr(config, key, None) is None]
     if missing:
-        raise ConfigError(f"{path}: {', '.join(missing)} missing: drafts need a target of the Llama family")
-    return config
+        raise ConfigError(f"{path}: {', '.join(missing)} missing: drafts need a decoder with attention as their target")
+    return whole

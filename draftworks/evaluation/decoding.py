@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Generator, Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftworks.drafts.sampling import Verdict, distribution, draw, verify
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError
 from draftworks.evaluation.differences import Course
 from draftworks.evaluation.prompt_acceptance import Pass, PromptAcceptance
+from draftworks.evaluation.target_session import TargetPass, TargetSession
 from draftworks.identity import LayerTap
 
 
@@ -48,44 +49,6 @@ class Speculated(Decoded):
     @property
     def course(self) -> Course:
         return Course(self.tokens, self.passes)
-
-
-class TargetSession:
-    """A target at work on one sequence, with its cache.
-
-    Args:
-        taps: residual streams to hand over with the logits.
-        rewinds: `keep` will be called after every `read`. Layers with a sliding window hold on to more until then.
-    """
-
-    def __init__(self, model: PreTrainedModel, taps: Sequence[LayerTap] = (), rewinds: bool = False) -> None:
-        self._model = model
-        self._taps = tuple(taps)
-        self._cache = DynamicCache(config=model.config)
-        if rewinds:
-            self._cache.activate_past_recording()
-
-    @torch.no_grad()
-    def read(self, tokens: Sequence[int]) -> TargetPass:
-        """One pass over the tokens that follow those in the cache."""
-        ids = torch.tensor([list(tokens)], device=self._model.device)
-        out = self._model(
-            input_ids=ids, past_key_values=self._cache, use_cache=True, output_hidden_states=bool(self._taps)
-        )
-        features = {tap.name: out.hidden_states[tap.hf_index][0] for tap in self._taps}
-        return TargetPass(out.logits[0], features)
-
-    def keep(self, tokens: int) -> None:
-        """Forget everything after so many tokens."""
-        self._cache.crop(tokens - self._cache.get_seq_length())
-
-
-@dataclass(frozen=True)
-class TargetPass:
-    """Of n tokens: logits (n, V), features (n, H) by name."""
-
-    logits: Tensor
-    features: dict[str, Tensor]
 
 
 @dataclass

@@ -11,8 +11,8 @@ from torch import Generator
 from transformers import PreTrainedModel
 
 from draftworks.drafts.strategy import DraftStrategy
-from draftworks.evaluation.decoding import TargetSession
 from draftworks.evaluation.differences import Difference
+from draftworks.evaluation.target_session import TargetSession
 from draftworks.identity import LayerTap
 
 NEARLY_GREEDY = 1 / 16

@@ -18,10 +18,19 @@ from draftworks.evaluation.gaps import with_gap
 from draftworks.evaluation.measure import Prompt
 from draftworks.evaluation.measurement import LoopMeasurement, Occasion
 from draftworks.evaluation.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.target_session import sums_up
 from draftworks.identity import LayerTap, digest
+from draftworks.runs import TargetFiles
 
 LOOP_REVISION = 1
 """Raise it when what this module, `decoding` or a drafter does comes to give other counts for the same inputs."""
+_REWOUND = 2
+"""Of targets whose layers keep one state of all that they have read: at first it was not put back after a refusal."""
+
+
+def loop_revision(target: TargetFiles) -> int:
+    """Of what a loop with this target counts. Reads its config."""
+    return _REWOUND if sums_up(target) else LOOP_REVISION
 
 
 @dataclass(frozen=True)

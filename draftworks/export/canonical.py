@@ -17,7 +17,7 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
 from draftworks.identity import LayerTap, file_digest
 from draftworks.runs import TargetFiles
-from draftworks.strategies import StrategySpec, resolve_strategy
+from draftworks.strategies import ExportSpec, StrategySpec, resolve_strategy
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,10 @@ class CanonicalDraft:
 
     def refusals(self, wanted: Iterable[str] | None = None) -> dict[str, str]:
         """Formats that cannot hold this draft so that a server computes the same, with the reason."""
-        return self.spec.refusals(self.options, self.taps, wanted)
+        refused = self.spec.refusals(self.options, self.taps, wanted)
+        names = [export.name for export in self.spec.exports] if wanted is None else wanted
+        unscaled = {name: why for name in names if (why := unscaled_reason(self.spec.export(name), self.parts))}
+        return unscaled | refused
 
     @property
     def vocab(self) -> VocabMapping | None:
@@ -107,6 +110,13 @@ class CanonicalDraft:
             )
         strategy.model.load_state_dict({name: rounded(tensor, dtype) for name, tensor in self.weights.items()})
         return strategy
+
+
+def unscaled_reason(export: ExportSpec, parts: TargetParts) -> str | None:
+    """Why loaders of a format would give a draft for this target other embeddings than it is trained on."""
+    if not export.embeds_rows or parts.embedding_scale == 1:
+        return None
+    return f"the target multiplies its embeddings by {parts.embedding_scale:.4g}, of which this format's loaders know nothing"
 
 
 def rounded_parts(parts: TargetParts, dtype: torch.dtype) -> TargetParts:

@@ -50,7 +50,7 @@ def compare_with_reader(
         StoreError: the files are not a draft of that format for this target.
     """
     parts = rounded_parts(draft.parts, dtype)
-    target = TargetTensors(parts.embedding, parts.head)
+    target = TargetTensors(parts.embedding, parts.head, parts.embedding_scale)
     reader = open_export(export_format, folder, target, torch.float32)
     pairs = [_asked(reader, strategy, length, draft) for length in CONTEXTS]
     gaps = torch.cat([(pair.ours - pair.theirs).abs().amax(-1) for pair in pairs])

@@ -12,7 +12,7 @@ from draftworks.data.chat import ChatTokenizer
 from draftworks.evaluation.collectives import from_rank_0, on_every_rank, rank
 from draftworks.evaluation.decoding import DecodingLimits
 from draftworks.evaluation.differences import Course
-from draftworks.evaluation.loop import LOOP_REVISION, Loop
+from draftworks.evaluation.loop import Loop, loop_revision
 from draftworks.evaluation.loop_cache import Found, LoopCache, LoopIdentity
 from draftworks.evaluation.measure import Prompt
 from draftworks.evaluation.measurement import LoopMeasurement
@@ -98,7 +98,7 @@ class Rung4:
             max_length=self.run.max_length,
             compute_dtype=self.run.evaluation.loop.compute_dtype,
             seed=self.run.seed,
-            revision=LOOP_REVISION,
+            revision=loop_revision(self.run.target),
         )
 
     def _prompts_digest(self, compared: bool) -> str:

@@ -56,6 +56,8 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         )
         if ctx.is_main:
             ctx.log(_plan(run, draft, samples, trainer))
+            for own in draft.parts.own:
+                ctx.log(f"of the draft's own, not the target's: {own}")
         if not trainer.can_evaluate():
             raise nothing_to_measure(run.heldout)
         trainer.fit()
@@ -88,7 +90,7 @@ def _identity(
     names = draft.strategy.feature_names
     return {
         "strategy": run.strategy,
-        "options": draft.options.identity(),
+        "options": resolve_strategy(run.strategy).identity(draft.options, run.target.hidden_size, run.target.num_heads),
         "start_from": None if begun is None else begun.weights_digest,
         "training": run.training.identity(),
         "target": run.target.digest,

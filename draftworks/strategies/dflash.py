@@ -136,6 +136,7 @@ DFLASH = register_strategy(
                 reader="draftworks.export.readers.dflash_layouts:read_speculators_dflash",
                 counting="layers_passed",
                 refuses=refuse_windows,
+                embeds_rows=True,
             ),
         ),
     )

@@ -87,6 +87,7 @@ DSPARK = register_strategy(
                 reader="draftworks.export.readers.dspark_layouts:read_speculators_dspark",
                 counting="layers_passed",
                 refuses=refuse_windows,
+                embeds_rows=True,
             ),
         ),
     )

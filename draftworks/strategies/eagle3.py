@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from draftworks.identity import LayerTap
 from draftworks.strategies.layer_options import LayerOptions
-from draftworks.strategies.sizes import check_heads
-from draftworks.strategies.spec import ExportSpec, StrategySpec, register_strategy
+from draftworks.strategies.sizes import check_heads, check_served_heads
+from draftworks.strategies.spec import ExportSpec, StrategySpec, TargetSizes, register_strategy
 from draftworks.strategies.taps import eagle_taps
 
 
@@ -87,6 +87,11 @@ def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]
     return eagle_taps("eagle3", options.layer_ids, num_layers)
 
 
+def check_eagle3(options: Eagle3Options, target: TargetSizes) -> None:
+    """ConfigError for heads that no server takes."""
+    check_served_heads("eagle3", options.num_heads, target.hidden_size)
+
+
 def _mean_over_positions(options: Eagle3Options) -> str | None:
     """The reference's number depends on how samples are batched and padded; a packed row would make another of it."""
     return "with loss: specforge takes means over padded positions" if options.loss == "specforge" else None
@@ -119,6 +124,8 @@ EAGLE3 = register_strategy(
         taps=eagle3_taps,
         factory="draftworks.drafts.eagle3:Eagle3Strategy",
         uses_vocab_mapping=True,
+        check=check_eagle3,
+        divides_heads=True,
         unpackable=_mean_over_positions,
         exports=(
             ExportSpec(

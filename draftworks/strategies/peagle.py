@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from draftworks.errors import ConfigError
 from draftworks.identity import LayerTap
 from draftworks.strategies.layer_options import LayerOptions
-from draftworks.strategies.sizes import check_heads
+from draftworks.strategies.sizes import check_heads, check_served_heads
 from draftworks.strategies.spec import ExportSpec, StrategySpec, TargetSizes, register_strategy
 from draftworks.strategies.taps import eagle_taps
 
@@ -81,7 +81,9 @@ _KNOWN = 2
 
 
 def check_peagle(options: PEagleOptions, target: TargetSizes) -> None:
-    """ConfigError for a mask token that the target does not have, or a proposal that no sample can hold."""
+    """ConfigError for a mask token that the target does not have, a proposal that no sample can hold, or heads that no server
+    takes.
+    """
     if options.num_depths + _KNOWN > target.max_length:
         raise ConfigError(
             f"peagle: num_depths {options.num_depths} does not fit into samples of at most {target.max_length} tokens: "
@@ -92,6 +94,7 @@ def check_peagle(options: PEagleOptions, target: TargetSizes) -> None:
             f"peagle: mask_token_id {options.mask_token_id} is outside the target's vocabulary, "
             f"0..{target.vocab_size - 1}. Set options.mask_token_id to the id of a token that no text has"
         )
+    check_served_heads("peagle", options.num_heads, target.hidden_size)
 
 
 def _mean_over_micro_batches(options: PEagleOptions) -> str | None:
@@ -107,6 +110,7 @@ PEAGLE = register_strategy(
         taps=peagle_taps,
         factory="draftworks.drafts.peagle:PEagleStrategy",
         uses_vocab_mapping=True,
+        divides_heads=True,
         check=check_peagle,
         unpackable=_mean_over_micro_batches,
         exports=(

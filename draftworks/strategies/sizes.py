@@ -2,8 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
+from draftworks.errors import ConfigError
+
 
 def check_heads(num_heads: int | None, num_kv_heads: int | None) -> None:
     """ValueError where both are given and do not go together; what is not given is the target's."""
     if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
         raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
+
+
+@dataclass(frozen=True)
+class ServedHeads:
+    """Heads of queries, and of keys and values, that a server's class for Llama takes."""
+
+    num_heads: int
+    num_kv_heads: int
+
+
+def served_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> ServedHeads:
+    """The most heads, up to the given number, that divide `hidden_size`: transformers' LlamaConfig, by which servers read
+    an EAGLE-3 or P-EAGLE draft, refuses any other number, though only `head_dim` decides what is computed.
+    """
+    dividing = [heads for heads in range(num_heads, 0, -1) if hidden_size % heads == 0]
+    heads = next((heads for heads in dividing if heads % num_kv_heads == 0), dividing[0])
+    return ServedHeads(heads, math.gcd(heads, num_kv_heads))
+
+
+def check_served_heads(strategy: str, num_heads: int | None, hidden_size: int) -> None:
+    """ConfigError for a configured number of heads with which no server would load the draft."""
+    if num_heads is not None and hidden_size % num_heads:
+        raise ConfigError(
+            f"{strategy}: num_heads {num_heads} does not divide the target's hidden_size {hidden_size}, and no server loads "
+            f"such a draft. Set options.num_heads to {served_heads(hidden_size, num_heads, 1).num_heads}, or leave it out"
+        )

@@ -56,6 +56,7 @@ class ExportSpec:
             dtype (see draftworks.export.readers.reader), without code of the format's own.
         counting: of its layer ids.
         refuses: see `refusal`, which asks it.
+        embeds_rows: the draft embeds as the target does, but its loaders look up bare rows of the target's matrix.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ExportSpec:
     reader: str
     counting: LayerCounting
     refuses: Callable[[Any, tuple[LayerTap, ...]], str | None] | None = None
+    embeds_rows: bool = False
 
     def __post_init__(self) -> None:
         ways = get_args(LayerCounting)
@@ -100,6 +102,8 @@ class StrategySpec:
         uses_last_hidden: whether the teacher is recomputed from the last hidden state.
         uses_vocab_mapping: whether the draft predicts over a reduced vocabulary; its options then have `draft_vocab_size`.
         check: raises ConfigError for options that do not fit the target's sizes, beyond what `taps` finds.
+        divides_heads: servers read the draft by a class whose heads must divide the hidden size, so that it has a number of
+            its own where the target's do not.
         unpackable: why no training under such options can be packed, None if one can; see `check_packing`.
         factory: dotted path `module:callable` of the `DraftStrategy` (see draftworks.drafts.strategy).
         exports: formats its drafts can be written in.
@@ -113,6 +117,7 @@ class StrategySpec:
     uses_last_hidden: bool = True
     uses_vocab_mapping: bool = False
     check: Callable[[Any, TargetSizes], None] | None = None
+    divides_heads: bool = False
     unpackable: Callable[[Any], str | None] = _no_packing
     exports: tuple[ExportSpec, ...] = ()
 
@@ -123,6 +128,13 @@ class StrategySpec:
 
     def parse_options(self, values: dict[str, Any], where: str) -> Any:
         return validated(self.options, values, where)
+
+    def identity(self, options: StrategyOptions, hidden_size: int, num_heads: int | None) -> dict[str, Any]:
+        """What of a strategy decides the draft for a target of these sizes. Drafts with heads that do not divide it were made
+        when this was not seen, and no server takes them: they are not taken for those that are made now.
+        """
+        uneven = num_heads is not None and hidden_size % num_heads and getattr(options, "num_heads", None) is None
+        return options.identity() | ({"num_heads": "dividing"} if self.divides_heads and uneven else {})
 
     def export(self, name: str) -> ExportSpec:
         """The export format of that name; ConfigError with the closest names for an unknown one."""

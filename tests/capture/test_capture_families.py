@@ -14,7 +14,7 @@ from draftworks.capture.engine import load_engine
 from draftworks.capture.hf import HFTargetEngine
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
-from draftworks.specs import CaptureSpec
+from draftworks.specs import CaptureSpec, ResponseSpec
 
 ROWS = [row.input_ids.tolist() for row in random_rows(5, longest=60)]
 TAPS = [LayerTap(k) for k in range(LAYERS)]
@@ -45,3 +45,21 @@ def test_a_padded_row_equals_the_row_alone(engine):
     for row, streams in zip(ROWS, engine.capture(ROWS, TAPS)):
         alone = engine.capture([row], TAPS)[0]
         assert all(torch.allclose(streams[name], alone[name], atol=1e-6) for name in alone)
+
+
+def test_answers_are_those_of_transformers_whatever_else_is_in_the_batch(engine):
+    """Rows end at different times and leave the batch, with the states that their layers keep."""
+    prompts = [row[:30] for row in ROWS]
+    sampling = ResponseSpec(max_new_tokens=8, batch_size=len(prompts))
+    expected = []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            made = engine.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)
+            expected.append(made[0, len(prompt) :].tolist())
+    ends = {answer[1 + number] for number, answer in enumerate(expected)}
+    found = engine.generate(prompts, sampling, [str(number) for number in range(len(prompts))], 128, end_ids=ends)
+    for answer, whole in zip(found, expected):
+        last = next(number for number, token in enumerate([*whole, *ends]) if token in ends)
+        assert list(answer.ids) == whole[: last + 1]
+    assert len({len(answer.ids) for answer in found}) > 1

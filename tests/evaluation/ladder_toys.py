@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from draftworks.capture.hf import HFTargetEngine
 from draftworks.data.vocab import VocabMapping, build_vocab_mapping
@@ -51,7 +51,7 @@ class Sample:
 class Ladder:
     """Everything that rungs 3 and 4 need, in one precision."""
 
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     strategy: DraftStrategy
     samples: list[Sample]
     limits: DecodingLimits
@@ -64,13 +64,15 @@ class Ladder:
 class Answers:
     """A target with its answers to some prompts: what ladders of several drafts share."""
 
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     samples: list[Sample]
     limits: DecodingLimits
 
 
-def greedy_answers(folder: Path, prompts: int, max_new_tokens: int) -> Answers:
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+def greedy_answers(folder: Path, prompts: int, max_new_tokens: int, model: PreTrainedModel | None = None) -> Answers:
+    """Of the embedded target in `folder`, or of a model with its tokenizer."""
+    if model is None:
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     limits = DecodingLimits(max_new_tokens, (tokenizer.eos_token_id,))
     return Answers(model, [_answered(model, tokenizer, row, limits) for row in _rows(folder, prompts)], limits)
@@ -89,7 +91,7 @@ def _rows(folder: Path, count: int) -> list[dict]:
     return [row for row in rows[:: len(rows) // count] if len(row["messages"][0]["content"]) < 120][:count]
 
 
-def _answered(model: LlamaForCausalLM, tokenizer, row: dict, limits: DecodingLimits) -> Sample:
+def _answered(model: PreTrainedModel, tokenizer, row: dict, limits: DecodingLimits) -> Sample:
     prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=True)[
         "input_ids"
     ]

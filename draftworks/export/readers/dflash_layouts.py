@@ -190,7 +190,7 @@ def _read(
         mask_token=_within(folder, layout.mask_token, 0, sizes.vocab - 1),
         vocabulary=read_vocabulary(folder, sizes.vocab),
         weights=weights,
-        embedding=target.embedding.to(dtype),
+        embedding=target.embedding.to(dtype) * target.embedding_scale,
         head=weights.get("lm_head.weight", target.head.to(dtype)),
         dtype=dtype,
     )

@@ -21,10 +21,16 @@ Features = Mapping[str, Tensor] | Tensor
 
 @dataclass(frozen=True)
 class TargetTensors:
-    """What a server lends the draft: the target's embedding and head, (V, H) each."""
+    """What a server lends the draft: the target's embedding and head, (V, H) each.
+
+    Attributes:
+        embedding_scale: by what the target multiplies the rows that it looks up. Who asks the target's module to embed gets
+            it too, who takes its matrix does not.
+    """
 
     embedding: Tensor = field(repr=False)
     head: Tensor = field(repr=False)
+    embedding_scale: float = 1.0
 
 
 class ExportReader(ABC):

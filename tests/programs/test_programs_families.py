@@ -1,0 +1,119 @@
+"""From conversations to exports with a target of every family: answers, features, a draft, its acceptance, its gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from answer_toys import answering_run, conversation
+from model_families import FAMILIES, LAYERS
+
+from draftworks.data.prepare import map_vocabulary
+from draftworks.demands import check_demands
+from draftworks.programs.capture import capture
+from draftworks.programs.evaluate import evaluate
+from draftworks.programs.export import export
+from draftworks.programs.program import ProgramContext
+from draftworks.programs.regenerate import answer
+from draftworks.programs.train import train
+from draftworks.registry import Registry
+from draftworks.runs import (
+    TOKENS_FOLDER,
+    VOCAB_FILE,
+    CaptureRun,
+    EvaluateRun,
+    ExportRun,
+    FeatureSet,
+    TargetFiles,
+    TrainRun,
+)
+from draftworks.specs import CaptureSpec, EvaluationSpec, LoopSpec, TargetSpec, TrainingSpec
+from draftworks.strategies import resolve_strategy
+
+STRATEGIES = ("eagle3", "dflash", "peagle", "domino", "dspark")
+TAPS = [1, 3, 4]
+BLOCKS = {"block_size": 4, "num_layers": 1, "num_anchors": 16, "layer_ids": TAPS, "mask_token_id": 3}
+OPTIONS = {
+    "eagle3": {"ttt_length": 3, "draft_vocab_size": 64, "layer_ids": TAPS},
+    "peagle": {"num_depths": 3, "num_layers": 1, "draft_vocab_size": 64, "layer_ids": TAPS},
+    "dflash": BLOCKS,
+    "domino": {**BLOCKS, "emb_dim": 6, "gru_hidden_dim": 5},
+    "dspark": {**BLOCKS, "markov_rank": 6},
+}
+TRAINING = TrainingSpec(
+    global_batch_size=4, micro_batch_size=2, epochs=2, lr=5e-3, compute_dtype="float32", device="cpu", eval_every=4
+)
+
+
+@pytest.mark.parametrize(("name", "strategy"), list(zip(FAMILIES, STRATEGIES * 3)))
+def test_a_draft_is_made_and_exported(
+    name: str, strategy: str, family_target: Callable[[str], TargetFiles], tmp_path: Path
+):
+    torch.set_num_threads(1)
+    target = family_target(name)
+    _is_not_refused(name, strategy, target, tmp_path)
+    train_set, heldout = (features(target, tmp_path / part, first) for part, first in (("train", 0), ("heldout", 8)))
+    vocab = None
+    if resolve_strategy(strategy).uses_vocab_mapping:
+        map_vocabulary(train_set.tokens, target, 64, tmp_path)
+        vocab = tmp_path / VOCAB_FILE
+    common = {"target": target, "strategy": strategy, "options": OPTIONS[strategy], "vocab_mapping": vocab}
+    common |= {"store": tmp_path / "store", "heldout": heldout}
+    (tmp_path / "draft").mkdir()
+    trained = train(TrainRun(out=tmp_path / "draft", train=train_set, training=TRAINING, **common), ProgramContext())
+    assert trained["steps"] == 4
+    (tmp_path / "report").mkdir()
+    measured = EvaluateRun(
+        out=tmp_path / "report",
+        draft=tmp_path / "draft",
+        train_tokens=train_set.tokens,
+        evaluation=EvaluationSpec(resamples=100, loop=LoopSpec(prompts=2)),
+        max_new_tokens=12,
+        device="cpu",
+        **common,
+    )
+    report = evaluate(measured, ProgramContext())
+    assert report["label_agreement"] == 1.0
+    assert report["drafts"]["trained"]["eval/rung3_walk_acc_len"] >= 0
+    assert report["drafts"]["trained"]["eval/rung4_loop_t0_acc_len"] >= 0
+    (tmp_path / "export").mkdir()
+    run = ExportRun(out=tmp_path / "export", target=target, draft=tmp_path / "draft")
+    written = export(run, ProgramContext())
+    assert all(result["passed"] for result in written["formats"].values()), written
+    assert written["formats"]
+
+
+def _is_not_refused(name: str, strategy: str, target: TargetFiles, folder: Path) -> None:
+    """What is checked before any cost."""
+    spec = TargetSpec(
+        name=name,
+        model=target.model,
+        dataset="any",
+        max_length=128,
+        strategies={strategy: {"options": OPTIONS[strategy]}},
+    )
+    check_demands(spec, target, Registry(folder))
+
+
+def features(target: TargetFiles, folder: Path, first: int) -> FeatureSet:
+    """Captured, of four conversations that the target has answered."""
+    folder.mkdir()
+    run = answering_run(
+        target, folder, [conversation(first + n) for n in range(8 if first == 0 else 3)],
+        responses={"max_new_tokens": 12}, max_length=120, max_rejected_share=1.0,
+    )  # fmt: skip
+    assert answer(run, ProgramContext())["generated_tokens"] > 12
+    captured = CaptureRun(
+        out=folder / "features",
+        target=target,
+        tokens=run.out / TOKENS_FOLDER,
+        taps=TAPS,
+        capture=CaptureSpec(dtype="float32", compute_dtype="float32", device="cpu", batch_tokens=200),
+        store=folder.parent / "store",
+    )
+    report = capture(captured, ProgramContext())
+    assert report["failed_samples"] == 0
+    assert max(TAPS) < LAYERS
+    return FeatureSet(tokens=captured.tokens, features=captured.out)
