@@ -50,6 +50,16 @@ class CaptureSpec(Spec):
     budget_gb: float = Field(
         100.0, gt=0, allow_inf_nan=True, description="A capture that would store more is refused before it starts."
     )
+    probe_gb: float = Field(
+        16.0,
+        gt=0,
+        allow_inf_nan=True,
+        description="GB of the target's weights that are read to compare what the engine captures with them; where all its "
+        "layers are more, the lowest are compared.",
+    )
+    allow_unprobed: bool = Field(
+        False, description="Capture also what no such comparison can judge, such as a quantised server; checks name it."
+    )
     max_failed_share: float = Field(
         0.0, ge=0, lt=1, description="More samples than this without sound features stop the run; others are left out."
     )

@@ -27,5 +27,9 @@ class EngineError(DraftworksError):
     """The engine that runs the target cannot be started, reached or trusted. Nothing is wrong with any one sample."""
 
 
+class UnsoundEngineError(EngineError):
+    """The engine answers, and gives something else than the registry asks for: asking again is in vain."""
+
+
 class TrainingError(DraftworksError):
     """Training cannot go on: nothing to train on, or numbers that are not finite."""

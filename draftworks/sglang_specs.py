@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.spec_base import Spec
@@ -24,6 +26,21 @@ OURS = (
     *("--enable-return-aux-hidden-states", "--return-aux-hidden-state-layer-ids"),
 )
 """Arguments of SGLang that follow from the registry; given once more, they would win, and results have keys of something else."""
+
+
+_FULL_PRECISION = ("auto", "bfloat16", "bf16")
+_QUANTIZING = ("--quantization", "--torchao-config", "--lora-paths", "--enable-lora", "--kv-cache-dtype")
+
+
+def quantizing(args: Sequence[str]) -> list[str]:
+    """Those of some arguments of SGLang, as they are written, that make its numbers others than the checkpoint's."""
+    named = []
+    for index, word in enumerate(args):
+        name, _, value = word.partition("=")
+        plain = name == "--kv-cache-dtype" and (value or "".join(args[index + 1 : index + 2])) in _FULL_PRECISION
+        if name in _QUANTIZING and not plain:
+            named.append(word)
+    return named
 
 
 class StartedServer(Spec):

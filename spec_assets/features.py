@@ -19,7 +19,8 @@ GPU_POOL = "gpu"
 VERIFIED = "features_verified"
 VERIFIED_MEANS = (
     "Samples read back: finite, a row per token, equal to a new capture, and the target's own head on `last` gives the "
-    "engine's logits."
+    "engine's logits. The engine's streams of a few prompts were those of the target's own weights (`probe` names those "
+    "that were not compared)."
 )
 VERIFICATIONS = ("rows_equal_tokens", "finite", "features_as_captured", "head_equals_logits")
 
@@ -106,9 +107,12 @@ def features_metadata(artifact: Artifact) -> dict:
 def verified(artifact: Artifact, **options: str) -> dg.AssetCheckResult:
     """What a few samples, read back from the store and captured again, showed. Options: of `AssetCheckResult`."""
     verification = artifact.summary["verification"]
+    probe = artifact.summary.get(
+        "probe", {"probe": "not compared with the target's own weights: captured before they were"}
+    )
     return dg.AssetCheckResult(
         passed=all(verification[name] for name in VERIFICATIONS),
         severity=dg.AssetCheckSeverity.ERROR,
-        metadata=verification,
+        metadata={**verification, **probe},
         **options,
     )

@@ -62,18 +62,22 @@ class CheckedEngine(TargetEngine):
         self._dtype = dtype
         self._name = name
 
+    @property
+    def where(self) -> str:
+        return f"the engine of {self._name}"
+
     def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
         captured = self._engine.capture(token_rows, taps)
         self._require_one_each("capture", captured, token_rows)
-        expected = {*(tap.name for tap in taps), "last"}
+        expected = [*(tap.name for tap in taps), "last"]
         for row, streams in zip(token_rows, captured, strict=True):
-            if set(streams) != expected:
+            if set(streams) != set(expected):
                 raise self._broken(f"capture: expected the streams {sorted(expected)}, found {sorted(streams)}")
             for name, stream in streams.items():
                 self._require_tensor(f"capture: stream {name}", stream, (len(row), self._target.hidden_size))
                 if stream.dtype != self._dtype:
                     raise self._broken(f"capture: stream {name}: expected {self._dtype}, found {stream.dtype}")
-        return captured
+        return [{name: streams[name] for name in expected} for streams in captured]
 
     def logits(self, token_rows: Sequence[Sequence[int]]) -> list[Tensor]:
         found = self._engine.logits(token_rows)

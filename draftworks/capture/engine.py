@@ -45,6 +45,15 @@ class TargetEngine(ABC):
     identity: EngineIdentity
     last_hidden: LastHidden
 
+    @property
+    def where(self) -> str:
+        """What it is called in messages."""
+        return f"the engine of backend {self.backend}"
+
+    def members(self) -> Sequence[TargetEngine]:
+        """The engines that share its work, each of which can be asked by itself."""
+        return (self,)
+
     @abstractmethod
     def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
         """Hidden states of every row: by stream name ("hf3", "last"), each (S, H) on CPU in the compute dtype, S the

@@ -24,12 +24,12 @@ from draftworks.capture.plan import (
     require_budget,
 )
 from draftworks.capture.progress import Progress, ProgressCallback
-from draftworks.capture.verify import check_head, check_sample
+from draftworks.capture.verify import check_head, verify_capture
 from draftworks.data.conversations import QUARANTINE_FILE
 from draftworks.data.rejected import RejectedSample, write_rejected
 from draftworks.data.token_rows import TokenRow
-from draftworks.errors import CaptureError, StoreError
-from draftworks.features.contracts import KeyedFeatureStore, SampleRef
+from draftworks.errors import CaptureError, EngineError, StoreError
+from draftworks.features.contracts import CaptureConfig, KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import FeatureSetManifest, write_feature_set
 from draftworks.features.opening import open_store, open_store_to_write
 from draftworks.identity import digest
@@ -62,6 +62,8 @@ class CaptureSummary:
 
 
 EngineFactory = Callable[[], TargetEngine]
+Confirmation = Callable[[TargetEngine], None]
+"""Raises UnsoundEngineError where an engine is no longer what it was when the capture began."""
 
 
 def capture_features(
@@ -83,6 +85,7 @@ def capture_missing(
     rank: int = 0,
     world: int = 1,
     progress: ProgressCallback | None = None,
+    confirm: Confirmation | None = None,
 ) -> CaptureSummary:
     """Capture this rank's share of the features that the store lacks.
 
@@ -91,6 +94,7 @@ def capture_missing(
     Args:
         engine: called once, and only if this rank has anything to capture.
         progress: called after every batch.
+        confirm: for an engine that somebody else can change: nothing is stored before it was called after the capture.
 
     Raises:
         CaptureError: see `plan_capture`, `require_budget`, and draftworks.capture.verify; for single samples only if
@@ -102,7 +106,7 @@ def capture_missing(
     plan = plan_capture(run, tokens, store)
     log.info(plan.describe())
     require_budget(plan, run)
-    session = _Session(run, plan, store, tokens, plan.share(rank, world), progress)
+    session = _Session(run, plan, store, tokens, plan.share(rank, world), progress, confirm)
     try:
         return session.run(engine)
     finally:
@@ -186,6 +190,7 @@ class _Session:
         tokens: Sequence[TokenRow],
         jobs: Sequence[SampleJob],
         progress: ProgressCallback | None,
+        confirm: Confirmation | None,
     ) -> None:
         self._run = run
         self._plan = plan
@@ -193,6 +198,9 @@ class _Session:
         self._tokens = tokens
         self._jobs = jobs
         self._progress = progress
+        self._confirm = confirm
+        self._held: list[tuple[SampleJob, dict[str, Tensor]]] = []
+        self._held_bytes = 0
         self._dtype = getattr(torch, run.capture.dtype)
         self._features = 0
         self._nbytes = 0
@@ -213,6 +221,7 @@ class _Session:
                 seconds = time.monotonic() - loaded
                 share = self._tokens_done / total
                 self._progress(Progress("samples", self._done, len(self._jobs), share, self._tokens_done, seconds))
+        self._store_held(engine)
         self._store.flush()
         seconds = time.monotonic() - started
         captured = self._done - len(self._failed)
@@ -226,7 +235,9 @@ class _Session:
         if verify_head:
             self._verify_head(engine, captured[:VERIFIED_SAMPLES])
         for each in captured:
-            self._put(each.job, {name: each.streams[name].to(self._dtype) for name in each.job.missing})
+            self._hold(each.job, {name: each.streams[name].to(self._dtype) for name in each.job.missing})
+        if self._confirm is None or self._held_bytes >= self._run.capture.shard_mb << 20:
+            self._store_held(engine)
 
     def _sound(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[_Captured]:
         """Features of the samples of a batch that have sound ones; the others are noted.
@@ -235,8 +246,11 @@ class _Session:
         """
         rows = [self._tokens[job.row].input_ids.tolist() for job in batch]
         missing = {name for job in batch for name in job.missing}
+        taps = [tap for tap in self._plan.streams.taps if tap.name in missing]
+        hidden_size, dtype = self._plan.streams.hidden_size, self._run.capture.compute_dtype
+        config = CaptureConfig(tuple(tap.hf_index for tap in taps), hidden_size, dtype)
         try:
-            found = engine.capture(rows, [tap for tap in self._plan.streams.taps if tap.name in missing])
+            found = engine.capture(rows, taps)
         except CaptureError as error:
             if len(batch) > 1:
                 return [each for job in batch for each in self._sound(engine, [job])]
@@ -245,7 +259,7 @@ class _Session:
         sound = []
         for job, row, streams in zip(batch, rows, found, strict=True):
             try:
-                check_sample(job.sample_id, streams, job.num_tokens, self._plan.streams.hidden_size)
+                verify_capture(config, job.sample_id, streams, job.num_tokens)
             except CaptureError as error:
                 self._note_failure(job, error)
             else:
@@ -265,6 +279,24 @@ class _Session:
         beginnings = [each.row[:VERIFIED_TOKENS] for each in captured]
         last = [each.streams["last"][:VERIFIED_TOKENS] for each in captured]
         check_head(engine, [each.job.sample_id for each in captured], beginnings, last)
+
+    def _hold(self, job: SampleJob, tensors: dict[str, Tensor]) -> None:
+        self._held.append((job, tensors))
+        self._held_bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def _store_held(self, engine: TargetEngine | None) -> None:
+        """Store what was captured since the last time, once the engine is confirmed to be what it was."""
+        if self._held and self._confirm is not None and engine is not None:
+            try:
+                self._confirm(engine)
+            except EngineError as error:
+                raise type(error)(
+                    f"{error}\nThe last {len(self._held)} samples were captured since the engine was last compared with the "
+                    "target's weights, and are not stored"
+                ) from error
+        for job, tensors in self._held:
+            self._put(job, tensors)
+        self._held, self._held_bytes = [], 0
 
     def _put(self, job: SampleJob, tensors: dict[str, Tensor]) -> None:
         ref = SampleRef(

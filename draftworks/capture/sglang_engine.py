@@ -19,10 +19,11 @@ from torch import Tensor
 from draftworks.capture.engine import Generated, TargetEngine, check_token_rows, find_backend
 from draftworks.capture.seeds import request_seed
 from draftworks.capture.sglang_hosts import SGLangHost
-from draftworks.errors import CaptureError, EngineError
+from draftworks.errors import CaptureError, EngineError, UnsoundEngineError
+from draftworks.features.contracts import CaptureConfig
 from draftworks.identity import EngineIdentity, LayerTap
 from draftworks.runs import TargetFiles
-from draftworks.serving.sglang_client import GenerateRequest, Generation
+from draftworks.serving.sglang_client import GenerateRequest, Generation, SGLangClient
 from draftworks.serving.spool import Part, discard_parts, new_request_id, take_parts
 from draftworks.specs import ResponseSpec
 
@@ -42,6 +43,7 @@ class SGLangEngine(TargetEngine):
         head: reads the target's output matrix (V, H), once and only for verification.
         embedding: reads the target's input matrix (V, H), once and only for the tap hf0: SGLang gives no embeddings.
         attempts: how often a batch is tried; between two, the host is asked to revive.
+        dtype: in which it is to compute.
     """
 
     backend = "sglang"
@@ -55,6 +57,7 @@ class SGLangEngine(TargetEngine):
         head: Callable[[], Tensor] | None = None,
         embedding: Callable[[], Tensor] | None = None,
         attempts: int = 3,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.identity = identity
         self.last_hidden = find_backend(self.backend).last_hidden
@@ -65,9 +68,21 @@ class SGLangEngine(TargetEngine):
         self._read_embedding = embedding
         self._embedding: Tensor | None = None
         self._attempts = attempts
+        self._dtype = dtype
         self._reviving = threading.Lock()
         self._revivals = 0
         self._closed = False
+
+    @property
+    def where(self) -> str:
+        return f"SGLang at {self.url}" if isinstance(self._host.client, SGLangClient) else "SGLang in this process"
+
+    def members(self) -> tuple[SGLangEngine, ...]:
+        hosts = self._host.members()
+        if len(hosts) == 1:
+            return (self,)
+        readers = (self._read_head, self._read_embedding)
+        return tuple(SGLangEngine(self._target, self.identity, host, *readers, 1, self._dtype) for host in hosts)
 
     @property
     def url(self) -> str:
@@ -89,11 +104,11 @@ class SGLangEngine(TargetEngine):
         captured = []
         for part in self._parts(token_rows):
             streams = {
-                tap.name: part.taps[:, column * width : (column + 1) * width].contiguous()
-                for tap, column in columns.items()
+                tap.name: self._embedded(part)
+                if tap == EMBEDDINGS
+                else part.taps[:, columns[tap] * width : (columns[tap] + 1) * width].contiguous()
+                for tap in taps
             }
-            if EMBEDDINGS in taps:
-                streams[EMBEDDINGS.name] = self._embedded(part)
             captured.append({**streams, "last": part.last})
         return captured
 
@@ -161,6 +176,8 @@ class SGLangEngine(TargetEngine):
     def _parts(self, rows: Sequence[Sequence[int]], with_logits: bool = False) -> list[Part]:
         """The hidden states of every row, checked."""
         check_token_rows(rows, self._target.context, self._target.vocab_size)
+        taps = tuple(LayerTap.from_layer_output(layer).hf_index for layer in self._host.layer_ids)
+        expected = CaptureConfig(taps, self._target.hidden_size, str(self._dtype).removeprefix("torch."))
 
         def attempt() -> list[Part]:
             requests = [GenerateRequest(new_request_id(with_logits), row, PREFILL_ONLY) for row in rows]
@@ -168,7 +185,7 @@ class SGLangEngine(TargetEngine):
             try:
                 answers = self._host.client.generate(requests)
                 return [
-                    whole_part(take_parts(spool, request.request_id), row, answer.cached_tokens)
+                    whole_part(take_parts(spool, request.request_id), row, answer.cached_tokens, expected)
                     for request, row, answer in zip(requests, rows, answers, strict=True)
                 ]
             finally:
@@ -197,7 +214,7 @@ class SGLangEngine(TargetEngine):
         retrying = Retrying(
             stop=stop_after_attempt(self._attempts),
             wait=wait_exponential(max=_LONGEST_WAIT_S),
-            retry=retry_if_exception(lambda error: isinstance(error, EngineError) and not self._closed),
+            retry=retry_if_exception(lambda error: _passes(error) and not self._closed),
             before_sleep=lambda state: self._revive(state, begun),
             reraise=True,
         )
@@ -212,10 +229,19 @@ class SGLangEngine(TargetEngine):
                 self._revivals += 1
 
 
-def whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int) -> Part:
+def _passes(error: BaseException) -> bool:
+    """Whether a failed request may do better when it is tried again."""
+    return isinstance(error, EngineError) and not isinstance(error, UnsoundEngineError)
+
+
+def whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int, expected: CaptureConfig) -> Part:
     """The one part that holds a row's hidden states.
 
+    Args:
+        expected: all that the server captures, beside each other in a part.
+
     Raises:
+        UnsoundEngineError: it has another width or dtype.
         CaptureError: rows are missing, from a prefix cache or a prompt in chunks, or they are of other tokens.
     """
     if not parts:
@@ -241,6 +267,13 @@ def whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int) ->
         raise CaptureError(
             f"expected {len(row)} rows, one per token, found {len(part.taps)} and {len(part.last)} (last)"
         )
+    for name, found, width in (("taps", part.taps, expected.aux_width), ("last", part.last, expected.hidden_size)):
+        dtype = str(found.dtype).removeprefix("torch.")
+        if (found.shape[1], dtype) != (width, expected.dtype):
+            raise UnsoundEngineError(
+                f"SGLang wrote {name} of {found.shape[1]} columns in {dtype}, expected {width} in {expected.dtype}: of "
+                f"{', '.join(expected.names)}, {expected.hidden_size} each"
+            )
     return part
 
 

@@ -42,6 +42,10 @@ class SGLangHost(ABC):
     spool: Path
     layer_ids: tuple[int, ...]
 
+    def members(self) -> Sequence[SGLangHost]:
+        """Each server by itself."""
+        return (self,)
+
     @abstractmethod
     def revive(self, error: EngineError) -> None:
         """Make it serve again after `error`, before a request is tried once more. Raises EngineError if it cannot."""

@@ -75,7 +75,10 @@ def _external(target: TargetFiles, capture: CaptureSpec, place: EnginePlace, lay
 
 
 def _engine(target: TargetFiles, capture: CaptureSpec, host: SGLangHost, place: EnginePlace) -> SGLangEngine:
-    return SGLangEngine(target, engine_identity(capture), host, place.head, place.embedding, place.sglang.attempts)
+    dtype = getattr(torch, capture.compute_dtype)
+    return SGLangEngine(
+        target, engine_identity(capture), host, place.head, place.embedding, place.sglang.attempts, dtype
+    )
 
 
 def _started(options: ServerOptions, capture: CaptureSpec, place: EnginePlace) -> SGLangHost:

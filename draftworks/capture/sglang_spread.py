@@ -57,6 +57,9 @@ class SpreadHost(SGLangHost):
         self._lock = threading.RLock()
         self._mending: dict[SGLangHost, Future[DraftworksError | None]] = {}
 
+    def members(self) -> Sequence[SGLangHost]:
+        return self._hosts
+
     @property
     def urls(self) -> tuple[str, ...]:
         return tuple(host.client.url for host in self._hosts)

@@ -8,30 +8,45 @@ import torch
 from torch import Tensor
 
 from draftworks.capture.engine import TargetEngine
-from draftworks.errors import CaptureError
+from draftworks.errors import CaptureError, UnsoundEngineError
+from draftworks.features.contracts import CaptureConfig
 
 HEAD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference between the head on `last` and the target's logits, as a share of the largest logit."""
 
 
-def check_sample(sample_id: str, streams: Mapping[str, Tensor], num_tokens: int, hidden_size: int) -> None:
-    """Every stream has one row per token, is as wide as the target, and is finite.
+def verify_capture(config: CaptureConfig, sample_id: str, streams: Mapping[str, Tensor], num_tokens: int) -> None:
+    """The streams are those that were asked for, by name, order, width and dtype, with a finite row for every token.
 
     Raises:
-        CaptureError: with sample and stream named.
+        UnsoundEngineError: names, order, width or dtype are others: no sample is at fault.
+        CaptureError: rows are missing, not finite, or nothing but zeros; with sample and stream named.
     """
+    if tuple(streams) != config.names:
+        raise UnsoundEngineError(
+            f"sample {sample_id}: expected the streams {', '.join(config.names)}, found {', '.join(streams) or 'none'}"
+        )
     for name, tensor in streams.items():
-        expected = (num_tokens, hidden_size)
-        if tuple(tensor.shape) != expected:
-            raise CaptureError(
-                f"sample {sample_id}, stream {name}: expected {expected} (tokens, hidden size), found {tuple(tensor.shape)}"
+        where = f"sample {sample_id}, stream {name}"
+        found = (tensor.shape[-1] if tensor.dim() else 0, str(tensor.dtype).removeprefix("torch."))
+        if tensor.dim() != 2 or found != (config.hidden_size, config.dtype):
+            raise UnsoundEngineError(
+                f"{where}: expected rows of {config.hidden_size} values in {config.dtype}, found {tuple(tensor.shape)} in "
+                f"{found[1]}"
             )
+        if len(tensor) != num_tokens:
+            raise CaptureError(f"{where}: expected {num_tokens} rows, one for each token, found {len(tensor)}")
+        if not tensor.any():
+            raise CaptureError(f"{where}: all {tensor.numel()} values are zero, expected hidden states")
         if not torch.isfinite(tensor).all():
             count = int((~torch.isfinite(tensor)).sum())
-            raise CaptureError(
-                f"sample {sample_id}, stream {name}: {count} of {tensor.numel()} values are not finite. "
-                "Capture with compute_dtype float32, or leave the sample out."
-            )
+            raise CaptureError(f"{where}: {count} of {tensor.numel()} values are not finite. {_remedy(config.dtype)}")
+
+
+def _remedy(dtype: str) -> str:
+    if dtype == "float32":
+        return "It was computed in float32: the engine may have built another model than config.json says"
+    return f"Capture with compute_dtype float32 instead of {dtype}, or leave the sample out"
 
 
 def check_head(

@@ -41,6 +41,30 @@ class FeatureSpec:
 
 
 @dataclass(frozen=True)
+class CaptureConfig:
+    """What an engine hands over for a sample: a stream (S, H) for every tap, in this order, and `last`.
+
+    Attributes:
+        aux_layer_ids: hf_index of the taps, ascending.
+        hidden_size: H, of every stream.
+        dtype: the one the target computes in; what is stored may have another.
+    """
+
+    aux_layer_ids: tuple[int, ...]
+    hidden_size: int
+    dtype: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*(f"hf{index}" for index in self.aux_layer_ids), "last")
+
+    @property
+    def aux_width(self) -> int:
+        """Of all taps side by side."""
+        return len(self.aux_layer_ids) * self.hidden_size
+
+
+@dataclass(frozen=True)
 class SampleRef:
     """A sample's address: which tensors it has, under which keys, in which store. Never the tensors themselves."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.capture.engine import EnginePlace, TargetEngine, load_engine
+from draftworks.capture.probe import EngineProbe, ProbeReport
 from draftworks.capture.recheck import recheck
 from draftworks.capture.session import capture_missing, write_manifest
 from draftworks.data.tokenized import TokenizedSet
@@ -31,23 +32,31 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         engine_folder(run.out / f"engine-{ctx.rank}") as folder,
         ExitStack() as closing,
     ):
+        probe = EngineProbe(run, tokens)
 
         @cache
-        def engine() -> TargetEngine:
-            """Loaded once, and only if there is something to do."""
+        def probed() -> tuple[TargetEngine, ProbeReport]:
+            """Loaded once, and only if there is something to do; compared before anything is stored."""
             loaded = load_engine(run.target, run.capture, device, _place(run, ctx, folder, tokens))
             closing.callback(loaded.close)
-            return loaded
+            return loaded, probe.compare(loaded)
 
         summary = capture_missing(
-            run, engine, tokens, ctx.rank, ctx.world_size, progress=lambda now: ctx.progress(now.line())
+            run,
+            lambda: probed()[0],
+            tokens,
+            ctx.rank,
+            ctx.world_size,
+            progress=lambda now: ctx.progress(now.line()),
+            confirm=probe.confirm if run.capture.server.external else None,
         )
         summaries = gather_from_ranks(summary)  # also the barrier before the manifest is written
         if not ctx.is_main:
             return {}
         manifest = write_manifest(run, tokens, [each for summary in summaries for each in summary.failed])
         store = open_store(run.store)
-        check = recheck(engine(), store, manifest.refs, tokens)
+        engine, report = probed()
+        check = recheck(engine, store, manifest.refs, tokens)
         store.close()
     captured_tokens = sum(each.tokens for each in summaries)
     return {
@@ -64,6 +73,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         "tokens_per_second": round(captured_tokens / max(each.seconds for each in summaries)) if captured_tokens else 0,
         "seconds": round(time.monotonic() - started, 2),
         "verification": check.to_json(),
+        "probe": report.to_json(),
     }
 
 

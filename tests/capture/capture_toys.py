@@ -8,7 +8,7 @@ import numpy as np
 
 from draftworks.capture.engine import Generated, TargetEngine
 from draftworks.data.token_rows import TokenRow
-from draftworks.identity import EngineIdentity, LastHidden
+from draftworks.identity import EngineIdentity, LastHidden, LayerTap
 from draftworks.runs import CaptureRun, TargetFiles
 from draftworks.specs import CaptureSpec
 
@@ -64,3 +64,12 @@ class WatchedEngine(TargetEngine):
     def generate(self, prompts, sampling, sample_ids, max_total, turn=0, end_ids=()) -> list[Generated]:
         self.rows += [tuple(prompt) for prompt in prompts]
         return self._engine.generate(prompts, sampling, sample_ids, max_total, turn, end_ids)
+
+
+class OneLayerOff(WatchedEngine):
+    """Takes every stream one layer too late, as a server with another convention of layer ids does."""
+
+    def capture(self, token_rows, taps):
+        found = super().capture(token_rows, [LayerTap(tap.hf_index + 1) for tap in taps])
+        names = [*(tap.name for tap in taps), "last"]
+        return [dict(zip(names, streams.values(), strict=True)) for streams in found]

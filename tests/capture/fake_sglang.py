@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -52,6 +52,7 @@ class FakeSGLang:
         info: the answer to /server_info.
         failures: status codes of the next answers to /generate; 0 closes the connection.
         delay_s: before every answer to /generate.
+        damage: what becomes of every part before it is written.
         refused: prompts that hold this id are refused.
         aborted: how many answers yet give their requests up.
         asked: bodies of /generate.
@@ -62,6 +63,7 @@ class FakeSGLang:
         self.spool = spool
         self.failures: list[int] = []
         self.delay_s = 0.0
+        self.damage: Callable[[Part], Part] = lambda part: part
         self.refused = -1
         self.aborted = 0
         self.asked: list[dict[str, Any]] = []
@@ -75,7 +77,7 @@ class FakeSGLang:
         if any(self.refused in prompt for prompt in body["input_ids"]):
             return 400, {"error": {"message": "The input is longer than the model's context length."}}
         for request_id, prompt in zip(body["rid"], body["input_ids"], strict=True):
-            write_part(self.spool, request_id, part_of(prompt))
+            write_part(self.spool, request_id, self.damage(part_of(prompt)))
         answers = [generated(*each) for each in zip(body["rid"], body["input_ids"], strict=True)]
         if self.aborted:
             self.aborted -= 1

@@ -13,7 +13,8 @@ from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang, par
 
 from draftworks.capture.engine import engine_identity
 from draftworks.capture.sglang_engine import SGLangEngine, sampling_parameters, whole_part
-from draftworks.errors import CaptureError, EngineError
+from draftworks.errors import CaptureError, EngineError, UnsoundEngineError
+from draftworks.features.contracts import CaptureConfig
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
 from draftworks.serving.sglang_client import SGLangClient
@@ -23,6 +24,7 @@ TARGET = TargetFiles(
     name="toy", model="models/toy", tokenizer="models/toy", digest="0" * 16, tokenizer_digest="1" * 16,
     num_layers=6, hidden_size=HIDDEN, vocab_size=VOCAB, context=32,
 )  # fmt: skip
+EXPECTED = CaptureConfig((2, 4), HIDDEN, "float32")
 ROWS = [[7, 3, 9], [4], [5, 6, 7, 8]]
 
 
@@ -44,6 +46,7 @@ def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_streams_are_cut_out_of_what_the_server_captures(fake):
     streams = engine_on(fake).capture(ROWS, [LayerTap(4), LayerTap(2)])
+    assert list(streams[0]) == ["hf4", "hf2", "last"]
     for row, found in zip(ROWS, streams, strict=True):
         ids = torch.tensor(row, dtype=torch.float32)[:, None].expand(-1, HIDDEN)
         assert torch.equal(found["hf2"], ids + 200)
@@ -132,21 +135,41 @@ def test_a_server_that_is_not_there_is_told():
 
 def test_rows_from_a_cache_in_chunks_or_of_other_tokens_are_refused():
     row = [1, 2, 3, 4]
-    assert whole_part([part_of(row)], row, 0).start == 0
+    assert whole_part([part_of(row)], row, 0, EXPECTED).start == 0
     with pytest.raises(CaptureError, match="wrote no hidden states of a row of 4 tokens"):
-        whole_part([], row, 0)
+        whole_part([], row, 0, EXPECTED)
     with pytest.raises(CaptureError, match="took 3 of a row's 4 tokens from its prefix cache.*--disable-radix-cache"):
-        whole_part([part_of(row[3:], start=3)], row, 3)
+        whole_part([part_of(row[3:], start=3)], row, 3, EXPECTED)
     with pytest.raises(CaptureError, match="took 3 of a row's"):
-        whole_part([part_of(row)], row, 3)
+        whole_part([part_of(row)], row, 3, EXPECTED)
     with pytest.raises(CaptureError, match=r"in chunks of \[2, 2\].*--chunked-prefill-size -1"):
-        whole_part([part_of(row[:2]), part_of(row[2:], start=2)], row, 0)
+        whole_part([part_of(row[:2]), part_of(row[2:], start=2)], row, 0, EXPECTED)
     with pytest.raises(CaptureError, match=r"in chunks of \[2\]"):
-        whole_part([part_of(row[:2])], row, 0)
+        whole_part([part_of(row[:2])], row, 0, EXPECTED)
     with pytest.raises(CaptureError, match="computed other tokens"):
-        whole_part([part_of(row[::-1])], row, 0)
+        whole_part([part_of(row[::-1])], row, 0, EXPECTED)
     with pytest.raises(CaptureError, match="one per token, found 3 and 4"):
-        whole_part([replace(part_of(row), taps=torch.zeros(3, HIDDEN))], row, 0)
+        whole_part([replace(part_of(row), taps=torch.zeros(3, HIDDEN))], row, 0, EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda part: {"taps": torch.cat([part.taps, part.last], 1)}, "taps of 24 columns in float32, expected 16"),
+        (
+            lambda part: {"taps": part.taps.half()},
+            "taps of 16 columns in float16, expected 16 in float32: of hf2, hf4, last",
+        ),
+        (lambda part: {"last": part.last.double()}, "last of 8 columns in float64, expected 8 in float32"),
+        (lambda part: {"last": part.last[:, :4]}, "last of 4 columns"),
+    ],
+    ids=["3H for 2H", "float16", "float64", "narrow"],
+)
+def test_another_width_or_dtype_is_refused_and_not_asked_for_again(fake, damage, message):
+    fake.damage = lambda part: replace(part, **damage(part))
+    with pytest.raises(UnsoundEngineError, match=message):
+        engine_on(fake).capture(ROWS, [LayerTap(2)])
+    assert len(fake.asked) == 1
 
 
 def test_engines_have_keys_of_their_own():

@@ -1,32 +1,70 @@
-"""Captured features that cannot be right are refused, with sample and stream."""
+"""What an engine hands over is held to what was asked for, and the check of the head tells a right `last` from a wrong one."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from draftworks.capture.verify import check_head, check_sample
-from draftworks.errors import CaptureError
+from draftworks.capture.verify import check_head, verify_capture
+from draftworks.errors import CaptureError, UnsoundEngineError
+from draftworks.features.contracts import CaptureConfig
+
+ASKED = CaptureConfig((2, 4), 8, "float32")
 
 
-def test_rows_must_equal_tokens():
-    with pytest.raises(CaptureError, match=r"sample a, stream hf2: expected \(3, 4\) .*, found \(2, 4\)"):
-        check_sample("a", {"hf2": torch.zeros(2, 4)}, 3, 4)
+def streams(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"hf2": torch.ones(3, 8), "hf4": torch.ones(3, 8), "last": torch.ones(3, 8), **changes}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_must_be_finite(value):
-    bad = torch.zeros(3, 4)
-    bad[1, 2] = value
-    with pytest.raises(CaptureError, match="sample a, stream last: 1 of 12 values are not finite"):
-        check_sample("a", {"hf2": torch.zeros(3, 4), "last": bad}, 3, 4)
+def test_what_was_asked_for_is_accepted():
+    assert (ASKED.names, ASKED.aux_width) == (("hf2", "hf4", "last"), 16)
+    verify_capture(ASKED, "a", streams(), 3)
 
 
-def test_head_accepts_the_right_stream_and_refuses_the_one_before_the_norm(tiny_engine):
-    row = [5, 60, 700, 3]
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"hf4": torch.ones(3, 8), "hf2": torch.ones(3, 8), "last": torch.ones(3, 8)}, "found hf4, hf2, last"),
+        ({"hf2": torch.ones(3, 8), "last": torch.ones(3, 8)}, "expected the streams hf2, hf4, last, found hf2, last"),
+        (streams(hf8=torch.ones(3, 8)), "found hf2, hf4, last, hf8"),
+        (
+            streams(hf4=torch.ones(3, 12)),
+            r"stream hf4: expected rows of 8 values in float32, found \(3, 12\) in float32",
+        ),
+        (streams(hf2=torch.ones(3, 8).half()), r"stream hf2: .* in float32, found \(3, 8\) in float16"),
+        (streams(last=torch.ones(8)), r"stream last: expected rows of 8"),
+    ],
+    ids=["order", "missing", "more", "width", "dtype", "rank"],
+)
+def test_another_name_order_width_or_dtype_is_the_fault_of_the_engine(found, message):
+    with pytest.raises(UnsoundEngineError, match=f"sample a.*{message}"):
+        verify_capture(ASKED, "a", found, 3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_missing_zero_and_non_finite_rows_are_named(bad: float):
+    with pytest.raises(CaptureError, match="sample a, stream hf2: expected 3 rows, one for each token, found 2"):
+        verify_capture(ASKED, "a", streams(hf2=torch.ones(2, 8)), 3)
+    with pytest.raises(CaptureError, match="sample a, stream hf4: all 24 values are zero"):
+        verify_capture(ASKED, "a", streams(hf4=torch.zeros(3, 8)), 3)
+    last = torch.ones(3, 8)
+    last[1, 2] = bad
+    with pytest.raises(
+        CaptureError, match="sample a, stream last: 1 of 24 values are not finite. It was computed in float32"
+    ):
+        verify_capture(ASKED, "a", streams(last=last), 3)
+    found = {name: tensor.bfloat16() for name, tensor in streams(last=last).items()}
+    with pytest.raises(CaptureError, match="Capture with compute_dtype float32 instead of bfloat16"):
+        verify_capture(replace(ASKED, dtype="bfloat16"), "a", found, 3)
+
+
+def test_the_head_on_a_wrong_last_is_refused(tiny_engine):
+    row = list(range(5, 25))
     last = tiny_engine.capture([row], [])[0]["last"]
     check_head(tiny_engine, ["a"], [row], [last])
-    with pytest.raises(CaptureError, match="sample a, stream last: the target's head on it differs"):
+    with pytest.raises(CaptureError, match=r"sample a, stream last: .* expected at most 0.0001"):
         check_head(tiny_engine, ["a"], [row], [last * 1.01])
-    with pytest.raises(CaptureError, match="sample a"):
+    with pytest.raises(CaptureError):
         check_head(tiny_engine, ["a"], [row], [last * float("nan")])

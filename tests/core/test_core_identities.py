@@ -126,7 +126,8 @@ SETTINGS = [
         CaptureSpec(),
         own,
         {"backend", "dtype", "compute_dtype", "custom"},
-        {"server", "device", "batch_tokens", "processes", "shard_mb", "budget_gb", "max_failed_share"},
+        {"server", "device", "batch_tokens", "processes", "shard_mb", "budget_gb", "max_failed_share"}
+        | {"probe_gb", "allow_unprobed"},
         {"custom": CUSTOM, "server": ServerSpec(tp_size=2)},
     ),
     Settings(

@@ -8,28 +8,50 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
+from capture_toys import OneLayerOff
 
+from draftworks.capture.engine import load_engine
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import write_tokens
+from draftworks.errors import UnsoundEngineError
 from draftworks.features.manifest import read_feature_set
+from draftworks.features.opening import open_store
+from draftworks.programs.capture import capture
+from draftworks.programs.program import ProgramContext
 from draftworks.runs import CaptureRun, TargetFiles
 from draftworks.specs import CaptureSpec
 
 
-def test_two_ranks_capture_one_set(tmp_path: Path, tiny_target: TargetFiles):
+def capture_run(tmp_path: Path, target: TargetFiles) -> CaptureRun:
     generator = np.random.default_rng(0)
     ids = [generator.integers(5, 99, 6).astype(np.int32) for _ in range(12)]
     write_tokens(tmp_path / "tokens", [TokenRow(f"s{i}", row, np.ones(6, np.bool_)) for i, row in enumerate(ids)])
     (tmp_path / "out").mkdir()
-    run = CaptureRun(
-        out=tmp_path / "out", target=tiny_target, tokens=tmp_path / "tokens", taps=[2], store=tmp_path / "store",
+    return CaptureRun(
+        out=tmp_path / "out", target=target, tokens=tmp_path / "tokens", taps=[2], store=tmp_path / "store",
         capture=CaptureSpec(dtype="float32", compute_dtype="float32", device="cpu"),
     )  # fmt: skip
+
+
+def test_an_engine_that_is_not_the_target_stores_nothing(tmp_path: Path, tiny_target: TargetFiles, monkeypatch):
+    run = capture_run(tmp_path, tiny_target)
+    monkeypatch.setattr(
+        "draftworks.programs.capture.load_engine", lambda *arguments: OneLayerOff(load_engine(*arguments))
+    )
+    with pytest.raises(UnsoundEngineError, match="stream hf2 differs by .*; it is hf3"):
+        capture(run, ProgramContext())
+    assert open_store(run.store).health()["tensors"] == 0
+
+
+def test_two_ranks_capture_one_set(tmp_path: Path, tiny_target: TargetFiles):
+    run = capture_run(tmp_path, tiny_target)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "draftworks.programs.capture", str(run.save(tmp_path / "capture.yaml"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout[done.stdout.index("{\n") :])
     assert report["captured_samples"] == report["samples"] == 12
+    assert report["probe"]["probe_compared"] == "hf2, last"
     assert report["data_version"] == read_feature_set(run.out).data_version
     assert len(list((run.store.root / "shards").iterdir())) == 2

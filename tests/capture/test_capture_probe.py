@@ -1,0 +1,214 @@
+"""An engine is compared with the target's own weights: rounding passes, any other model or layer does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from capture_toys import OneLayerOff, WatchedEngine, capture_run, random_rows
+from model_families import FAMILIES
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from draftworks.capture.engine import load_engine
+from draftworks.capture.hf import HFTargetEngine
+from draftworks.capture.probe import EngineProbe, probe_rows
+from draftworks.capture.session import capture_missing
+from draftworks.capture.streamed import StreamedTarget
+from draftworks.errors import StoreError, UnsoundEngineError
+from draftworks.features.opening import open_store
+from draftworks.identity import LayerTap
+from draftworks.runs import CaptureRun, TargetFiles
+from draftworks.specs import CaptureSpec
+
+CPU = torch.device("cpu")
+ROWS = random_rows(5, longest=60)
+
+
+def engine_of(target: TargetFiles, dtype: str = "float32") -> HFTargetEngine:
+    return load_engine(target, CaptureSpec(compute_dtype=dtype, device="cpu"), CPU)
+
+
+@pytest.fixture
+def run(tiny_target: TargetFiles, tmp_path: Path) -> CaptureRun:
+    return capture_run(tiny_target, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def changed_target(
+    tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[float], TargetFiles]:
+    """Makes a copy of the target whose fourth layer writes so much more than the original's."""
+
+    def make(share: float) -> TargetFiles:
+        folder = tmp_path_factory.mktemp("changed")
+        shutil.copytree(tiny_target.model, folder, dirs_exist_ok=True)
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.3.mlp.down_proj.weight"] *= 1 + share
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return tiny_target.model_copy(update={"model": str(folder)})
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_target_itself_passes_in_its_dtype(run: CaptureRun, tiny_target: TargetFiles, dtype: str):
+    spec = run.capture.model_copy(update={"compute_dtype": dtype})
+    report = EngineProbe(run.model_copy(update={"capture": spec}), ROWS).compare(engine_of(tiny_target, dtype))
+    assert (tuple(report.differences), report.not_compared) == (("hf2", "hf4", "last"), ())
+    assert all(report.allowed[name] > 0 for name in report.differences)
+    assert report.to_json()["probe_compared"] == "hf2, hf4, last"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streams_of_every_family_are_those_of_transformers(family_target, family: str):
+    target = family_target(family)
+    engine, streamed = engine_of(target), StreamedTarget(target)
+    rows = [row.input_ids.tolist() for row in ROWS[:3]]
+    expected = engine.capture(rows, [LayerTap(k) for k in range(target.num_layers)])
+    found = streamed.run(rows, target.num_layers, torch.float32).exact
+    assert sorted(found) == sorted(expected[0])
+    for index, streams in enumerate(expected):
+        for name, stream in streams.items():
+            assert torch.allclose(found[name][index], stream, atol=1e-4 * float(stream.abs().max())), name
+    assert all(parameter.is_meta for layer in streamed._layers for parameter in layer.parameters())
+
+
+def wrong(streams: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
+    if how == "swapped":
+        return {**streams, "hf2": streams["hf4"], "hf4": streams["hf2"]}
+    if how == "zero":
+        return {**streams, "hf4": torch.zeros_like(streams["hf4"])}
+    if how == "wide":
+        return {**streams, "hf4": torch.cat([streams["hf4"], streams["hf4"]], dim=1)}
+    return {name: stream.half() for name, stream in streams.items()}
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("swapped", r"stream hf2 differs by .*; it is hf4 \(difference .*\n.*stream hf4 differs by .*; it is hf2"),
+        ("zero", "stream hf4: all .* values are zero"),
+        ("wide", r"stream hf4: expected rows of 128 values in float32, found \(\d+, 256\)"),
+        ("half", "in float16"),
+    ],
+)
+def test_what_is_not_what_it_is_called_is_refused_by_name(
+    run: CaptureRun, watched: WatchedEngine, how: str, message: str
+):
+    watched.damage = lambda streams: wrong(streams, how)
+    with pytest.raises(UnsoundEngineError, match=message):
+        EngineProbe(run, ROWS).compare(watched)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tap", range(2, 7))
+def test_one_layer_off_is_refused_at_every_tap(run: CaptureRun, tiny_target: TargetFiles, tap: int, dtype: str):
+    changed = {"taps": [tap], "capture": run.capture.model_copy(update={"compute_dtype": dtype})}
+    probe = EngineProbe(run.model_copy(update=changed), ROWS)
+    with pytest.raises(UnsoundEngineError, match=rf"stream hf{tap} differs by .*; it is hf{tap + 1} "):
+        probe.compare(OneLayerOff(engine_of(tiny_target, dtype)))
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.01), ("bfloat16", 0.5)])
+def test_other_weights_are_refused(run: CaptureRun, changed_target, dtype: str, share: float):
+    spec = run.capture.model_copy(update={"compute_dtype": dtype})
+    with pytest.raises(UnsoundEngineError, match="stream hf4 differs by .* expected at most") as raised:
+        EngineProbe(run.model_copy(update={"capture": spec}), ROWS).compare(engine_of(changed_target(share), dtype))
+    assert "stream hf2" not in str(raised.value)  # which the changed layer comes after
+
+
+def test_a_budget_that_reaches_the_lowest_taps_compares_those_and_names_the_others(
+    run: CaptureRun, watched, changed_target
+):
+    sizes = StreamedTarget(run.target).layer_bytes()
+    capture = run.capture.model_copy(update={"probe_gb": sum(sizes[:3]) / 1e9})
+    report = EngineProbe(run.model_copy(update={"capture": capture}), ROWS).compare(watched)
+    assert (tuple(report.differences), report.not_compared) == (("hf2",), ("hf4", "last"))
+    assert "hf4, last not compared with the target's own weights: capture.probe_gb = " in report.describe()
+    assert "reaches 3 of 8 layers" in report.describe()
+
+
+def test_what_cannot_be_compared_is_refused_unless_the_registry_says_so(run: CaptureRun, watched, tmp_path: Path):
+    def probe(**changes) -> EngineProbe:
+        return EngineProbe(run.model_copy(update={"capture": run.capture.model_copy(update=changes)}), ROWS)
+
+    with pytest.raises(
+        UnsoundEngineError, match=r"probe_gb = 1e-06 reaches 0 of 8 layers.*capture.allow_unprobed: true"
+    ):
+        probe(probe_gb=1e-6).compare(watched)
+    quantised = run.capture.server.model_copy(update={"args": ["--quantization", "fp8", "--kv-cache-dtype", "auto"]})
+    with pytest.raises(UnsoundEngineError, match="server.args has --quantization, which changes the numbers"):
+        probe(server=quantised).compare(watched)
+    report = probe(server=quantised, allow_unprobed=True).compare(watched)
+    assert (report.differences, report.not_compared) == ({}, ("hf2", "hf4", "last"))
+    assert "--quantization" in report.to_json()["probe"]
+
+
+def test_a_quantised_checkpoint_cannot_be_compared(run: CaptureRun, watched, tmp_path: Path):
+    folder = shutil.copytree(run.target.model, tmp_path / "quantised")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    target = run.target.model_copy(update={"model": str(folder)})
+    with pytest.raises(UnsoundEngineError, match=r"the checkpoint is quantised \(mxfp4\)"):
+        EngineProbe(run.model_copy(update={"target": target}), ROWS).compare(watched)
+
+
+def test_a_tensor_that_is_not_in_the_files_is_named(run: CaptureRun, watched, tmp_path: Path):
+    folder = shutil.copytree(run.target.model, tmp_path / "lacking")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.3.mlp.down_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StoreError, match="1 tensors are missing .*, the first model.layers.3.mlp.down_proj.weight"):
+        EngineProbe(
+            run.model_copy(update={"target": run.target.model_copy(update={"model": str(folder)})}), ROWS
+        ).compare(watched)
+
+
+def test_a_server_that_changes_while_it_captures_leaves_nothing_of_that_time(
+    run: CaptureRun, watched: WatchedEngine, changed_target
+):
+    later = engine_of(changed_target(0.05))
+    first, probe = watched._engine, EngineProbe(run, ROWS)
+    probe.compare(watched)
+
+    def swap(now) -> None:
+        watched._engine = later if now.done > 2 else first
+
+    with pytest.raises(UnsoundEngineError, match=r"(?s)stream hf4 differs.*The last 5 samples .* are not stored"):
+        capture_missing(run, watched, ROWS, progress=swap, confirm=probe.confirm)
+    assert open_store(run.store).health()["tensors"] == 0
+    watched._engine = first
+    assert capture_missing(run, watched, ROWS, confirm=probe.confirm).captured == 5
+
+
+def test_an_engine_that_can_change_is_confirmed_as_often_as_a_shard_is_full(run: CaptureRun, watched: WatchedEngine):
+    confirmed: list[int] = []
+    rows = random_rows(9, seed=3, longest=60)
+    spec = run.capture.model_copy(update={"batch_tokens": 1, "shard_mb": 1})
+    wide = run.model_copy(update={"capture": spec, "taps": list(range(8))})
+    store = lambda: confirmed.append(open_store(run.store).health()["tensors"])  # noqa: E731
+    capture_missing(wide, watched, rows, confirm=lambda engine: store())
+    assert confirmed == sorted(confirmed)
+    assert open_store(run.store).health()["tensors"] == 81
+
+
+def test_prompts_are_short_pieces_of_samples(run: CaptureRun):
+    rows = random_rows(40, longest=200)
+    found = probe_rows(rows)
+    assert [len(row) for row in found] == [64, 24, 24]
+    samples = [row.input_ids.tolist() for row in rows]
+    assert found[0] in [sample[:64] for sample in samples]
+    assert all(row in [sample[-24:] for sample in samples] for row in found[1:])
+    assert [len(row) for row in probe_rows(rows[:1])] == [min(64, len(rows[0]))]
+
+
+def test_layer_bytes_are_those_of_the_files(tiny_target: TargetFiles):
+    with safe_open(Path(tiny_target.model) / "model.safetensors", "pt") as stream:
+        sizes = {name: stream.get_tensor(name).nbytes for name in stream.keys()}  # noqa: SIM118
+    expected = [sum(size for name, size in sizes.items() if f"layers.{k}." in name) for k in range(8)]
+    assert StreamedTarget(tiny_target).layer_bytes() == expected
