@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,21 @@ if TYPE_CHECKING:
     from draftworks.data.vocab import VocabMapping
 
 
+class Shares(NamedTuple):
+    """How the loss of a batch is made of the sums over rows of its steps, and what it weighs among batches.
+
+    Attributes:
+        step_weights: T factors on the sums in the loss.
+        of_each_step, denoms: factor on the sums, and (T,) denominators, of the losses by step.
+        loss_weight: scalar, of the batch.
+    """
+
+    step_weights: list[float]
+    of_each_step: int
+    denoms: Tensor
+    loss_weight: Tensor
+
+
 class Eagle3Strategy(ChainStrategy):
     """One decoder layer trained on its own outputs over `ttt_length` steps.
 
@@ -47,10 +62,14 @@ class Eagle3Strategy(ChainStrategy):
     `specforge`: SpecForge's loss number for number. Rows by `specforge_gates`, the last position of every sample masked
         out; loss_sum = Σ_i decay^i L_i and loss_weight = 1. For `ce`, L_i = Σ_rows CE / (B·S), padding and prompt counted
         in B·S, which are the `loss_denoms`; for the others L_i is made of means over the batch, see `MeanLogAcceptance`
-        and `MeanBlend`, and `loss_denoms` are 1.
+        and `MeanBlend`, and `loss_denoms` are 1 in training.
+
+    With gradients on, `specforge` counts a micro-batch as one; with gradients off it weighs it by its B·S positions, as
+    SpecForge's Evaluator does, so that what an evaluation shows is its number too.
 
     When gradients are off or the objective needs it, both also count the acceptance rate of each step over the supervised
-    rows whose target argmax is in the draft vocabulary (`acceptance_denoms`): the sum of α.
+    rows whose target argmax is in the draft vocabulary (`acceptance_denoms`): the sum of α. This rate is conditional, and
+    higher the fewer tokens the draft has. With gradients off that over all supervised rows is counted beside it.
     """
 
     name = EAGLE3.name
@@ -90,23 +109,37 @@ class Eagle3Strategy(ChainStrategy):
         mask, documents = batch["loss_mask"], Documents.of(batch)
         gates = self.chain_gates(mask, documents)
         supervised = gates.sum(dim=(1, 2), dtype=torch.float64)
-        if self.options.loss == "specforge":
-            divisor = mask.numel() if self.options.objective == "ce" else 1
-            weights, denoms = [w / divisor for w in self._step_weights], torch.full_like(supervised, divisor)
-            loss_weight = supervised.new_ones(())
-        else:
-            weights, denoms, loss_weight = self._step_weights, supervised, supervised[0]
-        objective = self._objective(mask.numel())
+        shares = self._shares(supervised, mask.numel())
+        weights, objective = shares.step_weights, self._objective(mask.numel())
         result = self.model(batch["input_ids"], batch["features"], batch["last"], gates, weights, objective, documents)
         counts = {
             "acc_corrects": result.corrects,
             "acc_denoms": supervised,
-            "loss_sums": result.loss_sums,
-            "loss_denoms": denoms,
+            "loss_sums": result.loss_sums * shares.of_each_step,
+            "loss_denoms": shares.denoms,
         }
         if result.accepted is not None:
             counts |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
-        return StepOutput(result.loss, loss_weight.to(result.loss.dtype), counts)
+        if result.accepted_anywhere is not None:
+            counts |= {
+                "unconditional_acceptance_sums": result.accepted_anywhere,
+                "unconditional_acceptance_denoms": supervised,
+            }
+        return StepOutput(result.loss, shares.loss_weight.to(result.loss.dtype), counts)
+
+    def _shares(self, supervised: Tensor, positions: int) -> Shares:
+        """For (T,) supervised rows by step, among so many positions of the batch."""
+        if self.options.loss == "token_mean":
+            return Shares(self._step_weights, 1, supervised, supervised[0])
+        batch_weight = 1 if torch.is_grad_enabled() else positions
+        # The LK losses are means over rows already.
+        divisor, each = (positions, 1) if self.options.objective == "ce" else (1, batch_weight)
+        return Shares(
+            step_weights=[weight * batch_weight / divisor for weight in self._step_weights],
+            of_each_step=each,
+            denoms=torch.full_like(supervised, divisor * each),
+            loss_weight=torch.full_like(supervised[0], batch_weight),
+        )
 
     def chain_gates(self, loss_mask: Tensor, documents: Documents) -> Tensor:
         gates = specforge_gates if self.options.loss == "specforge" else token_mean_gates

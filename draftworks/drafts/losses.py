@@ -29,7 +29,7 @@ GPU_CHUNK_ROWS = 2048
 class Distilled(NamedTuple):
     """`loss` = Σ_i step_weights[i]·loss_sums[i] is differentiable; the sums per step, (T,) float64, are not.
 
-    A row whose target argmax lies outside the draft vocabulary adds nothing to any of them.
+    A row whose target argmax lies outside the draft vocabulary adds nothing to any of them but `accepted_anywhere`.
 
     Attributes:
         loss_sums: of the objective over rows.
@@ -37,6 +37,7 @@ class Distilled(NamedTuple):
             q̃ is the target's distribution over its *whole* vocabulary, as far as it lies in the draft's. None when
             gradients are on and the objective does not need it: training does not pay for it.
         taught: number of rows that add something.
+        accepted_anywhere: `accepted` of all rows, those outside included; None when gradients are on.
     """
 
     loss: Tensor
@@ -44,6 +45,7 @@ class Distilled(NamedTuple):
     corrects: Tensor
     accepted: Tensor | None
     taught: Tensor
+    accepted_anywhere: Tensor | None = None
 
 
 def distill(
@@ -64,10 +66,12 @@ def distill(
     """
     if isinstance(objective, BatchObjective):
         with torch.no_grad():
-            seen = distill(states, head, teacher, plan, step_weights, CrossEntropy())
+            means = _Distill.apply(teacher, plan, tuple(step_weights), CrossEntropy(), False, False, head, *states)
+        seen = Distilled(*means)
         objective = objective.given(seen.accepted, seen.taught)
     with_grad = torch.is_grad_enabled()
-    return Distilled(*_Distill.apply(teacher, plan, tuple(step_weights), objective, with_grad, head, *states))
+    weights, anywhere = tuple(step_weights), not with_grad
+    return Distilled(*_Distill.apply(teacher, plan, weights, objective, with_grad, anywhere, head, *states))
 
 
 class _Distill(torch.autograd.Function):
@@ -79,12 +83,14 @@ class _Distill(torch.autograd.Function):
         step_weights: tuple[float, ...],
         objective: Objective,
         with_grad: bool,
+        anywhere: bool,
         head: Tensor,
         *states: Tensor,
     ):
         wide = torch.promote_types(head.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=head.device)
-        loss_sums, corrects, accepted, taught = torch.zeros(4, len(states), dtype=torch.float64, device=head.device)
+        sums = torch.zeros(5, len(states), dtype=torch.float64, device=head.device)
+        loss_sums, corrects, accepted, taught, missed = sums
         d_head = torch.zeros_like(head, dtype=wide) if with_grad else None
         d_states = [torch.zeros_like(state) for state in states] if with_grad else []
         with_mass = objective.needs_mass or not with_grad
@@ -92,8 +98,10 @@ class _Distill(torch.autograd.Function):
         rows_at_once = max(fewest, CHUNK_ELEMENTS // teacher.head.shape[0])
         for start in range(0, plan.positions.numel(), rows_at_once):
             chunk = slice(start, start + rows_at_once)
-            lesson = teacher.lesson(plan.positions[chunk], wide, with_mass)
+            lesson = teacher.lesson(plan.positions[chunk], wide, with_mass, with_missed=anywhere)
             rows_by_step = plan.rows[:, chunk][:, lesson.known]
+            if lesson.missed is not None:
+                missed += _accepted_of(lesson.missed, plan.rows[:, chunk][:, ~lesson.known], states, head)
             for step, (state, weight) in enumerate(zip(states, step_weights, strict=True)):
                 pupils = lesson.pupils(rows_by_step[step])
                 x = state.index_select(0, pupils.rows)
@@ -110,13 +118,24 @@ class _Distill(torch.autograd.Function):
                     _accumulate(d_head, d_logits, x * weight)
         if with_grad:
             ctx.save_for_backward(d_head.to(head.dtype), *d_states)
-        ctx.mark_non_differentiable(loss_sums, corrects, accepted, taught)
-        return loss, loss_sums, corrects, accepted if with_mass else None, taught
+        ctx.mark_non_differentiable(loss_sums, corrects, accepted, taught, missed)
+        whole = accepted + missed if anywhere else None
+        return loss, loss_sums, corrects, accepted if with_mass else None, taught, whole
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor, *_unused: Tensor):
-        return (*[None] * 5, *(saved * grad_loss.to(saved.dtype) for saved in ctx.saved_tensors))
+        return (*[None] * 6, *(saved * grad_loss.to(saved.dtype) for saved in ctx.saved_tensors))
+
+
+def _accepted_of(whole: Tensor, rows: Tensor, states: Sequence[Tensor], head: Tensor) -> Tensor:
+    """(T,) Σ α by step, of the target's probabilities (m, V_d) and the rows (T, m) that they are for, -1 where there is none."""
+    accepted = []
+    for state, its_rows in zip(states, rows, strict=True):
+        there = its_rows >= 0
+        p = F.linear(state.index_select(0, its_rows[there]), head).to(whole.dtype).softmax(-1)
+        accepted.append(torch.minimum(whole[there], p).sum(dtype=torch.float64))
+    return torch.stack(accepted)
 
 
 def _accumulate(total: Tensor, d_logits: Tensor, x: Tensor) -> None:

@@ -41,7 +41,8 @@ class PEagleStrategy(DraftStrategy):
         something only after all before it have been accepted, so the falling weight is roughly that of its use.)
     `specforge`: SpecForge's loss number for number, for one sample in a micro-batch as there. Row a at depth d counts if the mask
         is on at a + d, the last position of every sample masked out, and at all of a + 1 … a + d;
-        loss_sum = Σ CE / number of rows with a label in the draft vocabulary, loss_weight = 1.
+        loss_sum = Σ CE / number of rows with a label in the draft vocabulary, loss_weight = 1; with gradients off a micro-batch
+        weighs its supervised tokens, as in SpecForge's Evaluator.
 
     An evaluation draws nothing: it takes every chain that counts, to its full length, so its numbers depend on neither step nor
     seed. Its depths have more rows than those of a training, so compare losses depth by depth.
@@ -97,9 +98,16 @@ class PEagleStrategy(DraftStrategy):
         }
         if result.accepted is not None:
             counts |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
+        if result.accepted_anywhere is not None:
+            counts |= {
+                "unconditional_acceptance_sums": result.accepted_anywhere,
+                "unconditional_acceptance_denoms": supervised,
+            }
         if self.options.loss == "specforge":
             labelled = result.taught.sum().clamp(min=1).to(result.loss.dtype)
-            return StepOutput(result.loss / labelled, torch.ones_like(labelled), counts)
+            answers = batch["answer_mask"].sum()
+            weight = torch.ones_like(labelled) if torch.is_grad_enabled() else answers.to(labelled.dtype)
+            return StepOutput(result.loss * (weight / labelled), weight, counts)
         return StepOutput(result.loss, supervised.sum().to(result.loss.dtype), counts)
 
     def chains(self, batch: TrainBatch, ctx: StepContext) -> Tensor:

@@ -31,8 +31,9 @@ class StepOutput:
         loss_weight: scalar, no gradient: supervised tokens, or 1 in modes that normalise per micro-batch.
         counts: detached float64 sums by name, shape (T,) per draft position: `acc_corrects`, `acc_denoms` (accuracy),
             `loss_sums`, `loss_denoms` (loss per position), `acceptance_sums`, `acceptance_denoms` (probability that
-            rejection sampling accepts; when gradients are off), and whatever else the strategy counts: `X_sums` with
-            `X_denoms` are reported as `eval/X`.
+            rejection sampling accepts, when gradients are off; of a reduced vocabulary over the rows whose label is in it, and
+            `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), and whatever else the strategy
+            counts: `X_sums` with `X_denoms` are reported as `eval/X`.
     """
 
     loss_sum: Tensor

@@ -17,7 +17,10 @@ _EVERYBODYS = frozenset(
         "supervised_tokens",
     )
 )
-_BY_POSITION = ("eval/ploss_", "eval/acceptance_rate_")
+_BY_POSITION = (
+    *("eval/ploss_", "eval/acceptance_rate_"),
+    *("eval/conditional_acceptance_rate_", "eval/unconditional_acceptance_rate_"),
+)
 
 
 def own_figures(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 COUNTING = "Lengths count draft tokens; tokens per pass count the target's own token too. Intervals are by bootstrap over prompts."
 
+VOCABULARIES = (
+    "The first of these rates and the loss look at those only, so both get better as the vocabulary gets smaller: between "
+    "vocabularies, compare the second, the accuracies and the rungs."
+)
+
 
 def report_markdown(report: Report) -> str:
     """Headline, drafts by rungs, slices, histogram, what the rungs mean."""
@@ -26,6 +31,7 @@ def report_markdown(report: Report) -> str:
         _headline(report),
         _comparisons(report),
         _rungs_table(report),
+        _rates_table(report),
         _context(report),
         _exactness(report),
         loops_section(report.drafts),
@@ -74,8 +80,8 @@ def _rungs_table(report: Report) -> str:
 
 def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
     found = [each for each in findings if each.draft == draft]
-    accuracies = [f"{100 * each.value:.1f}" for each in found if each.rung == 0]
-    row = {"draft": draft, "accuracy % by position (rung 0)": " · ".join(accuracies)}
+    accuracies = _percentages(each.value for each in found if each.rung == 0)
+    row = {"draft": draft, "accuracy % by position (rung 0)": accuracies}
     for each in found:
         if each.rung == 1:
             row[f"{each.metric} (rung 1)"] = _number(each.value)
@@ -86,6 +92,32 @@ def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
         if each.rung == 4:
             row[f"speed-up ({decoding(each.temperature)})"] = _times(each.speed_up)
     return row
+
+
+def _rates_table(report: Report) -> str:
+    """Acceptance of sampling, of the drafts that it was counted for."""
+    rows, coverage = [], None
+    for name, measured in report.drafts.items():
+        rates = measured.result.acceptance_rates
+        if rates is None or rates.unconditional is None:
+            continue
+        coverage = rates.coverage
+        rows.append(
+            {
+                "draft": name,
+                "acceptance rate % by position, where the label is in the draft's vocabulary": _percentages(
+                    rates.conditional
+                ),
+                "over all positions": _percentages(rates.unconditional),
+            }
+        )
+    if not rows:
+        return ""
+    return f"{table(rows)}\n\nThe draft's vocabulary has {_rounded_down(coverage)} of the labels. {VOCABULARIES}"
+
+
+def _percentages(shares: Iterable[float]) -> str:
+    return " · ".join(f"{100 * share:.1f}" for share in shares)
 
 
 def _context(report: Report) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,24 @@ from draftworks.evaluation.collectives import gather_from_ranks, sum_over_ranks
 
 CORRECT, SUPERVISED = "acc_corrects", "acc_denoms"
 BLOCK_METRIC, WALK_METRIC = "eval/rung2_block_acc_len", "eval/rung3_walk_acc_len"
+RATE = "eval/acceptance_rate_"
+CONDITIONAL_RATE, UNCONDITIONAL_RATE = "eval/conditional_acceptance_rate_", "eval/unconditional_acceptance_rate_"
 SCALARS = ("loss_sum", "loss_weight", "tokens")
+_WITH_A_NAME = ("loss", "acceptance", "unconditional_acceptance")
+
+
+class AcceptanceRates(NamedTuple):
+    """Probability that rejection sampling accepts what the draft says, by position, on teacher-forced text.
+
+    Attributes:
+        conditional: over the positions whose label is in the draft's vocabulary.
+        unconditional: over all; None where it was not counted, or the draft says all of the target's tokens.
+        coverage: share of the labels at the first position that are in the draft's vocabulary.
+    """
+
+    conditional: tuple[float, ...]
+    unconditional: tuple[float, ...] | None
+    coverage: float
 
 
 @dataclass(frozen=True)
@@ -64,20 +81,30 @@ class EvalResult:
 
     @property
     def avg_acc(self) -> float:
-        """Accuracy at the first position, as in SpecForge."""
+        """Accuracy at the first position: SpecForge's for drafts that unroll. For block drafts its Evaluator has one accuracy
+        over all places of a block."""
         return self.per_position_acc[0] if self.correct else 0.0
 
     @property
     def simulated_acc_len(self) -> float:
-        """Rung 1: a0 + a0 a1 + a0 a1 a2 + ... (SpecForge's Evaluator): accepted draft tokens, had positions been independent."""
+        """Rung 1: a0 + a0 a1 + a0 a1 a2 + ...: accepted draft tokens, had positions been independent. SpecForge's Evaluator has
+        this number of drafts that unroll; for block drafts it repeats its one accuracy under this name."""
         length, product = 0.0, 1.0
         for accuracy in self.per_position_acc:
             product *= accuracy
             length += product
         return length
 
+    @property
+    def acceptance_rates(self) -> AcceptanceRates | None:
+        """None where they were not counted."""
+        rates, anywhere = self._by_position("acceptance"), self._by_position("unconditional_acceptance")
+        taught, supervised = (sum(self.counts.get(name, ())[:1]) for name in ("acceptance_denoms", SUPERVISED))
+        return AcceptanceRates(rates, anywhere or None, taught / max(supervised, 1.0)) if rates else None
+
     def metrics(self) -> dict[str, Any]:
-        """Under the names of SpecForge's Evaluator, those that the strategy does not count being absent; then the strategy's own."""
+        """Under the names of SpecForge's Evaluator where it has one, those that the strategy does not count being absent; then
+        the strategy's own."""
         named: dict[str, Any] = {
             "eval/avg_acc": self.avg_acc,
             "eval/per_position_acc": list(self.per_position_acc),
@@ -86,11 +113,23 @@ class EvalResult:
         }
         if self.avg_loss is not None:
             named["eval/avg_loss"] = self.avg_loss
-        losses = _ratios(self.counts.get("loss_sums", ()), self.counts.get("loss_denoms", ()))
-        rates = _ratios(self.counts.get("acceptance_sums", ()), self.counts.get("acceptance_denoms", ()))
-        named |= {f"eval/ploss_{i}": loss for i, loss in enumerate(losses)}
-        named |= {f"eval/acceptance_rate_{i}": rate for i, rate in enumerate(rates)}
-        return named | self._own_metrics() | self._replayed_metrics()
+        named |= {f"eval/ploss_{i}": loss for i, loss in enumerate(self._by_position("loss"))}
+        return named | self._named_rates() | self._own_metrics() | self._replayed_metrics()
+
+    def _named_rates(self) -> dict[str, float]:
+        """Under one name where there is one number: of a draft that says all tokens, and in results that are older than the
+        second.
+        """
+        found = self.acceptance_rates
+        if found is None:
+            return {}
+        if found.unconditional is None:
+            return {f"{RATE}{i}": rate for i, rate in enumerate(found.conditional)}
+        named = {f"{CONDITIONAL_RATE}{i}": rate for i, rate in enumerate(found.conditional)}
+        return named | {f"{UNCONDITIONAL_RATE}{i}": rate for i, rate in enumerate(found.unconditional)}
+
+    def _by_position(self, name: str) -> tuple[float, ...]:
+        return _ratios(self.counts.get(f"{name}_sums", ()), self.counts.get(f"{name}_denoms", ()))
 
     def _own_metrics(self) -> dict[str, float | list[float]]:
         """`eval/X` for each `X_sums` with `X_denoms` that only this strategy counts: a number, or one per position."""
@@ -98,7 +137,7 @@ class EvalResult:
         own = {
             name: list(_ratios(self.counts[f"{name}_sums"], self.counts[f"{name}_denoms"]))
             for name in names
-            if name not in ("loss", "acceptance") and f"{name}_denoms" in self.counts
+            if name not in _WITH_A_NAME and f"{name}_denoms" in self.counts
         }
         return {f"eval/{name}": values[0] if len(values) == 1 else values for name, values in own.items()}
 
@@ -127,6 +166,13 @@ class EvalResult:
     def from_json(cls, values: Mapping[str, Any]) -> EvalResult:
         counts = {name: tuple(sums) for name, sums in values["counts"].items()}
         return cls(values["loss_sum"], values["loss_weight"], values["tokens"], counts)
+
+
+def metric_in(metrics: Mapping[str, Any], name: str) -> Any:
+    """The value of a metric, also by the name that it had before two rates were told apart; None where there is none."""
+    if name.startswith(RATE) and name not in metrics:
+        return metrics.get(CONDITIONAL_RATE + name.removeprefix(RATE))
+    return metrics.get(name)
 
 
 class Tally:

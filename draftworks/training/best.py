@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftworks.errors import ConfigError
-from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC
+from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, metric_in
 from draftworks.publishing import publish_json
 from draftworks.training.checkpoint_files import CheckpointFolder, is_complete
 
@@ -33,7 +33,7 @@ class BestRule:
         """
         if not metrics:
             return None
-        score = metrics.get(self.metric)
+        score = metric_in(metrics, self.metric)
         if not isinstance(score, (int, float)):
             numbers = {name for name, value in metrics.items() if isinstance(value, (int, float))}
             raise ConfigError(

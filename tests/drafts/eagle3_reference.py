@@ -137,23 +137,29 @@ def _row_objective(z: Tensor, logits: Tensor, draft_ids: list[int], options) -> 
 
 
 class Acceptance(NamedTuple):
-    """Σ pm·Σ_v min(q̃, softmax z_d) and Σ pm of every step."""
+    """Σ pm·Σ_v min(q̃, softmax z_d) and Σ pm of every step; the same without pm."""
 
     sums: list[float]
     denoms: list[int]
+    all_sums: list[float]
+    all_denoms: list[int]
 
 
 def reference_acceptance(states, w, gates: Tensor, last: Tensor, head: Tensor) -> Acceptance:
     """Row by row: q̃ = exp(z[t2d] − logsumexp(z)), pm on where the row is supervised and the target's argmax in t2d."""
-    sums, denoms = [0.0] * len(states), [0] * len(states)
+    sums, all_sums = ([0.0] * len(states) for _ in range(2))
+    denoms, all_denoms = ([0] * len(states) for _ in range(2))
     for i, b, t in gates.nonzero().tolist():
         z = last[b, t + 1 + i] @ head.T
+        q = torch.exp(z[w["t2d"]] - torch.logsumexp(z, -1))
+        p = torch.softmax(states[i][b, t] @ w["lm_head.weight"].T, -1)
+        accepted = float(torch.minimum(q, p).sum())
+        all_sums[i] += accepted
+        all_denoms[i] += 1
         if w["t2d"][z.argmax()]:
-            q = torch.exp(z[w["t2d"]] - torch.logsumexp(z, -1))
-            p = torch.softmax(states[i][b, t] @ w["lm_head.weight"].T, -1)
-            sums[i] += float(torch.minimum(q, p).sum())
+            sums[i] += accepted
             denoms[i] += 1
-    return Acceptance(sums, denoms)
+    return Acceptance(sums, denoms, all_sums, all_denoms)
 
 
 def _shift_left(x: Tensor) -> Tensor:

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eagle3_comparison import MASKS, TOLERANCE, assert_close, assert_trains_as_transcribed, gradients, run
+from eagle3_comparison import MASKS, TOLERANCE, assert_close, assert_trains_as_transcribed, gradients, reference, run
 from eagle3_reference import reference_acceptance, reference_states
 
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.eagle3 import Eagle3Strategy
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError
+from draftworks.evaluation.evaluator import Evaluator
 from draftworks.strategies import Eagle3Options
 
 KEYS = {
@@ -174,6 +175,31 @@ def test_acceptance_rate_equals_plain_transcription(make_strategy, make_sample, 
     assert_close(counts["acceptance_sums"], expected.sums, TOLERANCE[dtype])
     assert counts["acceptance_denoms"].tolist() == expected.denoms
     assert 0 < expected.denoms[0] < counts["acc_denoms"][0]
+    assert_close(counts["unconditional_acceptance_sums"], expected.all_sums, TOLERANCE[dtype])
+    assert counts["unconditional_acceptance_denoms"].tolist() == expected.all_denoms == counts["acc_denoms"].tolist()
+    assert (counts["unconditional_acceptance_sums"] > counts["acceptance_sums"]).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"objective": "lk_alpha"}, {"objective": "lk_lambda", "kl_scale": 0.7}], ids=str
+)
+def test_an_evaluation_in_specforges_mode_weighs_batches_by_their_positions(make_strategy, make_sample, parts, options):
+    strategy = make_strategy(torch.float64, loss="specforge", **options)
+    samples = [make_sample(mask, seed, torch.float64) for seed, mask in enumerate(MASKS)]
+    cuts, names = [samples[:2], samples[2:]], [["a", "b"], ["c"]]
+    result = Evaluator().run(strategy, [strategy.collate(*cut) for cut in zip(cuts, names)])
+    positions = [2 * len(MASKS[0]), len(MASKS[2])]
+    found = [reference(strategy, cut, parts)[0] for cut in cuts]
+    losses = [float(each.loss.detach()) for each in found]
+    mean = sum(n * loss for n, loss in zip(positions, losses)) / sum(positions)
+    assert result.avg_loss == pytest.approx(mean, rel=1e-10)
+    assert result.avg_loss != pytest.approx(sum(losses) / 2, rel=1e-3)
+    by_step = zip(*(each.step_losses for each in found), strict=True)
+    means = [sum(n * loss for n, loss in zip(positions, step)) / sum(positions) for step in by_step]
+    metrics = result.metrics()
+    assert [metrics[f"eval/ploss_{i}"] for i in range(len(means))] == pytest.approx(means, rel=1e-10)
+    decayed = sum(strategy.options.step_decay**i * loss for i, loss in enumerate(means))
+    assert result.avg_loss == pytest.approx(decayed, rel=1e-10), "its own losses by position say the same"
 
 
 def test_training_does_not_count_acceptance(make_strategy, make_sample):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.errors import DataError
 from draftworks.evaluation.evaluator import Evaluator
-from draftworks.evaluation.result import EvalResult
+from draftworks.evaluation.result import EvalResult, metric_in
 from draftworks.features.contracts import TrainBatch
 
 
@@ -63,6 +63,21 @@ def test_per_position_losses_and_acceptance_rates_are_reported_if_counted() -> N
     metrics = EvalResult(1.0, 2.0, 5, counts).metrics()
     assert metrics["eval/ploss_0"] == 3.0
     assert metrics["eval/acceptance_rate_0"] == 0.25
+
+
+def test_of_a_reduced_vocabulary_the_acceptance_rate_says_over_which_positions_it_is() -> None:
+    counts = {
+        "acc_corrects": (2.0,),
+        "acc_denoms": (8.0,),
+        **{"acceptance_sums": (3.0,), "acceptance_denoms": (4.0,)},
+        **{"unconditional_acceptance_sums": (4.0,), "unconditional_acceptance_denoms": (8.0,)},
+    }
+    metrics = EvalResult(1.0, 2.0, 5, counts).metrics()
+    rates = {name: value for name, value in metrics.items() if "acceptance" in name}
+    assert rates == {"eval/conditional_acceptance_rate_0": 0.75, "eval/unconditional_acceptance_rate_0": 0.5}
+    assert metric_in(metrics, "eval/acceptance_rate_0") == 0.75  # as a `best_metric` may still be called
+    assert metric_in({"eval/acceptance_rate_0": 0.5}, "eval/acceptance_rate_0") == 0.5
+    assert metric_in(metrics, "eval/acceptance_rate_9") is None
 
 
 def test_what_only_the_strategy_counts_is_reported_under_its_own_name() -> None:

@@ -133,3 +133,20 @@ def test_draft_that_is_worse_than_another_is_shown_to_be() -> None:
     trained, untrained = report.drafts["trained"], report.drafts["untrained"]
     drafts = {"trained": replace(trained, walk=untrained.walk), "untrained": replace(untrained, walk=trained.walk)}
     assert "-1.42 (-2.00 to" in replace(report, drafts=drafts).markdown()
+
+
+def test_acceptance_rates_say_over_which_positions_they_are_and_that_losses_do_not_compare() -> None:
+    report = full_report()
+    trained = report.drafts["trained"]
+    counts = {
+        **trained.result.counts,
+        **{"acceptance_sums": (3.0, 1.0), "acceptance_denoms": (4.0, 4.0)},
+        **{"unconditional_acceptance_sums": (5.0, 2.0), "unconditional_acceptance_denoms": (10.0, 8.0)},
+    }
+    counted = replace(trained, result=replace(trained.result, counts=counts))
+    text = replace(report, drafts={**report.drafts, "trained": counted}).markdown()
+    assert "| trained | 75.0 · 25.0" in re.sub(" +", " ", text)
+    assert "50.0 · 25.0 |" in text
+    assert "The draft's vocabulary has 40.00% of the labels." in text
+    assert "both get better as the vocabulary gets smaller" in text
+    assert "acceptance rate" not in report.markdown()

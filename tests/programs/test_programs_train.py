@@ -206,9 +206,10 @@ def test_micro_batch_size_of_an_evaluation_changes_nothing(files: RunFiles) -> N
     first, second = (evaluate(files.evaluate_run(micro_batch_size=n), ProgramContext())["drafts"] for n in (1, 3))
     for name, metrics in first.items():
         assert metrics["eval/per_position_acc"] == second[name]["eval/per_position_acc"]
-    rates = [second["trained"][f"eval/acceptance_rate_{step}"] for step in range(OPTIONS["ttt_length"])]
-    assert all(0 < rate < 1 for rate in rates)
-    assert first["trained"]["eval/acceptance_rate_0"] == pytest.approx(rates[0], rel=1e-4)
+    for name in ("eval/conditional_acceptance_rate_", "eval/unconditional_acceptance_rate_"):
+        rates = [second["trained"][f"{name}{step}"] for step in range(OPTIONS["ttt_length"])]
+        assert all(0 < rate < 1 for rate in rates)
+        assert first["trained"][f"{name}0"] == pytest.approx(rates[0], rel=1e-4)
 
 
 def test_a_strategy_that_makes_no_chain_is_not_compared_with_bigrams(files: RunFiles) -> None:
