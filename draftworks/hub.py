@@ -27,6 +27,44 @@ def hub_file(where: str, model: str, revision: str, filename: str) -> Path | Non
         raise ConfigError(f"{where}: {model} at commit {revision}: {_problem(filename, error)}") from error
 
 
+HubHeader = dict[str, tuple[str, tuple[int, ...]]]
+"""Of a safetensors file: dtype and shape of each tensor, by name."""
+
+
+def hub_header(where: str, model: str, revision: str, filename: str) -> Path | HubHeader | None:
+    """A safetensors file of a hub repository: its path if the cache has it, else its header alone, fetched from the hub.
+
+    None if the repository has no such file at that commit. `where` is as in `hub_file`.
+
+    Raises:
+        ConfigError: as `hub_file` does; also if the file is not a safetensors file.
+    """
+    from httpx import HTTPError
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        NotASafetensorsRepoError,
+        SafetensorsParsingError,
+    )
+
+    cached = try_to_load_from_cache(model, filename, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    if cached is not None:  # the cache knows that there is no such file
+        return None
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise LocalEntryNotFoundError(f"{filename} is not in the cache")
+        found = HfApi().parse_safetensors_file_metadata(model, filename, revision=revision)
+    except (HfHubHTTPError, HTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return None
+        raise ConfigError(f"{where}: {model} at commit {revision}: {_problem(filename, error)}") from error
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.tensors.items()}
+
+
 def _problem(filename: str, error: Exception) -> str:
     """What went wrong and what to do."""
     from huggingface_hub.errors import (

@@ -39,6 +39,11 @@ class Workspace(dg.ConfigurableResource):
     def digests(self) -> FileDigests:
         return FileDigests(self.var / "digests.json")
 
+    @property
+    def weight_checks(self) -> Path:
+        """Where it is kept that weights belong to their configuration; keys are content."""
+        return self.var / "weight_checks"
+
     def target_files(self, target: str) -> TargetFiles:
         """Files, digests and shape of a target, looked at now: what counts is what is there."""
         return resolve_target(self.registry.target(target), self.registry, self.digests)

@@ -8,6 +8,7 @@ from draftworks.identity import digest
 from draftworks.registry import resolved_options, with_overrides
 from draftworks.sources import matching_files
 from draftworks.strategies import resolve_strategy
+from draftworks.target_weights import check_target_weights
 from resources.dead_runs import release_dead_runs
 from resources.workspace import Workspace
 from spec_assets.common import asset
@@ -22,6 +23,9 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
         context.log.warning(f"run {run_id} was killed: it counts as failed now, and what it held of the pools is free")
     target = workspace.registry.target(context.partition_key)
     files = workspace.target_files(target.name)
+    weights = check_target_weights(files, target.capture.backend, workspace.weight_checks)
+    if weights.note is not None:
+        context.log.warning(f"target {target.name}: {weights.note}")
     check_demands(target, files, workspace.registry)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(digest([files.digest, files.tokenizer_digest])),
@@ -29,6 +33,8 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
             "model": files.model,
             "revision": files.revision or "(directory)",
             "weights_digest": files.digest,
+            "tensors": weights.tensors,
+            "weights_checked": weights.note or f"every name and shape, as {weights.model_class}",
             "tokenizer_digest": files.tokenizer_digest,
             "layers": files.num_layers,
             "hidden_size": files.hidden_size,
