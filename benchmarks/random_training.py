@@ -13,6 +13,7 @@ from draftworks.data.vocab import build_vocab_mapping, supervised_counts
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import write_feature_set
+from draftworks.resolve import digested
 from draftworks.runs import FeatureSet, TargetFiles, TrainRun
 from draftworks.specs import TrainingSpec
 
@@ -23,16 +24,18 @@ RANKS = 2
 
 def random_training(folder: Path, steps: int) -> TrainRun:
     """Random features for the embedded target, and a run file over them that saves after every step."""
-    target = TargetFiles(
-        name="tiny",
-        model=str(TINY),
-        tokenizer=str(TINY),
-        digest="0" * 16,
-        tokenizer_digest="0" * 16,
-        num_layers=8,
-        hidden_size=128,
-        vocab_size=2048,
-        context=512,
+    target = digested(
+        TargetFiles(
+            name="tiny",
+            model=str(TINY),
+            tokenizer=str(TINY),
+            digest="",
+            tokenizer_digest="",
+            num_layers=8,
+            hidden_size=128,
+            vocab_size=2048,
+            context=512,
+        )
     )
     train, heldout = (random_set(folder, name, samples, target) for name, samples in (("train", 33), ("heldout", 24)))
     vocab = folder / "vocab.safetensors"

@@ -36,14 +36,16 @@ def file_digest(path: Path) -> str:
 
 
 class FileDigests:
-    """File digests remembered by size, mtime and inode, so that large weights are read once.
+    """File digests remembered by path, size, mtime, inode and ctime, so that large weights are read once.
+
+    The mtime alone would miss what `tar x`, `cp -p` or `install -p` put in a file's place; nobody can set a ctime back.
 
     Args:
         cache_file: JSON file; created on demand, replaced atomically, ignored when unreadable.
     """
 
     def __init__(self, cache_file: Path | None = None) -> None:
-        self._cache_file = cache_file
+        self.cache_file = cache_file
         self._known: dict[str, str] = {}
         if cache_file is not None and cache_file.exists():
             try:
@@ -53,20 +55,30 @@ class FileDigests:
                 self._known = {}
 
     def of_file(self, path: Path) -> str:
-        stat = path.stat()
-        stamp = canonical_json([str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino])
-        if stamp not in self._known:
-            self._known[stamp] = file_digest(path)
+        """Digest of the file as it is now. One that is written to while it is read is not remembered."""
+        stamp = _stamp(path)
+        if stamp in self._known:
+            return self._known[stamp]
+        found = file_digest(path)
+        if _stamp(path) == stamp:
+            self._known[stamp] = found
             self._save()
-        return self._known[stamp]
+        return found
 
     def _save(self) -> None:
-        if self._cache_file is None:
+        if self.cache_file is None:
             return
-        self._cache_file.parent.mkdir(parents=True, exist_ok=True)
-        staging = self._cache_file.with_name(f"{self._cache_file.name}.{os.getpid()}.tmp")
+        self.cache_file.parent.mkdir(parents=True, exist_ok=True)
+        staging = self.cache_file.with_name(f"{self.cache_file.name}.{os.getpid()}.tmp")
         staging.write_text(json.dumps(self._known))
-        os.replace(staging, self._cache_file)
+        os.replace(staging, self.cache_file)
+
+
+def _stamp(path: Path) -> str:
+    stat = path.stat()
+    return canonical_json(
+        [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino, ["ctime", stat.st_ctime_ns]]
+    )
 
 
 @dataclass(frozen=True, order=True)

@@ -57,12 +57,53 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
                 _answer_end(model, spec.revision, digests),
             ]
         ),
+        digests=None if digests.cache_file is None else digests.cache_file.absolute(),
         num_layers=_field(config, model, "num_hidden_layers"),
         hidden_size=_field(config, model, "hidden_size"),
         vocab_size=_field(config, model, "vocab_size"),
         context=context,
         num_heads=_heads(config),
     )
+
+
+def digested(target: TargetFiles) -> TargetFiles:
+    """The target with the digests that its files have now; those that were remembered as they are are not read again.
+
+    Raises:
+        ConfigError: files are absent.
+    """
+    digests = FileDigests(target.digests)
+    template = None if target.chat_template is None else Path(target.chat_template)
+    tokenizer = _tokenizer_digest(target.tokenizer, target.tokenizer_revision, template, digests)
+    return target.model_copy(
+        update={
+            "digest": _weights_digest(target.model, target.revision, digests),
+            "tokenizer_digest": digest([tokenizer, _answer_end(target.model, target.revision, digests)]),
+        }
+    )
+
+
+def require_unchanged(target: TargetFiles) -> None:
+    """What a program asks before it loads the target of a run file: are its files those that were digested?
+
+    Raises:
+        ConfigError: weights, config.json, tokenizer, template or generation_config.json are others, or absent.
+    """
+    found = digested(target)
+    parts = {
+        f"weights and config.json in {target.model}": (target.digest, found.digest),
+        f"tokenizer, template and generation_config.json of {target.tokenizer}": (
+            target.tokenizer_digest,
+            found.tokenizer_digest,
+        ),
+    }
+    for what, (expected, actual) in parts.items():
+        if expected != actual:
+            raise ConfigError(
+                f"target {target.name}: {what} are not those that the run file was written for: expected digest "
+                f"{expected}, found {actual}. They were replaced since, or the run file is wrong: materialize "
+                "target_model again, and what depends on it"
+            )
 
 
 def _locate(model: str, revision: str | None, registry: Registry, where: str) -> str:
@@ -128,12 +169,20 @@ def _heads(config: dict[str, Any]) -> int | None:
 
 
 def _weights_digest(model: str, revision: str | None, digests: FileDigests) -> str:
+    """Identity of a model: of its directory's config.json and safetensors files, or of hub id and commit.
+
+    Raises:
+        ConfigError: the directory has no safetensors file or no config.json.
+    """
     if revision is not None:
         return digest(["hub", model, revision])
     weights = sorted(Path(model).glob("*.safetensors"))
     if not weights:
         raise ConfigError(f"{model}: expected *.safetensors weights, found none (pickled weights are not read)")
-    return digest([[p.name, digests.of_file(p)] for p in [Path(model) / "config.json", *weights]])
+    try:
+        return digest([[p.name, digests.of_file(p)] for p in [Path(model) / "config.json", *weights]])
+    except OSError as error:
+        raise ConfigError(f"{model}: expected config.json and readable weights: {error}") from error
 
 
 def _tokenizer_digest(tokenizer: str, revision: str | None, template: Path | None, digests: FileDigests) -> str:

@@ -54,6 +54,9 @@ class TargetFiles(Spec):
     vocab_size: int
     context: int = Field(description="Longest sequence the model takes.")
     num_heads: int | None = Field(None, description="Of attention, as the config says.")
+    digests: Path | None = Field(
+        None, description="File of remembered digests, so that a program need not read large files to know them."
+    )
 
 
 class StoreSpec(Spec):
@@ -84,10 +87,15 @@ class RunFile(Spec):
         return path
 
 
-class RegenerateRun(RunFile):
-    """Let the target answer the conversations: writes the sets `out/conversations` and `out/tokens`."""
+class TargetRun(RunFile):
+    """Base of the run files of programs that work on a target: they begin only if its files are those of the digests."""
 
     target: TargetFiles
+
+
+class RegenerateRun(TargetRun):
+    """Let the target answer the conversations: writes the sets `out/conversations` and `out/tokens`."""
+
     conversations: Path = Field(description="Folder of a conversations set.")
     answers: Path = Field(
         description="Folder of finished answers, kept across runs: only new conversations are answered."
@@ -106,10 +114,9 @@ class RegenerateRun(RunFile):
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
 
 
-class CaptureRun(RunFile):
+class CaptureRun(TargetRun):
     """Capture hidden states of a tokenized set into the feature store: writes refs.jsonl and manifest.json into `out`."""
 
-    target: TargetFiles
     tokens: Path = Field(description="Folder of a tokenized set.")
     taps: list[int] = Field(description="hf_index of every tap, ascending; `last` is always captured too.")
     capture: CaptureSpec
@@ -124,13 +131,12 @@ class FeatureSet(Spec):
     features: Path = Field(description="Folder with refs.jsonl and manifest.json.")
 
 
-class TrainRun(RunFile):
+class TrainRun(TargetRun):
     """Train one draft: writes model.safetensors, config.json and history.json into `out`, checkpoints into `out/checkpoints`.
 
     Where `out` has a checkpoint of this run, the training goes on from the newest.
     """
 
-    target: TargetFiles
     strategy: str
     options: dict[str, Any]
     training: TrainingSpec
@@ -152,10 +158,9 @@ class TrainRun(RunFile):
         return self.out / CHECKPOINTS_FOLDER
 
 
-class EvaluateRun(RunFile):
+class EvaluateRun(TargetRun):
     """Measure a draft, the same draft untrained, and a bigram table on an eval set: writes report.json into `out`."""
 
-    target: TargetFiles
     strategy: str
     options: dict[str, Any]
     draft: Path = Field(description="Folder of a trained draft.")
@@ -177,19 +182,17 @@ class EvaluateRun(RunFile):
     seed: int = 42
 
 
-class ExportRun(RunFile):
+class ExportRun(TargetRun):
     """Write a draft in the formats of servers: a folder for each in `out`."""
 
-    target: TargetFiles
     draft: Path = Field(description="Folder of a trained draft.")
     export: ExportSettings = Field(default_factory=ExportSettings)
     card: Path | None = Field(None, description="File of the draft's model card, to go beside the weights.")
 
 
-class ServeRun(RunFile):
+class ServeRun(TargetRun):
     """Load an exported draft in a live SGLang server and count what it accepts: writes serving.json into `out`."""
 
-    target: TargetFiles
     command: str = Field(description="As the export tells it to people; DRAFT_FOLDER in it stands for `draft`.")
     draft: Path = Field(description="Folder of the draft in a format that SGLang loads.")
     tokens: Path = Field(description="Folder of the tokenized eval set.")

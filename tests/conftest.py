@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from draftworks.resolve import digested
 from draftworks.runs import TargetFiles
 
 if TYPE_CHECKING:
@@ -41,16 +42,18 @@ def tiny_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_target(tiny_folder: Path) -> TargetFiles:
-    return TargetFiles(
-        name="tiny",
-        model=str(tiny_folder),
-        tokenizer=str(tiny_folder),
-        digest="0123456789abcdef",
-        tokenizer_digest="fedcba9876543210",
-        num_layers=8,
-        hidden_size=128,
-        vocab_size=2048,
-        context=512,
+    return digested(
+        TargetFiles(
+            name="tiny",
+            model=str(tiny_folder),
+            tokenizer=str(tiny_folder),
+            digest="",
+            tokenizer_digest="",
+            num_layers=8,
+            hidden_size=128,
+            vocab_size=2048,
+            context=512,
+        )
     )
 
 

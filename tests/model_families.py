@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+from draftworks.resolve import digested
 from draftworks.runs import TargetFiles
 
 VOCAB, HIDDEN, LAYERS, CONTEXT = 2048, 32, 6, 256
@@ -160,16 +161,18 @@ def save_family(name: str, folder: Path) -> TargetFiles:
     for file in _TOKENIZER_FILES:
         shutil.copy(TOKENIZER / file, folder / file)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}))
-    return TargetFiles(
-        name=name,
-        model=str(folder),
-        tokenizer=str(folder),
-        digest=f"{name:-<16}"[:16],
-        tokenizer_digest="fedcba9876543210",
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        vocab_size=VOCAB,
-        context=CONTEXT,
+    return digested(
+        TargetFiles(
+            name=name,
+            model=str(folder),
+            tokenizer=str(folder),
+            digest="",
+            tokenizer_digest="",
+            num_layers=LAYERS,
+            hidden_size=HIDDEN,
+            vocab_size=VOCAB,
+            context=CONTEXT,
+        )
     )
 
 

@@ -22,9 +22,9 @@ def require_plain_embeddings(target: TargetFiles) -> None:
     refused = f"target {target.name}: tap hf0, the embeddings, cannot be captured with this backend"
     advice = "Capture with backend hf, or choose other layers"
     try:
-        config = AutoConfig.from_pretrained(target.model, revision=target.revision or "main")
+        config = AutoConfig.from_pretrained(target.model, revision=target.revision or "main", trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config).eval()
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
         plain = has_plain_embeddings(model)
     except (ConfigError, OSError, ValueError, RuntimeError, TypeError) as error:
         raise CaptureError(

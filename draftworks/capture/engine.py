@@ -120,19 +120,24 @@ class Backend:
         loader: called as `load_engine` is.
         engine: who computes, for identities.
         numerics: raised when its numbers change beyond rounding: old features then no longer count.
+        repeatable: whether the same batch gives the same bits again, in another process on the same machine. Only then
+            is a capture that goes on worth the batches that it began with.
     """
 
     loader: str
     engine: str
     numerics: int
     last_hidden: LastHidden
+    repeatable: bool = False
 
 
 _SGLANG = Backend(
     "draftworks.capture.sglang_loading:load_sglang_engine", "sglang", numerics=1, last_hidden=LastHidden(normed=True)
 )
 KNOWN_BACKENDS: dict[str, Backend] = {
-    "hf": Backend("draftworks.capture.hf:load_hf_engine", "hf", numerics=1, last_hidden=LastHidden(normed=True)),
+    "hf": Backend(
+        "draftworks.capture.hf:load_hf_engine", "hf", numerics=1, last_hidden=LastHidden(normed=True), repeatable=True
+    ),
     "sglang": _SGLANG,
     "sglang_server": _SGLANG,
     "custom": Backend(

@@ -28,6 +28,7 @@ from draftworks.errors import CaptureError, ConfigError
 from draftworks.identity import EngineIdentity, LayerTap
 from draftworks.runs import TargetFiles
 from draftworks.specs import CaptureSpec, ResponseSpec
+from draftworks.target_weights import read_config, require_loaded
 
 
 class HFTargetEngine(TargetEngine):
@@ -118,24 +119,32 @@ def load_hf_engine(
     """Load a target from its directory, or from the hub at its pinned commit; it needs no `place`.
 
     Raises:
-        ConfigError: the model is missing, unreadable or no causal language model.
+        ConfigError: the model is missing, unreadable or no causal language model, or needs code of its own.
+        StoreError: weights are missing, unexpected or of another shape: transformers would draw them at random.
     """
     where = f"target {target.name}: model {target.model}"
     if target.revision is None and not (Path(target.model) / "config.json").is_file():
         raise ConfigError(
             f"{where} is missing: expected a directory with config.json, or a hub id with a pinned `revision`"
         )
+    config = read_config(target)
+    if isinstance(config, str):
+        raise ConfigError(f"target {target.name}: {config}")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             target.model,
             revision=target.revision or "main",
             dtype=getattr(torch, capture.compute_dtype),
             use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told by us, with the others
         )
     except ValueError as error:
         raise ConfigError(f"{where} is not a causal language model that transformers knows: {error}") from error
     except Exception as error:  # transformers, safetensors and the hub client each have their own kinds
         raise ConfigError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+    require_loaded(target, model, loading)
     model = model.eval().requires_grad_(False).to(device)
     return HFTargetEngine(model, engine_identity(capture), target.context)
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftworks.capture.begun import cut, forget
 from draftworks.capture.engine import TargetEngine
 from draftworks.capture.plan import (
     GB,
     CapturePlan,
     SampleJob,
     StreamPlan,
-    batches,
     plan_capture,
     require_budget,
 )
@@ -106,7 +106,7 @@ def capture_missing(
     plan = plan_capture(run, tokens, store)
     log.info(plan.describe())
     require_budget(plan, run)
-    session = _Session(run, plan, store, tokens, plan.share(rank, world), progress, confirm)
+    session = _Session(run, plan, store, tokens, cut(run, plan, tokens, rank, world), progress, confirm)
     try:
         return session.run(engine)
     finally:
@@ -141,7 +141,9 @@ def write_manifest(
             "capture again, only what is missing will be captured"
         )
     left = [ref for ref in refs if ref.sample_id not in excused]
-    return write_feature_set(run.out, left, _identity(run, streams), streams.names, store.uri)
+    manifest = write_feature_set(run.out, left, _identity(run, streams), streams.names, store.uri)
+    forget(run, tokens)
+    return manifest
 
 
 def _quarantined(run: CaptureRun, refs: Sequence[SampleRef], failed: Sequence[RejectedSample]) -> set[str]:
@@ -188,7 +190,7 @@ class _Session:
         plan: CapturePlan,
         store: KeyedFeatureStore,
         tokens: Sequence[TokenRow],
-        jobs: Sequence[SampleJob],
+        cut_batches: Sequence[Sequence[SampleJob]],
         progress: ProgressCallback | None,
         confirm: Confirmation | None,
     ) -> None:
@@ -196,7 +198,8 @@ class _Session:
         self._plan = plan
         self._store = store
         self._tokens = tokens
-        self._jobs = jobs
+        self._batches = cut_batches
+        self._jobs = [job for batch in cut_batches for job in batch if job.missing]
         self._progress = progress
         self._confirm = confirm
         self._held: list[tuple[SampleJob, dict[str, Tensor]]] = []
@@ -213,10 +216,11 @@ class _Session:
         total = sum(job.num_tokens for job in self._jobs)
         engine = factory() if self._jobs else None
         loaded = time.monotonic()
-        for number, batch in enumerate(batches(self._jobs, self._run.capture.batch_tokens)):
+        for number, batch in enumerate(self._batches):
             self._capture(engine, batch, verify_head=number == 0)
-            self._done += len(batch)
-            self._tokens_done += sum(job.num_tokens for job in batch)
+            wanted = [job for job in batch if job.missing]
+            self._done += len(wanted)
+            self._tokens_done += sum(job.num_tokens for job in wanted)
             if self._progress is not None:
                 seconds = time.monotonic() - loaded
                 share = self._tokens_done / total
@@ -253,11 +257,13 @@ class _Session:
             found = engine.capture(rows, taps)
         except CaptureError as error:
             if len(batch) > 1:
-                return [each for job in batch for each in self._sound(engine, [job])]
+                return [each for job in batch if job.missing for each in self._sound(engine, [job])]
             self._note_failure(batch[0], CaptureError(f"sample {batch[0].sample_id}: {error}"))
             return []
         sound = []
         for job, row, streams in zip(batch, rows, found, strict=True):
+            if not job.missing:
+                continue  # stored before the interruption
             try:
                 verify_capture(config, job.sample_id, streams, job.num_tokens)
             except CaptureError as error:

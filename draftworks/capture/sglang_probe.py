@@ -128,7 +128,9 @@ def _tokenized(target: TargetFiles) -> list[int]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(target.tokenizer, revision=target.tokenizer_revision or "main")
+        tokenizer = AutoTokenizer.from_pretrained(
+            target.tokenizer, revision=target.tokenizer_revision or "main", trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"target {target.name}: tokenizer {target.tokenizer} cannot be read: {error}") from error
     return tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]

@@ -253,7 +253,9 @@ def _load_tokenizer(target: TargetFiles) -> Any:
     if revision is None and not Path(target.tokenizer).is_dir():
         raise DataError(f"target {target.name}: the tokenizer's folder {target.tokenizer} does not exist")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(target.tokenizer, revision=revision, use_fast=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            target.tokenizer, revision=revision, use_fast=True, trust_remote_code=False
+        )
     except Exception as error:  # whatever a broken or foreign tokenizer file raises, the remedy is the same
         raise DataError(
             f"target {target.name}: no tokenizer can be loaded from {target.tokenizer}: {_first_line(error)}."

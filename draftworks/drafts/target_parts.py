@@ -177,7 +177,7 @@ def _config(files: _Files) -> Any:
     if path is None:
         raise ConfigError(f"{files.name}: config.json is missing: not a Hugging Face model directory")
     try:
-        whole = AutoConfig.from_pretrained(path.parent, local_files_only=True)
+        whole = AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: {error}") from error
     config = whole.get_text_config()

@@ -97,6 +97,8 @@ class TargetSession:
 
 def sums_up(target: TargetFiles) -> bool:
     """Whether some layers of a target keep one state of all that they have read. Reads its config.json alone."""
-    config: PreTrainedConfig = AutoConfig.from_pretrained(target.model, revision=target.revision or "main")
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        target.model, revision=target.revision or "main", trust_remote_code=False
+    )
     layers = DynamicCache(config=config).layers
     return any(type(layer) not in _CUT_BY_TOKENS for layer in layers)

@@ -34,7 +34,8 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 from draftworks.errors import DraftworksError
 from draftworks.parent_death import die_with_parent
 from draftworks.programs.failure import RankFailure
-from draftworks.runs import RunFile
+from draftworks.resolve import require_unchanged
+from draftworks.runs import RunFile, TargetRun
 
 EXIT_USER_ERROR = 2
 _SIGNAL_EXIT_BASE = 128
@@ -168,6 +169,8 @@ def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict
     run = run_type.load(path)
     with _pipes() as pipes:
         context = ProgramContext.from_torchrun(pipes)
+        if context.is_main and isinstance(run, TargetRun):
+            require_unchanged(run.target)
         report = main(run, context)
         if context.is_main:
             context.send_report(report)

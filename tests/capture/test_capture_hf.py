@@ -122,5 +122,5 @@ def test_bfloat16_compute_is_loaded_as_such(tiny_target):
 
 
 def test_loading_reads_the_weights_of_the_directory(tiny_engine, tiny_folder: Path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32, trust_remote_code=False)
     assert torch.equal(model.lm_head.weight, tiny_engine.model.lm_head.weight)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from draftworks.identity import (
     LayerTap,
     canonical_json,
     digest,
+    file_digest,
     token_digest,
 )
 
@@ -102,3 +106,70 @@ def test_a_corrupt_digest_cache_is_ignored(tmp_path: Path):
     cache = tmp_path / "cache.json"
     cache.write_text("{not json")
     assert FileDigests(cache).of_file(weights) == FileDigests().of_file(weights)
+
+
+def _replaced_by_copy_with_its_times(weights: Path, other: Path) -> None:
+    subprocess.run(["cp", "-p", other, weights], check=True)
+
+
+def _replaced_by_install(weights: Path, other: Path) -> None:
+    subprocess.run(["install", "-p", other, weights], check=True)
+
+
+def _replaced_by_an_archive(weights: Path, other: Path) -> None:
+    packed = other.with_suffix(".tar")
+    subprocess.run(["tar", "-C", other.parent, "-cf", packed, other.name], check=True)
+    subprocess.run(["tar", "-C", weights.parent, "-xf", packed], check=True)
+
+
+def _overwritten_with_its_time_put_back(weights: Path, other: Path) -> None:
+    weights.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize(
+    "replace_file",
+    [
+        _replaced_by_copy_with_its_times,
+        _replaced_by_install,
+        _replaced_by_an_archive,
+        _overwritten_with_its_time_put_back,
+    ],
+)
+def test_a_file_in_the_place_of_another_is_noticed_however_it_came_there(tmp_path: Path, replace_file):
+    """Same name, size and modification time, and often the same inode."""
+    weights, other = tmp_path / "weights.bin", tmp_path / "new" / "weights.bin"
+    other.parent.mkdir()
+    for path, content in ((weights, b"one"), (other, b"two")):
+        path.write_bytes(content)
+        os.utime(path, (1e9, 1e9))
+    cache = tmp_path / "cache.json"
+    before = FileDigests(cache).of_file(weights)
+    time.sleep(0.02)  # a tick of the clock that stamps changes
+    replace_file(weights, other)
+    os.utime(weights, (1e9, 1e9))
+    assert weights.stat().st_mtime == 1e9
+    assert FileDigests(cache).of_file(weights) == FileDigests().of_file(other) != before
+
+
+def test_a_digest_that_was_remembered_without_the_time_of_change_is_read_again(tmp_path: Path):
+    weights, cache = tmp_path / "weights.bin", tmp_path / "cache.json"
+    weights.write_bytes(b"one")
+    stat = weights.stat()
+    stamp = canonical_json([str(weights.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino])
+    cache.write_text(json.dumps({stamp: "of an older file"}))
+    assert FileDigests(cache).of_file(weights) == FileDigests().of_file(weights)
+
+
+def test_a_file_that_is_written_while_it_is_read_is_not_remembered(tmp_path: Path, monkeypatch):
+    weights, cache = tmp_path / "weights.bin", tmp_path / "cache.json"
+    weights.write_bytes(b"one")
+
+    def overtaken(path: Path) -> str:
+        found = file_digest(path)
+        path.write_bytes(b"longer")
+        return found
+
+    monkeypatch.setattr("draftworks.identity.file_digest", overtaken)
+    FileDigests(cache).of_file(weights)
+    monkeypatch.undo()
+    assert FileDigests(cache).of_file(weights) == file_digest(weights)

@@ -63,3 +63,13 @@ def test_nothing_reads_pickle():
 def test_no_file_is_longer_than_400_lines():
     folders = ("draftworks", "spec_assets", "resources", "jobs", "sensors", "tests", "tools", "benchmarks")
     assert not [str(p) for p in python_files(*folders) if len(p.read_text().splitlines()) > 400]
+
+
+def test_transformers_never_asks_whether_to_run_code_of_a_model():
+    """It asks on stdin unless every call says no."""
+    loaders = {"from_pretrained", "from_config"}
+    for path in python_files("draftworks", "spec_assets", "resources", "jobs", "sensors", "benchmarks"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in loaders:
+                said = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert said.get("trust_remote_code") == "False", f"{path}, line {node.lineno}"

@@ -113,7 +113,7 @@ def test_a_vocabulary_that_is_lost_from_a_draft_says_how_to_get_it_back(files: R
 
 def test_features_of_another_target_are_refused(files: RunFiles, tiny_target: TargetFiles) -> None:
     other = tiny_target.model_copy(update={"digest": "f" * 16})
-    assert_refused(files, StoreError, "features of target 0123456789abcdef, expected ffff", target=other)
+    assert_refused(files, StoreError, f"features of target {tiny_target.digest}, expected ffff", target=other)
 
 
 def test_missing_feature_is_named(files: RunFiles) -> None:

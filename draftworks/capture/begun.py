@@ -1,0 +1,153 @@
+"""The batches of a capture, cut once: what goes through the target together decides the last bits of its features.
+
+What a capture lacks when it begins is noted beside the store, and one that goes on after an interruption cuts the same
+batches from that note, on any number of ranks. A batch of which something is stored already is computed whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftworks.capture.engine import find_backend
+from draftworks.capture.plan import CapturePlan, SampleJob, StreamPlan, batches
+from draftworks.data.token_rows import TokenRow
+from draftworks.errors import StoreError
+from draftworks.identity import digest
+from draftworks.publishing import published
+from draftworks.runs import CaptureRun
+
+FOLDER = "begun"
+"""In the root of the feature store."""
+ABANDONED_AFTER_S = 30 * 24 * 3600.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a capture lacked when it began.
+
+    Attributes:
+        world: its number of ranks then.
+        rows: samples of the tokenized set, ascending: the first of those with the same tokens.
+    """
+
+    world: int
+    rows: tuple[int, ...]
+
+    @classmethod
+    def noted(cls, run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], world: int) -> Begun:
+        """The note of this capture; written now if there is none. Of several ranks that write, the first one counts,
+        and nobody captures before there is one: so all see the same.
+
+        Raises:
+            StoreError: the note cannot be written.
+        """
+        path = _path(run, tokens)
+        known = cls._read(path, len(tokens))
+        if known is not None:
+            return known
+        begun = cls(world, tuple(sorted(job.row for job in plan.jobs)))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _sweep(path.parent)
+            _publish_once(path, {"world": world, "rows": begun.rows})
+        except OSError as error:
+            raise StoreError(
+                f"{path}: cannot be written: {error}. Make room or give rights, and capture again"
+            ) from error
+        return cls._read(path, len(tokens)) or begun
+
+    @classmethod
+    def _read(cls, path: Path, samples: int) -> Begun | None:
+        """None where there is no note, or one that nobody can read: what is missing is then cut anew."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            world, rows = value["world"], tuple(value["rows"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return _ignored(path)
+        sound = all(type(n) is int for n in (world, *rows)) and world > 0 and list(rows) == sorted(set(rows))
+        return cls(world, rows) if sound and all(0 <= row < samples for row in rows) else _ignored(path)
+
+
+def cut(run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], rank: int, world: int) -> list[list[SampleJob]]:
+    """This rank's batches, in their order. Jobs of which nothing is missing are computed with the others and not stored.
+
+    Only where the same batch gives the same bits again: elsewhere no more is computed than is missing.
+
+    Raises:
+        StoreError: what is missing now cannot be noted.
+    """
+    limit = run.capture.batch_tokens
+    if not plan.jobs:
+        return []
+    if not find_backend(run.capture.backend).repeatable:
+        return list(batches(plan.share(rank, world), limit))
+    begun = Begun.noted(run, plan, tokens, world)
+    lacking = {job.row: job for job in plan.jobs}
+    jobs = [lacking.get(row) or _whole(plan.streams, tokens, row) for row in begun.rows]
+    shares = [[job for job in jobs if job.owner(begun.world) == each] for each in range(begun.world)]
+    again = [[b for b in batches(share, limit) if any(job.missing for job in b)] for share in shares]
+    lost_since = [job for row, job in sorted(lacking.items()) if row not in set(begun.rows)]
+    if begun.world == world:
+        mine = again[rank]
+    else:
+        mine = [batch for share in again for batch in share][rank::world]
+    return [*mine, *batches([job for job in lost_since if job.owner(world) == rank], limit)]
+
+
+def forget(run: CaptureRun, tokens: Sequence[TokenRow]) -> None:
+    """Remove the note of a capture that is complete."""
+    _path(run, tokens).unlink(missing_ok=True)
+
+
+def _whole(streams: StreamPlan, tokens: Sequence[TokenRow], row: int) -> SampleJob:
+    sample = tokens[row]
+    return SampleJob(row, sample.sample_id, len(sample.input_ids), streams.keys(sample.token_digest), ())
+
+
+def _path(run: CaptureRun, tokens: Sequence[TokenRow]) -> Path:
+    """By what is to be captured, and what decides how it is cut."""
+    streams = StreamPlan.of(run)
+    content = hashlib.sha256()
+    for row in tokens:
+        content.update(f"{row.token_digest}\n".encode())
+    keys = sorted(streams.keys("").values())
+    return run.store.root / FOLDER / f"{digest([keys, content.hexdigest(), run.capture.batch_tokens])}.json"
+
+
+def _publish_once(path: Path, value: Any) -> None:
+    """Write a document that is not there yet; one that appears meanwhile stays."""
+    own = path.with_name(f"{path.name}.{os.getpid()}.own")
+    try:
+        with published(own) as staging:
+            staging.write_text(json.dumps(value), encoding="utf-8")
+        try:
+            os.link(own, path)
+        except FileExistsError:
+            return
+        except OSError:  # no links on this file system
+            if not path.exists():
+                os.replace(own, path)
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def _ignored(path: Path) -> None:
+    log.warning("%s is unreadable and was removed: what is missing is cut into batches anew", path)
+    path.unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    for path in folder.iterdir():
+        if time.time() - path.stat().st_mtime > ABANDONED_AFTER_S:
+            path.unlink(missing_ok=True)
