@@ -31,6 +31,8 @@ CHECK_REVISION = 1
 _SHOWN = 3
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
+_MASK = re.compile(r"(?:^|\.)(?:attn|attention)\.(?:masked_)?bias$")
+"""Causal masks, which older versions of GPT-2 and GPT-NeoX saved among the weights."""
 _LOOKAHEAD_NAME = re.compile(r"(?:^|\.)(?:mtp|nextn)")
 _LOOKAHEAD_LAYER = re.compile(r"^(.*\blayers\.(\d+)\.)eh_proj\.")
 """A layer that predicts a further token, in the place after the model's own: DeepSeek's and GLM's layout."""
@@ -233,12 +235,14 @@ def _judged(
     broken: Mapping[str, str],
     config: PreTrainedConfig,
 ) -> Discrepancies:
-    """Without layers that predict further tokens: no causal language model of transformers has them."""
+    """Without layers that predict further tokens, which no causal language model of transformers has, and old masks."""
     layers = config.get_text_config().num_hidden_layers
     lookahead = [m for m in map(_LOOKAHEAD_LAYER.match, unexpected) if m and int(m[2]) >= layers]
     prefixes = tuple(m[1] for m in lookahead)
     strangers = {
-        name for name in unexpected if not _LOOKAHEAD_NAME.search(name) and not (prefixes and name.startswith(prefixes))
+        name
+        for name in unexpected
+        if not (_LOOKAHEAD_NAME.search(name) or _MASK.search(name) or name.startswith(prefixes))
     }
     return Discrepancies(tuple(sorted(missing)), tuple(sorted(strangers)), dict(sorted(mismatched.items())), broken)
 

@@ -48,22 +48,20 @@ class Begun:
         and nobody captures before there is one: so all see the same.
 
         Raises:
-            StoreError: the note cannot be written.
+            StoreError: the note cannot be written or read.
         """
         path = _path(run, tokens)
-        known = cls._read(path, len(tokens))
-        if known is not None:
-            return known
         begun = cls(world, tuple(sorted(job.row for job in plan.jobs)))
         try:
+            known = cls._read(path, len(tokens))
+            if known is not None:
+                return known
             path.parent.mkdir(parents=True, exist_ok=True)
             _sweep(path.parent)
             _publish_once(path, {"world": world, "rows": begun.rows})
+            return cls._read(path, len(tokens)) or begun
         except OSError as error:
-            raise StoreError(
-                f"{path}: cannot be written: {error}. Make room or give rights, and capture again"
-            ) from error
-        return cls._read(path, len(tokens)) or begun
+            raise StoreError(f"{path}: cannot be used: {error}. Make room or give rights, and capture again") from error
 
     @classmethod
     def _read(cls, path: Path, samples: int) -> Begun | None:
@@ -73,7 +71,7 @@ class Begun:
             world, rows = value["world"], tuple(value["rows"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return _ignored(path)
         sound = all(type(n) is int for n in (world, *rows)) and world > 0 and list(rows) == sorted(set(rows))
         return cls(world, rows) if sound and all(0 <= row < samples for row in rows) else _ignored(path)
@@ -96,13 +94,11 @@ def cut(run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], rank: in
     lacking = {job.row: job for job in plan.jobs}
     jobs = [lacking.get(row) or _whole(plan.streams, tokens, row) for row in begun.rows]
     shares = [[job for job in jobs if job.owner(begun.world) == each] for each in range(begun.world)]
-    again = [[b for b in batches(share, limit) if any(job.missing for job in b)] for share in shares]
+    cut_then = [[*batches(share, limit)] for share in shares]
+    mine = cut_then[rank] if begun.world == world else [each for share in cut_then for each in share][rank::world]
+    again = [batch for batch in mine if any(job.missing for job in batch)]
     lost_since = [job for row, job in sorted(lacking.items()) if row not in set(begun.rows)]
-    if begun.world == world:
-        mine = again[rank]
-    else:
-        mine = [batch for share in again for batch in share][rank::world]
-    return [*mine, *batches([job for job in lost_since if job.owner(world) == rank], limit)]
+    return [*again, *batches([job for job in lost_since if job.owner(world) == rank], limit)]
 
 
 def forget(run: CaptureRun, tokens: Sequence[TokenRow]) -> None:

@@ -177,6 +177,6 @@ def test_a_folder_that_cannot_be_written_is_named(tiny_target, tmp_path: Path, w
     run = small_shards(tiny_target, tmp_path)
     run.store.root.mkdir(parents=True)
     (run.store.root / FOLDER).write_text("in the way")
-    with pytest.raises(StoreError, match=rf"{FOLDER}.*cannot be written"):
+    with pytest.raises(StoreError, match=rf"{FOLDER}.*cannot be used"):
         capture_features(run, watched, ROWS)
     assert watched.loads == 0

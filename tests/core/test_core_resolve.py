@@ -20,7 +20,8 @@ from draftworks.errors import ConfigError
 from draftworks.hub import hub_file
 from draftworks.identity import FileDigests
 from draftworks.registry import Registry
-from draftworks.resolve import resolve_target
+from draftworks.resolve import digested, require_unchanged, resolve_target
+from draftworks.runs import TargetFiles
 from draftworks.specs import TargetSpec
 
 COMMIT = "a" * 40
@@ -89,3 +90,68 @@ def test_config_that_is_no_object_is_refused(tmp_path: Path, tiny_folder: Path):
     (model / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"config.json: expected a JSON object"):
         resolved(tmp_path, model=str(model))
+
+
+def test_each_file_of_a_target_counts_in_the_digest_it_belongs_to(tmp_path: Path, tiny_folder: Path):
+    model = shutil.copytree(tiny_folder, tmp_path / "model")
+    before = resolved(tmp_path, model=str(model))
+    counts = {
+        "config.json": ("digest",),
+        "model.safetensors": ("digest",),
+        "generation_config.json": ("tokenizer_digest",),
+        "tokenizer.json": ("tokenizer_digest",),
+        "tokenizer_config.json": ("tokenizer_digest",),
+        "chat_template.jinja": ("tokenizer_digest",),
+        "README.md": (),
+    }
+    for name, expected in counts.items():
+        kept = (model / name).read_bytes() if (model / name).exists() else b""
+        (model / name).write_bytes(kept + b"\n")
+        now = resolved(tmp_path, model=str(model))
+        changed = [field for field in ("digest", "tokenizer_digest") if getattr(now, field) != getattr(before, field)]
+        assert changed == list(expected), name
+        (model / name).write_bytes(kept)
+    template = tmp_path / "own.jinja"
+    for text in ("{{ messages }}", "{{ messages }} "):
+        template.write_text(text)
+        now = resolved(tmp_path, model=str(model), chat_template=str(template))
+        assert now.digest == before.digest
+        assert now.tokenizer_digest != before.tokenizer_digest
+        before = now
+
+
+def test_a_target_that_changed_since_its_run_file_was_written_is_refused_by_name(tmp_path: Path, tiny_folder: Path):
+    model = shutil.copytree(tiny_folder, tmp_path / "model")
+    found = resolved(tmp_path, model=str(model))
+    require_unchanged(found)
+    for name, message in (
+        ("config.json", "weights and config.json in"),
+        ("generation_config.json", "tokenizer, template"),
+    ):
+        kept = (model / name).read_bytes()
+        (model / name).write_bytes(kept + b"\n")
+        with pytest.raises(ConfigError, match=f"target mine: {message}.*expected digest .*, found .*replaced since"):
+            require_unchanged(found)
+        (model / name).write_bytes(kept)
+    with pytest.raises(ConfigError, match="expected digest ffff"):
+        require_unchanged(found.model_copy(update={"digest": "ffff"}))
+    (model / "config.json").unlink()
+    with pytest.raises(ConfigError, match="config.json"):
+        require_unchanged(found)
+
+
+def test_a_target_that_is_as_it_was_is_not_read_again(tmp_path: Path, tiny_folder: Path, monkeypatch):
+    spec = TargetSpec(name="mine", dataset="chats", max_length=256, strategies={"eagle3": {}}, model=str(tiny_folder))
+    found = resolve_target(spec, Registry(tmp_path), FileDigests(tmp_path / "digests.json"))
+    assert TargetFiles.model_validate_json(found.model_dump_json()) == found
+    monkeypatch.setattr("draftworks.identity.file_digest", lambda path: pytest.fail(f"{path} was read"))
+    require_unchanged(found)
+
+
+def test_a_target_of_the_hub_is_its_id_and_commit(tiny_folder: Path):
+    hub = {"model": "some/model", "tokenizer": "some/model", "revision": COMMIT, "tokenizer_revision": COMMIT}
+    shape = {"num_layers": 8, "hidden_size": 128, "vocab_size": 2048, "context": 512}
+    target = digested(TargetFiles(name="mine", digest="", tokenizer_digest="", **hub, **shape))
+    require_unchanged(target)
+    with pytest.raises(ConfigError, match="target mine: weights"):
+        require_unchanged(target.model_copy(update={"revision": "b" * 40}))

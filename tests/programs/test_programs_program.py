@@ -17,7 +17,8 @@ from processes import ends
 
 from draftworks.errors import ConfigError
 from draftworks.programs.failure import RankFailure
-from draftworks.programs.program import ProgramContext
+from draftworks.programs.program import ProgramContext, _run
+from draftworks.runs import ExportRun, TargetFiles
 
 PYTHON = (sys.executable, "-m")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
@@ -145,3 +146,14 @@ def test_error_file_keeps_what_was_written_and_reads_torchelastics_own(tmp_path:
 def test_error_file_cut_short_is_no_failure(text: str, tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text(text)
     assert RankFailure.read(tmp_path / "error.json") is None
+
+
+def test_no_program_begins_on_another_target_than_its_run_file_says(tmp_path: Path, tiny_target: TargetFiles) -> None:
+    began = []
+    for digest in (tiny_target.digest, "of nobody"):
+        run = ExportRun(out=tmp_path, target=tiny_target.model_copy(update={"digest": digest}), draft=tmp_path)
+        run.save(tmp_path / f"{digest}.yaml")
+    _run(ExportRun, lambda run, ctx: began.append(run.target.digest) or {}, tmp_path / f"{tiny_target.digest}.yaml")
+    with pytest.raises(ConfigError, match="target tiny: weights and config.json in .*expected digest of nobody, found"):
+        _run(ExportRun, lambda run, ctx: began.append(run.target.digest) or {}, tmp_path / "of nobody.yaml")
+    assert began == [tiny_target.digest]

@@ -39,10 +39,23 @@ def test_an_unreadable_target(site, tiny_folder, tmp_path):
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     edited(site, f"model: {tiny_folder}", f"model: {copy}")
-    message = failure(site.run("prepare", asset_selection=ANSWERING), "responses")
-    assert "cannot be read" in message
+    message = failure(site.run("prepare", asset_selection=ANSWERING), "target_model")
+    assert "not a readable safetensors file" in message
     assert str(copy) in message
     assert stored(site) == []
+
+
+@pytest.mark.parametrize("backend", ["hf", "sglang_server"])
+def test_weights_that_do_not_belong_to_the_target_are_told_first_whatever_captures(
+    site, tiny_folder, tmp_path, backend
+):
+    copy = shutil.copytree(tiny_folder, tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 6}))
+    edited(site, f"model: {tiny_folder}", f"model: {copy}")
+    edited(site, "capture: {", f"capture: {{backend: {backend}, ")
+    result = site.run("resolve")
+    assert "18 tensors are unexpected: model.layers.6." in failure(result, "target_model")
 
 
 def test_a_tokenizer_without_a_chat_template(site, tiny_folder, tmp_path):
