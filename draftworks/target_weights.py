@@ -21,7 +21,7 @@ from draftworks.identity import digest
 from draftworks.publishing import publish_json
 from draftworks.quantized_headers import without_quantization
 from draftworks.runs import TargetFiles
-from draftworks.safetensors_headers import INDEX, TensorHeader, model_headers
+from draftworks.safetensors_headers import INDEX, WEIGHTS, TensorHeader, model_headers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -107,6 +107,7 @@ def require_loaded(target: TargetFiles, model: PreTrainedModel, loading: Mapping
 
 def _checked(target: TargetFiles, backend: str) -> WeightsCheck:
     config = read_config(target)
+    _require_plain_files(target, config)
     headers = model_headers(target)
     if isinstance(config, str):
         if backend == "hf":
@@ -123,6 +124,21 @@ def _checked(target: TargetFiles, backend: str) -> WeightsCheck:
     if found:
         raise StoreError(_told(target, type(model).__name__, found, model.config))
     return WeightsCheck(type(model).__name__, len(headers.tensors), plain.note)
+
+
+def _require_plain_files(target: TargetFiles, config: PreTrainedConfig | str) -> None:
+    """Transformers can be told to load something else than the model's own files; other engines would not follow."""
+    elsewhere = getattr(config, "transformers_weights", None)
+    if elsewhere is not None:
+        raise ConfigError(
+            f"target {target.name}: {target.model}/config.json: transformers_weights names {elsewhere!r}, which only "
+            f"transformers would load. Remove it, and call the weights {WEIGHTS}"
+        )
+    if target.revision is None and (Path(target.model) / "adapter_config.json").exists():
+        raise ConfigError(
+            f"target {target.name}: {target.model} has an adapter_config.json: merge the adapter into its model, and "
+            "give the folder of that"
+        )
 
 
 def read_config(target: TargetFiles) -> PreTrainedConfig | str:

@@ -32,7 +32,7 @@ def moved_targets(
 ) -> dg.SensorResult | dg.SkipReason:
     """Requests `resolve` for each target whose weights, tokenizer, data files or options have changed.
 
-    Digests are remembered by size, mtime and inode, so that a tick reads no weights that did not change.
+    Digests are remembered by size, mtime, inode and ctime, so that a tick reads no weights that did not change.
     """
     known: dict[str, dict] = json.loads(context.cursor) if context.cursor else {}
     seen = dict(known)  # of a target that is gone for now too: it may come back

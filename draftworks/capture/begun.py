@@ -92,13 +92,15 @@ def cut(run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], rank: in
         return list(batches(plan.share(rank, world), limit))
     begun = Begun.noted(run, plan, tokens, world)
     lacking = {job.row: job for job in plan.jobs}
-    jobs = [lacking.get(row) or _whole(plan.streams, tokens, row) for row in begun.rows]
-    shares = [[job for job in jobs if job.owner(begun.world) == each] for each in range(begun.world)]
+    shares: list[list[SampleJob]] = [[] for _ in range(begun.world)]
+    for row in begun.rows:
+        job = lacking.pop(row, None) or _whole(plan.streams, tokens, row)
+        shares[job.owner(begun.world)].append(job)
     cut_then = [[*batches(share, limit)] for share in shares]
     mine = cut_then[rank] if begun.world == world else [each for share in cut_then for each in share][rank::world]
     again = [batch for batch in mine if any(job.missing for job in batch)]
-    lost_since = [job for row, job in sorted(lacking.items()) if row not in set(begun.rows)]
-    return [*again, *batches([job for job in lost_since if job.owner(world) == rank], limit)]
+    lost_since = [job for _, job in sorted(lacking.items()) if job.owner(world) == rank]
+    return [*again, *batches(lost_since, limit)]
 
 
 def forget(run: CaptureRun, tokens: Sequence[TokenRow]) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -188,6 +189,24 @@ def test_budget_is_refused_before_the_engine_is_loaded(tiny_target, tmp_path: Pa
         capture_features(small, watched, rows)
     assert watched.loads == 1
     assert sorted((path, path.stat().st_mtime_ns) for path in run.store.root.rglob("*")) == before
+
+
+def test_a_disk_without_room_is_refused_before_the_engine_is_loaded(tiny_target, tmp_path: Path, watched, monkeypatch):
+    run, rows = capture_run(tiny_target, tmp_path), random_rows(5)
+    needed = sum(3 * 128 * 4 * len(row.input_ids) for row in rows)
+    asked: list[Path] = []
+
+    def disk_usage(path: Path) -> SimpleNamespace:
+        asked.append(path)
+        return SimpleNamespace(free=needed - 1)
+
+    monkeypatch.setattr("draftworks.capture.plan.shutil.disk_usage", disk_usage)
+    with pytest.raises(CaptureError, match=rf"the disk of {run.store.root} has 0.\d+ GB left. Nothing was stored"):
+        capture_features(run, watched, rows)
+    assert watched.loads == 0
+    assert all(run.store.root.resolve().is_relative_to(path) for path in asked)
+    monkeypatch.setattr("draftworks.capture.plan.shutil.disk_usage", lambda path: SimpleNamespace(free=needed))
+    assert capture_features(run, watched, rows).captured == 5
 
 
 @pytest.mark.parametrize(

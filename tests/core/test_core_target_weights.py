@@ -211,3 +211,13 @@ def test_a_senseless_config_is_one_clear_error(copied, text: str):
     (Path(copied.model) / "config.json").write_text(text)
     with pytest.raises(DraftworksError):
         check_target_weights(copied)
+
+
+def test_weights_that_only_transformers_would_load_are_refused(copied):
+    (Path(copied.model) / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="merge the adapter"):
+        check_target_weights(copied)
+    (Path(copied.model) / "adapter_config.json").unlink()
+    set_config(copied, transformers_weights="other.safetensors")
+    with pytest.raises(ConfigError, match=r"transformers_weights names 'other\.safetensors'"):
+        check_target_weights(copied)
