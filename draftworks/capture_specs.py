@@ -37,7 +37,8 @@ class CaptureSpec(Spec):
     backend: Literal["hf", "sglang", "sglang_server", "custom"] = Field(
         "hf",
         description="The engine that runs the target: hf is transformers, sglang is SGLang in the capturing process, "
-        "sglang_server SGLang behind HTTP, custom an engine of yours.",
+        "sglang_server SGLang behind HTTP, custom an engine of yours. A capture that was interrupted and goes on equals the "
+        "undisturbed one bit for bit with hf, to rounding with the others.",
     )
     server: ServerSpec = Field(default_factory=ServerSpec)
     custom: CustomEngineSpec | None = Field(None, description="The engine of `backend: custom`.")

@@ -20,7 +20,8 @@ VERIFIED = "features_verified"
 VERIFIED_MEANS = (
     "Samples read back: finite, a row per token, equal to a new capture, and the target's own head on `last` gives the "
     "engine's logits. The engine's streams of a few prompts were those of the target's own weights (`probe` names those "
-    "that were not compared)."
+    "that were not compared). A capture that was interrupted equals the "
+    "undisturbed one bit for bit with backend hf, and to rounding with another backend or where data was added later."
 )
 VERIFICATIONS = ("rows_equal_tokens", "finite", "features_as_captured", "head_equals_logits")
 
