@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from draftworks.capture.engine import load_engine
 from draftworks.errors import ConfigError, DraftworksError, StoreError
 from draftworks.runs import TargetFiles
 from draftworks.safetensors_headers import INDEX, WEIGHTS
+from draftworks.specs import CaptureSpec
 from draftworks.target_weights import WeightsCheck, check_target_weights
 
 
@@ -221,3 +223,41 @@ def test_weights_that_only_transformers_would_load_are_refused(copied):
     set_config(copied, transformers_weights="other.safetensors")
     with pytest.raises(ConfigError, match=r"transformers_weights names 'other\.safetensors'"):
         check_target_weights(copied)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_names_as_they_are_in_the_module_pass_too(name: str, family_target, tmp_path: Path):
+    """As trainers write a state dict: experts fused, without the prefixes of published checkpoints."""
+    target = family_target(name)
+    shutil.copy(Path(target.model) / "config.json", tmp_path)
+    state = AutoModelForCausalLM.from_pretrained(target.model, trust_remote_code=False).state_dict()
+    save_file({each: tensor.clone() for each, tensor in state.items()}, tmp_path / WEIGHTS)
+    assert check_target_weights(replace_folder(target, tmp_path)).note is None
+
+
+def test_a_vision_tower_in_the_layout_of_the_hub_passes(family_target, tmp_path: Path):
+    target = family_target("gemma3")
+    shutil.copy(Path(target.model) / "config.json", tmp_path)
+    tensors = load_file(Path(target.model) / WEIGHTS)
+    published = {each.replace("vision_tower.", "vision_tower.vision_model."): tensors[each] for each in tensors}
+    save_file(published, tmp_path / WEIGHTS)
+    assert check_target_weights(replace_folder(target, tmp_path)).model_class == "Gemma3ForConditionalGeneration"
+
+
+def test_files_that_no_index_names_do_not_count(copied):
+    folder = Path(copied.model)
+    (folder / WEIGHTS).rename(folder / "shard.safetensors")
+    names = load_file(folder / "shard.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "shard.safetensors")}))
+    save_file({"tok_embeddings.weight": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert check_target_weights(copied).tensors == 74
+
+
+def test_the_loader_refuses_what_it_would_draw_at_random(copied):
+    """Also where nobody looked before: a program that was started by hand."""
+    rewrite(copied, lambda tensors: {name: t for name, t in tensors.items() if "layers.3.mlp" not in name})
+    with pytest.raises(StoreError, match=r"target tiny: .*3 tensors are missing: model\.layers\.3\.mlp\.down_proj"):
+        load_engine(copied, CaptureSpec(compute_dtype="float32", device="cpu"), torch.device("cpu"))
+    rewrite(copied, lambda tensors: {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()})
+    with pytest.raises(StoreError, match=r"All names begin with `_orig_mod\.`"):
+        load_engine(copied, CaptureSpec(compute_dtype="float32", device="cpu"), torch.device("cpu"))
