@@ -185,7 +185,9 @@ def _config(files: _Files) -> Any:
     if own:
         raise ConfigError(f"{path}: {', '.join(own)}: targets that rescale their logits are not supported yet")
     needed = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
-    missing = [key for key in needed if getattr(config, key, None) is None]
+    missing = [key for key in needed if not isinstance(getattr(config, key, None), int)]
     if missing:
-        raise ConfigError(f"{path}: {', '.join(missing)} missing: drafts need a decoder with attention as their target")
+        raise ConfigError(
+            f"{path}: {', '.join(missing)} missing, or no number: drafts need a decoder with attention as their target"
+        )
     return whole

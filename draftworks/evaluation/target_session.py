@@ -79,7 +79,7 @@ class TargetSession:
             self._cache.layers[index] = layer
         stay = self._last[: len(self._last) - refused]
         if stay:
-            self._model(input_ids=self._ids(stay), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
+            self._model.base_model(input_ids=self._ids(stay), past_key_values=self._cache, use_cache=True)
             self._cut(0)
 
     @property

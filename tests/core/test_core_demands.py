@@ -154,3 +154,13 @@ def test_a_format_to_be_served_that_no_strategy_writes_is_refused(tmp_path, tiny
         check_demands(
             target(options=OPTIONS).model_copy(update={"evaluation": served}), tiny_target, Registry(tmp_path)
         )
+
+
+@pytest.mark.parametrize("strategy", ["eagle3", "peagle"])
+def test_heads_with_which_no_server_loads_a_draft_are_refused_with_a_number_that_is(tmp_path, tiny_target, strategy):
+    entry = target(strategy, options={**OPTIONS, "num_heads": 6})
+    with pytest.raises(
+        ConfigError, match=rf"{strategy}: num_heads 6 does not divide .*128.*Set options.num_heads to 4"
+    ):
+        check_demands(entry, tiny_target, Registry(tmp_path))
+    check_demands(target(strategy, options={**OPTIONS, "num_heads": 8}), tiny_target, Registry(tmp_path))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -155,3 +157,27 @@ def test_a_target_of_the_hub_is_its_id_and_commit(tiny_folder: Path):
     require_unchanged(target)
     with pytest.raises(ConfigError, match="target mine: weights"):
         require_unchanged(target.model_copy(update={"revision": "b" * 40}))
+
+
+def test_a_wrapper_that_says_of_its_text_model_what_is_not_default_has_the_rest(
+    tmp_path: Path, family_target: Callable[[str], TargetFiles]
+):
+    """As published files of Gemma 3 are: positions and heads stand in no file."""
+    made = family_target("gemma3")
+    shutil.copytree(made.model, tmp_path / "sparse")
+    config = json.loads((tmp_path / "sparse" / "config.json").read_text())
+    for name in ("max_position_embeddings", "num_attention_heads"):
+        del config["text_config"][name]
+    (tmp_path / "sparse" / "config.json").write_text(json.dumps(config))
+    files = resolved(tmp_path, model="sparse")
+    assert (files.context, files.num_heads) == (131072, 8)
+    assert (files.num_layers, files.hidden_size, files.vocab_size) == (
+        made.num_layers, made.hidden_size, made.vocab_size
+    )  # fmt: skip
+
+
+def test_what_not_even_a_default_says_is_missing_by_name(tmp_path: Path, tiny_folder: Path):
+    shutil.copytree(tiny_folder, tmp_path / "odd")
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": "nobody_knows", "hidden_size": 8}))
+    with pytest.raises(ConfigError, match="expected an integer max_position_embeddings, found None"):
+        resolved(tmp_path, model="odd")

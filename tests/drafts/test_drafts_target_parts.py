@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from draftworks.drafts.target_parts import TargetParts
@@ -118,3 +120,26 @@ def test_hub_target_is_read_from_its_pinned_snapshot(target: TargetFiles, folder
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     hub = target.model_copy(update={"model": "some/model", "revision": commit})
     assert torch.equal(TargetParts.load(hub).embedding, TargetParts.load(target).embedding)
+
+
+def test_a_wrapper_ties_for_its_text_part_where_there_is_no_head_of_its_own(
+    family_target: Callable[[str], TargetFiles], tmp_path: Path
+):
+    made = family_target("gemma3")
+    shutil.copytree(made.model, tmp_path / "wrapper")
+    config = json.loads((tmp_path / "wrapper" / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    config["text_config"]["tie_word_embeddings"] = False
+    (tmp_path / "wrapper" / "config.json").write_text(json.dumps(config))
+    assert TargetParts.load(made.model_copy(update={"model": str(tmp_path / "wrapper")})).tied
+
+
+def test_embeddings_of_layers_that_predict_further_tokens_are_not_taken(family_target: Callable[[str], TargetFiles]):
+    """DeepSeek's files have an embedding and a head in the layer after the last."""
+    made = family_target("deepseek_v3")
+    names = json.loads((Path(made.model) / "model.safetensors.index.json").read_text())["weight_map"]
+    assert sum(name.endswith("embed_tokens.weight") for name in names) == 2
+    parts = TargetParts.load(made)
+    with safe_open(Path(made.model) / "model.safetensors", framework="pt") as stream:
+        assert torch.equal(parts.embedding, stream.get_tensor("model.embed_tokens.weight"))
+        assert torch.equal(parts.head, stream.get_tensor("lm_head.weight"))

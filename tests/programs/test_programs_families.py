@@ -83,6 +83,8 @@ def test_a_draft_is_made_and_exported(
     written = export(run, ProgramContext())
     assert all(result["passed"] for result in written["formats"].values()), written
     assert written["formats"]
+    scaled = name.startswith("gemma") and strategy == "dspark"
+    assert list(written["refused"]) == (["speculators_dspark"] if scaled else [])
 
 
 def _is_not_refused(name: str, strategy: str, target: TargetFiles, folder: Path) -> None:
