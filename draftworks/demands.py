@@ -10,6 +10,7 @@ from draftworks.draft_config import read_config
 from draftworks.errors import ConfigError, StoreError
 from draftworks.registry import Registry
 from draftworks.runs import VOCAB_FILE, TargetFiles
+from draftworks.sglang_families import refuse_on_cpu
 from draftworks.specs import ExportSettings, TargetSpec
 from draftworks.strategies import StrategyOptions, StrategySpec, TargetSizes, resolve_strategy
 
@@ -17,6 +18,7 @@ from draftworks.strategies import StrategyOptions, StrategySpec, TargetSizes, re
 def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) -> None:
     """ConfigError if the model cannot give what its strategies need, or a draft to begin from is not one of them."""
     _check_serving(target)
+    refuse_on_cpu(target, files)
     union_of_taps(target, files.num_layers)
     sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size, target.max_length)
     for name, entry in target.strategies.items():

@@ -127,6 +127,11 @@ def _template(spec: TargetSpec, registry: Registry) -> Path | None:
     return path
 
 
+def text_config(target: TargetFiles) -> dict[str, Any]:
+    """What config.json says of a target's language model, without the defaults of its class. Raises ConfigError."""
+    return _model_config(target.model, target.revision, f"target {target.name}")
+
+
 def _model_config(model: str, revision: str | None, where: str) -> dict[str, Any]:
     path = Path(model) / "config.json"
     if revision is not None:

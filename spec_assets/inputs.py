@@ -6,6 +6,7 @@ import dagster as dg
 from draftworks.demands import check_demands
 from draftworks.identity import digest
 from draftworks.registry import resolved_options, with_overrides
+from draftworks.sglang_families import sglang_remarks
 from draftworks.sources import matching_files
 from draftworks.strategies import resolve_strategy
 from draftworks.target_weights import check_target_weights
@@ -27,6 +28,8 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
     if weights.note is not None:
         context.log.warning(f"target {target.name}: {weights.note}")
     check_demands(target, files, workspace.registry)
+    for remark in sglang_remarks(target, files):
+        context.log.warning(remark)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(digest([files.digest, files.tokenizer_digest])),
         metadata={

@@ -32,7 +32,13 @@ _TEXT = {
 _DENSE = {**_TEXT, "head_dim": 16, "intermediate_size": 48}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _DELTA_NET = {
-    **{"layer_types": _HYBRID, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{
+        "layer_types": _HYBRID,
+        "full_attention_interval": 3,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
 _MROPE = {
@@ -134,7 +140,14 @@ FAMILIES: dict[str, Family] = {
         {
             **{"model_type": "deepseek_v3", **_TEXT, "num_key_value_heads": 4, "intermediate_size": 48},
             **{"moe_intermediate_size": 24, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-            **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16},
+            **{
+                "n_group": 2,
+                "topk_group": 1,
+                "first_k_dense_replace": 1,
+                "moe_layer_freq": 1,
+                "kv_lora_rank": 16,
+                "q_lora_rank": 16,
+            },
             **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
             "rope_parameters": {
                 **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0},

@@ -81,7 +81,7 @@ class TargetParts:
         shape = (config.vocab_size, config.hidden_size)
         embedding = weights.read(".embed_tokens.weight", shape)
         # A wrapper that ties says so itself, and not always in its text part.
-        tied = config.tie_word_embeddings or (whole.tie_word_embeddings and not weights.has("lm_head.weight"))
+        tied = _ties(config) or (_ties(whole) and not weights.has("lm_head.weight"))
         layers = layer_shape(config)
         return cls(
             hidden_size=config.hidden_size,
@@ -160,6 +160,10 @@ class _Weights:
         if path is None:
             raise StoreError(f"{self._files.name}: {filename} is missing; weights must be safetensors")
         return path
+
+
+def _ties(config: Any) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def _opened(path: Path) -> safe_open:

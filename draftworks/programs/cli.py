@@ -26,6 +26,7 @@ from draftworks.programs import start
 from draftworks.programs.keys import FILES, keys_of
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
+from draftworks.sglang_families import sglang_remarks
 from draftworks.sources import matching_files
 from draftworks.strategies import resolve_strategy
 
@@ -46,7 +47,7 @@ def check(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     try:
         problems = found.problems() or unmet_demands(found)
         names = found.target_names()
-        notes = [] if problems else missing_data(found)
+        notes = [] if problems else [*missing_data(found), *sglang_notes(found)]
     except DraftworksError as error:
         problems, notes = [str(error)], []
     for note in notes:
@@ -157,6 +158,13 @@ def unmet_demands(registry: Registry) -> list[str]:
         except DraftworksError as error:
             found.append(str(error))
     return found
+
+
+def sglang_notes(registry: Registry) -> list[str]:
+    """What SGLang does to the targets' families. Models on the hub are not looked at."""
+    digests = FileDigests(registry.var() / "digests.json")
+    targets = [target for name in registry.target_names() if not (target := registry.target(name)).is_hub]
+    return [note for one in targets for note in sglang_remarks(one, resolve_target(one, registry, digests))]
 
 
 def missing_data(registry: Registry) -> list[str]:

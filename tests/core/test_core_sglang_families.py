@@ -1,0 +1,59 @@
+"""What SGLang is known not to do with a target's family is said before anything is paid for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draftworks.demands import check_demands
+from draftworks.errors import ConfigError
+from draftworks.registry import Registry
+from draftworks.runs import TargetFiles
+from draftworks.sglang_families import sglang_remarks
+from draftworks.specs import TargetSpec
+
+MakeTarget = Callable[[str], TargetFiles]
+OPTIONS = {"layer_ids": [1, 3, 4], "draft_vocab_size": 64}
+
+
+def asking(files: TargetFiles, backend: str, max_length: int = 128) -> TargetSpec:
+    return TargetSpec(
+        name="mine", model=files.model, dataset="d", max_length=max_length, strategies={"eagle3": {"options": OPTIONS}},
+        capture={"backend": backend, "device": "cpu", "compute_dtype": "float32"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["sglang", "sglang_server"])
+def test_a_family_that_sglang_does_not_run_on_a_cpu_is_refused_there(
+    backend: str, family_target: MakeTarget, tmp_path: Path
+):
+    files = family_target("gpt_oss")
+    with pytest.raises(
+        ConfigError, match="target mine: .*does not run gpt_oss there: .* no sinks. Set capture.backend to hf"
+    ):
+        check_demands(asking(files, backend), files, Registry(tmp_path))
+    check_demands(asking(files, "hf"), files, Registry(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3_text"])
+def test_streams_of_gemma_3_are_warned_of_whoever_captures(name: str, family_target: MakeTarget):
+    """Drafts are served by SGLang too."""
+    files = family_target(name)
+    [remark] = sglang_remarks(asking(files, "hf"), files)
+    assert "not the residual stream" in remark
+
+
+def test_a_window_that_sglang_leaves_out_is_told_where_samples_are_longer(family_target: MakeTarget):
+    files = family_target("mistral")
+    [remark] = sglang_remarks(asking(files, "sglang_server"), files)
+    assert "without its sliding window of 16 tokens, and max_length is 128" in remark
+    assert sglang_remarks(asking(files, "sglang_server", max_length=16), files) == []
+    assert sglang_remarks(asking(files, "hf"), files) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
+def test_nothing_is_said_of_families_that_it_runs(name: str, family_target: MakeTarget):
+    files = family_target(name)
+    assert sglang_remarks(asking(files, "sglang_server"), files) == []
