@@ -141,6 +141,8 @@ FAMILIES: dict[str, Family] = {
             **{"model_type": "deepseek_v3", **_TEXT, "num_key_value_heads": 4, "intermediate_size": 48},
             **{"moe_intermediate_size": 24, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
             **{
+                "topk_method": "noaux_tc",
+                "scoring_func": "sigmoid",
                 "n_group": 2,
                 "topk_group": 1,
                 "first_k_dense_replace": 1,
