@@ -1,18 +1,25 @@
 """An append-only JSONL file of finished records, found again by id.
 
 A torn last line, left by a kill, is cut off; any other line that is no record is an error, and the file is left alone.
+A record that was changed since it was written counts as absent, with a warning: to make it again costs one record, to stop
+costs the run. Records of before there were checksums are given them when their file is opened.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from draftworks.capture.sealed_lines import header, is_intact, is_sealed_file, sealed, unsealed
 from draftworks.errors import StoreError
+from draftworks.publishing import published
+
+log = logging.getLogger(__name__)
 
 
 class PartialFile:
@@ -30,6 +37,7 @@ class PartialFile:
         self._path = path
         self._offsets: dict[str, int] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._seal_earlier(dict(identity))
         self._file = path.open("a+b")
         try:
             end = self._scan(dict(identity))
@@ -38,7 +46,7 @@ class PartialFile:
             raise
         self._file.truncate(end)
         if end == 0:
-            self._append([{"identity": dict(identity)}])
+            self._append([header(identity)])
 
     def __enter__(self) -> PartialFile:
         return self
@@ -54,7 +62,10 @@ class PartialFile:
 
     def __getitem__(self, record_id: str) -> dict[str, Any]:
         self._file.seek(self._offsets[record_id])
-        return json.loads(self._file.readline())
+        line = self._file.readline()
+        if not is_intact(line):
+            raise StoreError(f"{self._path}: the record {record_id} was changed while it was in use. Run again")
+        return unsealed(json.loads(line))
 
     def extend(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append records; they are on disk when this returns."""
@@ -67,7 +78,7 @@ class PartialFile:
         self._file.seek(0, os.SEEK_END)
         for record in records:
             starts.append(self._file.tell())
-            self._file.write(json.dumps(record, ensure_ascii=True).encode() + b"\n")
+            self._file.write(sealed(record))
         self._file.flush()
         os.fsync(self._file.fileno())
         return starts
@@ -85,10 +96,29 @@ class PartialFile:
                     f"{self._path} was begun with other settings: expected {identity}, found {record.get('identity')}. "
                     "Remove it, or write to another folder."
                 )
-            if end:
+            if end and is_intact(line):
                 self._offsets[record["id"]] = end
+            elif end:
+                log.warning("%s, line %d: changed since it was written: it is made again", self._path, number)
             end += len(line)
         return end
+
+    def _seal_earlier(self, identity: dict[str, Any]) -> None:
+        """Give checksums to the records of a file from before there were any. StoreError as for every reading."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as stream:
+            first = stream.readline()
+            if not first.endswith(b"\n") or is_sealed_file(first) or self._record(first, 1).get("identity") != identity:
+                return
+            records = 0
+            with published(self._path) as staging, staging.open("wb") as file:
+                file.write(sealed(header(identity)))
+                for number, line in enumerate(stream, start=2):
+                    if line.endswith(b"\n"):
+                        file.write(sealed(self._record(line, number)))
+                        records = number - 1
+        log.info("%s: its %d records are from before there were checksums, and have them now", self._path, records)
 
     def _record(self, line: bytes, number: int) -> dict[str, Any]:
         """A whole line's record. Whatever else it holds was not left by a kill: cutting there could lose good records."""

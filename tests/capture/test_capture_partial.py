@@ -55,3 +55,68 @@ def test_whole_line_that_is_no_record_is_named_and_nothing_is_cut(tmp_path: Path
     with pytest.raises(StoreError, match=f"answers.jsonl, line 3: {problem}.*Remove that line"):
         PartialFile(path, {"a": 1})
     assert path.read_bytes() == before
+
+
+def kept(path: Path) -> dict[str, int]:
+    with PartialFile(path, {"a": 1}) as partial:
+        return {name: partial[name]["n"] for name in "xyz" if name in partial}
+
+
+def test_a_digit_that_was_changed_makes_its_record_absent_and_no_other(tmp_path: Path, caplog):
+    path = tmp_path / "answers.jsonl"
+    with PartialFile(path, {"a": 1}) as partial:
+        partial.extend([{"id": name, "n": 1234} for name in "xyz"])
+    whole = path.read_bytes()
+    place = whole.index(b"1234", whole.index(b'"y"'))
+    for at in range(place, place + 4):
+        path.write_bytes(whole[:at] + b"7" + whole[at + 1 :])
+        assert kept(path) == {"x": 1234, "z": 1234}
+    assert "answers.jsonl, line 3: changed since it was written: it is made again" in caplog.text
+    with PartialFile(path, {"a": 1}) as partial:
+        partial.extend([{"id": "y", "n": 1234}])
+    assert kept(path) == dict.fromkeys("xyz", 1234)
+
+
+def test_no_changed_byte_of_a_record_is_read_as_another_record(tmp_path: Path):
+    path = tmp_path / "answers.jsonl"
+    with PartialFile(path, {"a": 1}) as partial:
+        partial.extend([{"id": "x", "n": 1}])
+    whole = path.read_bytes()
+    start = whole.index(b'{"id"')
+    for at in range(start, len(whole) - 1):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        try:
+            assert kept(path) == {}
+        except StoreError as error:
+            assert "the file is damaged" in str(error)
+
+
+def test_a_record_without_a_checksum_among_sealed_ones_counts_as_changed(tmp_path: Path):
+    path = tmp_path / "answers.jsonl"
+    with PartialFile(path, {"a": 1}) as partial:
+        partial.extend([{"id": "x", "n": 1}])
+    with path.open("a") as stream:
+        stream.write('{"id": "y", "n": 2}\n')
+    assert kept(path) == {"x": 1}
+
+
+def test_records_from_before_there_were_checksums_are_kept_and_given_them(tmp_path: Path, caplog):
+    caplog.set_level("INFO")
+    path = tmp_path / "answers.jsonl"
+    path.write_text('{"identity": {"a": 1}}\n{"id": "x", "n": 1}\n{"id": "y", "n": 2}\n{"id": "z", "n')
+    assert kept(path) == {"x": 1, "y": 2}
+    assert "its 2 records are from before there were checksums" in caplog.text
+    sealed = path.read_bytes()
+    assert kept(path) == {"x": 1, "y": 2}
+    assert path.read_bytes() == sealed
+    path.write_bytes(sealed.replace(b'"n": 2', b'"n": 3'))
+    assert kept(path) == {"x": 1}
+
+
+def test_a_record_that_changes_while_it_is_in_use_is_not_given_out(tmp_path: Path):
+    path = tmp_path / "answers.jsonl"
+    with PartialFile(path, {"a": 1}) as partial:
+        partial.extend([{"id": "x", "n": 1}])
+        path.write_bytes(path.read_bytes().replace(b'"n": 1', b'"n": 2'))
+        with pytest.raises(StoreError, match="the record x was changed while it was in use"):
+            partial["x"]
