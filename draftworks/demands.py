@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from draftworks.draft_config import read_config
+from draftworks.drafts.layer_shape import embedding_scale
 from draftworks.errors import ConfigError, StoreError
 from draftworks.registry import Registry
+from draftworks.resolve import text_config
 from draftworks.runs import VOCAB_FILE, TargetFiles
 from draftworks.sglang_families import refuse_on_cpu
 from draftworks.specs import ExportSettings, TargetSpec
@@ -34,9 +36,7 @@ def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) ->
             )
         if entry.training.pack_tokens is not None:
             strategy.check_packing(options, f"target {target.name}: strategies.{name}.training")
-        _check_export(
-            strategy, options, files.num_layers, entry.export, f"target {target.name}: strategies.{name}.export"
-        )
+        _check_export(strategy, options, files, entry.export, f"target {target.name}: strategies.{name}.export")
         if entry.start_from is not None:
             where = f"target {target.name}: strategies.{name}.start_from"
             _check_start(registry.located(entry.start_from), strategy, options, files, where)
@@ -69,10 +69,14 @@ def _check_serving(target: TargetSpec) -> None:
 
 
 def _check_export(
-    strategy: StrategySpec, options: StrategyOptions, num_layers: int, settings: ExportSettings, where: str
+    strategy: StrategySpec, options: StrategyOptions, files: TargetFiles, settings: ExportSettings, where: str
 ) -> None:
     """Who wants no export says so; any other draft has to have one in the end."""
-    refused = strategy.refusals(options, strategy.taps(num_layers, options), settings.formats)
+    refused = strategy.refusals(options, strategy.taps(files.num_layers, options), settings.formats)
+    exports = [strategy.export(name) for name in settings.formats or ()]
+    if any(export.embeds_rows for export in exports):
+        scale = embedding_scale(text_config(files).get("model_type"), files.hidden_size)
+        refused |= {export.name: why for export in exports if (why := export.embedding_refusal(scale))}
     useless = settings.formats is None and bool(refused) and len(refused) == len(strategy.exports)
     if refused and (useless or settings.formats is not None):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())

@@ -59,9 +59,9 @@ def layer_shape(config: Any) -> LayerShape:
     )
 
 
-def embedding_scale(config: Any) -> float:
-    """By what the target multiplies the rows of its embedding before the first layer reads them."""
-    return math.sqrt(config.hidden_size) if config.model_type in _SCALED_EMBEDDINGS else 1.0
+def embedding_scale(model_type: str | None, hidden_size: int) -> float:
+    """By what a target of that (text) model type multiplies rows of its embedding before the first layer reads them."""
+    return math.sqrt(hidden_size) if model_type in _SCALED_EMBEDDINGS else 1.0
 
 
 def draft_rope(config: Any) -> _Choice:

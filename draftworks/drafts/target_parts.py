@@ -90,7 +90,7 @@ class TargetParts:
             max_positions=config.max_position_embeddings,
             embedding=embedding,
             head=embedding if tied else weights.read("lm_head.weight", shape),
-            embedding_scale=embedding_scale(config),
+            embedding_scale=embedding_scale(config.model_type, config.hidden_size),
             **{each.name: getattr(layers, each.name) for each in fields(layers)},
         )
 

@@ -17,7 +17,7 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
 from draftworks.identity import LayerTap, file_digest
 from draftworks.runs import TargetFiles
-from draftworks.strategies import ExportSpec, StrategySpec, resolve_strategy
+from draftworks.strategies import StrategySpec, resolve_strategy
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class CanonicalDraft:
         """Formats that cannot hold this draft so that a server computes the same, with the reason."""
         refused = self.spec.refusals(self.options, self.taps, wanted)
         names = [export.name for export in self.spec.exports] if wanted is None else wanted
-        unscaled = {name: why for name in names if (why := unscaled_reason(self.spec.export(name), self.parts))}
+        scale = self.parts.embedding_scale
+        unscaled = {name: why for name in names if (why := self.spec.export(name).embedding_refusal(scale))}
         return unscaled | refused
 
     @property
@@ -110,13 +111,6 @@ class CanonicalDraft:
             )
         strategy.model.load_state_dict({name: rounded(tensor, dtype) for name, tensor in self.weights.items()})
         return strategy
-
-
-def unscaled_reason(export: ExportSpec, parts: TargetParts) -> str | None:
-    """Why loaders of a format would give a draft for this target other embeddings than it is trained on."""
-    if not export.embeds_rows or parts.embedding_scale == 1:
-        return None
-    return f"the target multiplies its embeddings by {parts.embedding_scale:.4g}, of which this format's loaders know nothing"
 
 
 def rounded_parts(parts: TargetParts, dtype: torch.dtype) -> TargetParts:

@@ -12,7 +12,7 @@ from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.draft_io import save_draft
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
-from draftworks.export.canonical import CanonicalDraft, unscaled_reason
+from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.canonical_weights import canonical_weights
 from draftworks.export.checkpoint_files import CONFIG, read_checkpoint, read_json
 from draftworks.export.export_format import DraftShape, ExportFormat, format_names, load_format
@@ -69,7 +69,7 @@ def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means
     parts = TargetParts.load(target)
     shape = _shape(source, config, export_format, target)
     _require_fit(source, shape, parts)
-    unscaled = unscaled_reason(resolve_strategy(shape.strategy).export(export_format.name), parts)
+    unscaled = resolve_strategy(shape.strategy).export(export_format.name).embedding_refusal(parts.embedding_scale)
     if unscaled is not None:
         raise ConfigError(f"{source / CONFIG}: {unscaled}, so that it was trained on others than drafts here read")
     checkpoint = read_checkpoint(source)

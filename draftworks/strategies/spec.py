@@ -82,6 +82,12 @@ class ExportSpec:
             )
         return None if self.refuses is None else self.refuses(options, taps)
 
+    def embedding_refusal(self, scale: float) -> str | None:
+        """Why no draft for a target that multiplies its embeddings by `scale` can be written; None if one can."""
+        if not self.embeds_rows or scale == 1:
+            return None
+        return f"the target multiplies its embeddings by {scale:.4g}, of which this format's loaders know nothing"
+
 
 def _no_packing(options: StrategyOptions) -> str | None:
     return "does not know packed samples"

@@ -164,3 +164,13 @@ def test_heads_with_which_no_server_loads_a_draft_are_refused_with_a_number_that
     ):
         check_demands(entry, tiny_target, Registry(tmp_path))
     check_demands(target(strategy, options={**OPTIONS, "num_heads": 8}), tiny_target, Registry(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["dflash", "dspark"])
+def test_a_format_whose_loaders_embed_otherwise_than_the_target_is_refused(tmp_path, family_target, strategy):
+    options = {"layer_ids": [1, 3, 4], "block_size": 4}
+    entry = target(strategy, options=options, export={"formats": [f"speculators_{strategy}"]})
+    with pytest.raises(ConfigError, match=rf"{strategy}.export: .* multiplies its embeddings by 5.657"):
+        check_demands(entry, family_target("gemma3"), Registry(tmp_path))
+    check_demands(entry, family_target("qwen3"), Registry(tmp_path))
+    check_demands(target(strategy, options=options), family_target("gemma3"), Registry(tmp_path))
