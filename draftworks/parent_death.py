@@ -37,6 +37,20 @@ def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> 
         os.kill(os.getpid(), signum)
 
 
+def end_with_parent(grace_s: float) -> None:
+    """From now on, the end of the parent sends SIGTERM to this process, and SIGKILL if it still lives `grace_s` later."""
+    parent = os.getppid()
+
+    def kill_after_grace() -> None:
+        while os.getppid() == parent:
+            time.sleep(_WATCH_INTERVAL_S)
+        time.sleep(grace_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill_after_grace, name=end_with_parent.__name__, daemon=True).start()
+    die_with_parent(signal.SIGTERM, parent)
+
+
 def watch_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     """Return never: send `signum` to this process as soon as its parent is no longer `parent`."""
     while os.getppid() == parent:

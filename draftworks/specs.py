@@ -304,6 +304,12 @@ class LauncherSpec(Spec):
     kind: Literal["local"] = "local"
     grace_s: float = Field(10.0, ge=0, description="Seconds between terminate and kill.")
     threads: int = Field(1, ge=1, description="OMP threads of each rank on CPU.")
+    stall_limit_s: float | None = Field(
+        1800.0, gt=0, description="Seconds without progress of any kind after which a job is ended; null: never."
+    )
+    time_limit_s: float | None = Field(
+        None, gt=0, description="Seconds that one job may run; null: as long as it takes."
+    )
 
 
 class DeploymentSpec(Spec):

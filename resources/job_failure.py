@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dagster as dg
 
 from draftworks.programs.failure import RankFailure
+from draftworks.programs.heartbeat import Pulse
 from resources.log_tail import TAIL_LINES, last_lines
 from resources.torch_job import JobStatus, RunDir, TorchJob
 
@@ -50,13 +51,32 @@ def failure_of_report(job: TorchJob, reports: int, metadata: Mapping[str, Any]) 
     )
 
 
-def failure_of_time_limit(job: TorchJob, metadata: Mapping[str, Any]) -> dg.Failure:
+def failure_of_time_limit(job: TorchJob, limit_s: float, metadata: Mapping[str, Any]) -> dg.Failure:
     """The failure of a job that had to be cancelled."""
     return dg.Failure(
-        f"{job.module} ran over its time limit of {job.time_limit_s:g} s and was cancelled. Raise the limit, or give it"
+        f"{job.module} ran over its time limit of {limit_s:g} s and was cancelled. Raise the limit, or give it"
         " less to do.",
         metadata,
         allow_retries=False,
+    )
+
+
+def failure_of_stall(
+    job: TorchJob, files: RunDir, limit_s: float, ranks: Sequence[tuple[Pulse, str]], metadata: Mapping[str, Any]
+) -> dg.Failure:
+    """The failure of a job that stood still and was ended; `ranks` come with the states of their processes."""
+    told = [
+        f"rank {pulse.rank} (pid {pulse.pid}, {state}), which last said: {pulse.said}\n  "
+        + "\n  ".join(pulse.where or ("(place unknown)",))
+        for pulse, state in ranks
+        if not pulse.ended
+    ]
+    who = "\n".join(told) or ("(all ranks have ended, torchrun has not)" if ranks else "(no rank has begun)")
+    return dg.Failure(
+        f"{job.module} made no progress for {limit_s:g} s (launcher.stall_limit_s) and was ended. The rank to look at"
+        f" first comes first:\n{who}\nThe stacks of ranks that could be asked are at the end of {files.log}. Run it again:"
+        " a training goes on from its last checkpoint, the others from what they have kept.",
+        metadata,
     )
 
 

@@ -8,4 +8,6 @@ from resources.torch_launcher import TorchLauncher
 
 
 def launcher_for(spec: LauncherSpec) -> TorchLauncher:
-    return LocalLauncher(grace_s=spec.grace_s, threads=spec.threads)
+    return LocalLauncher(
+        grace_s=spec.grace_s, threads=spec.threads, stall_limit_s=spec.stall_limit_s, time_limit_s=spec.time_limit_s
+    )

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import dagster as dg
+import psutil
 from pydantic import Field
 
 from draftworks import parent_death
 from draftworks.errors import ConfigError
+from draftworks.programs.heartbeat import Pulse
 from resources.process_tree import MARK, ProcessTree
 from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
 from resources.torch_launcher import TorchLauncher
 
 # torchrun kills a stuck worker itself after this share of the grace, so that it can still end in an orderly way.
 _TORCHRUN_SHARE_OF_GRACE = 0.7
+_STACKS_S = 1.0
+"""What ranks have to print their stacks, before they are ended."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,11 @@ class LocalLauncher(TorchLauncher):
         return LocalJob(torchrun, ProcessTree(torchrun.pid, mark))
 
     def poll(self, handle: LocalJob) -> JobStatus:
-        """torchrun's state. When it has ended, so has whatever it may have left behind."""
+        """torchrun's state. When it has ended, so has whatever it left behind: ranks that save, if it was killed."""
         code = handle.torchrun.poll()
         if code is None:
             return JobStatus(JobState.RUNNING)
-        handle.tree.kill()
+        handle.tree.end(self.grace_s)
         return JobStatus(JobState.SUCCEEDED if code == 0 else JobState.FAILED, code)
 
     def cancel(self, handle: LocalJob) -> None:
@@ -80,6 +86,13 @@ class LocalLauncher(TorchLauncher):
         if survivors:
             dg.get_dagster_logger().error(f"these processes cannot be killed, look after them: {survivors}")
 
+    def ask_for_stacks(self, handle: LocalJob, ranks: Sequence[Pulse]) -> list[str]:
+        """SIGUSR1 to each rank: a handler in C prints the stacks of all threads, even of one stuck in native code."""
+        ours = {process.pid: process for process in handle.tree.scan()}
+        states = [_asked(ours.get(rank.pid)) for rank in ranks]
+        time.sleep(_STACKS_S)
+        return states
+
     def describe(self, handle: LocalJob) -> dict[str, str | int]:
         return {"engine": "local", "pid": handle.torchrun.pid}
 
@@ -87,3 +100,15 @@ class LocalLauncher(TorchLauncher):
 def _share_of_cores(processes: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes)
+
+
+def _asked(rank: psutil.Process | None) -> str:
+    """Its state in the kernel's words, after it was asked for its stacks."""
+    try:
+        if rank is None:
+            return "gone"
+        state = rank.status()
+        rank.send_signal(signal.SIGUSR1)
+        return str(state)
+    except psutil.Error:
+        return "gone"

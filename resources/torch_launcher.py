@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,17 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from resources.job_failure import failure_of_job, failure_of_report, failure_of_time_limit, words_of_interrupted
+from draftworks.programs.heartbeat import Pulse
+from draftworks.stop_signals import deferred_interrupt
+from resources.job_failure import (
+    failure_of_job,
+    failure_of_report,
+    failure_of_stall,
+    failure_of_time_limit,
+    words_of_interrupted,
+)
 from resources.log_tail import LogTail
+from resources.stall_watch import StallWatch
 from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
 
 
@@ -39,6 +49,10 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
 
     workdir: str = Field("var/runs", description="Run folders (logs, error files) are made here.")
     poll_interval_s: float = Field(0.2, gt=0, description="Seconds between two looks at a running job.")
+    stall_limit_s: float | None = Field(
+        1800.0, gt=0, description="Seconds without any progress after which a job is ended; None waits for ever."
+    )
+    time_limit_s: float | None = Field(None, gt=0, description="Seconds that a job may run where it has no own limit.")
     log_limit_mb: int = Field(8, ge=1, description="Output copied to the run page, in MiB; the log file has it all.")
 
     @abstractmethod
@@ -57,6 +71,10 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
     def describe(self, handle: Any) -> dict[str, str | int]:
         """Engine and job id, for metadata."""
 
+    def ask_for_stacks(self, handle: Any, ranks: Sequence[Pulse]) -> list[str]:
+        """Make the ranks print their stacks into the job's log where that is possible; the state of each process."""
+        return ["state unknown"] * len(ranks)
+
     def run(
         self,
         context: dg.AssetExecutionContext,
@@ -70,7 +88,8 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         `workdir`). Whatever ends the wait early, the cancellation of the Dagster run included, cancels the job.
 
         Raises dagster.Failure with the first failed rank's message and traceback; without retries for a
-        `DraftworksError`, a job over its time limit, and a success that did not send exactly one report.
+        `DraftworksError`, a job over its time limit, and a success that did not send exactly one report. A job without
+        progress for `stall_limit_s` is ended, and the failure says which rank stood where.
         """
         base = run_dir or Path(self.workdir) / context.op_execution_context.op_handle.name
         files = RunDir.create(base, context.run.run_id, context.retry_number)
@@ -97,35 +116,55 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
     def _run_to_end(
         self, context: dg.AssetExecutionContext, job: TorchJob, env: Mapping[str, str], files: RunDir
     ) -> dict[str, Any]:
-        """Submit, wait and copy the log; returns the metadata of a success."""
+        """Submit, wait and copy the log; returns the metadata of a success.
+
+        An interrupt of the step is taken between two looks at the job, so that it cancels the job once: a second one
+        within moments, as schedulers send it, does not take the ranks' grace to save away.
+        """
         started = time.monotonic()
         tail = LogTail(files.log, self.log_limit_mb << 20)
-        handle = self.submit(job, env, files)
-        try:
-            metadata = {**self.describe(handle), "log": dg.MetadataValue.path(files.log)}
-            context.log.info(f"started {job.module} with {job.procs_per_node} rank(s): {self.describe(handle)}")
-            status = self._wait(handle, job, tail, metadata)
-        except dg.DagsterExecutionInterruptedError:
-            self.cancel(handle)
-            raise dg.DagsterExecutionInterruptedError(words_of_interrupted(files)) from None
-        except BaseException:
-            self.cancel(handle)
-            raise
-        finally:
-            tail.finish()
+        with deferred_interrupt() as pass_on_interrupt:
+            handle = self.submit(job, env, files)
+            try:
+                metadata = {**self.describe(handle), "log": dg.MetadataValue.path(files.log)}
+                context.log.info(f"started {job.module} with {job.procs_per_node} rank(s): {self.describe(handle)}")
+                status = self._wait(handle, job, files, tail, metadata, pass_on_interrupt)
+                pass_on_interrupt()
+            except dg.DagsterExecutionInterruptedError:
+                self.cancel(handle)
+                raise dg.DagsterExecutionInterruptedError(words_of_interrupted(files)) from None
+            except BaseException:
+                self.cancel(handle)
+                raise
+            finally:
+                tail.finish()
         metadata["seconds"] = round(time.monotonic() - started, 2)
         if status.state is not JobState.SUCCEEDED:
             raise failure_of_job(job, files, status, metadata)
         return metadata
 
-    def _wait(self, handle: Any, job: TorchJob, tail: LogTail, metadata: Mapping[str, Any]) -> JobStatus:
+    def _wait(
+        self,
+        handle: Any,
+        job: TorchJob,
+        files: RunDir,
+        tail: LogTail,
+        metadata: Mapping[str, Any],
+        pass_on_interrupt: Callable[[], None],
+    ) -> JobStatus:
         running_since: float | None = None
+        limit_s = job.time_limit_s or self.time_limit_s
+        watch = StallWatch(files.ranks, files.log, self.stall_limit_s or math.inf)
         while not (status := self.poll(handle)).state.is_final:
+            pass_on_interrupt()
             now = time.monotonic()
             if status.state is JobState.RUNNING and running_since is None:
                 running_since = now
-            if job.time_limit_s and running_since is not None and now - running_since > job.time_limit_s:
-                raise failure_of_time_limit(job, metadata)
+            if limit_s and running_since is not None and now - running_since > limit_s:
+                raise failure_of_time_limit(job, limit_s, metadata)
+            if running_since is not None and (stalled := watch.stalled()) is not None:
+                states = self.ask_for_stacks(handle, stalled)
+                raise failure_of_stall(job, files, watch.limit_s, list(zip(stalled, states, strict=True)), metadata)
             tail.copy()
             time.sleep(self.poll_interval_s)
         return status

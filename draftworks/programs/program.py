@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 from dagster_pipes import PipesContext, PipesEnvVarParamsLoader, open_dagster_pipes
@@ -32,55 +31,20 @@ from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from draftworks.errors import DraftworksError
-from draftworks.parent_death import die_with_parent
+from draftworks.parent_death import end_with_parent
 from draftworks.programs.failure import RankFailure
+from draftworks.programs.heartbeat import Heartbeat
 from draftworks.resolve import require_unchanged
 from draftworks.runs import RunFile, TargetRun
+from draftworks.stop_signals import Interrupted, raise_on_stop
 
 EXIT_USER_ERROR = 2
 _SIGNAL_EXIT_BASE = 128
 _PROGRESS_INTERVAL_S = 2.0
+_SHUTDOWN_TIMEOUT_S = 30.0
+"""torchrun's own default of --shutdown-timeout: what a rank has to come to an orderly end."""
 
 RunType = TypeVar("RunType", bound=RunFile)
-
-
-class Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGINT arrived. Save what is worth saving within the launcher's grace and let it pass on.
-
-    A second signal ends the process at once. The exit code is 128 plus the signal's number, and torchelastic's error
-    file says so too.
-    """
-
-    def __init__(self, signum: int, more: str = "") -> None:
-        super().__init__(f"interrupted by {signal.Signals(signum).name}{more}")
-        self.signum = signum
-
-
-@dataclass
-class StopRequest:
-    """The signal that asked this process to stop, or 0."""
-
-    signum: int = 0
-
-
-@contextmanager
-def deferred_signals() -> Iterator[StopRequest]:
-    """Within, the first SIGTERM or SIGINT is only noted; the second ends the process at once.
-
-    For work that has to come to an orderly stop on all ranks together; who is asked raises `Interrupted` when it has.
-    """
-    request = StopRequest()
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signum, signal.SIG_DFL)
-        request.signum = signum
-
-    before = {signum: signal.signal(signum, note) for signum in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield request
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 @dataclass
@@ -91,14 +55,15 @@ class ProgramContext:
     local_rank: int = 0
     world_size: int = 1
     pipes: PipesContext | None = None
+    heartbeat: Heartbeat | None = None
     _last_progress_s: float = field(default=float("-inf"), repr=False)
 
     @classmethod
-    def from_torchrun(cls, pipes: PipesContext | None = None) -> ProgramContext:
+    def from_torchrun(cls, pipes: PipesContext | None = None, heartbeat: Heartbeat | None = None) -> ProgramContext:
         """Ranks as torchrun gives them in the environment; a single process without it."""
         names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
         ranks = {key: int(os.environ[name]) for key, name in names.items() if name in os.environ}
-        return cls(**ranks, pipes=pipes)
+        return cls(**ranks, pipes=pipes, heartbeat=heartbeat)
 
     @property
     def is_main(self) -> bool:
@@ -108,6 +73,7 @@ class ProgramContext:
     def log(self, message: str) -> None:
         """One line to stdout, with the rank if there are several; rank 0's also go to the run page."""
         prefix = f"[rank {self.rank}] " if self.world_size > 1 else ""
+        self.beat(message)
         print(f"{prefix}{message}", flush=True)
         if self.pipes is not None:
             self.pipes.log.info(message)
@@ -115,11 +81,17 @@ class ProgramContext:
     def progress(self, values: Mapping[str, float | int | str], *, force: bool = False) -> None:
         """How far we are, as one line `step=10 loss=2.31`. Rank 0 only, and at most one line every two seconds,
         except for lines that `force` their way: those that must not be missed."""
-        now = time.monotonic()
+        now, line = time.monotonic(), " ".join(f"{key}={_short(value)}" for key, value in values.items())
+        self.beat(line)
         if not self.is_main or not (force or now - self._last_progress_s >= _PROGRESS_INTERVAL_S):
             return
         self._last_progress_s = now
-        self.log(" ".join(f"{key}={_short(value)}" for key, value in values.items()))
+        self.log(line)
+
+    def beat(self, said: str | None = None) -> None:
+        """Tell whoever watches for ranks that stand still that this one does not; `said` is what it is at."""
+        if self.heartbeat is not None:
+            self.heartbeat.beat(said)
 
     def send_report(self, report: Mapping[str, Any]) -> None:
         """Hand the result over: to Dagster if it launched us, else to stdout. The frame does it once, on rank 0."""
@@ -137,13 +109,15 @@ def run_program(
     """Run `main` on the run file named on the command line; what it returns on rank 0 (JSON types) is the report.
 
     A `DraftworksError` prints its message alone and exits with code 2; any other exception prints its traceback and
-    exits with 1. Both go to torchelastic's error file if there is one. SIGTERM and SIGINT raise `Interrupted` in `main`.
-    Under torchrun the process is killed when torchrun ends; started by hand it outlives its shell.
+    exits with 1. Both go to torchelastic's error file if there is one. SIGTERM and SIGINT raise `Interrupted` in `main`,
+    once: repeats within `REPEATS_S` are the same request, a later one ends the process at once.
+    Under torchrun the end of torchrun is such a request too, with SIGKILL after torchrun's shutdown timeout; started by
+    hand the process outlives its shell.
     """
     path = _parse_arguments(main, arguments)
+    raise_on_stop()
     if is_torchelastic_launched():
-        _die_with_torchrun()
-    _raise_on_signals()
+        _end_with_torchrun()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stdout)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every request
     try:
@@ -157,18 +131,18 @@ def run_program(
         sys.exit(_SIGNAL_EXIT_BASE + interrupt.signum)
 
 
-def _die_with_torchrun() -> None:
+def _end_with_torchrun() -> None:
     """Also if torchrun was killed while this rank was still importing: its place as parent is init's then."""
     parent = psutil.Process(os.getppid())
     if parent.pid == 1 and not any(name in " ".join(parent.cmdline()) for name in ("torchrun", "python")):
         sys.exit(_SIGNAL_EXIT_BASE + signal.SIGKILL)
-    die_with_parent()
+    end_with_parent(float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S)))
 
 
 def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict[str, Any]], path: Path) -> None:
     run = run_type.load(path)
-    with _pipes() as pipes:
-        context = ProgramContext.from_torchrun(pipes)
+    with _pipes() as pipes, _heartbeat() as heartbeat:
+        context = ProgramContext.from_torchrun(pipes, heartbeat)
         if context.is_main and isinstance(run, TargetRun):
             require_unchanged(run.target)
         report = main(run, context)
@@ -198,6 +172,16 @@ def _pipes() -> Iterator[PipesContext | None]:
         pipes.close()
 
 
+@contextmanager
+def _heartbeat() -> Iterator[Heartbeat | None]:
+    heartbeat = Heartbeat.beside_error_file()
+    try:
+        yield heartbeat
+    finally:
+        if heartbeat is not None:
+            heartbeat.close()
+
+
 class _RankErrorHandler(ErrorHandler):
     """Writes torchelastic's error file in our richer form."""
 
@@ -206,16 +190,6 @@ class _RankErrorHandler(ErrorHandler):
         if path:
             failure = RankFailure.of(e, rank=int(os.environ.get("RANK", "0")))
             self._write_error_file(path, json.dumps(failure.to_json()))
-
-
-def _raise_on_signals() -> None:
-    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        raise Interrupted(signum)
-
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGINT, interrupt)
 
 
 def _short(value: float | int | str) -> str:

@@ -12,9 +12,10 @@ from draftworks.evaluation.collectives import gather_from_ranks
 from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes, require_same_dtype
 from draftworks.programs.loaders import evaluation_loader, nothing_to_measure, pack_limits, training_loader
 from draftworks.programs.process_group import distributed
-from draftworks.programs.program import Interrupted, ProgramContext, deferred_signals, run_program
+from draftworks.programs.program import ProgramContext, run_program
 from draftworks.publishing import published
 from draftworks.runs import VOCAB_FILE, TrainRun
+from draftworks.stop_signals import Interrupted, deferred_stop
 from draftworks.strategies import resolve_strategy
 from draftworks.training.backend import process_group_of_one
 from draftworks.training.best import BestRule
@@ -32,7 +33,7 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
 
     SIGTERM and SIGINT end the training after the step it is in, with a checkpoint. The same run file goes on from there.
     """
-    with distributed(run.training.device) as device, process_group_of_one(device), deferred_signals() as stop:
+    with distributed(run.training.device) as device, process_group_of_one(device), deferred_stop() as stop:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.training.seed)
         if run.training.pack_tokens is not None:
             resolve_strategy(run.strategy).check_packing(draft.options, "training")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch.distributed as dist
 
 from draftworks.errors import ConfigError
 from draftworks.programs.process_group import distributed
-from draftworks.programs.program import Interrupted, ProgramContext, run_program
+from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runs import RunFile
+from draftworks.stop_signals import Interrupted, deferred_stop
 
 
 class FrameRun(RunFile):
@@ -34,6 +36,12 @@ def work(run: FrameRun, ctx: ProgramContext) -> dict[str, Any]:
         raise ConfigError("taps: expected at most 8, found 9. Use fewer.")
     if run.task == "wait":
         _wait_for_interrupt(run, ctx)
+    if run.task == "steps":
+        _step_for_ever(ctx)
+    if run.task == "stuck":
+        with deferred_stop():
+            (run.out / f"ready-{ctx.rank}").touch()
+            time.sleep(60)
     raise AssertionError(f"unknown task {run.task}")
 
 
@@ -46,12 +54,21 @@ def _sum_of_ranks() -> int:
         return int(total)
 
 
+def _step_for_ever(ctx: ProgramContext) -> None:
+    with distributed("cpu"):
+        for step in itertools.count():
+            dist.all_reduce(torch.tensor(1))
+            ctx.progress({"step": step})
+            time.sleep(0.05)
+
+
 def _wait_for_interrupt(run: FrameRun, ctx: ProgramContext) -> None:
     (run.out / f"ready-{ctx.rank}").touch()
     try:
         time.sleep(60)
     except Interrupted:
-        (run.out / "saved").touch()
+        time.sleep(0.5)  # a save takes a while
+        (run.out / f"saved-{ctx.rank}").touch()
         raise
 
 

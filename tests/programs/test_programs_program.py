@@ -98,19 +98,47 @@ def test_sigterm_interrupts_and_lets_the_program_save(tmp_path: Path) -> None:
     program.send_signal(signal.SIGTERM)
     _, err = program.communicate(timeout=40)
     assert program.returncode == 128 + signal.SIGTERM
-    assert (tmp_path / "out" / "saved").exists()
+    assert (tmp_path / "out" / "saved-0").exists()
     assert err == "interrupted by SIGTERM\n"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
-def test_ranks_die_with_torchrun(tmp_path: Path) -> None:
-    torchrun = start({"task": "wait"}, tmp_path, TORCHRUN)
+def started_ranks(task: str, tmp_path: Path, **env: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    torchrun = start({"task": task}, tmp_path, TORCHRUN, **env)
     for rank in (0, 1):
         wait_for(torchrun, tmp_path / "out" / f"ready-{rank}")
     ranks = psutil.Process(torchrun.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    return torchrun, ranks
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_repeated_signals_to_every_process_let_all_ranks_save(first: signal.Signals, tmp_path: Path) -> None:
+    """As Slurm and terminals do it; the last one, to torchrun alone, is a launcher's."""
+    torchrun, ranks = started_ranks("wait", tmp_path)
+    for signum in (first, signal.SIGTERM):
+        for process in (psutil.Process(torchrun.pid), *ranks):
+            process.send_signal(signum)
+    torchrun.terminate()
+    _, err = torchrun.communicate(timeout=40)
+    assert all(ends(rank, within_s=40) for rank in ranks)
+    assert (tmp_path / "out" / "saved-0").exists(), err
+    assert (tmp_path / "out" / "saved-1").exists(), err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+def test_ranks_save_and_end_when_torchrun_is_killed(tmp_path: Path) -> None:
+    torchrun, ranks = started_ranks("wait", tmp_path)
     torchrun.kill()
     torchrun.communicate(timeout=40)
-    assert len(ranks) >= 2
+    assert all(ends(rank, within_s=40) for rank in ranks)
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"saved-0", "saved-1"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is Linux's")
+def test_ranks_that_do_not_stop_die_some_time_after_torchrun(tmp_path: Path) -> None:
+    torchrun, ranks = started_ranks("stuck", tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    torchrun.kill()
+    torchrun.communicate(timeout=40)
     assert all(ends(rank, within_s=40) for rank in ranks)
 
 

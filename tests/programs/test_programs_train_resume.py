@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from draft_run_files import OPTIONS, STREAMS, TRAINING, RunFiles
 from safetensors.torch import load_file
@@ -54,12 +55,17 @@ def started(launcher: list[str], run: TrainRun) -> subprocess.Popen:
 
 
 def terminated(launcher: list[str], run: TrainRun) -> int:
-    """Exit code of a training that is sent SIGTERM when it has saved its first checkpoint."""
+    """Exit code of a training all of whose processes get SIGTERM twice when it has saved its first checkpoint.
+
+    So does Slurm, within a millisecond, and torchrun passes it on once more.
+    """
     process = started(launcher, run)
     end = time.monotonic() + DEADLINE_S
     while not checkpoints(run).steps() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
-    process.terminate()
+    everyone = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for each in everyone * 2:
+        each.terminate()
     return process.wait(DEADLINE_S)
 
 

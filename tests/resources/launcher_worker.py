@@ -14,7 +14,8 @@ from pathlib import Path
 
 from dagster_pipes import open_dagster_pipes
 
-from draftworks.parent_death import die_with_parent
+from draftworks.parent_death import die_with_parent, end_with_parent
+from draftworks.stop_signals import Interrupted, raise_on_stop
 
 
 def main(task: str, marker: str, *rest: str) -> None:
@@ -33,6 +34,15 @@ def main(task: str, marker: str, *rest: str) -> None:
     elif task == "hang":
         die_with_parent()
         _hang(marker, rank)
+    elif task == "save":
+        end_with_parent(60)
+        raise_on_stop()
+        try:
+            _hang(marker, rank)
+        except Interrupted:
+            time.sleep(1)
+            Path(f"{marker}.saved.{rank}").touch()
+            raise
     elif task == "stuck":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _hide_a_child(marker)

@@ -1,9 +1,11 @@
 """Jobs under a real torchrun: what a person sees of them, and that nothing of them stays behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +18,7 @@ import pytest
 import yaml
 
 from draftworks.errors import ConfigError
+from draftworks.programs.heartbeat import Pulse
 from resources.local_launcher import LocalLauncher
 from resources.torch_job import RunDir, TorchJob
 from resources.torch_launcher import JobResult
@@ -174,12 +177,67 @@ def test_time_limit_cancels_the_job(tmp_path: Path) -> None:
     assert not survivors(tmp_path)
 
 
+@pytest.fixture
+def stopped_rank(tmp_path: Path) -> Iterator[None]:
+    """Rank 1 of the job in `tmp_path` is stopped as by SIGSTOP once it has said that it takes steps."""
+    over = threading.Event()
+
+    def stop() -> None:
+        while not over.wait(0.1):
+            pulses = [Pulse.read(path) for path in tmp_path.rglob("heartbeat.json")]
+            for pulse in pulses:
+                if pulse is not None and pulse.rank == 1 and pulse.said.startswith("step="):
+                    os.kill(pulse.pid, signal.SIGSTOP)
+                    return
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is Linux's")
+def test_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path, stopped_rank: None) -> None:
+    outcome = launch(framed("steps", tmp_path), tmp_path, stall_limit_s=5)
+    told = outcome.failure.description
+    assert "made no progress for 5 s (launcher.stall_limit_s)" in told
+    first, second = (told.index(f"rank {rank} (pid ") for rank in (1, 0))
+    assert first < second
+    assert re.search(r"rank 1 \(pid \d+, stopped\), which last said: step=\d+\n", told)
+    assert "frame_program.py" in told[second:], "where the other one waits"
+    (log,) = (tmp_path / "runs").rglob("out.log")
+    assert "Current thread" in log.read_text(), "the stacks of the rank that could be asked"
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path / "run.yaml") in (p.info["cmdline"] or [])]
+
+
 def test_interrupt_leaves_no_process(tmp_path: Path) -> None:
     with hanging_job("hang", tmp_path, grace_s=100) as host:
         assert len(survivors(tmp_path)) >= 3
         host.send_signal(signal.SIGINT)
         host.wait(timeout=LONG_S)
         assert not survivors(tmp_path)
+
+
+def test_repeated_signals_to_every_process_leave_the_ranks_time_to_save(tmp_path: Path) -> None:
+    """Slurm signals each process of a job twice within a millisecond, the Dagster process among them."""
+    with hanging_job("save", tmp_path, grace_s=60) as host:
+        everyone = [psutil.Process(host.pid), *survivors(tmp_path)]
+        assert len(everyone) >= 4
+        for process in everyone * 2:
+            process.terminate()
+        host.wait(timeout=LONG_S)
+        assert not survivors(tmp_path)
+        assert [(tmp_path / f"marker.saved.{rank}").exists() for rank in (0, 1)] == [True, True]
+
+
+def test_ranks_of_a_killed_torchrun_have_time_to_save(tmp_path: Path) -> None:
+    with hanging_job("save", tmp_path, grace_s=60) as host:
+        (torchrun,) = [p for p in survivors(tmp_path) if "torch.distributed.run" in p.cmdline()]
+        torchrun.kill()
+        host.wait(timeout=LONG_S)
+        assert not survivors(tmp_path)
+        assert [(tmp_path / f"marker.saved.{rank}").exists() for rank in (0, 1)] == [True, True]
 
 
 def test_stuck_workers_are_killed_after_the_grace_with_their_hidden_children(tmp_path: Path) -> None:

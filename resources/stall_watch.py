@@ -1,0 +1,78 @@
+"""Jobs that stand still: no rank makes progress, or one does not run at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draftworks.programs.heartbeat import FILE, Pulse
+
+_LONGEST_GAP_S = 10.0
+"""Of the time between two looks that counts: when we were suspended ourselves, so may the job have been."""
+_START_S = 600.0
+"""Before their first pulse, while Python loads its libraries, ranks have at least as long."""
+
+
+@dataclass
+class _Rank:
+    """A rank's last pulse, and when on the watch's clock it last changed."""
+
+    pulse: Pulse
+    wrote_s: float
+    progressed_s: float
+
+
+@dataclass
+class StallWatch:
+    """Looks at the ranks' heartbeats; its clock runs only while it looks.
+
+    Args:
+        folder: torchrun's log folder, where heartbeats are beside error files.
+        log: the job's output: as long as it grows, something happens.
+        limit_s: without progress.
+    """
+
+    folder: Path
+    log: Path
+    limit_s: float
+    clock: Callable[[], float] = time.monotonic
+    _ranks: dict[Path, _Rank] = field(default_factory=dict)
+    _elapsed_s: float = 0.0
+    _looked_at: float | None = None
+    _log_bytes: int = 0
+    _logged_s: float = 0.0
+
+    def stalled(self) -> list[Pulse] | None:
+        """The ranks of a job that stands still, those to look at first; None for a healthy job. Look often."""
+        now = self.clock()
+        self._elapsed_s += min(now - (now if self._looked_at is None else self._looked_at), _LONGEST_GAP_S)
+        self._looked_at = now
+        self._read()
+        running = [rank for rank in self._ranks.values() if not rank.pulse.ended]
+        silent = [rank for rank in running if self._elapsed_s - rank.wrote_s > self.limit_s]
+        last = max([self._logged_s, *(rank.progressed_s for rank in self._ranks.values())])
+        limit_s = self.limit_s if self._ranks else max(self.limit_s, _START_S)
+        if not silent and self._elapsed_s - last <= limit_s:
+            return None
+        order = sorted(self._ranks.values(), key=lambda rank: (rank not in silent, rank.wrote_s, rank.progressed_s))
+        return [rank.pulse for rank in order]
+
+    def _read(self) -> None:
+        size = self.log.stat().st_size if self.log.exists() else 0
+        if size != self._log_bytes:
+            self._log_bytes, self._logged_s = size, self._elapsed_s
+        for path in self.folder.rglob(FILE):
+            pulse = Pulse.read(path)
+            known = self._ranks.get(path)
+            if pulse is None:
+                continue
+            if known is None:
+                self._ranks[path] = _Rank(pulse, self._elapsed_s, self._elapsed_s)
+                continue
+            if pulse.written != known.pulse.written:
+                known.wrote_s = self._elapsed_s
+            if pulse.beats != known.pulse.beats:
+                known.progressed_s = self._elapsed_s
+            known.pulse = pulse
