@@ -6,7 +6,6 @@ visible by one rename. The digest is that of the *identity*: what went in. The d
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -22,6 +21,7 @@ from filelock import FileLock, Timeout
 from draftworks.errors import StoreError
 from draftworks.identity import digest, file_digest
 from draftworks.publishing import fsync, fsync_tree, publish_json
+from draftworks.regular_files import read_json
 from draftworks.specs import checked_name
 
 SCHEMA_VERSION = 1
@@ -125,12 +125,12 @@ class ArtifactStore:
         """
         pointer = self._folder(asset, target) / POINTER
         try:
-            name = checked_name(json.loads(pointer.read_text())["digest"])
+            name = checked_name(read_json(pointer)["digest"])
         except FileNotFoundError:
             raise StoreError(
                 f"{asset} of target {target} does not exist yet: materialize it first ({pointer})"
             ) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{pointer}: not a pointer to a result: {error}. Materialize {asset} again") from error
         return self._read(pointer.parent / name)
 
@@ -215,7 +215,7 @@ class ArtifactStore:
 
     def _read(self, folder: Path) -> Artifact:
         try:
-            record = json.loads((folder / RECORD).read_text())
+            record = read_json(folder / RECORD)
             if record["schema"] != SCHEMA_VERSION:
                 raise StoreError(f"{folder / RECORD}: schema {record['schema']}, expected {SCHEMA_VERSION}")
             names = ("asset", "target", "identity", "data_version", "summary", "files", "created", "seconds")

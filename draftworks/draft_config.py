@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftworks.errors import StoreError
+from draftworks.regular_files import read_json
 
 SCHEMA_VERSION = 1
 WEIGHTS = "model.safetensors"
@@ -41,7 +41,7 @@ def read_config(folder: Path) -> DraftConfig:
     """
     path = folder / CONFIG
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         config = DraftConfig(**values)
     except FileNotFoundError:
         raise StoreError(f"{folder}: not a draft: {CONFIG} is missing") from None

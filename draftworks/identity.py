@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftworks.regular_files import open_regular, read_json
+
 DIGEST_LENGTH = 16
 FEATURE_SCHEMA = 1
 """Part of every feature key: bump it when what a stored feature *means* changes."""
@@ -30,8 +32,8 @@ def digest(value: Any) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Digest of a file's bytes."""
-    with path.open("rb") as stream:
+    """Digest of a file's bytes. Raises OSError for what is no regular file."""
+    with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:DIGEST_LENGTH]
 
 
@@ -49,7 +51,7 @@ class FileDigests:
         self._known: dict[str, str] = {}
         if cache_file is not None and cache_file.exists():
             try:
-                loaded = json.loads(cache_file.read_text())
+                loaded = read_json(cache_file)
                 self._known = loaded if isinstance(loaded, dict) else {}
             except (OSError, ValueError):
                 self._known = {}

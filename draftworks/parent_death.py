@@ -42,6 +42,8 @@ def end_with_parent(grace_s: float) -> None:
     parent = os.getppid()
 
     def kill_after_grace() -> None:
+        # Of two signals that come at once the kernel may give both to this thread, and the main thread would sleep on.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         while os.getppid() == parent:
             time.sleep(_WATCH_INTERVAL_S)
         time.sleep(grace_s)

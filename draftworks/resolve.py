@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from draftworks.errors import ConfigError
 from draftworks.hub import hub_file
 from draftworks.identity import FileDigests, digest
 from draftworks.registry import Registry
+from draftworks.regular_files import read_json
 from draftworks.runs import TargetFiles
 from draftworks.specs import TargetSpec
 
@@ -17,6 +17,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 _SHAPE = ("max_position_embeddings", "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
 GENERATION_CONFIG = "generation_config.json"
 """Names the tokens that end an answer, so it counts with the tokenizer's files, though it lies with the model's."""
+
+
+_MOST = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 1 << 20,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 31,
+}
+"""Beyond what any model has: more would be built layer by layer until memory ends."""
 
 
 def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -> TargetFiles:
@@ -142,12 +151,15 @@ def _model_config(model: str, revision: str | None, where: str) -> dict[str, Any
             )
         path = found
     try:
-        config = json.loads(path.read_text())
+        config = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: expected the config.json of a Hugging Face model: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: expected a JSON object, the config.json of a Hugging Face model")
-    return config.get("text_config", config)
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise ConfigError(f"{path}: expected a JSON object as text_config, found {type(text).__name__}")
+    return text
 
 
 def _with_defaults(model: str, revision: str | None, config: dict[str, Any]) -> dict[str, Any]:
@@ -163,8 +175,11 @@ def _with_defaults(model: str, revision: str | None, config: dict[str, Any]) -> 
 
 def _field(config: dict[str, Any], model: str, name: str) -> int:
     value = config.get(name)
-    if not isinstance(value, int):
+    if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{model}/config.json: expected an integer {name}, found {value!r}")
+    if not 1 <= value <= _MOST[name]:
+        found = f"{value:,}" if abs(value) < 10**30 else "a number of more than 30 digits"
+        raise ConfigError(f"{model}/config.json: expected {name} from 1 to {_MOST[name]:,}, found {found}")
     return value
 
 

@@ -129,6 +129,14 @@ def _only_note(signum: int) -> None:
     pass
 
 
+def leave_to_main_thread() -> None:
+    """Called in a helper thread: it takes no SIGTERM and SIGINT from now on.
+
+    Of two that come at once the kernel may give both to a thread that waits, and the main thread would sleep on.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
 def die_of(signum: int) -> None:
     """End this process by the signal's default action."""
     signal.signal(signum, signal.SIG_DFL)

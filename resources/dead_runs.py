@@ -13,27 +13,36 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 
 import dagster as dg
 import psutil
-from dagster._core.storage.event_log.sqlite import SqliteEventLogStorage
 
+from resources.process_place import RunProcess
 from resources.process_tree import lives
 
+TAG = "draftworks/run_process"
 _SAYS_A_PID = {dg.DagsterEventType.ENGINE_EVENT, dg.DagsterEventType.STEP_WORKER_STARTED}
 _CLOCK_SLACK_S = 2.0
 _LOOK_INTERVAL_S = 0.2
 
 
-def end_with_run_process() -> None:
+def end_with_run_process(context: dg.OpExecutionContext | dg.AssetExecutionContext) -> None:
     """From now on, the end of the process that runs the run interrupts this step, as the run's cancellation would.
 
-    For the process of a step, which is a child of the run's; does nothing elsewhere. The step then has its launcher's
-    grace to end its job, and a further `SIGINT`, or the grace's end, leaves nothing of it.
+    For the process of a step, which is a child of the run's. The step then has its launcher's grace to end its job, and
+    a further `SIGINT`, or the grace's end, leaves nothing of it. The run is tagged with its process, so that others can
+    tell whether it lives.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and not any(thread.name == _watch.__name__ for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=(parent,), name=_watch.__name__, daemon=True).start()
+    run = context.run
+    if RunProcess.from_tag(run.run_id, run.tags.get(TAG)) is None:
+        with suppress(psutil.Error):  # the parent has just ended, and this step will
+            mine = RunProcess.of(run.run_id, os.getpid() if parent is None else parent.pid)
+            context.instance.add_run_tags(run.run_id, {TAG: mine.to_tag()})
 
 
 def _watch(parent: multiprocessing.process.BaseProcess) -> None:
@@ -41,45 +50,47 @@ def _watch(parent: multiprocessing.process.BaseProcess) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def release_dead_runs(instance: dg.DagsterInstance, wait_s: float = 30.0) -> list[str]:
-    """Mark runs that hold pool slots as failed if their process is gone, and free the slots. Returns their ids.
+@dataclass(frozen=True)
+class DeadRuns:
+    """Ids of runs that were found dead, and of unfinished ones that hold pool slots and may be dead, but not seen from here."""
 
-    Waits up to `wait_s` for their steps, which are ending: the slot stands for a GPU that they may still use. Looks at
-    process ids, so only where Dagster's own storage is on this machine (SQLite); elsewhere Dagster's daemon does it.
+    released: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+def release_dead_runs(instance: dg.DagsterInstance, wait_s: float = 30.0) -> DeadRuns:
+    """Mark runs that hold pool slots as failed if their process is gone, and free the slots.
+
+    Waits up to `wait_s` for their steps, which are ending: the slot stands for a GPU that they may still use. A run of
+    another machine or container, or one that has not said where it runs, is left to those who can see it. Works with
+    every storage that has pools.
     """
     storage = instance.event_log_storage
-    if not isinstance(storage, SqliteEventLogStorage):
-        return []
+    if not storage.supports_global_concurrency_limits:
+        return DeadRuns()
     deadline = time.monotonic() + wait_s
-    released = []
+    released, unknown = [], []
     for run_id in sorted(storage.get_concurrency_run_ids()):
         run = instance.get_run_by_id(run_id)
         if run is not None and not run.is_finished:
-            processes = _Processes(instance, run_id)
-            if not processes.run_is_dead():
+            process = RunProcess.from_tag(run_id, run.tags.get(TAG))
+            dead = None if process is None else process.is_dead()
+            if not dead:
+                unknown += [run_id] if dead is None else []
                 continue
-            while processes.any_alive() and time.monotonic() < deadline:
+            while (alive := _any_alive(instance, run_id)) and time.monotonic() < deadline:
                 time.sleep(_LOOK_INTERVAL_S)
-            if processes.any_alive():
+            if alive:
                 continue
             instance.report_run_failed(run, "The process of this run was killed. Run the job again: it continues.")
         storage.free_concurrency_slots_for_run(run_id)
         released.append(run_id)
-    return released
+    return DeadRuns(tuple(released), tuple(unknown))
 
 
-class _Processes:
-    """The processes that a run's events name: the run's own, first, and those of its steps."""
-
-    def __init__(self, instance: dg.DagsterInstance, run_id: str) -> None:
-        self._all = list(_named_processes(instance, run_id))
-
-    def run_is_dead(self) -> bool:
-        """A run that has named no process yet is starting, not dead."""
-        return bool(self._all) and self._all[0] is None
-
-    def any_alive(self) -> bool:
-        return any(process is not None and lives(process) for process in self._all)
+def _any_alive(instance: dg.DagsterInstance, run_id: str) -> bool:
+    """Whether a process that the run's events name lives: those of its steps, which are where the run's was."""
+    return any(process is not None and lives(process) for process in _named_processes(instance, run_id))
 
 
 def _named_processes(instance: dg.DagsterInstance, run_id: str) -> Iterator[psutil.Process | None]:

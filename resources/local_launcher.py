@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from draftworks import parent_death
 from draftworks.errors import ConfigError
 from draftworks.programs.heartbeat import Pulse
 from resources.process_tree import MARK, ProcessTree
-from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
+from resources.torch_job import ONE_NODE, ONE_NODE_ENV, JobState, JobStatus, RunDir, TorchJob
 from resources.torch_launcher import TorchLauncher
 
 # torchrun kills a stuck worker itself after this share of the grace, so that it can still end in an orderly way.
@@ -29,10 +30,11 @@ _STACKS_S = 1.0
 
 @dataclass(frozen=True)
 class LocalJob:
-    """A running torchrun and everything it started."""
+    """A running torchrun and everything it started; `folder` is where its ranks meet, for as long as they run."""
 
     torchrun: subprocess.Popen[bytes]
     tree: ProcessTree
+    folder: tempfile.TemporaryDirectory[str]
 
 
 class LocalLauncher(TorchLauncher):
@@ -60,16 +62,20 @@ class LocalLauncher(TorchLauncher):
             "OMP_NUM_THREADS": str(self.threads or _share_of_cores(job.procs_per_node)),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.grace_s * _TORCHRUN_SHARE_OF_GRACE)),
         }
+        folder = tempfile.TemporaryDirectory(
+            prefix="rendezvous-"
+        )  # local: locks of network folders are not to be relied on
+        meeting = f"--rdzv-endpoint={folder.name}/store"
         with run_dir.log.open("ab") as log:
             torchrun = subprocess.Popen(
-                [*parent_death.shim(), *job.command(f"--log-dir={run_dir.ranks}")],
-                env={**os.environ, **own, **env, MARK: mark},
+                [*parent_death.shim(), *job.command(*ONE_NODE, meeting, f"--log-dir={run_dir.ranks}")],
+                env={**os.environ, **ONE_NODE_ENV, **own, **env, MARK: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return LocalJob(torchrun, ProcessTree(torchrun.pid, mark))
+        return LocalJob(torchrun, ProcessTree(torchrun.pid, mark), folder)
 
     def poll(self, handle: LocalJob) -> JobStatus:
         """torchrun's state. When it has ended, so has whatever it left behind: ranks that save, if it was killed."""
@@ -77,12 +83,14 @@ class LocalLauncher(TorchLauncher):
         if code is None:
             return JobStatus(JobState.RUNNING)
         handle.tree.end(self.grace_s)
+        handle.folder.cleanup()
         return JobStatus(JobState.SUCCEEDED if code == 0 else JobState.FAILED, code)
 
     def cancel(self, handle: LocalJob) -> None:
         """SIGTERM, the grace, then SIGKILL of the whole tree."""
         survivors = handle.tree.end(self.grace_s)
         handle.torchrun.poll()
+        handle.folder.cleanup()
         if survivors:
             dg.get_dagster_logger().error(f"these processes cannot be killed, look after them: {survivors}")
 

@@ -11,6 +11,10 @@ from typing import NamedTuple
 
 from draftworks.errors import ConfigError
 
+ONE_NODE = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1")
+ONE_NODE_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it torchrun has a TCP store for the ranks all the same; with it they make one, on loopback."""
+
 
 @dataclass(frozen=True)
 class TorchJob:
@@ -37,8 +41,12 @@ class TorchJob:
             )
 
     def command(self, *options: str) -> list[str]:
-        """The torchrun command line with `options`. Without a rendezvous among them: one node, a free port of its own."""
-        rendezvous = () if any(option.startswith("--rdzv") for option in options) else ("--standalone",)
+        """The torchrun command line with `options`.
+
+        Without a rendezvous among them: one node, which meets in a temporary file, since torchrun's own store listens
+        on all addresses and unpickles what it is sent. `ONE_NODE_ENV` belongs to it.
+        """
+        rendezvous = () if any(option.startswith("--rdzv") for option in options) else ONE_NODE
         torchrun = (str(self.python or sys.executable), "-m", "torch.distributed.run", *rendezvous, *options)
         return [*torchrun, f"--nproc-per-node={self.procs_per_node}", "-m", self.module, *self.args]
 

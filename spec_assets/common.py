@@ -12,6 +12,7 @@ import dagster as dg
 
 from draftworks.artifacts import Artifact, Built
 from draftworks.errors import DraftworksError
+from draftworks.full_disk import full_disk_error
 from draftworks.registry import HELDOUT
 from draftworks.runs import RunFile
 from draftworks.serving.sglang_environment import program_environment
@@ -57,10 +58,10 @@ def asset(
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        end_with_run_process()
+    def call(context: dg.AssetExecutionContext, *args: Any, **kwargs: Any) -> Any:
+        end_with_run_process(context)
         with clear_errors():
-            return function(*args, **kwargs)
+            return function(context, *args, **kwargs)
 
     return call
 
@@ -88,6 +89,11 @@ def clear_errors() -> Generator[None, None, None]:
         yield
     except DraftworksError as error:
         raise dg.Failure(description=str(error), allow_retries=False) from None
+    except Exception as error:
+        full = full_disk_error(error, Path.cwd())
+        if full is None or isinstance(error, (dg.Failure, dg.RetryRequested)):
+            raise
+        raise dg.Failure(description=str(full), allow_retries=False) from error
 
 
 def target_with_strategy(context: dg.AssetExecutionContext, workspace: Workspace, strategy: StrategySpec) -> TargetSpec:

@@ -20,8 +20,14 @@ GROUP = "inputs"
 @asset(group=GROUP, kinds=["huggingface"])
 def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The large language model that is to have a draft: its weights, tokenizer and chat template."""
-    for run_id in release_dead_runs(context.instance):  # here, because every job begins with the inputs
+    dead = release_dead_runs(context.instance)  # here, because every job begins with the inputs
+    for run_id in dead.released:
         context.log.warning(f"run {run_id} was killed: it counts as failed now, and what it held of the pools is free")
+    for run_id in set(dead.unknown) - {context.run.run_id}:
+        context.log.info(
+            f"run {run_id} holds a slot of a pool, and whether it lives cannot be seen from this machine or container."
+            " If it is dead, end it in the UI, or by a run where it ran"
+        )
     target = workspace.registry.target(context.partition_key)
     files = workspace.target_files(target.name)
     weights = check_target_weights(files, target.capture.backend, workspace.weight_checks)

@@ -54,8 +54,8 @@ def leaderboard_asset(strategies: Iterable[StrategySpec]) -> dg.AssetsDefinition
 @dg.op(
     ins={"reports": dg.In(dg.Nothing)}, out=dg.Out(dg.Nothing), description="Reads all reports and publishes the table."
 )
-def rank(workspace: Workspace) -> dg.MaterializeResult:
-    end_with_run_process()
+def rank(context: dg.OpExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
+    end_with_run_process(context)
     folder = workspace.var / NAME
     folder.mkdir(parents=True, exist_ok=True)
     with clear_errors(), FileLock(folder / ".lock"):  # so that of two runs the one that writes last has read last

@@ -6,7 +6,6 @@ character offsets of the tokens, never from tokenizing parts of the text again.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,9 @@ from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.spans import EndOfTurn, Rendered, Span, locate, mask_from_spans, sentinel
 from draftworks.errors import ConfigError, DataError
 from draftworks.identity import digest
+from draftworks.regular_files import read_bytes, read_json
 from draftworks.runs import TargetFiles
+from draftworks.time_limit import OverLimit, processor_limit
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
@@ -26,6 +27,10 @@ _FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Names under which templates ask whether the model is to think: the first is that of Qwen 3 and GLM, the other DeepSeek's."""
+RENDER_LIMIT_S = 20.0
+"""Of a processor, for one conversation: templates are programs, and take milliseconds."""
+_MOST_TEMPLATE_BYTES = 4 << 20
+_MOST_TEXT = 64 << 20
 _QUESTION = (Turn("user", "?"),)
 
 
@@ -203,21 +208,32 @@ class ChatTokenizer:
         add_generation_prompt: bool = False,
         options: Mapping[str, bool] | None = None,
     ) -> Rendered:
-        from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         try:
-            texts, spans = render_jinja_template(
-                [messages],
-                chat_template=self._template,
-                return_assistant_tokens_mask=tracked,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokenizer.special_tokens_map,
-                **(self.template_options if options is None else options),
+            with processor_limit(RENDER_LIMIT_S):
+                texts, spans = render_jinja_template(
+                    [messages],
+                    chat_template=self._template,
+                    return_assistant_tokens_mask=tracked,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._tokenizer.special_tokens_map,
+                    **(self.template_options if options is None else options),
+                )
+        except OverLimit:
+            raise ConfigError(
+                f"{self.name}: the chat template is not done with one conversation after {RENDER_LIMIT_S:g} s of computing:"
+                " it loops. Use another template (chat_template of the target)"
+            ) from None
+        except (
+            Exception
+        ) as error:  # a template is a program of somebody else: whatever it raises, the remedy is the same
+            raise DataError(f"{self.name}: the chat template refuses the conversation: {_first_line(error)}") from error
+        if len(texts[0]) > _MOST_TEXT:
+            raise ConfigError(
+                f"{self.name}: the chat template prints {len(texts[0]):,} characters for one conversation"
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise DataError(f"{self.name}: the chat template refuses the conversation: {error}") from error
         return Rendered(texts[0], tuple(Span(*span) for span in spans[0]) if tracked else ())
 
     def _plain_ids(self, text: str) -> list[int]:
@@ -272,8 +288,8 @@ def _load_tokenizer(target: TargetFiles) -> Any:
 def _load_template(target: TargetFiles, tokenizer: Any) -> str:
     if target.chat_template is not None:
         try:
-            return Path(target.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return read_bytes(Path(target.chat_template), _MOST_TEMPLATE_BYTES).decode("utf-8")
+        except (OSError, ValueError) as error:
             raise DataError(f"target {target.name}: chat template {target.chat_template}: {error}") from error
     try:
         return tokenizer.get_chat_template()
@@ -290,8 +306,8 @@ def _eos_ids(target: TargetFiles, tokenizer: Any) -> tuple[int, ...]:
     path = Path(target.model) / "generation_config.json"
     if path.is_file():
         try:
-            configured = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
+            configured = read_json(path).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
             raise DataError(f"{path}: not a JSON object: {error}") from error
         found |= set(configured if isinstance(configured, list) else [configured]) - {None}
     return tuple(sorted(found))

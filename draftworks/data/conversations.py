@@ -17,6 +17,7 @@ from draftworks.data.split import hash_fraction
 from draftworks.errors import DataError, StoreError
 from draftworks.identity import canonical_json, digest, file_digest
 from draftworks.publishing import publish_json, published
+from draftworks.regular_files import read_json
 
 ROLES = ("system", "user", "assistant", "tool")
 CONVERSATIONS_FILE = "conversations.parquet"
@@ -132,7 +133,7 @@ def read_summary(folder: Path, what: str) -> dict[str, Any]:
     """
     path = folder / SUMMARY_FILE
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = read_json(path)
     except OSError as error:
         raise StoreError(
             f"{path}: not found, so {folder} is not {what} or was never completed: make it again"

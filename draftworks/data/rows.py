@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftworks.errors import DataError
+from draftworks.regular_files import checked_file, open_regular, parse_json
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 """A longer line is rejected without being held in memory."""
@@ -81,7 +82,7 @@ def read_rows(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[RawR
 
 
 def _line_rows(path: Path, max_line_bytes: int) -> Iterator[RawRow | Rejection]:
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         number = 0
         while raw := stream.readline(max_line_bytes + 1):
             number += 1
@@ -103,18 +104,16 @@ def _skip_line(stream: Any, chunk: int) -> None:
 
 def _decoded(raw: bytes, file: str, line: int) -> RawRow | Rejection:
     try:
-        return RawRow(file, line, json.loads(raw.decode("utf-8")))
+        return RawRow(file, line, parse_json(raw.decode("utf-8")))
     except UnicodeDecodeError as error:
         reason = f"not UTF-8 ({error.reason} at byte {error.start})"
     except ValueError as error:
         reason = f"invalid JSON ({error})"
-    except RecursionError:
-        reason = "invalid JSON (nested too deeply)"
     return Rejection(file, line, reason, excerpt(raw[: 4 * EXCERPT_LENGTH].decode("utf-8", "replace").rstrip()))
 
 
 def _is_list(path: Path) -> bool:
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         return stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
@@ -164,7 +163,7 @@ def _next_token(text: str, position: int) -> int:
 def _parquet_rows(path: Path) -> Iterator[RawRow | Rejection]:
     line = 0
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(checked_file(path)) as file:
             for batch in file.iter_batches(batch_size=256):
                 for value in _batch_values(batch):
                     line += 1

@@ -11,9 +11,12 @@ import numpy as np
 from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.identity import digest
 from draftworks.publishing import published
+from draftworks.regular_files import read_bytes
 
 if TYPE_CHECKING:
     from draftworks.data.tokenized import TokenizedSet
+
+_MOST_BYTES = 1 << 30
 
 AGAIN = "Make it again; where it is part of a draft, train the draft again"
 
@@ -63,8 +66,8 @@ class VocabMapping:
         from safetensors.numpy import load
 
         try:
-            tensors = load(path.read_bytes())
-        except (OSError, SafetensorError) as error:
+            tensors = load(read_bytes(path, _MOST_BYTES))
+        except (OSError, ValueError, SafetensorError) as error:
             raise StoreError(f"{path}: the vocabulary mapping cannot be read ({error}). {AGAIN}") from error
         problem = _inconsistency(tensors)
         if problem:

@@ -18,6 +18,7 @@ from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError, StoreError
 from draftworks.identity import file_digest
 from draftworks.publishing import publish_json, published
+from draftworks.regular_files import checked_file
 from draftworks.strategies import resolve_strategy
 
 
@@ -102,7 +103,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file. Raises StoreError."""
     try:
-        return load_file(path)
+        return load_file(checked_file(path))
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{path}: weights cannot be read ({error}). Train the draft again") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -15,6 +14,7 @@ from torch import Tensor
 from draftworks.drafts.layer_shape import embedding_scale, layer_shape
 from draftworks.errors import ConfigError, StoreError
 from draftworks.hub import hub_file
+from draftworks.regular_files import checked_file, read_json
 from draftworks.runs import TargetFiles
 from draftworks.strategies.layer_options import LayerOptions
 
@@ -149,7 +149,7 @@ class _Weights:
         index = self._files.path(_INDEX)
         if index is not None:
             try:
-                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+                return dict(read_json(index)["weight_map"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise StoreError(f"{index}: not a safetensors index: {error!r}") from error
         with _opened(self._existing(_WEIGHTS)) as stream:
@@ -168,7 +168,7 @@ def _ties(config: Any) -> bool:
 
 def _opened(path: Path) -> safe_open:
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(checked_file(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise StoreError(f"{path}: not a readable safetensors file ({error}); copy or download it again") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.identity import file_digest
+from draftworks.regular_files import read_json
 
 SCHEMA_VERSION = 2
 REPORT, MARKDOWN = "report.json", "report.md"
@@ -27,7 +27,7 @@ def read_report(folder: Path) -> dict[str, Any]:
     """
     path = folder / REPORT
     with reading(path):
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         version = values["schema_version"]
     if version != SCHEMA_VERSION:
         raise StoreError(f"{path}: expected schema {SCHEMA_VERSION}, found {version}. {EVALUATE_AGAIN}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftworks.errors import StoreError
+from draftworks.regular_files import checked_file, read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -34,14 +34,14 @@ class Checkpoint:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Everything in a folder. Raises StoreError for files that are missing, damaged, or contradict the index."""
-    config = read_json(folder / CONFIG)
+    config = read_object(folder / CONFIG)
     if not (folder / INDEX).is_file():
         return Checkpoint(folder, config, _read(folder / WEIGHTS))
-    shard_of = read_json(folder / INDEX).get("weight_map")
+    shard_of = read_object(folder / INDEX).get("weight_map")
     if not isinstance(shard_of, dict):
         raise StoreError(f"{folder / INDEX}: not a safetensors index: weight_map is missing")
     tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(shard_of.values())):
+    for shard in sorted(set(map(str, shard_of.values()))):
         if Path(shard).name != shard:
             raise StoreError(f"{folder / INDEX}: {shard!r} is not the name of a file in this folder")
         tensors |= _read(folder / shard)
@@ -51,10 +51,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, config, tensors)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """A JSON object. Raises StoreError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except FileNotFoundError:
         raise StoreError(f"{path.parent}: {path.name} is missing: not the folder of a model") from None
     except (OSError, ValueError) as error:
@@ -66,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
+        return load_file(checked_file(path))
     except FileNotFoundError:
         others = sorted(found.name for found in path.parent.glob("*.bin")) + sorted(
             found.name for found in path.parent.glob("*.pt")

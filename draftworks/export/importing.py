@@ -14,7 +14,7 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.canonical_weights import canonical_weights
-from draftworks.export.checkpoint_files import CONFIG, read_checkpoint, read_json
+from draftworks.export.checkpoint_files import CONFIG, read_checkpoint, read_object
 from draftworks.export.export_format import DraftShape, ExportFormat, format_names, load_format
 from draftworks.export.imported_options import strategy_options
 from draftworks.export.names import PROVENANCE
@@ -60,7 +60,7 @@ def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means
         StoreError: a file is missing or damaged, or tensors are missing, unknown or contradict each other.
     """
     _require_new(out)
-    config = read_json(source / CONFIG)
+    config = read_object(source / CONFIG)
     if norm_output_means is not None:
         config[NORM_OUTPUT_MEANS] = norm_output_means
     if {"strategy", "draft", "weights_digest"} <= config.keys():

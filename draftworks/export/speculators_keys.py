@@ -10,6 +10,7 @@ from typing import Any
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.hub import hub_file
+from draftworks.regular_files import read_json
 from draftworks.runs import TargetFiles
 
 SPECULATORS_VERSION = "0.9.0"
@@ -47,8 +48,8 @@ def architectures(target: TargetFiles) -> list[str]:
     else:
         path = hub_file(f"target {target.name}", target.model, target.revision, "config.json")
     try:
-        return list(json.loads(path.read_text(encoding="utf-8")).get("architectures") or []) if path else []
-    except (OSError, ValueError) as error:
+        return list(read_json(path).get("architectures") or []) if path else []
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise StoreError(f"{path}: the config of target {target.name} cannot be read: {error}") from error
 
 

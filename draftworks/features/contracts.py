@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from draftworks.regular_files import parse_json
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -100,7 +102,7 @@ class SampleRef:
 
     @classmethod
     def from_json(cls, text: str) -> SampleRef:
-        fields = json.loads(text)
+        fields = parse_json(text)
         if fields.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(f"SampleRef of schema {fields.get('schema_version')}, expected {SCHEMA_VERSION}")
         specs = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -13,6 +12,7 @@ from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
 from draftworks.identity import DIGEST_LENGTH, digest
 from draftworks.publishing import publish_json, published
+from draftworks.regular_files import open_regular, read_json
 
 MANIFEST_SCHEMA = "draftworks.features.3"
 REFS = "refs.jsonl"
@@ -84,7 +84,8 @@ def read_feature_set(folder: Path) -> FeatureSetManifest:
     manifest = _read_manifest(folder / MANIFEST)
     path = folder / REFS
     try:
-        content = path.read_bytes()
+        with open_regular(path) as stream:
+            content = stream.read()
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error}). {ADVICE}") from error
     lines = content.decode(errors="replace").splitlines()
@@ -100,7 +101,7 @@ def read_feature_set(folder: Path) -> FeatureSetManifest:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json(path)
         FeatureSetManifest(**manifest)
     except FileNotFoundError as error:
         raise StoreError(f"no feature set in {path.parent}: {path.name} is missing. {ADVICE}") from error

@@ -7,7 +7,6 @@ altered byte of the file is found out, and with a shared secret nobody else can 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import struct
@@ -24,6 +23,7 @@ from torch import Tensor
 from draftworks.errors import StoreError
 from draftworks.features.sealing import AuthPolicy
 from draftworks.identity import canonical_json
+from draftworks.regular_files import parse_json
 
 SAMPLE_SCHEMA = "draftworks.sample.1"
 MAX_HEADER_BYTES = 64 << 20
@@ -85,8 +85,8 @@ def read_sample_header(stream: BinaryIO, path: Path, policy: AuthPolicy) -> Samp
     """
     try:
         header = _header_bytes(stream)
-        fields = json.loads(header)
-        record = json.loads(fields.pop("__metadata__")["record"])
+        fields = parse_json(header)
+        record = parse_json(fields.pop("__metadata__")["record"])
         seal = _SEAL.search(header)
         if seal is None:
             raise ValueError("it has no seal")

@@ -27,6 +27,7 @@ from draftworks.features.sealing import AuthPolicy
 from draftworks.features.shards import staging_name
 from draftworks.identity import canonical_json
 from draftworks.publishing import fsync
+from draftworks.regular_files import read_json
 
 STORE_SCHEMA = "draftworks.shared-dir-store.1"
 STORE_FILE = "store.json"
@@ -143,9 +144,9 @@ class SampleFolder:
                 fsync(staged)
                 self.publish(staged, path)
         try:
-            identity = json.loads(path.read_bytes())
+            identity = read_json(path)
             seal, kind, store_id = str(identity.pop("seal")), str(identity["sealed_by"]), str(identity["store_id"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(f"{path} cannot be read ({error!r}): it is truncated or altered") from error
         if identity.get("schema") != STORE_SCHEMA:
             raise StoreError(f"{path} has schema {identity.get('schema')!r}, expected {STORE_SCHEMA!r}")

@@ -28,6 +28,7 @@ from torch import Tensor
 from draftworks.errors import StoreError
 from draftworks.identity import digest
 from draftworks.publishing import fsync
+from draftworks.regular_files import MOST_HEADER_BYTES, checked_file, open_regular, parse_json
 
 SHARD_SCHEMA = "draftworks.shard.1"
 CHECKSUM_LENGTH = 16
@@ -96,23 +97,24 @@ def read_header(path: Path) -> ShardHeader:
         StoreError: the header cannot be read, is of another schema, or does not agree with the file's name.
     """
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            if length > path.stat().st_size:
+            if length > min(MOST_HEADER_BYTES, path.stat().st_size):
                 raise ValueError(f"its header should be {length} bytes, the whole file has {path.stat().st_size}")
-            fields = json.loads(stream.read(length))
+            fields = parse_json(stream.read(length))
         metadata = fields.pop("__metadata__")
         schema, recorded = metadata["schema"], metadata["digest"]
-        checksums = json.loads(metadata["checksums"])
+        checksums = parse_json(metadata["checksums"])
         entries = {key: _entry(value, checksums[key]) for key, value in fields.items()}
         end = max((value["data_offsets"][1] for value in fields.values()), default=0)
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        held = content_digest(entries)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise StoreError(
             f"shard {path} has no readable header ({error}); it is truncated or altered. {ADVICE}"
         ) from error
     if schema != SHARD_SCHEMA:
         raise StoreError(f"shard {path} has schema {schema!r}, expected {SHARD_SCHEMA!r}")
-    if recorded != path.stem or content_digest(entries) != recorded:
+    if recorded != path.stem or held != recorded:
         raise StoreError(
             f"shard {path} is altered: name, recorded digest {recorded} and header {content_digest(entries)} differ. "
             f"{ADVICE}"
@@ -240,7 +242,7 @@ class ShardReader:
             return self._open[header.path]
         try:
             header.require_complete(key)
-            handle = safe_open(header.path, framework="pt")
+            handle = safe_open(checked_file(header.path), framework="pt")
         except (OSError, SafetensorError) as error:
             raise StoreError(f"shard {header.path}, needed for sample key {key}, cannot be opened: {error}") from error
         self._open[header.path] = handle

@@ -20,6 +20,7 @@ from draftworks.features.sample_file import SampleHeader, read_sample_header, re
 from draftworks.features.sample_folder import Place, SampleFolder, age_s, remove, sample_key, size_of
 from draftworks.features.sealing import AuthPolicy
 from draftworks.publishing import fsync
+from draftworks.regular_files import open_regular
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class SharedDirFeatureStore(FeatureStore):
     def _read(self, ref: SampleRef, place: Place) -> dict[str, Tensor]:
         path = self._folder.path(place)
         try:
-            with path.open("rb") as stream:
+            with open_regular(path) as stream:
                 # Opened first: a folder's listing may be older than a name on a network file system.
                 if self._folder.newest(place.sample_key) > place.generation:
                     raise StoreError(self._absent(place))

@@ -7,7 +7,6 @@ whether the error is the user's to put right. Torch-free.
 
 from __future__ import annotations
 
-import json
 import time
 import traceback
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.errors import DraftworksError
+from draftworks.regular_files import read_json
 
 _NS = 1_000_000_000
+_MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class RankFailure:
     def read(cls, path: Path) -> RankFailure | None:
         """The failure in an error file; None if there is none, or it was cut short by the death of its writer."""
         try:
-            message = json.loads(path.read_text())["message"]
+            message = read_json(path, _MOST_BYTES)["message"]
             if isinstance(message, str):
                 return cls(message=message, traceback="", time_ns=path.stat().st_mtime_ns)
             extra = message["extraInfo"]

@@ -19,11 +19,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from draftworks.regular_files import read_json
+from draftworks.stop_signals import leave_to_main_thread
+
 FILE = "heartbeat.json"
 INTERVAL_S = 1.0
 _BUSY_SHARE = 0.01
 """Of a processor, over an interval: more is work. A loop that looks ten times a second whether something has come uses less."""
 _FRAMES = 4
+_MOST_BYTES = 1 << 20
 _OURS = Path(__file__).parents[1]
 _LONGEST_WORD = 200
 
@@ -51,7 +55,7 @@ class Pulse:
     def read(cls, path: Path) -> Pulse | None:
         """None if there is none, or its writer was cut off."""
         try:
-            values = json.loads(path.read_bytes())
+            values = read_json(path, _MOST_BYTES)
             return cls(**{**values, "where": tuple(values["where"])})
         except (OSError, ValueError, TypeError, KeyError):
             return None
@@ -93,6 +97,7 @@ class Heartbeat:
         self._write(ended=True)
 
     def _write_on(self) -> None:
+        leave_to_main_thread()
         since, used = time.monotonic(), time.process_time()
         while not self._over.wait(INTERVAL_S):
             now, used_now = time.monotonic(), time.process_time()

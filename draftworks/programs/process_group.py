@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from draftworks.errors import ConfigError
+
+_LOOPBACK = "127.0.0.1"
 
 
 def resolve_device(device: str) -> torch.device:
@@ -40,9 +44,27 @@ def distributed(device: str) -> Iterator[torch.device]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield own
         return
-    if own.type == "cuda":
-        dist.init_process_group("nccl", device_id=own)
-    else:
-        dist.init_process_group("gloo")
+    backend, at = ("nccl", own) if own.type == "cuda" else ("gloo", None)
+    dist.init_process_group(backend, device_id=at, **_meeting())
     yield own
     dist.destroy_process_group()
+
+
+def _meeting() -> dict[str, Any]:
+    """Where the ranks of one machine meet: on loopback. Several machines: as torchrun says, on an interface of theirs.
+
+    torchrun's store, and any that is made by address and port, listens on all addresses. Started with
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun leaves the store to us.
+    """
+    if os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
+        return {}
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if loopback is not None:
+            os.environ.setdefault(variable, loopback)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "False":
+        return {}
+    rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    listening = socket.create_server((_LOOPBACK, port)).detach() if rank == 0 else None
+    store = dist.TCPStore(_LOOPBACK, port, world_size, is_master=rank == 0, master_listen_fd=listening)
+    return {"store": store, "rank": rank, "world_size": world_size}

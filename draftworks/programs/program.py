@@ -31,6 +31,7 @@ from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from draftworks.errors import DraftworksError
+from draftworks.full_disk import full_disk_error
 from draftworks.parent_death import end_with_parent
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.heartbeat import Heartbeat
@@ -145,7 +146,13 @@ def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict
         context = ProgramContext.from_torchrun(pipes, heartbeat)
         if context.is_main and isinstance(run, TargetRun):
             require_unchanged(run.target)
-        report = main(run, context)
+        try:
+            report = main(run, context)
+        except Exception as error:
+            full = full_disk_error(error, run.out)
+            if full is None or isinstance(error, DraftworksError):
+                raise
+            raise full from error
         if context.is_main:
             context.send_report(report)
 

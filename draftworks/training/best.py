@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 from draftworks.errors import ConfigError
 from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, metric_in
 from draftworks.publishing import publish_json
+from draftworks.regular_files import read_json
 from draftworks.training.checkpoint_files import CheckpointFolder, is_complete
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def read_best(folder: CheckpointFolder, rule: BestRule) -> BestRecord | None:
     if not path.exists():
         return None
     try:
-        record = BestRecord(**json.loads(path.read_text(encoding="utf-8")))
+        record = BestRecord(**read_json(path))
         problem = _problem(record, folder, rule)
     except (OSError, ValueError, TypeError) as error:
         record, problem = None, f"not a record of the best checkpoint ({error})"

@@ -23,6 +23,7 @@ import xxhash
 from draftworks.errors import ConfigError, StoreError
 from draftworks.identity import digest
 from draftworks.publishing import fsync, fsync_tree, publish_json
+from draftworks.regular_files import open_regular, read_json
 from draftworks.specs import checked_name
 
 SCHEMA_VERSION = 1
@@ -141,7 +142,7 @@ class CheckpointFolder:
 def checksum(path: Path) -> str:
     """XXH3 of a file's bytes: finds damage at the speed of memory; no identity, and no protection from malice."""
     state, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as stream:
+    with open_regular(path) as stream:
         while read := stream.readinto(buffer):
             state.update(buffer[:read])
     return state.hexdigest()
@@ -190,7 +191,7 @@ def read_record(folder: Path) -> CheckpointRecord:
             f"{folder}: expected the folder of a checkpoint, found {'a file' if folder.exists() else 'nothing'}"
         )
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         recorded = values.pop("digest")
         altered, schema = recorded != digest(values), values.pop("schema_version")
         files = {name: StoredFile(**file) for name, file in values.pop("files").items()}

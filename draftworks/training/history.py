@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from draftworks.errors import StoreError
 from draftworks.evaluation.result import EvalResult
 from draftworks.publishing import publish_json
+from draftworks.regular_files import read_json
 
 SCHEMA_VERSION = 2
 
@@ -139,7 +139,7 @@ class History:
             StoreError: missing, damaged, or of another schema.
         """
         try:
-            values = json.loads(path.read_text())
+            values = read_json(path)
             if values["schema_version"] != SCHEMA_VERSION:
                 raise StoreError(f"{path}: schema {values['schema_version']}, expected {SCHEMA_VERSION}")
             return cls.from_json(values)

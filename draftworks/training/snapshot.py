@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from draftworks.errors import StoreError
+from draftworks.regular_files import checked_file
 from draftworks.training.shard_writer import ShardWriter
 
 WEIGHTS = "model.safetensors"
@@ -110,7 +111,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 def restore_rng(path: Path, device: torch.device) -> None:
     """Set the generators to what `rng_state` gave."""
-    states = load_file(path)
+    states = load_file(checked_file(path))
     torch.set_rng_state(states["cpu"])
     if "device" in states and device.type != "cpu":
         torch.cuda.set_rng_state(states["device"], device)

@@ -181,3 +181,17 @@ def test_what_not_even_a_default_says_is_missing_by_name(tmp_path: Path, tiny_fo
     (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": "nobody_knows", "hidden_size": 8}))
     with pytest.raises(ConfigError, match="expected an integer max_position_embeddings, found None"):
         resolved(tmp_path, model="odd")
+
+
+ABSURD = {"num_hidden_layers": 10**9, "hidden_size": 0, "vocab_size": -1, "max_position_embeddings": True}
+
+
+@pytest.mark.parametrize(("name", "value"), ABSURD.items())
+def test_a_config_with_an_absurd_size_is_refused_before_anything_is_built(
+    tmp_path: Path, tiny_folder: Path, name, value
+):
+    model = shutil.copytree(tiny_folder, tmp_path / "absurd")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, name: value}))
+    with pytest.raises(ConfigError, match=rf"absurd/config\.json: expected .*{name}"):
+        resolved(tmp_path, model=str(model))

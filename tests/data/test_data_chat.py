@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn
-from draftworks.errors import DataError
+from draftworks.errors import ConfigError, DataError
 
 FAMILIES = ("llama3", "qwen", "vicuna")
 VARIANTS = ("", "-plain", "-trimmed")
@@ -233,11 +233,23 @@ def test_a_template_that_prints_todays_date_gives_the_same_ids_every_day(make_ta
         ("{{ raise_exception('roles must alternate') }}", "refuses the conversation: roles must alternate"),
         ("{{ messages[7]['content'] + 1 }}", "refuses the conversation"),
         ("{{ nonsense( }}", "refuses the conversation"),
+        ("{{ 1 / 0 }}", "refuses the conversation: division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses the conversation: maximum recursion depth"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "refuses the conversation: Range too big"),
+        ("{{ messages | map(attribute='x.y') | sum }}", "refuses the conversation"),
     ],
 )
 def test_a_template_that_hides_the_assistants_words_is_an_error(make_target, template, message):
     chat = ChatTokenizer.load(make_target(template))
     with pytest.raises(DataError, match=message):
+        chat.encode(Conversation.of([Turn("user", "a"), Turn("assistant", "abc")]))
+
+
+def test_a_template_that_never_ends_is_an_error_once_and_for_all(make_target, monkeypatch):
+    monkeypatch.setattr("draftworks.data.chat.RENDER_LIMIT_S", 0.2)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}"
+    chat = ChatTokenizer.load(make_target(endless))
+    with pytest.raises(ConfigError, match=r"not done with one conversation after 0\.2 s"):
         chat.encode(Conversation.of([Turn("user", "a"), Turn("assistant", "abc")]))
 
 

@@ -21,7 +21,11 @@ from draftworks.stop_signals import Interrupted, raise_on_stop
 def main(task: str, marker: str, *rest: str) -> None:
     rank = int(os.environ["RANK"])
     print(f"rank {rank} speaks", flush=True)
-    if task == "report" and rank == 0:
+    if task in ("leave", "fall"):
+        _hide_a_child(marker)
+    if task == "fall":
+        raise SystemExit(3)
+    if task in ("report", "leave") and rank == 0:
         with open_dagster_pipes() as pipes:
             for number in range(int(rest[0])):
                 pipes.report_custom_message({"report": {"number": number, "threads": os.environ["OMP_NUM_THREADS"]}})

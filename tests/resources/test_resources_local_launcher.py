@@ -177,37 +177,56 @@ def test_time_limit_cancels_the_job(tmp_path: Path) -> None:
     assert not survivors(tmp_path)
 
 
+@pytest.mark.parametrize("task", ["leave", "fall"])
+def test_what_a_job_that_ended_by_itself_leaves_behind_is_ended(task: str, tmp_path: Path) -> None:
+    outcome = launch(worker(task, tmp_path, "1", procs=1), tmp_path, grace_s=2)
+    assert outcome.result.success == (task == "leave")
+    assert not survivors(tmp_path)
+
+
 @pytest.fixture
-def stopped_rank(tmp_path: Path) -> Iterator[None]:
-    """Rank 1 of the job in `tmp_path` is stopped as by SIGSTOP once it has said that it takes steps."""
-    over = threading.Event()
+def stopped_rank(tmp_path: Path) -> Iterator[list[tuple[str, str]]]:
+    """Rank 1 of the job in `tmp_path` is stopped once both take steps. Gives where its processes listened till then."""
+    over, listening = threading.Event(), []
 
     def stop() -> None:
-        while not over.wait(0.1):
-            pulses = [Pulse.read(path) for path in tmp_path.rglob("heartbeat.json")]
-            for pulse in pulses:
-                if pulse is not None and pulse.rank == 1 and pulse.said.startswith("step="):
-                    os.kill(pulse.pid, signal.SIGSTOP)
-                    return
+        while not over.wait(0.05):
+            listening.extend(listeners())
+            pulses = [pulse for path in tmp_path.rglob("heartbeat.json") if (pulse := Pulse.read(path)) is not None]
+            if sum(pulse.said.startswith("step=") for pulse in pulses) == 2:
+                os.kill(next(pulse.pid for pulse in pulses if pulse.rank == 1), signal.SIGSTOP)
+                return
 
     thread = threading.Thread(target=stop)
     thread.start()
-    yield
+    yield listening
     over.set()
     thread.join()
 
 
+def listeners() -> list[tuple[str, str]]:
+    """Command and address of every socket on which a child of this process accepts connections."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            module = process.cmdline()[-2]
+            found += [(module, c.laddr.ip) for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    return found
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is Linux's")
-def test_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path, stopped_rank: None) -> None:
+def test_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path, stopped_rank: list[tuple[str, str]]) -> None:
+    """And till then nobody outside this machine could have spoken to the job."""
     outcome = launch(framed("steps", tmp_path), tmp_path, stall_limit_s=5)
     told = outcome.failure.description
     assert "made no progress for 5 s (launcher.stall_limit_s)" in told
     first, second = (told.index(f"rank {rank} (pid ") for rank in (1, 0))
     assert first < second
     assert re.search(r"rank 1 \(pid \d+, stopped\), which last said: step=\d+\n", told)
-    assert "frame_program.py" in told[second:], "where the other one waits"
+    assert " in all_reduce\n" in told[second:], "where the other one waits"
     (log,) = (tmp_path / "runs").rglob("out.log")
     assert "Current thread" in log.read_text(), "the stacks of the rank that could be asked"
+    assert {address for _, address in stopped_rank} == {"127.0.0.1"}
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path / "run.yaml") in (p.info["cmdline"] or [])]
 
 

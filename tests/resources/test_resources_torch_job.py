@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from draftworks.errors import ConfigError
-from resources.torch_job import RunDir, TorchJob
+from resources.torch_job import ONE_NODE, RunDir, TorchJob
 
 
 def test_command_is_torchruns_with_a_rendezvous_of_its_own() -> None:
     command = TorchJob("draftworks.programs.train", ("run.yaml",), procs_per_node=2).command("--log-dir=x")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir=x", "--nproc-per-node=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *ONE_NODE, "--log-dir=x", "--nproc-per-node=2"]
     assert command == [*torchrun, "-m", "draftworks.programs.train", "run.yaml"]
 
 
@@ -28,7 +28,7 @@ def test_another_python_runs_torchrun_and_with_it_every_rank() -> None:
 
 def test_command_takes_the_rendezvous_of_a_cluster() -> None:
     command = TorchJob("m", nodes=2).command("--nnodes=2", "--rdzv-endpoint=host:1")
-    assert "--standalone" not in command
+    assert not set(ONE_NODE) & set(command)
 
 
 @pytest.mark.parametrize("counts", [{"nodes": 0}, {"procs_per_node": 0}, {"gpus_per_node": -1}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftworks.errors import StoreError
+from draftworks.regular_files import checked_file, read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -47,8 +47,8 @@ class ExportFolder:
     def read(cls, path: Path) -> ExportFolder:
         """StoreError if one of the two files is missing or unreadable."""
         try:
-            config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-            tensors = load_file(path / WEIGHTS)
+            config = read_json(path / CONFIG)
+            tensors = load_file(checked_file(path / WEIGHTS))
         except (OSError, ValueError, SafetensorError) as error:
             raise StoreError(f"{path}: expected {CONFIG} and {WEIGHTS} of one draft: {error}") from error
         if not isinstance(config, dict):

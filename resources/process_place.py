@@ -1,0 +1,108 @@
+"""Where a process lives, so that nobody looks for its id in another machine, boot or container."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+_FIRST_NAMESPACE = "pid:[4026531836]"
+"""Of every Linux machine: what is outside all containers."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process table.
+
+    Attributes:
+        machine: its id, empty where it has none.
+        boot: id of the kernel's start; containers of one machine share it.
+        namespace: of process ids; empty on systems that have none.
+    """
+
+    host: str
+    machine: str
+    boot: str
+    namespace: str
+
+    @classmethod
+    def here(cls) -> Place:
+        namespace = ""
+        with suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+        machine, boot = _text("/etc/machine-id"), _text("/proc/sys/kernel/random/boot_id")
+        return cls(socket.gethostname(), machine, boot, namespace)
+
+    def is_before_restart_of(self, other: Place) -> bool:
+        """Whether this is the other one's machine before it was started again: nothing of here lives."""
+        same = (self.host, self.machine, self.namespace) == (other.host, other.machine, other.namespace)
+        return same and bool(self.machine) and self.namespace == _FIRST_NAMESPACE and self.boot != other.boot
+
+
+@dataclass(frozen=True)
+class RunProcess:
+    """The process that runs a Dagster run.
+
+    Attributes:
+        run_id: of its run: tags are copied to the run of a retry.
+        started: since when, in the kernel's count, so that a reused id is told from it.
+    """
+
+    run_id: str
+    pid: int
+    started: float
+    place: Place
+
+    @classmethod
+    def of(cls, run_id: str, pid: int) -> RunProcess:
+        """Raises psutil.Error if there is no such process."""
+        return cls(run_id, pid, _started(pid), Place.here())
+
+    @classmethod
+    def from_tag(cls, run_id: str, tag: str | None) -> RunProcess | None:
+        """None where the run has no such tag, or only that of the run that it retries."""
+        try:
+            values = json.loads(tag or "")
+            found = cls(**{**values, "place": Place(**values["place"])})
+        except (ValueError, TypeError, KeyError):
+            return None
+        return found if found.run_id == run_id else None
+
+    def to_tag(self) -> str:
+        return json.dumps(asdict(self))
+
+    def is_dead(self) -> bool | None:
+        """None if it cannot be told from here."""
+        here = Place.here()
+        if self.place.is_before_restart_of(here):
+            return True
+        if self.place != here:
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            return process.status() == psutil.STATUS_ZOMBIE or _started(self.pid) != self.started
+        except psutil.Error:
+            return True
+
+
+def _started(pid: int) -> float:
+    """Clock ticks since boot on Linux, which no correction of the clock moves; elsewhere a time."""
+    if sys.platform != "linux":
+        return psutil.Process(pid).create_time()
+    try:
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        raise psutil.NoSuchProcess(pid) from None
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
