@@ -86,14 +86,8 @@ def _may_be_deep(content: bytes | str) -> bool:
 
 
 def _depth_exceeds(value: Any, most: int) -> bool:
-    level = [value]
-    for _ in range(most + 1):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return True
+    containers = [value]
+    for _ in range(most):
+        inner = (each for outer in containers for each in (outer.values() if isinstance(outer, dict) else outer))
+        containers = [each for each in inner if isinstance(each, (dict, list))]
+    return bool(containers)

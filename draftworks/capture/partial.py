@@ -18,6 +18,7 @@ from typing import Any
 from draftworks.capture.sealed_lines import header, is_intact, is_sealed_file, sealed, unsealed
 from draftworks.errors import StoreError
 from draftworks.publishing import published
+from draftworks.regular_files import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class PartialFile:
     def _record(self, line: bytes, number: int) -> dict[str, Any]:
         """A whole line's record. Whatever else it holds was not left by a kill: cutting there could lose good records."""
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise self._damaged(number, f"not valid JSON ({error})") from error
         if not isinstance(record, dict):

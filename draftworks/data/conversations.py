@@ -134,11 +134,11 @@ def read_summary(folder: Path, what: str) -> dict[str, Any]:
     path = folder / SUMMARY_FILE
     try:
         summary = read_json(path)
-    except OSError as error:
+    except FileNotFoundError as error:
         raise StoreError(
             f"{path}: not found, so {folder} is not {what} or was never completed: make it again"
         ) from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise StoreError(f"{path}: not valid JSON ({error}): make the set again") from error
     found = summary.get("schema") if isinstance(summary, dict) else type(summary).__name__
     if found != SCHEMA_VERSION or "file_digest" not in summary:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from draftworks.evaluation.eval_config import EvalConfig
 from draftworks.identity import file_digest
+from draftworks.regular_files import MOST_JSON_BYTES, read_bytes
 from draftworks.specs import describe
 
 SCHEMA_VERSION = 1
@@ -53,11 +54,11 @@ def problem_with(folder: Path, config: EvalConfig, inputs: Mapping[str, str] | N
     """
     path = folder / META
     try:
-        meta = EntryMeta.model_validate_json(path.read_bytes())
-    except OSError as error:
-        return f"{path} cannot be read: {error}"
+        meta = EntryMeta.model_validate_json(read_bytes(path, MOST_JSON_BYTES))
     except ValidationError as error:
         return describe(error, EntryMeta, str(path))
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read: {error}"
     if (meta.key, meta.identity) != (config.cache_key, config.identity_fields()):
         return f"{path} is of another evaluation: expected {config.identity_fields()}, found {meta.identity}"
     damages = (_damage(folder / name, record, verify) for name, record in meta.files.items())

@@ -19,6 +19,7 @@ from draftworks.evaluation.measurement import LoopMeasurement
 from draftworks.evaluation.prompt_acceptance import PromptAcceptance
 from draftworks.identity import digest
 from draftworks.publishing import publish_json
+from draftworks.regular_files import MOST_JSON_BYTES, read_bytes
 from draftworks.specs import describe
 
 SCHEMA_VERSION = 1
@@ -107,7 +108,7 @@ class LoopCache:
         """What was kept under this identity; an entry that is damaged or another's is as good as none."""
         path = self.path(identity)
         try:
-            entry = LoopEntry.model_validate_json(path.read_bytes())
+            entry = LoopEntry.model_validate_json(read_bytes(path, MOST_JSON_BYTES))
             if entry.identity != identity.to_json():
                 return Found(problem=f"{path} is of another loop: {_changes(identity.to_json(), entry.identity)}")
             if entry.digest != digest(entry.measurement):

@@ -35,14 +35,14 @@ class Checkpoint:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Everything in a folder. Raises StoreError for files that are missing, damaged, or contradict the index."""
     config = read_object(folder / CONFIG)
-    if not (folder / INDEX).is_file():
+    if not (folder / INDEX).exists():
         return Checkpoint(folder, config, _read(folder / WEIGHTS))
     shard_of = read_object(folder / INDEX).get("weight_map")
     if not isinstance(shard_of, dict):
         raise StoreError(f"{folder / INDEX}: not a safetensors index: weight_map is missing")
     tensors: dict[str, Tensor] = {}
     for shard in sorted(set(map(str, shard_of.values()))):
-        if Path(shard).name != shard:
+        if Path(shard).name != shard or "\0" in shard:
             raise StoreError(f"{folder / INDEX}: {shard!r} is not the name of a file in this folder")
         tensors |= _read(folder / shard)
     differing = sorted(tensors.keys() ^ shard_of.keys())

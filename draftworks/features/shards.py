@@ -43,6 +43,8 @@ _DTYPE_NAMES = {
     "I32": "int32",
     "BOOL": "bool",
 }
+_FIRST_NAMESPACE = 0xEFFFFFFC
+"""Of process ids: that of every Linux machine outside its containers."""
 
 
 @dataclass(frozen=True)
@@ -251,16 +253,26 @@ class ShardReader:
         return handle
 
 
+def process_table() -> str:
+    """Where a process id means something: the host and, inside a container, its namespace of process ids."""
+    try:
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        namespace = _FIRST_NAMESPACE
+    host = socket.gethostname()
+    return host if namespace == _FIRST_NAMESPACE else f"{host}+{namespace}"
+
+
 def staging_name() -> str:
-    """A name that tells `gc` who is writing: host, process, and something unique."""
-    return f"{socket.gethostname()}~{os.getpid()}~{uuid.uuid4().hex[:12]}.tmp"
+    """A name that tells `gc` who is writing: process table, process, and something unique."""
+    return f"{process_table()}~{os.getpid()}~{uuid.uuid4().hex[:12]}.tmp"
 
 
 def staging_owner_is_dead(name: str) -> bool | None:
     """Whether the process that made a staging file is gone; None if it ran on another host."""
     host, _, rest = name.partition("~")
     pid = rest.partition("~")[0]
-    if host != socket.gethostname() or not pid.isdigit():
+    if host != process_table() or not pid.isdigit():
         return None
     try:
         os.kill(int(pid), 0)

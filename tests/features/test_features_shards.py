@@ -97,6 +97,14 @@ def test_staging_of_this_process_belongs_to_the_living():
     assert staging_owner_is_dead("elsewhere.example~1~abc.tmp") is None
 
 
+def test_a_staging_file_of_another_container_is_not_ours_to_judge(monkeypatch):
+    monkeypatch.setattr("draftworks.features.shards.process_table", lambda: "host+4026532999")
+    name = staging_name()
+    assert staging_owner_is_dead(name) is False
+    monkeypatch.setattr("draftworks.features.shards.process_table", lambda: "host")
+    assert staging_owner_is_dead(name) is None
+
+
 def test_refused_write_leaves_nothing_behind_and_loses_nothing(tmp_path: Path):
     writer = ShardWriter(tmp_path / "absent", tmp_path, shard_bytes=1)
     writer.add("a" * 32, torch.ones(3))
