@@ -81,6 +81,13 @@ class RunFile(Spec):
         """Read and validate; relative paths are taken from the folder of `path`."""
         return _anchored(load_yaml(path, cls), path.resolve().parent)
 
+    @property
+    def longest_wait_s(self) -> float:
+        """How long the program may rightly do nothing but wait for a server, in seconds."""
+        sglang, endpoint = getattr(self, "sglang", None), getattr(getattr(self, "responses", None), "endpoint", None)
+        waits = [0.0] if sglang is None else [sglang.start_timeout_s, sglang.request_timeout_s]
+        return max(waits if endpoint is None else [*waits, endpoint.timeout_s])
+
     def save(self, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))

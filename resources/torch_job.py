@@ -22,6 +22,7 @@ class TorchJob:
 
     Attributes:
         python: the interpreter of every rank, where it is not the one that launches.
+        longest_wait_s: how long the job may rightly do nothing but wait for somebody else, such as a server.
     """
 
     module: str
@@ -32,6 +33,7 @@ class TorchJob:
     env: Mapping[str, str] = field(default_factory=dict)
     time_limit_s: float | None = None
     python: Path | None = None
+    longest_wait_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.procs_per_node < 1 or self.gpus_per_node < 0:

@@ -154,7 +154,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
     ) -> JobStatus:
         running_since: float | None = None
         limit_s = job.time_limit_s or self.time_limit_s
-        watch = StallWatch(files.ranks, files.log, self.stall_limit_s or math.inf)
+        watch = StallWatch(files.ranks, files.log, (self.stall_limit_s or math.inf) + job.longest_wait_s)
         while not (status := self.poll(handle)).state.is_final:
             pass_on_interrupt()
             now = time.monotonic()

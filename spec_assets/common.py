@@ -240,5 +240,6 @@ def launch(
         gpus_per_node=0 if device == "cpu" else processes,
         env={"HF_HUB_DISABLE_PROGRESS_BARS": "1", **extra},
         python=python,
+        longest_wait_s=run.longest_wait_s,
     )
     return launcher.run(context=context, job=job, run_dir=folder)

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ import torch.distributed as dist
 from draftworks.errors import ConfigError
 
 _LOOPBACK = "127.0.0.1"
+_MEETING = timedelta(minutes=30)
+"""Until all ranks have loaded their libraries; and how long one waits for another in a collective on GPUs."""
+_PATIENCE = timedelta(hours=2)
+"""As the latter on a CPU: shares of a capture differ. A rank that stands still is noticed by the launcher long before."""
 
 
 def resolve_device(device: str) -> torch.device:
@@ -44,8 +49,8 @@ def distributed(device: str) -> Iterator[torch.device]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield own
         return
-    backend, at = ("nccl", own) if own.type == "cuda" else ("gloo", None)
-    dist.init_process_group(backend, device_id=at, **_meeting())
+    backend, at, patience = ("nccl", own, _MEETING) if own.type == "cuda" else ("gloo", None, _PATIENCE)
+    dist.init_process_group(backend, timeout=patience, device_id=at, **_meeting())
     yield own
     dist.destroy_process_group()
 
@@ -66,5 +71,7 @@ def _meeting() -> dict[str, Any]:
         return {}
     rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     listening = socket.create_server((_LOOPBACK, port)).detach() if rank == 0 else None
-    store = dist.TCPStore(_LOOPBACK, port, world_size, is_master=rank == 0, master_listen_fd=listening)
+    store = dist.TCPStore(
+        _LOOPBACK, port, world_size, is_master=rank == 0, timeout=_MEETING, master_listen_fd=listening
+    )
     return {"store": store, "rank": rank, "world_size": world_size}

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from draftworks.errors import ConfigError
+from draftworks.response_specs import EndpointSpec, ResponseSpec
+from draftworks.runs import CaptureRun, RegenerateRun, TrainRun
+from draftworks.sglang_specs import SGLangSpec
 from resources.torch_job import ONE_NODE, RunDir, TorchJob
 
 
@@ -45,3 +48,12 @@ def test_every_attempt_has_a_folder_of_its_own(tmp_path: Path) -> None:
 def test_launchers_import_no_torch() -> None:
     code = "import resources.local_launcher, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_program_may_wait_as_long_as_what_it_asks_may_take() -> None:
+    sglang = SGLangSpec(start_timeout_s=7, request_timeout_s=8)
+    endpoint = EndpointSpec.model_construct(timeout_s=9)
+    responses = ResponseSpec.model_construct(endpoint=endpoint)
+    assert RegenerateRun.model_construct(sglang=sglang, responses=responses).longest_wait_s == 9
+    assert CaptureRun.model_construct(sglang=sglang).longest_wait_s == 8
+    assert TrainRun.model_construct().longest_wait_s == 0
