@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from frame_program import FrameRun
 from processes import ends
 
-from draftworks.errors import ConfigError
+from draftworks.errors import ConfigError, StoreError
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.program import ProgramContext, _run
 from draftworks.runs import ExportRun, TargetFiles
@@ -82,6 +83,18 @@ def test_bad_run_file_is_a_user_error(tmp_path: Path) -> None:
     assert "run.yaml" in err
     assert "rank" in err
     assert "Traceback" not in err
+
+
+def test_a_full_disk_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"{{out: {tmp_path}, task: save}}")
+
+    def save(run: FrameRun, ctx: ProgramContext) -> dict:
+        with open("/dev/full", "w") as stream:
+            stream.write("x")
+        return {}
+
+    with pytest.raises(StoreError, match=r"^/dev/full: the disk is full|the disk is full.*are free in"):
+        _run(FrameRun, save, tmp_path / "run.yaml")
 
 
 def test_crash_prints_its_traceback(tmp_path: Path) -> None:
