@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 
 from draftworks.errors import ConfigError, StoreError
 from draftworks.hub import hub_file, hub_header
+from draftworks.regular_files import open_regular, parse_json, read_json
 from draftworks.runs import TargetFiles
 
 WEIGHTS = "model.safetensors"
@@ -61,13 +61,13 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
         StoreError: it is no such file, is cut off, or describes tensors that it does not hold.
     """
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
             first = stream.read(8)
             length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
             if not 1 < length <= min(LONGEST_HEADER, size - 8):
                 raise _unreadable(path, f"a file of {size} bytes whose first 8 promise a header of {length}")
-            header = json.loads(stream.read(length))
+            header = parse_json(stream.read(length))
     except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, f"{type(error).__name__}: {error}") from error
     if not isinstance(header, dict):
@@ -164,7 +164,7 @@ class _Files:
         if path is None:
             return None
         try:
-            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json(path)["weight_map"]
             plain = all(isinstance(file, str) and Path(file).name == file for file in weight_map.values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(f"{path}: not a safetensors index: {error!r}. Copy or download it again") from error

@@ -5,7 +5,6 @@ Torch-free to import: torch and transformers are loaded by what needs them.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -20,6 +19,7 @@ from draftworks.hub import hub_file
 from draftworks.identity import digest
 from draftworks.publishing import publish_json
 from draftworks.quantized_headers import without_quantization
+from draftworks.regular_files import read_json
 from draftworks.runs import TargetFiles
 from draftworks.safetensors_headers import INDEX, WEIGHTS, TensorHeader, model_headers
 
@@ -151,7 +151,7 @@ def read_config(target: TargetFiles) -> PreTrainedConfig | str:
 
     path = _config_file(target)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
         kind = config.get("model_type")
         needs_code = "auto_map" in config
     except (OSError, ValueError, AttributeError, RecursionError) as error:
@@ -314,7 +314,7 @@ def _known(verdict: Path | None) -> WeightsCheck | None:
     if verdict is None or not verdict.is_file():
         return None
     try:
-        return WeightsCheck(**json.loads(verdict.read_text(encoding="utf-8")))
+        return WeightsCheck(**read_json(verdict))
     except (OSError, ValueError, TypeError):
         return None  # it is made again
 

@@ -22,6 +22,7 @@ from draftworks.data.token_rows import TokenRow
 from draftworks.errors import StoreError
 from draftworks.identity import digest
 from draftworks.publishing import published
+from draftworks.regular_files import read_json
 from draftworks.runs import CaptureRun
 
 FOLDER = "begun"
@@ -67,7 +68,7 @@ class Begun:
     def _read(cls, path: Path, samples: int) -> Begun | None:
         """None where there is no note, or one that nobody can read: what is missing is then cut anew."""
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = read_json(path)
             world, rows = value["world"], tuple(value["rows"])
         except FileNotFoundError:
             return None

@@ -24,6 +24,7 @@ from draftworks.errors import CaptureError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
 from draftworks.hub import hub_file
 from draftworks.identity import LayerTap
+from draftworks.regular_files import read_json
 from draftworks.runs import CaptureRun, TargetFiles
 from draftworks.sglang_specs import quantizing
 
@@ -210,7 +211,7 @@ def _checkpoint_quantization(target: TargetFiles) -> str:
     if target.revision is not None:
         path = hub_file(f"target {target.name}", target.model, target.revision, "config.json") or path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except (OSError, ValueError):
         return ""  # whoever builds the model from it says what is wrong
     found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from math import prod
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from draftworks.errors import ConfigError, StoreError
 from draftworks.hub import hub_file
+from draftworks.regular_files import read_json
 from draftworks.runs import TargetFiles
 
 _WHOLE = "model.safetensors"
@@ -67,7 +67,7 @@ class WeightFiles(Mapping[str, Path]):
 
     def _indexed(self, index: Path) -> dict[str, Path]:
         try:
-            files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            files = dict(read_json(index)["weight_map"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{index}: not a safetensors index: {error!r}") from error
         paths = {name: self._existing(name) for name in sorted(set(files.values()))}
