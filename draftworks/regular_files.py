@@ -74,9 +74,9 @@ def parse_json(content: bytes | str) -> Any:
     try:
         value = json.loads(content)
     except RecursionError:
-        raise ValueError(f"nested deeper than {MOST_JSON_DEPTH} levels") from None
+        raise ValueError(f"nested too deeply, over {MOST_JSON_DEPTH} levels") from None
     if _may_be_deep(content) and _depth_exceeds(value, MOST_JSON_DEPTH):
-        raise ValueError(f"nested deeper than {MOST_JSON_DEPTH} levels")
+        raise ValueError(f"nested too deeply, over {MOST_JSON_DEPTH} levels")
     return value
 
 
