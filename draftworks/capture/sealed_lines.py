@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from draftworks.regular_files import parse_json
+
 _SEAL = b', "checksum": "%b"}\n'
 _SEAL_LENGTH = len(_SEAL % (b"0" * 16))
 
@@ -36,7 +38,7 @@ def header(identity: Mapping[str, Any]) -> dict[str, Any]:
 def is_sealed_file(first_line: bytes) -> bool:
     """Whether the file that begins so has checksums: those of before have none."""
     try:
-        return json.loads(first_line).get("sealed") is True
+        return parse_json(first_line).get("sealed") is True
     except (ValueError, AttributeError):
         return False
 
