@@ -107,6 +107,9 @@ class RegenerateRun(TargetRun):
     answers: Path = Field(
         description="Folder of finished answers, kept across runs: only new conversations are answered."
     )
+    earlier_answers: list[Path] = Field(
+        [], description="Files of answers kept elsewhere; those of this run's kind are taken over."
+    )
     responses: ResponseSpec
     only_last_turn: bool = False
     max_rejected_share: float = Field(
@@ -222,4 +225,6 @@ def _anchored(spec: SpecType, base: Path) -> SpecType:
             moved[name] = base / value  # an absolute path stays as it is
         elif isinstance(value, Spec):
             moved[name] = _anchored(value, base)
+        elif isinstance(value, list) and all(isinstance(each, Path) for each in value):
+            moved[name] = [base / each for each in value]
     return spec.model_copy(update=moved)

@@ -287,8 +287,8 @@ class FeaturesSpec(Spec):
     )
     root: str | None = Field(
         None,
-        description="Folder with a store for each target, relative to the registry; default feature_store in `var`. "
-        "That of shared_dir has to be given, and to exist: it is what every machine mounts.",
+        description="Folder with a store for the weights of each target, relative to the registry; default "
+        "feature_store in `var`. That of shared_dir has to be given, and to exist: it is what every machine mounts.",
     )
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from draftworks.artifacts import ArtifactStore
 from draftworks.identity import FileDigests
+from draftworks.kept_by_name import find_answers, find_store
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
 from draftworks.runs import StoreSpec, TargetFiles
@@ -52,11 +53,15 @@ class Workspace(dg.ConfigurableResource):
         """Content digest of a data set's files as they are now."""
         return dataset_version(dataset, self.registry.root, self.digests)
 
-    def feature_store(self, target: str) -> StoreSpec:
-        """The target's feature store; keys are content, so every run and strategy shares it."""
+    def feature_store(self, files: TargetFiles) -> StoreSpec:
+        """The store of a target's weights; keys are content, so every run, strategy and target of these weights shares it.
+
+        Raises:
+            StoreError: features that are kept below the target's name cannot be taken over.
+        """
         features = self.registry.deployment().features
         root = self.var / "feature_store" if features.root is None else self.registry.located(features.root)
-        return StoreSpec(kind=features.kind, root=root / target)
+        return StoreSpec(kind=features.kind, root=find_store(root, files.digest, files.name, self.artifacts))
 
     @property
     def sglang(self) -> SGLangSpec:
@@ -73,9 +78,13 @@ class Workspace(dg.ConfigurableResource):
         """Where measurements of rung 4 are kept; keys are content, so every target, draft and report shares it."""
         return self.var / "loop_cache"
 
-    def answers(self, target: str, part: str) -> Path:
-        """Where the target's answers are kept, one conversation a record, for this run and later ones."""
-        return self.var / "answers" / target / part
+    def answers(self, files: TargetFiles) -> Path:
+        """Where the answers of a target's weights are kept, one conversation a record, for this run and later ones."""
+        return self.var / "answers" / files.digest
+
+    def earlier_answers(self, files: TargetFiles) -> list[Path]:
+        """Files of answers of these weights that earlier versions kept below the names of targets."""
+        return find_answers(self.var / "answers", files.digest)
 
     def run_folder(self, run_id: str, step: str) -> Path:
         """Where a launched job of a run keeps its run file, messages and log."""

@@ -144,7 +144,7 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         inputs = draft_inputs(workspace, strategy, target, config)
 
         def build(out: Path) -> Built:
-            run = train_run(out, strategy.name, inputs, workspace.feature_store(target.name))
+            run = train_run(out, strategy.name, inputs, workspace.feature_store(inputs.files))
             training = inputs.training
             with retried(context, times=config.retries):
                 job = launch(context, launcher, workspace, "train", run, training.processes, training.device)

@@ -186,7 +186,7 @@ class EvalSubject:
 
     @property
     def store(self) -> StoreSpec:
-        return self.workspace.feature_store(self.target.name)
+        return self.workspace.feature_store(self.files)
 
     def is_cached(self, inputs: Mapping[str, str] | None = None) -> bool:
         """Whether the cache has an entry, made from these inputs if they are given, whose features are all in the store."""

@@ -42,7 +42,7 @@ def training_features(
     files = workspace.target_files(target)
     tokens = workspace.artifacts.current("tokenized_train", target)
     taps = union_of_taps(spec, files.num_layers)
-    store = workspace.feature_store(target)
+    store = workspace.feature_store(files)
 
     def build(out: Path) -> Built:
         run = CaptureRun(

@@ -111,17 +111,17 @@ class ReportSubject:
         }
 
     def run(self, workspace: Workspace, name: str, out: Path) -> EvaluateRun:
-        training = self.target.strategies[self.strategy.name].training
+        files, training = workspace.target_files(self.target.name), self.target.strategies[self.strategy.name].training
         return EvaluateRun(
             out=out,
-            target=workspace.target_files(self.target.name),
+            target=files,
             strategy=self.strategy.name,
             options=self.draft.identity["options"],
             draft=self.draft.path,
             train_tokens=self.train_tokens.path,
             heldout=feature_set(workspace, self.target.name, name),
             eval_set=name,
-            store=workspace.feature_store(self.target.name),
+            store=workspace.feature_store(files),
             vocab_mapping=self.draft.path / VOCAB_FILE if self.strategy.uses_vocab_mapping else None,
             evaluation=self.target.evaluation,
             loop_cache=workspace.loop_cache,

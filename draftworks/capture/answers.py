@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from draftworks.capture.dialogue import recorded_conversation, recorded_rows
 from draftworks.capture.engine import engine_identity
 from draftworks.capture.partial import PartialFile
+from draftworks.capture.turns import held
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
 from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts, write_rejected
 from draftworks.data.tokenized import write_tokens
@@ -54,6 +56,26 @@ class Published:
 def answers_file(run: RegenerateRun) -> Path:
     """Where finished answers are kept: one file for each identity of answers."""
     return run.answers / f"{digest(answers_identity(run))}.jsonl"
+
+
+@contextmanager
+def kept_answers(run: RegenerateRun) -> Iterator[PartialFile]:
+    """The finished answers of a run's kind, for this run alone while it lasts, those that were kept elsewhere among them.
+
+    Another run that gives answers of this kind, of this target or of one with the same weights, is waited for: what it has
+    answered need not be answered again.
+
+    Raises:
+        StoreError: a file of answers is unreadable, or damaged.
+    """
+    path = answers_file(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    busy = f"another run is adding answers to {path}: waiting for it, since what it answers is not answered again"
+    with held(path.with_suffix(".lock"), busy), PartialFile(path, answers_identity(run)) as answers:
+        for earlier in run.earlier_answers:
+            if earlier.name == path.name:
+                answers.take_over(earlier)
+        yield answers
 
 
 def capture_spec(run: RegenerateRun) -> CaptureSpec:

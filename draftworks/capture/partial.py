@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from draftworks.capture.sealed_lines import header, is_intact, is_sealed_file, sealed, unsealed
 from draftworks.errors import StoreError
-from draftworks.publishing import published
+from draftworks.publishing import publish_json, published
 from draftworks.regular_files import parse_json
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class PartialFile:
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
         self._path = path
+        self._identity = dict(identity)
         self._offsets: dict[str, int] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._seal_earlier(dict(identity))
@@ -73,6 +74,23 @@ class PartialFile:
         records = list(records)
         starts = self._append(records)
         self._offsets.update({record["id"]: start for record, start in zip(records, starts, strict=True)})
+
+    def take_over(self, other: Path) -> int:
+        """Append the records of another file of the same identity that are not here; how many. `other` is left as it is.
+
+        What was taken over is noted beside this file, so that it is not read again before it has grown.
+
+        Raises:
+            StoreError: as for this file, of `other`.
+        """
+        noted = self._path.with_suffix(".taken.json")
+        size, known = other.stat().st_size, _noted_sizes(noted)
+        if known.get(str(other)) == size:
+            return 0
+        taken = {record["id"]: record for record in _records_of(other, self._identity) if record["id"] not in self}
+        self.extend(taken.values())
+        publish_json(noted, {**known, str(other): size})
+        return len(taken)
 
     def _append(self, records: Iterable[Mapping[str, Any]]) -> list[int]:
         starts = []
@@ -122,19 +140,47 @@ class PartialFile:
         log.info("%s: its %d records are from before there were checksums, and have them now", self._path, records)
 
     def _record(self, line: bytes, number: int) -> dict[str, Any]:
-        """A whole line's record. Whatever else it holds was not left by a kill: cutting there could lose good records."""
-        try:
-            record = parse_json(line)
-        except ValueError as error:
-            raise self._damaged(number, f"not valid JSON ({error})") from error
-        if not isinstance(record, dict):
-            raise self._damaged(number, f"expected a JSON object, found {type(record).__name__}")
-        if number > 1 and not isinstance(record.get("id"), str):
-            raise self._damaged(number, f"expected a record with a text `id`, found {record.get('id')!r}")
-        return record
+        return _record(line, self._path, number)
 
-    def _damaged(self, number: int, problem: str) -> StoreError:
-        return StoreError(
-            f"{self._path}, line {number}: {problem}: the file is damaged. Nothing was changed in it. Remove that line, "
-            "and only its record is made again, or remove the file."
-        )
+
+def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """A whole line's record. Whatever else it holds was not left by a kill: cutting there could lose good records."""
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise _damaged(path, number, f"not valid JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise _damaged(path, number, f"expected a JSON object, found {type(record).__name__}")
+    if number > 1 and not isinstance(record.get("id"), str):
+        raise _damaged(path, number, f"expected a record with a text `id`, found {record.get('id')!r}")
+    return record
+
+
+def _damaged(path: Path, number: int, problem: str) -> StoreError:
+    return StoreError(
+        f"{path}, line {number}: {problem}: the file is damaged. Nothing was changed in it. Remove that line, "
+        "and only its record is made again, or remove the file."
+    )
+
+
+def _records_of(path: Path, identity: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The whole, unchanged records of a file that somebody else writes, or that an earlier version has written."""
+    with path.open("rb") as stream:
+        first = stream.readline()
+        if not first.endswith(b"\n"):
+            return
+        found = _record(first, path, 1).get("identity")
+        if found != identity:
+            raise StoreError(f"{path} was begun with other settings: expected {identity}, found {found}")
+        has_checksums = is_sealed_file(first)
+        for number, line in enumerate(stream, start=2):
+            if line.endswith(b"\n") and (is_intact(line) or not has_checksums):
+                yield unsealed(_record(line, path, number))
+
+
+def _noted_sizes(path: Path) -> dict[str, int]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

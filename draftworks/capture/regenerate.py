@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from draftworks.capture.answerers import Answerer, EngineAnswerer
-from draftworks.capture.answers import Losses, answers_file, answers_identity, publish_answers
+from draftworks.capture.answers import Losses, kept_answers, publish_answers
 from draftworks.capture.background import in_background
 from draftworks.capture.dialogue import Dialogue
 from draftworks.capture.engine import TargetEngine
@@ -82,7 +82,7 @@ def regenerate_by(
         StoreError: the conversations or the kept answers are unreadable.
     """
     total = sum(1 for _ in read_conversations(run.conversations))
-    with PartialFile(answers_file(run), answers_identity(run)) as partial:
+    with kept_answers(run) as partial:
         worker = _Regeneration(run, answerer, chat, partial, total, progress, clock)
         worker.run()
         published = publish_answers(run, partial, worker.refused)

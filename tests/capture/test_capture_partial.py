@@ -119,3 +119,40 @@ def test_a_record_that_changes_while_it_is_in_use_is_not_given_out(tmp_path: Pat
         path.write_bytes(path.read_bytes().replace(b'"n": 1', b'"n": 2'))
         with pytest.raises(StoreError, match="the record x was changed while it was in use"):
             partial["x"]
+
+
+def written(path: Path, *records: dict) -> Path:
+    with PartialFile(path, {"a": 1}) as partial:
+        partial.extend(records)
+    return path
+
+
+def test_records_of_another_file_are_taken_over_once_and_again_when_it_has_grown(tmp_path: Path):
+    other = written(tmp_path / "other.jsonl", {"id": "x", "n": 1}, {"id": "y", "n": 1})
+    before = other.read_bytes() + b'{"id": "torn'
+    other.write_bytes(before)
+    with PartialFile(written(tmp_path / "own.jsonl", {"id": "x", "n": 2}), {"a": 1}) as own:
+        assert [own.take_over(other), own.take_over(other)] == [1, 0]
+        assert [own["x"]["n"], own["y"]["n"]] == [2, 1]
+        assert other.read_bytes() == before
+        written(other, {"id": "z", "n": 3})
+        assert own.take_over(other) == 1
+        assert own["z"]["n"] == 3
+
+
+def test_records_without_checksums_are_taken_over_from_a_file_of_before_there_were_any(tmp_path: Path):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"identity": {"a": 1}}\n{"id": "x", "n": 1}\n')
+    with PartialFile(tmp_path / "own.jsonl", {"a": 1}) as own:
+        assert own.take_over(other) == 1
+        assert own["x"] == {"id": "x", "n": 1}
+
+
+def test_records_of_another_identity_are_not_taken_over(tmp_path: Path):
+    other = tmp_path / "other.jsonl"
+    PartialFile(other, {"a": 2}).__exit__(None, None, None)
+    with (
+        PartialFile(tmp_path / "own.jsonl", {"a": 1}) as own,
+        pytest.raises(StoreError, match=r"other.jsonl was begun"),
+    ):
+        own.take_over(other)
