@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +92,11 @@ class CapturePlan:
     def share(self, rank: int, world: int) -> list[SampleJob]:
         return [job for job in self.jobs if job.owner(world) == rank]
 
+    def nbytes_of(self, job: SampleJob) -> int:
+        """What storing a sample's missing streams takes."""
+        specs = self.streams.specs(job.num_tokens)
+        return sum(specs[name].nbytes for name in job.missing)
+
     def describe(self) -> str:
         tokens = sum(job.num_tokens for job in self.jobs)
         return (
@@ -151,6 +156,21 @@ def batches(jobs: Sequence[SampleJob], batch_tokens: int) -> Iterator[list[Sampl
         batch.append(job)
     if batch:
         yield batch
+
+
+def windows(plan: CapturePlan, cut: Iterable[Sequence[SampleJob]], nbytes: int) -> Iterator[list[Sequence[SampleJob]]]:
+    """Batches in their order, as many together as store at most `nbytes` (or a single one)."""
+    window: list[Sequence[SampleJob]] = []
+    size = 0
+    for batch in cut:
+        more = sum(plan.nbytes_of(job) for job in batch)
+        if window and size + more > nbytes:
+            yield window
+            window, size = [], 0
+        window.append(batch)
+        size += more
+    if window:
+        yield window
 
 
 def _check_row(row: TokenRow, run: CaptureRun) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draftworks.capture.begun import cut, forget
-from draftworks.capture.engine import TargetEngine
+from draftworks.capture.claims import Claims, shared_out
+from draftworks.capture.engine import TargetEngine, find_backend
 from draftworks.capture.plan import (
     GB,
     CapturePlan,
@@ -22,6 +24,7 @@ from draftworks.capture.plan import (
     StreamPlan,
     plan_capture,
     require_budget,
+    windows,
 )
 from draftworks.capture.progress import Progress, ProgressCallback
 from draftworks.capture.verify import check_head, verify_capture
@@ -209,30 +212,51 @@ class _Session:
         self._nbytes = 0
         self._done = 0
         self._tokens_done = 0
+        self._loaded = 0.0
         self._failed: list[RejectedSample] = []
 
     def run(self, factory: EngineFactory) -> CaptureSummary:
+        """Capture, together with whoever else captures into this store: what another has at work is left to it."""
         started = time.monotonic()
-        total = sum(job.num_tokens for job in self._jobs)
-        engine = factory() if self._jobs else None
-        loaded = time.monotonic()
-        for number, batch in enumerate(self._batches):
-            self._capture(engine, batch, verify_head=number == 0)
-            wanted = [job for job in batch if job.missing]
-            self._done += len(wanted)
-            self._tokens_done += sum(job.num_tokens for job in wanted)
-            if self._progress is not None:
-                seconds = time.monotonic() - loaded
-                share = self._tokens_done / total
-                self._progress(Progress("samples", self._done, len(self._jobs), share, self._tokens_done, seconds))
-        self._store_held(engine)
-        self._store.flush()
+        shared = shared_out(
+            list(windows(self._plan, self._batches, self._run.capture.shard_mb << 20)),
+            self._store,
+            Claims(self._run.store.root),
+            whole=find_backend(self._run.capture.backend).repeatable,
+        )
+        engine: TargetEngine | None = None
+        with closing(shared):
+            for window in shared:
+                if engine is None:
+                    engine = factory()
+                    self._loaded = time.monotonic()
+                for batch in window:
+                    self._capture(engine, batch, verify_head=self._done == 0)
+                    self._report(batch)
+                self._store_held(engine)
         seconds = time.monotonic() - started
         captured = self._done - len(self._failed)
         log.info(f"captured {captured} samples, {self._nbytes / GB:.3f} GB in {seconds:.1f} s")
+        if self._done < len(self._jobs):
+            log.info(f"{len(self._jobs) - self._done} samples were captured by another run meanwhile")
         return CaptureSummary(
-            self._plan.samples, captured, total, self._features, self._nbytes, seconds, tuple(self._failed)
+            self._plan.samples,
+            captured,
+            self._tokens_done,
+            self._features,
+            self._nbytes,
+            seconds,
+            tuple(self._failed),
         )
+
+    def _report(self, batch: Sequence[SampleJob]) -> None:
+        wanted = [job for job in batch if job.missing]
+        self._done += len(wanted)
+        self._tokens_done += sum(job.num_tokens for job in wanted)
+        if self._progress is not None:
+            seconds = time.monotonic() - self._loaded
+            share = self._tokens_done / sum(job.num_tokens for job in self._jobs)
+            self._progress(Progress("samples", self._done, len(self._jobs), share, self._tokens_done, seconds))
 
     def _capture(self, engine: TargetEngine, batch: Sequence[SampleJob], verify_head: bool) -> None:
         captured = self._sound(engine, batch)

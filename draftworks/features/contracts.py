@@ -209,6 +209,10 @@ class KeyedFeatureStore(FeatureStore):
         """
 
     @abstractmethod
+    def refresh(self) -> None:
+        """See what other processes have published or removed since."""
+
+    @abstractmethod
     def flush(self) -> None:
         """Publish what is buffered."""
 

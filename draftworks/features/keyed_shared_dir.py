@@ -15,6 +15,7 @@ from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatu
 from draftworks.features.shared_dir_store import SharedDirFeatureStore
 
 FEATURE = "feature"
+FEW_KEYS = 1000
 
 
 class KeyedSharedDirStore(KeyedFeatureStore):
@@ -69,7 +70,14 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         return self._store.estimate_bytes(ref)
 
     def missing(self, keys: Iterable[str]) -> list[str]:
+        """A few keys are looked up one by one: the whole folder may have millions of files."""
+        keys = list(keys)
+        if len(keys) <= FEW_KEYS:
+            return [key for key in keys if self._store.file_of(key) is None]
         return self._store.absent(keys)
+
+    def refresh(self) -> None:
+        """Nothing is remembered: see `missing`."""
 
     def flush(self) -> None:
         """Nothing is buffered: see `put`."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import dagster as dg
 import pytest
 
 from draftworks.artifacts import ArtifactStore
 
 FEATURES = {"training_features", "heldout_eval_features"}
+ANSWERS = ("responses", "heldout_responses")
 
 
 def captured(result: dg.ExecuteInProcessResult) -> dict[str, str]:
@@ -30,7 +33,34 @@ def test_in_another_kind_of_store_features_are_captured_anew_and_all_else_is_a_h
         before, after = (ArtifactStore(var).current(name, "small") for var in (finished.site.var, site.var))
         assert after.data_version == before.data_version
         assert after.summary["verification"]["features_as_captured"]
-    assert list((tmp_path / "shared" / "small" / "samples").glob("*/*.safetensors"))
+    assert list((tmp_path / "shared").glob("*/samples/*/*.safetensors"))
+    assert set(captured(site.run("prepare")).values()) == {"hit"}
+
+
+def as_kept_by_name(site, target: str) -> None:
+    """Features and answers where earlier versions kept them."""
+    (features,) = (site.var / "feature_store").iterdir()
+    features.rename(features.with_name(target))
+    (answers,) = (site.var / "answers").iterdir()
+    for number, path in enumerate(sorted(answers.glob("*.jsonl"))):
+        part = site.var / "answers" / target / f"part{number}"
+        part.mkdir(parents=True)
+        path.rename(part / path.name)
+    shutil.rmtree(answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["by weights", "by name"])
+def test_a_copy_of_a_target_under_another_name_is_neither_asked_nor_captured_again(finished, tmp_path, layout):
+    site = finished.site.copy(tmp_path)
+    site.target_file.with_name("twin.yaml").write_text(site.target_file.read_text())
+    if layout == "by name":
+        as_kept_by_name(site, "small")
+    assert site.run("prepare", partition="twin").success
+    of_twin = {name: ArtifactStore(site.var).current(name, "twin").summary for name in [*ANSWERS, *FEATURES]}
+    assert [of_twin[name]["generated_tokens"] for name in ANSWERS] == [0, 0]
+    assert [of_twin[name]["captured_samples"] for name in FEATURES] == [0, 0]
+    assert of_twin["responses"]["samples"] == ArtifactStore(site.var).current("responses", "small").summary["samples"]
     assert set(captured(site.run("prepare")).values()) == {"hit"}
 
 
