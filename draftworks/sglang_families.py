@@ -14,6 +14,7 @@ _TRIED = "SGLang 0.5.23"
 _DELTA_NET = "its kernels for gated DeltaNet are Triton's, which interpreted stop at a data type"
 _NOT_ON_CPU = {
     "gpt_oss": "its attention for a CPU has no sinks",
+    "deepseek_v3": "its attention for a CPU takes no compressed keys and values (MLA)",
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NET),
 }
 """Model types that it does not run there, with the reason."""

@@ -25,7 +25,7 @@ def asking(files: TargetFiles, backend: str, max_length: int = 128) -> TargetSpe
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"])
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"])
 @pytest.mark.parametrize("backend", ["sglang", "sglang_server"])
 def test_a_family_that_sglang_does_not_run_on_a_cpu_is_refused_there(
     name: str, backend: str, family_target: MakeTarget, tmp_path: Path
