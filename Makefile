@@ -50,7 +50,7 @@ test-speculators: $(VENV)/ready $(SPECULATORS)/ready
 speculators-env: $(SPECULATORS)/ready
 
 test-specforge: $(VENV)/ready $(SPECFORGE)/ready
-	$(BIN)/python -m pytest -m specforge tests/drafts tests/export
+	$(BIN)/python -m pytest -m specforge tests/export
 
 specforge-env: $(SPECFORGE)/ready
 

@@ -105,8 +105,8 @@ class PEagleStrategy(DraftStrategy):
             }
         if self.options.loss == "specforge":
             labelled = result.taught.sum().clamp(min=1).to(result.loss.dtype)
-            answers = batch["answer_mask"].sum()
-            weight = torch.ones_like(labelled) if torch.is_grad_enabled() else answers.to(labelled.dtype)
+            answers = batch["loss_mask"].sum().to(labelled.dtype)
+            weight = torch.ones_like(labelled) if torch.is_grad_enabled() else answers
             return StepOutput(result.loss * (weight / labelled), weight, counts)
         return StepOutput(result.loss, supervised.sum().to(result.loss.dtype), counts)
 

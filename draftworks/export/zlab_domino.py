@@ -1,4 +1,4 @@
-"""Domino drafts in z-lab's layout: DFlash's files with the tensors of the correction, as SGLang, SpecForge and ModelOpt know them."""
+"""Domino drafts in z-lab's layout: DFlash's files with the tensors of the correction, as SGLang knows them, and under another class name SpecForge."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class ZlabDomino(ZlabDFlash):
     def loaders(self, draft: CanonicalDraft) -> str:
         return (
             "SGLang 0.5.23 with Domino (`--speculative-algorithm DFLASH`), on CUDA and in bfloat16 only. It corrects 2,048 candidates "
-            "by default, `--speculative-domino-candidate-pool-size 0` the whole vocabulary. SpecForge and ModelOpt, to go on training."
+            "by default, `--speculative-domino-candidate-pool-size 0` the whole vocabulary. SpecForge 0.2.0 loads it to go on training where "
+            f"`architectures` of config.json is made {_CLASS_NAMES[1]}: SGLang knows it as {_CLASS_NAMES[0]} only."
         )
 
     def described(self, draft: CanonicalDraft) -> DraftShape:

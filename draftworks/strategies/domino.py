@@ -74,7 +74,7 @@ DOMINO = register_strategy(
         exports=(
             ExportSpec(
                 name="zlab_domino",
-                description="SGLang 0.5.23 with Domino, SpecForge and ModelOpt: z-lab's layout with the correction.",
+                description="SGLang 0.5.23 with Domino: z-lab's layout with the correction; SpecForge calls its class DominoDraftModel.",
                 factory="draftworks.export.zlab_domino:ZlabDomino",
                 reader="draftworks.export.readers.domino_layouts:read_zlab_domino",
                 counting="layer_output",

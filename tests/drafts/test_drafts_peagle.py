@@ -202,7 +202,7 @@ def test_an_evaluation_in_specforges_mode_weighs_a_sample_by_its_supervised_toke
     strategy = make(loss="specforge")
     batch = strategy.collate(SAMPLES[:1], NAMES[:1])
     with torch.no_grad():
-        assert strategy.forward_loss(batch, MIDDLE).loss_weight == sum(MASKS[0])
+        assert strategy.forward_loss(batch, MIDDLE).loss_weight == sum(MASKS[0][:-1])
 
 
 def test_proposals_are_the_plain_writings_first_choices(make, monkeypatch):

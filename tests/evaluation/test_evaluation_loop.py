@@ -123,3 +123,17 @@ def test_sampled_loops_are_compared_with_no_walk_and_say_when_they_were_timed(la
     assert measured.differences is None
     assert "CPU, 1 thread" in measured.occasion.device
     assert (datetime.now(UTC) - measured.occasion.date).total_seconds() < 600
+
+
+def test_what_a_prompt_draws_depends_on_its_sample_id_and_the_seed_alone(ladder: Ladder):
+    one, other = (Prompt(name, ladder.samples[0].prompt) for name in ("one", "other"))
+
+    def drawn(prompts: list[Prompt], seed: int = 0) -> dict[str, tuple]:
+        loop = Loop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed)
+        found = loop.measure(prompts, 1.0).prompts
+        return {each.sample_id: (each.passes, each.accepted, each.emitted, each.histogram) for each in found}
+
+    together = drawn([one, other])
+    assert together == drawn([other, one]) == drawn([other]) | drawn([one])
+    assert together["one"] != together["other"], "the same tokens under another name"
+    assert drawn([one], seed=1)["one"] != together["one"]
