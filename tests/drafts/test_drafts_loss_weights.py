@@ -55,7 +55,7 @@ def test_the_sum_and_its_divisor_are_those_of_the_weighed_labels(strategy, loss,
     with torch.set_grad_enabled(training):
         output = made.forward_loss(batch_of(made), StepContext(global_step=3, total_steps=10))
     assert float(output.loss_weight) == pytest.approx(expected, rel=1e-6)
-    assert float(output.loss_sum) == pytest.approx(expected * math.log(VOCAB), rel=1e-5)
+    assert output.loss_sum.item() == pytest.approx(expected * math.log(VOCAB), rel=1e-5)
     assert output.counts["acc_denoms"].tolist() == list(BY_PLACE[loss])
 
 
@@ -67,4 +67,4 @@ def test_dpace_is_divided_by_samples_in_specforges_mode_and_by_labels_else(copie
     # A label that is 1/V likely, smoothed by a half: c = (1 + 1/V)/2; a block of n labels weighs c^k + … + c^n at label k.
     c = (1 + 1 / VOCAB) / 2
     blocks = [sum(sum(c**i for i in range(k, n + 1)) for k in range(1, n + 1)) for n in (3, 2, 1, 1)]
-    assert float(outputs[1].loss_sum) == pytest.approx(copies * sum(blocks) * math.log(VOCAB), rel=1e-5)
+    assert outputs[1].loss_sum.item() == pytest.approx(copies * sum(blocks) * math.log(VOCAB), rel=1e-5)

@@ -11,6 +11,7 @@ import torch
 from ladder_toys import TAPS, TTT, Ladder, build_ladder, eagle3, greedy_answers
 from torch import Tensor
 
+from draftworks.evaluation import loop as loop_module
 from draftworks.evaluation.decoding import speculate
 from draftworks.evaluation.differences import Course, Difference
 from draftworks.evaluation.gaps import draft_gap
@@ -125,15 +126,23 @@ def test_sampled_loops_are_compared_with_no_walk_and_say_when_they_were_timed(la
     assert (datetime.now(UTC) - measured.occasion.date).total_seconds() < 600
 
 
-def test_what_a_prompt_draws_depends_on_its_sample_id_and_the_seed_alone(ladder: Ladder):
+def test_what_a_prompt_draws_depends_on_its_sample_id_and_the_seed_alone(ladder: Ladder, monkeypatch):
     one, other = (Prompt(name, ladder.samples[0].prompt) for name in ("one", "other"))
+    speculate_as_ever = loop_module.speculate
 
     def drawn(prompts: list[Prompt], seed: int = 0) -> dict[str, tuple]:
-        loop = Loop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed)
-        found = loop.measure(prompts, 1.0).prompts
-        return {each.sample_id: (each.passes, each.accepted, each.emitted, each.histogram) for each in found}
+        """By sample id: where its random numbers come from, and what was accepted."""
+        seeds = {}
+
+        def listening(*arguments):
+            seeds[arguments[-1]] = arguments[-2].initial_seed()
+            return speculate_as_ever(*arguments)
+
+        monkeypatch.setattr(loop_module, "speculate", listening)
+        found = Loop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed).measure(prompts, 1.0).prompts
+        return {each.sample_id: (seeds[each.sample_id], each.passes, each.accepted, each.histogram) for each in found}
 
     together = drawn([one, other])
     assert together == drawn([other, one]) == drawn([other]) | drawn([one])
-    assert together["one"] != together["other"], "the same tokens under another name"
-    assert drawn([one], seed=1)["one"] != together["one"]
+    assert together["one"][0] != together["other"][0], "the same tokens under another name"
+    assert drawn([one], seed=1)["one"][0] != together["one"][0]
