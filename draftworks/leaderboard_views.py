@@ -32,7 +32,7 @@ def save(folder: Path, standings: Sequence[Standing], now: float) -> None:
     with published(folder / TABLE) as staging:
         frame(standings, now).to_parquet(staging)
     with published(folder / MARKDOWN) as staging:
-        staging.write_text(markdown(standings, now), encoding="utf-8")
+        staging.write_text(markdown(standings), encoding="utf-8")
     picture = plot(standings)
     if picture is None:
         (folder / PLOT).unlink(missing_ok=True)
@@ -70,8 +70,8 @@ def _row(standing: Standing, now: float) -> dict[str, Any]:
     return row
 
 
-def cells(standing: Standing, now: float) -> dict[str, str]:
-    """A row as a person reads it."""
+def cells(standing: Standing, now: float | None = None) -> dict[str, str]:
+    """A row as a person reads it: with its age at `now`, or without, for what is looked at later, with when it was measured."""
     latest, best = standing.latest, standing.best
     known = latest is not None and best is not None
     return {
@@ -80,20 +80,26 @@ def cells(standing: Standing, now: float) -> dict[str, str]:
         "accepted": _with_interval(latest) if known else "",
         "metric": f"{latest.score.metric}, {latest.eval_set}" if known else "",
         "prompts": "" if not known or latest.score.prompts is None else f"{latest.score.prompts:,}",
-        "age": readable_age(now - latest.created) if known else "",
+        **_when(latest.created if known else None, now),
         "best ever": f"{best.score.value:.2f} ({_day(best.created)})" if known else "",
         "draft": latest.draft[:16] if known else "",
         "stale against": _stale(standing),
     }
 
 
-def markdown(standings: Sequence[Standing], now: float) -> str:
+def _when(created: float | None, now: float | None) -> dict[str, str]:
+    if now is None:
+        return {"measured": "" if created is None else f"{datetime.fromtimestamp(created, UTC):%Y-%m-%d %H:%M} UTC"}
+    return {"age": "" if created is None else readable_age(now - created)}
+
+
+def markdown(standings: Sequence[Standing]) -> str:
     """The table, in the order given, and what its numbers are."""
     from tabulate import tabulate
 
     if not standings:
         return "No target in the registry.\n"
-    rows = [{name: text.replace("|", "\\|") for name, text in cells(one, now).items()} for one in standings]
+    rows = [{name: text.replace("|", "\\|") for name, text in cells(one).items()} for one in standings]
     return f"{tabulate(rows, headers='keys', tablefmt='pipe', disable_numparse=True)}\n\n{CAPTION}\n"
 
 

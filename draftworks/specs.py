@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from draftworks.capture_specs import CaptureSpec
 from draftworks.cron import checked_cron, checked_timezone
 from draftworks.errors import ConfigError
+from draftworks.gate_specs import GateSpec
 from draftworks.response_specs import ResponseSpec
 from draftworks.serving_specs import ServingSpec
 from draftworks.sglang_specs import SGLangSpec
@@ -227,6 +228,7 @@ class TargetSpec(Spec):
         default_factory=list, description="Entries of registry/evals/ to measure on, beside heldout."
     )
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
+    gates: GateSpec = Field(default_factory=GateSpec)
     strategies: dict[str, StrategyEntry] = Field(default_factory=lambda: {"eagle3": StrategyEntry()})
 
     @field_validator("name", "dataset")

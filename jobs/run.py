@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ from draftworks.errors import DraftworksError
 CONSOLE = Path(__file__).with_name("console.yaml")
 LOCATION = "spec_assets.definitions"
 FAILED, MISUSED = 1, 2
+UNUSED_GATES = "dagster._core.execution.plan.active"
+"""Warns of every gate that was skipped with what it would look at, in words of a broken one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command += [word for file in asked.config for word in ("-c", str(file))]
     if asked.target is not None:
         command += ["--tags", json.dumps({"dagster/partition": asked.target})]
+    logging.getLogger(UNUSED_GATES).setLevel(logging.ERROR)
     try:
         with _steps_silenced():
             create_dagster_cli().main(command, prog_name="dagster", standalone_mode=False)

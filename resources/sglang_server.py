@@ -40,13 +40,15 @@ class SGLangServer(dg.ConfigurableResource):
 
     @contextmanager
     def told(self, context: dg.AssetExecutionContext, folder: Path) -> Iterator[None]:
-        """Afterwards, also after a failure or a cancellation, the end of the server's log is in the run's log."""
+        """After a failure or a cancellation the end of the server's log is in the run's log; after a success, where it is."""
+        log = self.log(folder)
         try:
             yield
-        finally:
-            log = self.log(folder)
+            context.log.info(f"the server's log is {log}")
+        except BaseException:
             if log.is_file():
                 with log.open("rb") as stream:
                     stream.seek(max(0, log.stat().st_size - _TOLD_BYTES))
                     end = stream.read().decode("utf-8", errors="replace")
                 context.log.info(f"the end of {log}:\n{end}")
+            raise

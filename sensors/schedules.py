@@ -14,6 +14,10 @@ from draftworks.staleness import published_drafts
 from resources.workspace import Workspace
 
 log = logging.getLogger(__name__)
+_IN_FIELDS = str.maketrans({"*": "any", "/": "_per_", "-": "_to_", ",": "_and_"})
+_IN_ZONES = str.maketrans({"/": "_", "-": "_minus_", "+": "_plus_"})
+"""Dagster's names are letters, digits and underscores."""
+LONGEST_NAME = 80
 
 
 @dataclass(frozen=True, order=True)
@@ -25,7 +29,15 @@ class Cadence:
 
     @property
     def schedule_name(self) -> str:
-        """Of the times alone, so that a schedule that was switched on stays on when targets come and go."""
+        """Of the times alone, so that a schedule that was switched on stays on when targets come and go: `0 3 * * 1` in UTC is
+        `evaluate_0_3_any_any_1_UTC`. No two cadences share one."""
+        fields = "_".join(self.cron.split()).translate(_IN_FIELDS)
+        name = f"evaluate_{fields}_{self.timezone.translate(_IN_ZONES)}"
+        return name if len(name) <= LONGEST_NAME else self.former_name
+
+    @property
+    def former_name(self) -> str:
+        """What schedules were called at first; that of a long list of times still is."""
         return f"evaluate_{digest([self.cron, self.timezone])}"
 
 
@@ -64,6 +76,10 @@ def evaluation_schedule(
     def evaluate_again(
         context: dg.ScheduleEvaluationContext, workspace: Workspace
     ) -> list[dg.RunRequest] | dg.SkipReason:
+        if context.instance_ref is not None and was_switched_off(context.instance, cadence):
+            return dg.SkipReason(
+                f"switched off in the UI under its former name, {cadence.former_name}: switch {cadence.schedule_name} on there"
+            )
         reasons = {target: reason_to_skip(workspace, target) for target in targets}
         skipped = [f"{target}: {reason}" for target, reason in reasons.items() if reason is not None]
         time = context.scheduled_execution_time.astimezone(datetime.UTC).isoformat()
@@ -79,6 +95,14 @@ def evaluation_schedule(
         return requests
 
     return evaluate_again
+
+
+def was_switched_off(instance: dg.DagsterInstance, cadence: Cadence) -> bool:
+    """Whether a person switched a schedule off under its former name, and has not switched it on under the present one."""
+    if cadence.former_name == cadence.schedule_name:
+        return False
+    by_hand = {state.instigator_name: state.status.value for state in instance.all_instigator_state()}
+    return by_hand.get(cadence.former_name) == "STOPPED" and by_hand.get(cadence.schedule_name) != "RUNNING"
 
 
 def reason_to_skip(workspace: Workspace, target: str) -> str | None:

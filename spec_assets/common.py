@@ -13,6 +13,7 @@ import dagster as dg
 from draftworks.artifacts import Artifact, Built
 from draftworks.errors import DraftworksError
 from draftworks.full_disk import full_disk_error
+from draftworks.gate_specs import Outcome
 from draftworks.registry import HELDOUT
 from draftworks.runs import RunFile
 from draftworks.serving.sglang_environment import program_environment
@@ -22,6 +23,8 @@ from resources.dead_runs import end_with_run_process
 from resources.torch_job import TorchJob
 from resources.torch_launcher import JobResult, TorchLauncher
 from resources.workspace import Workspace
+from spec_assets.course import described
+from spec_assets.metadata import legible, short_path
 
 OWNERS = ["team:drafts"]
 
@@ -187,11 +190,11 @@ def shown(
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.data_version),
         metadata={
-            **metadata,
+            **legible(metadata),
             "cache": "hit" if artifact.hit else "built",
             "identity": artifact.path.name,
-            "path": dg.MetadataValue.path(artifact.path),
-            "seconds_to_build": artifact.seconds,
+            "path": short_path(artifact),
+            "seconds_to_build": round(artifact.seconds, 1),
         },
         check_results=checks,
     )
@@ -201,13 +204,17 @@ def told(
     context: dg.AssetExecutionContext | dg.AssetCheckExecutionContext, check: dg.AssetCheckResult
 ) -> dg.AssetCheckResult:
     """The result of a check, its failure also in the log: Dagster's own line says only that some check failed."""
+    check = check._replace(metadata=legible(check.metadata))
     if not check.passed:
         log = context.log.error if check.severity is dg.AssetCheckSeverity.ERROR else context.log.warning
-        figures = ", ".join(f"{key}: {value.value}" for key, value in (check.metadata or {}).items())
-        log(
-            f"check {check.check_name or context.op_execution_context.op_handle.name} failed: {check.description or figures}"
-        )
+        name = check.check_name or context.op_execution_context.op_handle.name
+        log(f"check {name} failed: {described(check)}")
     return check
+
+
+def severity_of(outcome: Outcome) -> dg.AssetCheckSeverity:
+    """Of a check that fails, by what `gates` of a target says of it."""
+    return dg.AssetCheckSeverity.ERROR if outcome == "error" else dg.AssetCheckSeverity.WARN
 
 
 def checked_partition(context: dg.AssetCheckExecutionContext) -> str:

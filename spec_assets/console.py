@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 import dagster as dg
 
@@ -36,7 +36,7 @@ def _failure(record: logging.LogRecord) -> str | None:
     error = getattr(data, "error", None)
     if event is None or error is None:
         return None
-    if error.cls_name == INTERRUPTED:
+    if _was_interrupted(data):
         return "interrupted"
     if event.is_step_failure:
         told = getattr(data.user_failure_data, "description", None)
@@ -49,14 +49,23 @@ def _failure(record: logging.LogRecord) -> str | None:
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Not what the run's last word says better: which steps failed, and which were not executed for that."""
+    """Not what the run's last word says better (which steps failed, which were not executed for that, that it was
+    interrupted), nor the steps that are skipped because what they would look at is not there."""
     message = getattr(record, "dagster_meta", {}).get("orig_message") or record.getMessage()
-    data = getattr(getattr(record, "dagster_event", None), "event_specific_data", None)
+    event = getattr(record, "dagster_event", None)
+    data = getattr(event, "event_specific_data", None)
     return not (
         getattr(data, "first_step_failure_event", None)
+        or (event is not None and event.is_run_failure and _was_interrupted(data))
         or message.endswith("successfully opened dagster pipes.")
         or (message.startswith("Dependencies for step ") and message.endswith("Not executing."))
+        or (message.startswith("Skipping step ") and "due to skipped dependencies" in message)
     )
+
+
+def _was_interrupted(data: Any) -> bool:
+    error = getattr(data, "error", None)
+    return error is not None and error.cls_name == INTERRUPTED
 
 
 @dg.logger(

@@ -14,12 +14,16 @@ from draftworks.runs import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.specs import ResponseSpec, TargetSpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import NothingToDo, asset, launch, obtained, shown
+from spec_assets.common import NothingToDo, asset, launch, obtained, severity_of, shown
 from spec_assets.features import GPU_POOL
-from spec_assets.metadata import summary_figures
+from spec_assets.metadata import rejections, summary_figures
 
 GROUP = "data"
 SUPERVISED = "supervised_share"
+FINISHED = "answers_finished"
+FINISHED_MEANS = "Most answers end by themselves, before a limit cuts them off."
+MOST_UNFINISHED = 0.5
+"""A larger share of the answers than this is most of them."""
 
 
 @asset(group=GROUP, kinds=["parquet"], deps=["target_model", "dataset", "recipe"])
@@ -41,11 +45,21 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
         "vocab_size": files.vocab_size,
     }
     artifact = obtained(context, workspace, identity, build)
-    metadata = {"dagster/row_count": artifact.summary["conversations"], **summary_figures(artifact)}
+    metadata = {
+        "dagster/row_count": artifact.summary["conversations"],
+        **summary_figures(artifact),
+        **rejections(artifact),
+    }
     return shown(context, artifact, metadata)
 
 
-@asset(group=GROUP, kinds=["pytorch", "parquet"], deps=["target_model", "recipe", "conversations"], pool=GPU_POOL)
+@asset(
+    group=GROUP,
+    kinds=["pytorch", "parquet"],
+    deps=["target_model", "recipe", "conversations"],
+    check_specs=[dg.AssetCheckSpec(FINISHED, asset="responses", blocking=True, description=FINISHED_MEANS)],
+    pool=GPU_POOL,
+)
 def responses(
     context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
 ) -> dg.MaterializeResult:
@@ -53,7 +67,9 @@ def responses(
     spec = workspace.registry.target(context.partition_key)
     source = Conversations(workspace.artifacts.current("conversations", spec.name), "train", spec.dataset)
     artifact = answered(context, workspace, launcher, source, spec.responses)
-    return shown(context, artifact, {"mode": spec.responses.mode, **summary_figures(artifact)})
+    check = answers_finished(artifact, "responses", spec)
+    metadata = {"mode": spec.responses.mode, **summary_figures(artifact), **rejections(artifact)}
+    return shown(context, artifact, metadata, [check])
 
 
 @asset(
@@ -63,7 +79,8 @@ def responses(
     check_specs=[
         dg.AssetCheckSpec(
             SUPERVISED, asset="heldout_responses", blocking=True, description="Enough tokens to measure on."
-        )
+        ),
+        dg.AssetCheckSpec(FINISHED, asset="heldout_responses", blocking=True, description=FINISHED_MEANS),
     ],
     pool=GPU_POOL,
 )
@@ -74,8 +91,8 @@ def heldout_responses(
     spec = workspace.registry.target(context.partition_key)
     source = Conversations(workspace.artifacts.current("conversations", spec.name), "heldout", spec.dataset)
     artifact = answered(context, workspace, launcher, source, greedy(spec, source))
-    check = supervised_share(artifact, "heldout_responses", spec)
-    return shown(context, artifact, summary_figures(artifact), [check])
+    checks = [judge(artifact, "heldout_responses", spec) for judge in (supervised_share, answers_finished)]
+    return shown(context, artifact, {**summary_figures(artifact), **rejections(artifact)}, checks)
 
 
 @asset(
@@ -234,6 +251,22 @@ def supervised_share(artifact: Artifact, asset_name: str, target: TargetSpec) ->
         severity=dg.AssetCheckSeverity.ERROR,
         description=f"{share:.1%} of tokens are supervised, at least {smallest:.1%} expected",
         metadata={"supervised_share": share, "min_supervised_share": smallest},
+    )
+
+
+def answers_finished(artifact: Artifact, asset_name: str, target: TargetSpec) -> dg.AssetCheckResult:
+    """A draft that learns from cut answers never sees how the target ends one. Answers that were taken over all pass."""
+    answers, cut = artifact.summary["samples"], artifact.summary.get("unfinished_answers", 0)
+    share = cut / answers if answers else 0.0
+    limits = f"responses.max_new_tokens ({target.responses.max_new_tokens}) or max_length ({target.max_length})"
+    return dg.AssetCheckResult(
+        check_name=FINISHED,
+        asset_key=asset_name,
+        passed=share <= MOST_UNFINISHED,
+        severity=severity_of(target.gates.answers_finished),
+        description=f"{cut:,} of {answers:,} answers were cut off by {limits}"
+        + ("" if share <= MOST_UNFINISHED else ": raise it, or take data with shorter answers"),
+        metadata={"unfinished_share": round(share, 4)},
     )
 
 

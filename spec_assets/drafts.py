@@ -18,10 +18,21 @@ from draftworks.specs import TargetSpec, TrainingSpec
 from draftworks.strategies import StrategySpec
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, launch, obtained, retried, shown, target_with_strategy, told
+from spec_assets.common import (
+    asset,
+    checked_partition,
+    clear_errors,
+    launch,
+    obtained,
+    retried,
+    severity_of,
+    shown,
+    target_with_strategy,
+    told,
+)
 from spec_assets.evals import eval_data_versions, feature_set
 from spec_assets.features import GPU_POOL, stream_versions
-from spec_assets.metadata import human_bytes, picture, table
+from spec_assets.metadata import acceptance_figures, human_bytes, picture, short_path, table
 
 GROUP = "drafts"
 LOSS_FALLS = "loss_falls"
@@ -203,7 +214,7 @@ def draft_metadata(artifact: Artifact) -> dict[str, Any]:
         "checkpoints": checkpoints_table(artifact),
         "resume_history": table(("from step", "ranks", "started"), map(session_row, summary["sessions"])),
         "peak_memory": human_bytes(summary["peak_rss_bytes"]),
-        "simulated_acc_len": summary["heldout"]["eval/simulated_acc_len"],
+        **acceptance_figures(summary["heldout"]),
         **own_figures(summary["heldout"]),
         "heldout": dg.MetadataValue.json(summary["heldout"]),
         "curves": picture(artifact.path / "training.png", "loss and acceptance while training"),
@@ -212,9 +223,9 @@ def draft_metadata(artifact: Artifact) -> dict[str, Any]:
 
 def checkpoints_table(artifact: Artifact) -> dg.MarkdownMetadataValue:
     """What is left to go on from, or to look at."""
-    folder = artifact.path / CHECKPOINTS_FOLDER
     rows = [
-        (c["step"], human_bytes(c["bytes"]), c["ranks"], folder / c["name"]) for c in artifact.summary["checkpoints"]
+        (c["step"], human_bytes(c["bytes"]), c["ranks"], short_path(artifact, CHECKPOINTS_FOLDER, c["name"]).value)
+        for c in artifact.summary["checkpoints"]
     ]
     return table(("step", "size", "ranks", "folder"), rows)
 
@@ -230,13 +241,18 @@ def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
 
     @dg.asset_check(asset=name, name=LOSS_FALLS, blocking=True, description="Training loss ends below where it began.")
     def loss_falls(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
-        made = workspace.artifacts.current(name, checked_partition(context))
-        return told(context, loss_verdict(made.summary, continued=made.identity["start_from"] is not None))
+        target = checked_partition(context)
+        made = workspace.artifacts.current(name, target)
+        with clear_errors():
+            outcome = workspace.registry.target(target).gates.loss_falls
+        return told(context, loss_verdict(made.summary, made.identity["start_from"] is not None, severity_of(outcome)))
 
     return loss_falls
 
 
-def loss_verdict(summary: dict[str, Any], continued: bool) -> dg.AssetCheckResult:
+def loss_verdict(
+    summary: dict[str, Any], continued: bool, severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR
+) -> dg.AssetCheckResult:
     """Whether the loss fell. A training that goes on from a draft begins where there may be little left to fall, and never
     publishes something worse than that: there it is a warning, which stops nothing.
     """
@@ -248,8 +264,8 @@ def loss_verdict(summary: dict[str, Any], continued: bool) -> dg.AssetCheckResul
     course = f"loss went from {first:.3f} to {last:.3f} in {steps} steps"
     if last < first or steps < ENOUGH_STEPS:
         return _verdict(True, course)
-    severity = dg.AssetCheckSeverity.WARN if continued else dg.AssetCheckSeverity.ERROR
-    return _verdict(False, f"{course}. Lower lr, or look at the curves on the draft's materialization", severity)
+    hint = f"{course}. Lower lr, or look at the curves on the draft's materialization"
+    return _verdict(False, hint, dg.AssetCheckSeverity.WARN if continued else severity)
 
 
 def _verdict(

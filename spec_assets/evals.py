@@ -22,7 +22,7 @@ from resources.workspace import Workspace
 from spec_assets.common import asset, checked_partition, launch, obtained, shown, target_with_eval, told
 from spec_assets.data import Conversations, answered, greedy, supervised_share
 from spec_assets.features import GPU_POOL, VERIFIED, VERIFIED_MEANS, features_metadata, stream_versions, verified
-from spec_assets.metadata import summary_figures
+from spec_assets.metadata import rejections, summary_figures
 
 CAPTURE_REPORT = "capture.json"
 
@@ -60,7 +60,7 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
             "vocab_size": files.vocab_size,
         }
         artifact = obtained(context, workspace, identity, build)
-        return shown(context, artifact, summary_figures(artifact))
+        return shown(context, artifact, {**summary_figures(artifact), **rejections(artifact)})
 
     return conversations
 
@@ -84,7 +84,7 @@ def _responses_asset(name: str) -> dg.AssetsDefinition:
         check = supervised_share(artifact, f"{name}_responses", target)
         if not check.passed:
             raise DataError(f"eval set {name}: {check.description}")
-        return shown(context, artifact, summary_figures(artifact))
+        return shown(context, artifact, {**summary_figures(artifact), **rejections(artifact)})
 
     return responses
 
@@ -264,6 +264,6 @@ def _cache_metadata(workspace: Workspace, artifact: Artifact) -> dict[str, Any]:
     return {
         "eval_cache": "hit" if artifact.hit else artifact.summary["eval_cache"],
         "eval_cache_key": artifact.identity["eval_cache_key"],
-        "eval_cache_path": dg.MetadataValue.path(_entry_path(workspace, artifact)),
+        "eval_cache_path": dg.MetadataValue.path(_entry_path(workspace, artifact).relative_to(workspace.var.parent)),
         **({"rebuilt_because": reason} if reason and not artifact.hit else {}),
     }

@@ -26,7 +26,8 @@ from spec_assets.common import (
     target_with_strategy,
     told,
 )
-from spec_assets.metadata import human_bytes, table
+from spec_assets.gates import check_export_gates
+from spec_assets.metadata import human_bytes, short_path, table
 
 GROUP = "exports"
 
@@ -53,6 +54,7 @@ def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             raise NothingToDo(
                 f"target {target.name} wants no export of its {strategy.name} draft (export.formats is [])"
             )
+        check_export_gates(workspace, strategy, target)
         card = card_of(workspace, strategy, draft)
 
         def build(out: Path) -> Built:
@@ -95,7 +97,7 @@ def export_metadata(artifact: Artifact) -> dict[str, Any]:
     """What was written where, for whom, and how to serve it."""
     made: dict[str, Any] = artifact.summary["formats"]
     rows = [
-        (name, result["dtype"], human_bytes(result["nbytes"]), result["loaders"], artifact.path / name)
+        (name, result["dtype"], human_bytes(result["nbytes"]), result["loaders"], short_path(artifact, name).value)
         for name, result in made.items()
     ]
     metadata: dict[str, Any] = {

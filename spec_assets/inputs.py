@@ -1,6 +1,8 @@
 """Inputs: what a user gives. Cheap, part of every job; their data versions are digests of content, so that the UI
 marks as stale exactly what was made from something else."""
 
+import os
+
 import dagster as dg
 
 from draftworks.demands import check_demands
@@ -65,7 +67,7 @@ def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Mater
             "dataset": spec.name,
             "description": spec.description,
             "licence": spec.licence or "(not given)",
-            "files": dg.MetadataValue.json([str(path) for path in files]),
+            "files": dg.MetadataValue.json([os.path.relpath(path, registry.root) for path in files]),
             "bytes": sum(path.stat().st_size for path in files),
         },
     )

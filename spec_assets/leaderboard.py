@@ -65,18 +65,20 @@ def rank(context: dg.OpExecutionContext, workspace: Workspace) -> dg.Materialize
         return dg.MaterializeResult(
             asset_key=NAME,
             data_version=dg.DataVersion(digest([asdict(standing) for standing in standings])),
-            metadata=leaderboard_metadata(standings, folder, now),
+            metadata=leaderboard_metadata(standings, folder),
         )
 
 
-def leaderboard_metadata(standings: list[Standing], folder: Path, now: float) -> dict[str, Any]:
+def leaderboard_metadata(standings: list[Standing], folder: Path) -> dict[str, Any]:
+    measured = [standing.latest.created for standing in standings if standing.latest is not None]
     bars, hidden = folder / PLOT, len(standings) - MOST_ROWS
     more = f"\n{hidden:,} more in {folder / MARKDOWN}\n" if hidden > 0 else ""
     return {
-        "leaderboard": dg.MetadataValue.md(markdown(standings[:MOST_ROWS], now) + more),
+        "leaderboard": dg.MetadataValue.md(markdown(standings[:MOST_ROWS]) + more),
         "dagster/row_count": len(standings),
         "stale": sum(bool(standing.stale_against) for standing in standings),
         "without_a_report": sum(standing.latest is None for standing in standings),
         **({"acceptance": picture(bars, NAME)} if bars.exists() else {}),
-        "path": dg.MetadataValue.path(folder),
+        **({"newest_report": dg.MetadataValue.timestamp(max(measured))} if measured else {}),
+        "path": dg.MetadataValue.path(folder.relative_to(folder.parents[1])),
     }

@@ -1,59 +1,33 @@
 """What is asked of a report: steps of their own, so that they are skipped with the report of a target that has none."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
 from draftworks.strategies import StrategySpec
 from resources.workspace import Workspace
-from spec_assets.common import checked_partition, clear_errors, told
-from spec_assets.reports import scores
+from spec_assets.common import checked_partition, clear_errors
+from spec_assets.gates import BEATS_BASELINES, NOT_WORSE, REPORT_JUDGES, gated
 
-BEATS_BASELINES = "beats_baselines"
-NOT_WORSE = "not_worse"
+MEANINGS = {
+    BEATS_BASELINES: "The draft accepts more than a bigram table and than itself untrained.",
+    NOT_WORSE: "The target accepts no less of the draft per pass (rung 3) than of the draft before it, on the held-out prompts "
+    "that both were measured on.",
+}
 
 
 def report_checks(strategy: StrategySpec) -> Sequence[dg.AssetChecksDefinition]:
-    """The checks of `{strategy}_report`. Neither is a gate: the draft is there, and its report is worth reading."""
-    name = f"{strategy.name}_report"
-    return [_beats_baselines(name), _not_worse(name)]
+    """The checks of `{strategy}_report`. The draft is there, and its report is worth reading: they end a run only where the
+    target says so (`gates`)."""
+    return [_report_check(f"{strategy.name}_report", name) for name in REPORT_JUDGES]
 
 
-def _beats_baselines(report: str) -> dg.AssetChecksDefinition:
-    """A warning only: a draft in the making may lose to a table."""
-
-    @dg.asset_check(
-        asset=report,
-        name=BEATS_BASELINES,
-        description="The draft accepts more than a bigram table and than itself untrained.",
-    )
-    def beats_baselines(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
-        found = scores(workspace.artifacts.current(report, checked_partition(context)))
-        baselines = [score for draft, score in found.items() if draft != "trained"]
-        better = bool(found["trained"] > max(baselines))
-        return told(context, dg.AssetCheckResult(passed=better, severity=dg.AssetCheckSeverity.WARN, metadata=found))
-
-    return beats_baselines
-
-
-def _not_worse(report: str) -> dg.AssetChecksDefinition:
-    @dg.asset_check(
-        asset=report,
-        name=NOT_WORSE,
-        description="The target accepts no less of the draft per pass (rung 3) than of the draft before it, on the "
-        "held-out prompts that both were measured on.",
-    )
-    def not_worse(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
-        from draftworks.evaluation.comparison import against_replaced
-
+def _report_check(report: str, name: str) -> dg.AssetChecksDefinition:
+    @dg.asset_check(asset=report, name=name, description=MEANINGS[name])
+    def check(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> Iterator[dg.AssetCheckResult]:
+        target = checked_partition(context)
         with clear_errors():
-            found = against_replaced(workspace.artifacts, report, checked_partition(context))
-        result = dg.AssetCheckResult(
-            passed=not found.worse,
-            severity=dg.AssetCheckSeverity.ERROR,
-            description=found.describe(),
-            metadata=found.to_json(),
-        )
-        return told(context, result)
+            result = REPORT_JUDGES[name](workspace, report, target)
+            yield from gated(context, workspace.registry.target(target), name, result)
 
-    return not_worse
+    return check

@@ -21,7 +21,7 @@ from resources.workspace import Workspace
 from spec_assets.common import asset, draft_of, eval_names_of, launch, obtained, shown, target_with_strategy
 from spec_assets.evals import eval_data_versions, feature_set
 from spec_assets.features import GPU_POOL
-from spec_assets.metadata import picture
+from spec_assets.metadata import acceptance_figures, picture
 
 GROUP = "reports"
 LAST = LastHidden().name
@@ -143,8 +143,9 @@ class ReportSubject:
 def report_metadata(artifact: Artifact) -> dict:
     """The held-out report first, then those of the named sets."""
     shown_reports: dict[str, Any] = {}
-    for name in artifact.summary["evals"]:
+    for name, report in artifact.summary["evals"].items():
         suffix = "" if name == HELDOUT else f"_{name}"
+        shown_reports |= acceptance_figures(report["drafts"]["trained"], suffix)
         folder = artifact.path / name
         shown_reports[f"report{suffix}"] = dg.MetadataValue.md((folder / "report.md").read_text())
         shown_reports[f"acceptance{suffix}"] = picture(folder / "acceptance.png", f"acceptance on {name}")

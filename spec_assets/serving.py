@@ -1,5 +1,7 @@
 """Serving checks: what a live SGLang server accepts of an exported draft, beside the walk that predicted it (rung 6)."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from spec_assets.common import (
     NothingToDo,
     asset,
     checked_partition,
+    clear_errors,
     launch,
     obtained,
     shown,
     target_with_strategy,
-    told,
 )
 from spec_assets.features import GPU_POOL
+from spec_assets.gates import gated
 from spec_assets.metadata import table
 
 GROUP = "serving"
@@ -180,7 +183,7 @@ def serving_metadata(artifact: Artifact) -> dict[str, Any]:
         "algorithm": found["algorithm"],
         "sglang": found["server"]["version"],
         "measured_on": found["occasion"]["device"],
-        "server_log": dg.MetadataValue.path(found["log"]),
+        "server_log": dg.MetadataValue.path(os.path.relpath(found["log"], artifact.path.parents[3])),
     }
 
 
@@ -197,9 +200,11 @@ def serving_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
         name=AGREES_WITH_WALK,
         description="The live server (rung 6) accepts per pass what the walk (rung 3) accepts on the same answers.",
     )
-    def agrees_with_walk(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
-        artifact = workspace.artifacts.current(name, checked_partition(context))
-        return told(context, agreement_result(artifact.summary))
+    def agrees_with_walk(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> Iterator[dg.AssetCheckResult]:
+        target = checked_partition(context)
+        with clear_errors():
+            result = agreement_result(workspace.artifacts.current(name, target).summary)
+            yield from gated(context, workspace.registry.target(target), AGREES_WITH_WALK, result)
 
     return agrees_with_walk
 

@@ -15,6 +15,7 @@ from draftworks.capture.partial import PartialFile
 from draftworks.capture.turns import held
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
 from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts, write_rejected
+from draftworks.data.rows import excerpt
 from draftworks.data.tokenized import write_tokens
 from draftworks.identity import EngineIdentity, digest
 from draftworks.runs import TOKENS_FOLDER, RegenerateRun
@@ -111,7 +112,7 @@ def publish_answers(run: RegenerateRun, answers: PartialFile, refused: Sequence[
     ids = [each.id for each in read_conversations(run.conversations)]
     losses = _losses((answers[each] for each in ids if each in answers), refused)
     quarantine = run.out / QUARANTINE_FILE
-    write_rejected(quarantine, losses.rejected)
+    write_rejected(quarantine, _with_excerpts(run, losses.rejected))
     check_rejected(losses.rejected, len(ids), run.max_rejected_share, quarantine)
     for each in losses.rejected[:SHOWN_REJECTIONS]:
         log.warning("conversation %s has no answer: %s", each.sample_id, each.reason)
@@ -130,6 +131,15 @@ def _losses(records: Iterable[dict[str, Any]], refused: Sequence[RejectedSample]
             unfinished += record["unfinished"]
             dropped_turns += record["dropped_turns"]
     return Losses(tuple(rejected), unfinished, dropped_turns)
+
+
+def _with_excerpts(run: RegenerateRun, rejected: Sequence[RejectedSample]) -> list[RejectedSample]:
+    """With how each conversation begins, so that a person knows it again."""
+    wanted = {each.sample_id for each in rejected}
+    begins = {
+        each.id: excerpt(each.turns[0].content) for each in read_conversations(run.conversations) if each.id in wanted
+    }
+    return [each._replace(excerpt=begins.get(each.sample_id, "")) for each in rejected]
 
 
 def _answered(run: RegenerateRun, losses: Losses) -> Iterator[Conversation]:

@@ -16,10 +16,11 @@ KEPT_REASONS = 20
 
 
 class RejectedSample(NamedTuple):
-    """A conversation that gave no sample, and why."""
+    """A conversation that gave no sample, and why; `excerpt` is its beginning, where that is known."""
 
     sample_id: str
     reason: str
+    excerpt: str = ""
 
 
 def rejection_counts(rejected: Sequence[RejectedSample]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any
@@ -106,11 +106,23 @@ def _of_row(row: TokenRow, limits: DecodingLimits, max_length: int) -> list[Ques
     ]
 
 
-def serve(asked: Sequence[Question], answer: Callable[[Question], SpeculatedAnswer], at_a_time: int) -> Served:
-    """Ask a server everything, so many questions at a time. An error or interrupt waits for no answer."""
+def serve(
+    asked: Sequence[Question],
+    answer: Callable[[Question], SpeculatedAnswer],
+    at_a_time: int,
+    answered: Callable[[SpeculatedAnswer], None] = lambda _: None,
+) -> Served:
+    """Ask a server everything, so many questions at a time. An error or interrupt waits for no answer.
+
+    Args:
+        answered: told of each answer as it comes, from the calling thread.
+    """
     pool = ThreadPoolExecutor(at_a_time)
     try:
-        answers = list(pool.map(answer, asked))
+        waiting = [pool.submit(answer, question) for question in asked]
+        for done in as_completed(waiting):
+            answered(done.result())
+        answers = [each.result() for each in waiting]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     accepted: dict[str, list[int]] = defaultdict(list)

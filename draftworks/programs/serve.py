@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftworks.capture.progress import Progress
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import ConfigError, DataError, EngineError
@@ -23,7 +24,7 @@ from draftworks.programs.process_group import resolve_device
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.publishing import publish_json
 from draftworks.runs import ServeRun
-from draftworks.serving.server_figures import Counters, average_accept_length, verified_tokens
+from draftworks.serving.server_figures import Counters, SpeculatedAnswer, average_accept_length, verified_tokens
 from draftworks.serving.sglang_client import GenerateRequest
 from draftworks.serving.sglang_environment import require_cpu_speculation
 from draftworks.serving.sglang_server import ServerOptions, SGLangServer
@@ -55,7 +56,7 @@ def measure(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
     if not asked:
         raise DataError(f"{run.tokens}: expected samples with a prompt before their answer, found none to ask a server")
     with _serving(run, ctx, _options(run, device, speculation)) as client:
-        live = _ask(client, run, asked, stop_ids)
+        live = _ask(client, run, ctx, asked, stop_ids)
     resampling = Resampling(run.confidence, run.resamples)
     compared = agreement(live.served.prompts, walk_of(run.report), run.serving.tolerance, resampling)
     ctx.log(_told(live, compared))
@@ -123,7 +124,27 @@ def _serving(run: ServeRun, ctx: ProgramContext, options: ServerOptions) -> Iter
         client.close()
 
 
-def _ask(client: SpeculatingClient, run: ServeRun, asked: list[Question], stop_ids: tuple[int, ...]) -> _Live:
+class _AnsweringProgress:
+    """Tells how far the answers have come."""
+
+    def __init__(self, ctx: ProgramContext, total: int, started: float) -> None:
+        self._ctx = ctx
+        self._total = total
+        self._started = started
+        self._done = self._tokens = 0
+
+    def add(self, answer: SpeculatedAnswer) -> None:
+        """One answer more."""
+        self._done += 1
+        self._tokens += len(answer.output_ids)
+        seconds = time.monotonic() - self._started
+        progress = Progress("answers", self._done, self._total, self._done / self._total, self._tokens, seconds)
+        self._ctx.progress(progress.line(), force=self._done == self._total)
+
+
+def _ask(
+    client: SpeculatingClient, run: ServeRun, ctx: ProgramContext, asked: list[Question], stop_ids: tuple[int, ...]
+) -> _Live:
     info = client.raw_info()
     proposed = verified_tokens(info) - 1
     if proposed != run.draft_tokens:
@@ -137,7 +158,9 @@ def _ask(client: SpeculatingClient, run: ServeRun, asked: list[Question], stop_i
         return client.answer(GenerateRequest(uuid.uuid4().hex, question.prompt, sampling))
 
     before, started = client.counters(), time.monotonic()
-    served = serve(asked, answer, run.serving.concurrency)
+    progress = _AnsweringProgress(ctx, len(asked), started)
+    ctx.log(f"SGLang is ready: {len(asked)} answers, {run.serving.concurrency} at a time")
+    served = serve(asked, answer, run.serving.concurrency, progress.add)
     seconds = time.monotonic() - started
     return _Live(
         served,

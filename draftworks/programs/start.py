@@ -1,19 +1,19 @@
-"""`draftworks run` and `draftworks ui`: start Dagster with this checkout's settings, after a look at what would not work.
-
-Both are replaced by the process they start, which gets the signals and gives the exit code.
-"""
+"""`draftworks run` and `draftworks ui`: start Dagster with this checkout's settings, after a look at what would not work."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
+from draftworks import parent_death
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.registry import Registry
 
@@ -21,6 +21,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 HOME = "DAGSTER_HOME"
 LOOPBACK = "127.0.0.1"
 PORTS_TRIED = 100
+SIGNAL_EXIT_BASE = 128
 
 
 def run(
@@ -43,7 +44,7 @@ def run(
     arguments = ["-m", "jobs.run", job]
     arguments += [] if target is None else ["--target", target]
     arguments += [word for path in config or [] for word in ("-c", str(path))]
-    become(arguments + ([] if file is None else ["-f", str(file)]))
+    raise typer.Exit(hold(arguments + ([] if file is None else ["-f", str(file)])))
 
 
 def ui(port: Annotated[int, typer.Option(help="Of the loopback interface.")] = 3000) -> None:
@@ -58,11 +59,28 @@ def ui(port: Annotated[int, typer.Option(help="Of the loopback interface.")] = 3
     become(["-m", "dagster", "dev", "-w", workspace, "-h", LOOPBACK, "-p", str(port)])
 
 
+def hold(arguments: list[str]) -> int:
+    """Run a Python in a process group of its own, and pass SIGINT and SIGTERM on to it alone. Returns its exit code.
+
+    Ctrl-C at a terminal reaches the whole group of a command: every step would be told twice, by the terminal and by its run,
+    and the second time in the middle of saving; and all of Dagster's helpers would print where they were.
+    """
+    command = [*parent_death.shim(), sys.executable, *arguments]
+    held = subprocess.Popen(command, env=dagster_environment(), process_group=0)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda received, _: held.send_signal(received))
+    code = held.wait()
+    return code if code >= 0 else SIGNAL_EXIT_BASE - code
+
+
 def become(arguments: list[str]) -> NoReturn:
-    """Replace this process by a Python that works in this checkout's DAGSTER_HOME, where none is set."""
-    home = CHECKOUT / ".dagster"
-    environment = {HOME: str(home), "PYTHONWARNINGS": "ignore", **os.environ}
-    os.execve(sys.executable, [sys.executable, *arguments], environment)
+    """Replace this process by a Python."""
+    os.execve(sys.executable, [sys.executable, *arguments], dagster_environment())
+
+
+def dagster_environment() -> dict[str, str]:
+    """This process's, with this checkout's DAGSTER_HOME where none is set."""
+    return {HOME: str(CHECKOUT / ".dagster"), "PYTHONWARNINGS": "ignore", **os.environ}
 
 
 def check_free(port: int) -> None:

@@ -16,6 +16,7 @@ import pytest
 from pydantic import BaseModel
 
 from draftworks.capture_specs import CaptureSpec, CustomEngineSpec
+from draftworks.gate_specs import GateSpec
 from draftworks.registry import Registry, resolved_options
 from draftworks.response_specs import EndpointSpec, ResponseSpec
 from draftworks.serving_specs import ServingSpec
@@ -166,8 +167,9 @@ SETTINGS = [
         TARGET,
         of_target,
         {"max_length", "data", "responses", "capture", "evals", "evaluation", "strategies"},
-        {"name", "description", *BY_CONTENT},
+        {"name", "description", "gates", *BY_CONTENT},
         {
+            "gates": GateSpec(not_worse="error"),
             "data": DataSpec(only_last_turn=True),
             "responses": ResponseSpec(seed=1),
             "capture": CaptureSpec(dtype="float32"),
@@ -193,6 +195,12 @@ SETTINGS = [
         {"formats", "dtype"},
         set(),
         {"formats": []},
+    ),
+    Settings(
+        GateSpec(),
+        lambda gates: of_target(TARGET.model_copy(update={"gates": gates})),
+        set(),
+        {"loss_falls", "beats_baselines", "not_worse", "agrees_with_walk", "answers_finished"},
     ),
 ]
 IDENTIFIED_BY_CONTENT = {DatasetSpec, EvalSpec}

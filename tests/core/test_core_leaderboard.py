@@ -125,9 +125,11 @@ def test_without_a_value_there_is_a_table_and_no_picture(fleet, tmp_path):
 
 
 def test_markdown_has_the_value_its_interval_and_what_cannot_break_the_table(motley):
-    found = views.markdown(motley.standings(), NOW)
+    found = views.markdown(motley.standings())
     lines = [line for line in found.splitlines() if line.startswith("|")]
     assert "2.50 (2.40–2.60)" in lines[2]
+    assert f"| {may(1):%Y-%m-%d %H:%M} UTC" in lines[2]  # an age would be wrong when it is looked at
+    assert "age" not in lines[0]
     assert len(lines) == 2 + 5
     assert "a\\|b" in lines[4]
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1

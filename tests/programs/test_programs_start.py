@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -14,14 +17,15 @@ from draftworks.programs.cli import app
 
 @pytest.fixture
 def started(monkeypatch):
-    """What would have replaced this process: its arguments and environment."""
+    """What would have been started: its arguments and environment."""
     calls = []
 
-    def execve(path, arguments, environment):
-        calls.append((arguments[1:], environment))
-        raise SystemExit(0)
+    def note(arguments):
+        calls.append((arguments, start.dagster_environment()))
+        return 0
 
-    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(start, "become", note)
+    monkeypatch.setattr(start, "hold", note)
     return calls
 
 
@@ -69,3 +73,24 @@ def test_a_taken_port_is_told_with_a_free_one_and_no_daemon_is_started(started):
     pytest.importorskip("dagster_webserver")
     ask("ui", "--port", str(other))
     assert started[0][0][-1] == str(other)
+
+
+HELD = """
+import signal, sys, time
+told = []
+signal.signal(signal.SIGINT, lambda *_: told.append(1))
+print("ready", flush=True)
+while not told:
+    time.sleep(0.01)
+time.sleep(0.3)
+sys.exit(10 + len(told))
+"""
+
+
+def test_ctrl_c_reaches_the_run_once_and_its_exit_code_comes_back():
+    command = f"import sys; from draftworks.programs.start import hold; sys.exit(hold(['-c', {HELD!r}]))"
+    group = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert group.stdout.readline() == "ready\n"
+    os.killpg(group.pid, signal.SIGINT)  # as a terminal does
+    assert group.wait(30) == 11
+    group.stdout.close()

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import dagster as dg
-import pytest
 
 from draftworks.specs import SGLangSpec
 from resources.sglang_server import SGLangServer
@@ -31,12 +30,16 @@ def run_with(folder: Path, fails: bool) -> list[str]:
         return [entry.user_message for entry in instance.all_logs(result.run_id)]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_end_of_a_servers_log_is_in_the_runs_log(tmp_path, fails):
-    [told] = [message for message in run_with(tmp_path, fails) if "the end of" in message]
+def test_after_a_failure_the_end_of_the_servers_log_is_in_the_runs_log(tmp_path):
+    [told] = [message for message in run_with(tmp_path, fails=True) if "the end of" in message]
     assert str(tmp_path / "sglang.log") in told
     assert told.rstrip().endswith("out of memory")
     assert "line 0\n" not in told
+
+
+def test_after_a_success_one_line_says_where_the_servers_log_is(tmp_path):
+    [told] = [message for message in run_with(tmp_path, fails=False) if "sglang.log" in message]
+    assert told == f"the server's log is {tmp_path / 'sglang.log'}"
 
 
 def test_a_server_that_never_started_has_no_log_to_tell(tmp_path):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import re
+import zoneinfo
+from types import SimpleNamespace
 
 import dagster as dg
 import pytest
 from dagster._core.definitions.schedule_definition import ScheduleExecutionData
+from dagster._core.scheduler.instigation import InstigatorStatus
 from fleets import Fleet
 
 from draftworks.registry import Registry
-from sensors.schedules import Cadence, cadences
+from sensors.schedules import Cadence, cadences, was_switched_off
 from spec_assets.definitions import build_definitions
 
 NIGHTLY = {"cron": "0 3 * * *"}
@@ -117,3 +121,33 @@ def test_a_schedule_keeps_its_name_when_targets_come_and_go(nightly):
     before = only_schedule(nightly).name
     nightly.add("another", evaluation=NIGHTLY)
     assert only_schedule(nightly).name == before
+
+
+def test_a_schedule_is_named_after_its_times():
+    assert Cadence("0 3 * * *", "UTC").schedule_name == "evaluate_0_3_any_any_any_UTC"
+    often = Cadence("*/15 8-18 1,15 * mon", "America/Port-au-Prince")
+    assert often.schedule_name == "evaluate_any_per_15_8_to_18_1_and_15_any_mon_America_Port_minus_au_minus_Prince"
+
+
+def test_names_are_valid_and_no_two_cadences_share_one():
+    every_minute = ",".join(map(str, range(60)))
+    crons = ["0 3 * * *", "0-3 * * * *", "0,3 * * * *", "0/3 * * * *", "*/3 * * * *", f"{every_minute} * * * *"]
+    zones = sorted(zoneinfo.available_timezones())
+    names = [Cadence(cron, "UTC").schedule_name for cron in crons]
+    names += [Cadence("1 2 3 4 5", zone).schedule_name for zone in zones]
+    assert len(set(names)) == len(crons) + len(zones)
+    assert all(re.fullmatch("[A-Za-z0-9_]{1,100}", name) for name in names)
+
+
+def test_what_was_switched_off_under_a_former_name_stays_off_until_it_is_switched_on():
+    cadence, states = Cadence("0 3 * * *", "UTC"), []
+    instance = SimpleNamespace(all_instigator_state=lambda: states)
+
+    def switch(name: str, status: InstigatorStatus) -> None:
+        states.append(SimpleNamespace(instigator_name=name, status=status))
+
+    assert not was_switched_off(instance, cadence)
+    switch(cadence.former_name, InstigatorStatus.STOPPED)
+    assert was_switched_off(instance, cadence)
+    switch(cadence.schedule_name, InstigatorStatus.RUNNING)
+    assert not was_switched_off(instance, cadence)
