@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,8 +18,13 @@ from typing import Any
 from draftworks.regular_files import open_regular, read_json
 
 DIGEST_LENGTH = 16
+_SAID_FROM = 1_000_000_000
+"""Bytes of a file that takes so long to read that somebody who waits is told."""
 FEATURE_SCHEMA = 1
 """Part of every feature key: bump it when what a stored feature *means* changes."""
+
+
+log = logging.getLogger(__name__)
 
 
 def canonical_json(value: Any) -> str:
@@ -61,6 +67,9 @@ class FileDigests:
         stamp = _stamp(path)
         if stamp in self._known:
             return self._known[stamp]
+        size = path.stat().st_size
+        if size > _SAID_FROM:
+            log.info(f"reading {path} ({size / 1e9:.1f} GB) to know its digest, which is remembered")
         found = file_digest(path)
         if _stamp(path) == stamp:
             self._known[stamp] = found
@@ -70,10 +79,13 @@ class FileDigests:
     def _save(self) -> None:
         if self.cache_file is None:
             return
-        self.cache_file.parent.mkdir(parents=True, exist_ok=True)
         staging = self.cache_file.with_name(f"{self.cache_file.name}.{os.getpid()}.tmp")
-        staging.write_text(json.dumps(self._known))
-        os.replace(staging, self.cache_file)
+        try:
+            self.cache_file.parent.mkdir(parents=True, exist_ok=True)
+            staging.write_text(json.dumps(self._known))
+            os.replace(staging, self.cache_file)
+        except OSError as error:  # another machine may have no such folder: the files are read again next time
+            log.warning(f"digests of files cannot be remembered in {self.cache_file}: {error}")
 
 
 def _stamp(path: Path) -> str:

@@ -144,7 +144,7 @@ def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict
     run = run_type.load(path)
     with _pipes() as pipes, _heartbeat() as heartbeat:
         context = ProgramContext.from_torchrun(pipes, heartbeat)
-        if context.is_main and isinstance(run, TargetRun):
+        if context.local_rank == 0 and isinstance(run, TargetRun):  # on every machine: each has its own disk
             require_unchanged(run.target)
         try:
             report = main(run, context)

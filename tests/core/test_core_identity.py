@@ -173,3 +173,11 @@ def test_a_file_that_is_written_while_it_is_read_is_not_remembered(tmp_path: Pat
     FileDigests(cache).of_file(weights)
     monkeypatch.undo()
     assert FileDigests(cache).of_file(weights) == file_digest(weights)
+
+
+def test_digests_that_cannot_be_remembered_are_known_all_the_same(tmp_path: Path, caplog):
+    """On another machine, where the folder is not."""
+    weights = tmp_path / "weights.bin"
+    weights.write_bytes(b"one")
+    assert FileDigests(weights / "no" / "cache.json").of_file(weights) == file_digest(weights)
+    assert "cannot be remembered" in caplog.text
