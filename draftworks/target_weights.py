@@ -222,13 +222,18 @@ def _compared(model: PreTrainedModel, tensors: Mapping[str, TensorHeader], unsha
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     mismatched = {name: (tuple(found), tuple(expected)) for name, found, expected in info.mismatched_keys}
-    broken = {name: str(error).strip().splitlines()[-1] for name, error in info.conversion_errors.items()}
+    broken = {name: _last_line(error) for name, error in info.conversion_errors.items()}
     missing = set(info.missing_keys) - set(broken)
     if unshaped:
         mismatched = {name: shapes for name, shapes in mismatched.items() if 0 not in shapes[0]}
         broken = {}
     broken |= _gaps(tensors)
     return _judged(missing, set(info.unexpected_keys), mismatched, broken, model.config)
+
+
+def _last_line(error: object) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else "no reason given"
 
 
 def _gaps(tensors: Iterable[str]) -> dict[str, str]:
@@ -238,7 +243,7 @@ def _gaps(tensors: Iterable[str]) -> dict[str, str]:
         if matched := _EXPERT.match(name):
             numbers.setdefault(f"{matched[1]}*{matched[3]}", set()).add(int(matched[2]))
     return {
-        name: f"the files have the numbers {_some(map(str, sorted(found)))}, and not all before the last"
+        name: f"of the numbers 0 to {max(found)}, absent: {_some(map(str, sorted(set(range(max(found))) - found)))}"
         for name, found in numbers.items()
         if found != set(range(len(found)))
     }
