@@ -13,14 +13,19 @@ from draftworks.registry import Registry
 from draftworks.resolve import text_config
 from draftworks.runs import VOCAB_FILE, TargetFiles
 from draftworks.sglang_families import refuse_on_cpu
+from draftworks.sglang_layers import architecture_of, check_capture, eagle3_ids
 from draftworks.specs import ExportSettings, TargetSpec
 from draftworks.strategies import StrategyOptions, StrategySpec, TargetSizes, resolve_strategy
+
+SGLANG_EAGLE3 = "sglang_eagle3"
 
 
 def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) -> None:
     """ConfigError if the model cannot give what its strategies need, or a draft to begin from is not one of them."""
     _check_serving(target)
     refuse_on_cpu(target, files)
+    if target.capture.backend in ("sglang", "sglang_server") and not target.capture.server.external:
+        check_capture(f"target {target.name}", architecture_of(files), target.capture.server.args)
     union_of_taps(target, files.num_layers)
     sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size, target.max_length)
     for name, entry in target.strategies.items():
@@ -37,6 +42,7 @@ def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) ->
         if entry.training.pack_tokens is not None:
             strategy.check_packing(options, f"target {target.name}: strategies.{name}.training")
         _check_export(strategy, options, files, entry.export, f"target {target.name}: strategies.{name}.export")
+        _check_served_taps(target, files, name, entry.export)
         if entry.start_from is not None:
             where = f"target {target.name}: strategies.{name}.start_from"
             _check_start(registry.located(entry.start_from), strategy, options, files, where)
@@ -46,6 +52,18 @@ def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) ->
             f"target {target.name}: draft_vocab_size {size} is larger than the model's vocabulary of {files.vocab_size}. "
             f"Set options.draft_vocab_size to at most that"
         )
+
+
+def _check_served_taps(target: TargetSpec, files: TargetFiles, name: str, export: ExportSettings) -> None:
+    """ConfigError for an EAGLE-3 draft that SGLang could only serve with other layers than it is trained on."""
+    written = [made.name for made in resolve_strategy(name).exports]
+    if SGLANG_EAGLE3 not in (written if export.formats is None else export.formats):
+        return
+    options = resolve_strategy(name).parse_options(
+        target.strategies[name].options, where=f"target {target.name}: {name}"
+    )
+    with _told_of(target):
+        eagle3_ids(resolve_strategy(name).taps(files.num_layers, options), architecture_of(files))
 
 
 @contextmanager

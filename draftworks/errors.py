@@ -27,6 +27,14 @@ class EngineError(DraftworksError):
     """The engine that runs the target cannot be started, reached or trusted. Nothing is wrong with any one sample."""
 
 
+class PassingTroubleError(EngineError):
+    """The engine lives and could not do it this time: it is asked again after a while, and not started again."""
+
+
+class AbortedRequestError(PassingTroubleError):
+    """The engine gave up a request: by chance, or because of what one sample asks of it."""
+
+
 class UnsoundEngineError(EngineError):
     """The engine answers, and gives something else than the registry asks for: asking again is in vain."""
 

@@ -56,6 +56,7 @@ class CheckedEngine(TargetEngine):
         self.identity = identity
         self.last_hidden = find_backend(self.backend).last_hidden
         self.concurrent = engine.concurrent
+        self.tried = engine.tried
         self.replicas = engine.replicas
         self._engine = engine
         self._target = target

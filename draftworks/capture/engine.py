@@ -36,11 +36,13 @@ class TargetEngine(ABC):
         identity: who computes; part of every feature key.
         last_hidden: norm convention of the stream `last`.
         concurrent: whether `generate` may be called from several threads, and answers more in the same time if it is.
+        tried: whether we know this version of what it is built on; else nothing is taken from it that was not compared.
         replicas: copies of the target that answer side by side.
     """
 
     backend: ClassVar[str]
     concurrent: bool = False
+    tried: bool = True
     replicas: int = 1
     identity: EngineIdentity
     last_hidden: LastHidden

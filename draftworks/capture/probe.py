@@ -109,10 +109,10 @@ class EngineProbe:
         """
         reason = unjudgeable(self._target, self._capture.server.args)
         if reason:
-            return self._unprobed(reason)
+            return self._unprobed(reason, engine)
         reference = self._reference = self._reference or self._read()
         if not reference.compared:
-            return self._unprobed(reference.reason)
+            return self._unprobed(reference.reason, engine)
         findings = [finding for each in engine.members() for finding in self._findings(each, reference)]
         worst = {name: max((f for f in findings if f.name == name), key=_excess) for name in reference.compared}
         left = tuple(name for name in self._config.names if name not in reference.compared)
@@ -130,7 +130,12 @@ class EngineProbe:
         if self._reference is not None and self._reference.compared:
             self.compare(engine)
 
-    def _unprobed(self, reason: str) -> ProbeReport:
+    def _unprobed(self, reason: str, engine: TargetEngine) -> ProbeReport:
+        if not engine.tried:
+            raise UnsoundEngineError(
+                f"target {self._target.name}: {engine.where} is of a version that Draftworks was not tried with, and what it "
+                f"captures cannot be compared with the target's own weights: {reason}. Use a version that docs/sglang.md names"
+            )
         if not self._capture.allow_unprobed:
             raise UnsoundEngineError(
                 f"target {self._target.name}: what the engine captures cannot be compared with the target's own weights: "

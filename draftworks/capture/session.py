@@ -270,7 +270,7 @@ class _Session:
     def _sound(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[_Captured]:
         """Features of the samples of a batch that have sound ones; the others are noted.
 
-        An engine's error does not say which sample it is about, so that they are then tried one by one.
+        An engine's error does not say which sample it is about, so that each half of the batch is then tried by itself.
         """
         rows = [self._tokens[job.row].input_ids.tolist() for job in batch]
         missing = {name for job in batch for name in job.missing}
@@ -281,7 +281,9 @@ class _Session:
             found = engine.capture(rows, taps)
         except CaptureError as error:
             if len(batch) > 1:
-                return [each for job in batch if job.missing for each in self._sound(engine, [job])]
+                halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
+                asked = [part for part in halves if any(job.missing for job in part)]
+                return [each for part in asked for each in self._sound(engine, part)]
             self._note_failure(batch[0], CaptureError(f"sample {batch[0].sample_id}: {error}"))
             return []
         sound = []

@@ -6,6 +6,7 @@ cuts a prompt into chunks.
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -13,17 +14,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
 from torch import Tensor
 
 from draftworks.capture.engine import Generated, TargetEngine, check_token_rows, find_backend
 from draftworks.capture.seeds import request_seed
 from draftworks.capture.sglang_hosts import SGLangHost
-from draftworks.errors import CaptureError, EngineError, UnsoundEngineError
+from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
 from draftworks.identity import EngineIdentity, LayerTap
 from draftworks.runs import TargetFiles
 from draftworks.serving.sglang_client import GenerateRequest, Generation, SGLangClient
+from draftworks.serving.sglang_environment import SGLANG_VERSIONS
 from draftworks.serving.spool import Part, discard_parts, new_request_id, take_parts
 from draftworks.specs import ResponseSpec
 
@@ -31,6 +33,10 @@ PREFILL_ONLY = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 """SGLang wants one new token at least; it costs no second pass."""
 EMBEDDINGS = LayerTap(0)
 _LONGEST_WAIT_S = 30.0
+_MORE_ATTEMPTS = 4
+"""Of what passes by itself."""
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -88,6 +94,10 @@ class SGLangEngine(TargetEngine):
     def url(self) -> str:
         """Where the server answers now; SGLang in this process has no address."""
         return self._host.client.url
+
+    @property
+    def tried(self) -> bool:
+        return self._host.version in SGLANG_VERSIONS
 
     @property
     def replicas(self) -> int:
@@ -212,17 +222,29 @@ class SGLangEngine(TargetEngine):
             return attempt()
 
         retrying = Retrying(
-            stop=stop_after_attempt(self._attempts),
+            stop=self._has_tried_enough,
             wait=wait_exponential(max=_LONGEST_WAIT_S),
             retry=retry_if_exception(lambda error: _passes(error) and not self._closed),
             before_sleep=lambda state: self._revive(state, begun),
             reraise=True,
         )
-        return retrying(noted)
+        try:
+            return retrying(noted)
+        except AbortedRequestError as error:
+            raise CaptureError(f"{error} ({self._attempts} times)") from error
+
+    def _has_tried_enough(self, state: RetryCallState) -> bool:
+        """A server that is busy, or whose disk is full, gets more time than one that is gone."""
+        error = state.outcome.exception() if state.outcome else None
+        waits = isinstance(error, PassingTroubleError) and not isinstance(error, AbortedRequestError)
+        return state.attempt_number >= self._attempts + (_MORE_ATTEMPTS if waits else 0)
 
     def _revive(self, state: RetryCallState, begun: int) -> None:
         """Revive the server, if no other thread has done it since the failed attempt began."""
         error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, PassingTroubleError):
+            log.warning("%s. Trying again", error)
+            return
         with self._reviving:
             if isinstance(error, EngineError) and self._revivals == begun:
                 self._host.revive(error)
@@ -242,12 +264,13 @@ def whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int, ex
 
     Raises:
         UnsoundEngineError: it has another width or dtype.
+        PassingTroubleError: there is none.
         CaptureError: rows are missing, from a prefix cache or a prompt in chunks, or they are of other tokens.
     """
     if not parts:
-        raise CaptureError(
+        raise PassingTroubleError(
             f"SGLang wrote no hidden states of a row of {len(row)} tokens: expected a file from its forward hook. Is the "
-            "hook loaded, and the spool the one it writes to?"
+            "hook loaded, the spool the one it writes to, and is there room on its disk?"
         )
     if cached_tokens or parts[0].start:
         raise CaptureError(

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from draftworks.errors import EngineError
 from draftworks.serving.sglang_client import GenerateRequest, Generation, SGLangClient
-from draftworks.serving.sglang_embedded import EmbeddedSGLang
+from draftworks.serving.sglang_embedded import EmbeddedSGLang, require_sglang_here
 from draftworks.serving.sglang_server import ServerOptions, SGLangServer
 from draftworks.specs import SGLangSpec
 
@@ -35,9 +35,11 @@ class SGLangHost(ABC):
         spool: where it writes hidden states.
         layer_ids: layers whose outputs it captures, ascending.
         replicas: servers that share the work.
+        version: of SGLang.
     """
 
     replicas: int = 1
+    version: str = ""
     client: Answering
     spool: Path
     layer_ids: tuple[int, ...]
@@ -79,6 +81,7 @@ class ManagedHost(SGLangHost):
         shutil.rmtree(self.spool, ignore_errors=True)  # what a server before it left there, nobody waits for
         log.info("starting SGLang, its log is %s", self._server.log)
         self._server.start()
+        self.version = self._server.version
         log.info("SGLang serves at %s, process %s", self._server.url, self._server.pid)
         self.client = self._opened = SGLangClient(self._server.url, self._sglang.request_timeout_s)
         return self
@@ -130,6 +133,7 @@ class EmbeddedHost(SGLangHost):
         self._sglang = sglang
         self.spool = options.spool
         self.layer_ids = options.layer_ids
+        self.version = require_sglang_here()
         self.client = self._new()
         self._handler_before = signal.signal(signal.SIGQUIT, self._note_failure)
         try:

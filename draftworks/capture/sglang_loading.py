@@ -20,6 +20,7 @@ from draftworks.serving.sglang_client import SGLangClient
 from draftworks.serving.sglang_embedded import require_sglang_here
 from draftworks.serving.sglang_server import ServerOptions
 from draftworks.serving.spool import sweep
+from draftworks.sglang_layers import architecture_of, capture_convention
 from draftworks.specs import CaptureSpec
 
 CPU_MEMORY_SHARE = 0.8
@@ -61,7 +62,7 @@ def _external(target: TargetFiles, capture: CaptureSpec, place: EnginePlace, lay
             client = SGLangClient(url, place.sglang.request_timeout_s)
             hosts.append(ExternalHost(client, Path(capture.server.spool or ""), layer_ids))
             info = require_server(client, target, capture, layer_ids, place.longest)
-            hosts[-1].layer_ids = tuple(sorted(info.layer_ids or ()))
+            hosts[-1].layer_ids, hosts[-1].version = tuple(sorted(info.layer_ids or ())), info.version
         sweep(hosts[0].spool, _ABANDONED_AFTER_TIMEOUTS * place.sglang.request_timeout_s)
         for host in hosts:
             probe_server(_engine(target, capture, host, place), host.client, target, captures=place.taps is not None)
@@ -108,6 +109,7 @@ def _options(
         mem_fraction=server.mem_fraction or (None if on_gpu else CPU_MEMORY_SHARE),
         max_total_tokens=server.max_total_tokens or (None if on_gpu else capture.batch_tokens + 2 * target.context),
         extra=tuple(server.args),
+        convention=capture_convention(architecture_of(target)),
     )
 
 

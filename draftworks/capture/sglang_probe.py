@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from draftworks.capture.engine import TargetEngine
@@ -11,6 +12,7 @@ from draftworks.runs import TargetFiles
 from draftworks.serving.sglang_client import ServerInfo, SGLangClient
 from draftworks.serving.sglang_environment import check_version
 from draftworks.serving.sglang_hook import hook_option
+from draftworks.sglang_layers import architecture_of, capture_convention, captured_layers
 from draftworks.specs import CaptureSpec
 
 PROBE_TOKENS = 64
@@ -26,20 +28,23 @@ def require_server(
         longest: tokens of the longest sequence that it will be asked for; 0 if that is not known.
 
     Raises:
-        ConfigError: another version of SGLang.
         EngineError: it serves another model or in another dtype, or is set up so that hidden states get lost. The
             message names every difference and the argument that puts it right.
     """
     info = client.info()
     where = f"SGLang at {client.url}"
     check_version(info.version, where)
+    if info.layer_ids:
+        layers = captured_layers(info.layer_ids, info.convention, architecture_of(target))
+        info = replace(info, layer_ids=layers)
     problems = _served_problems(info, target, capture)
     if info.context is not None and info.context <= longest:
         problems.append(
             f"its context is {info.context} tokens, expected more than {longest}: --context-length {longest + 16}"
         )
     if layer_ids:
-        problems += _capture_problems(info, Path(capture.server.spool or ""), layer_ids)
+        convention = capture_convention(architecture_of(target))
+        problems += _capture_problems(info, Path(capture.server.spool or ""), layer_ids, convention)
     if problems:
         raise EngineError(
             "\n".join([f"{where} cannot be used for target {target.name}:", *(f"  {p}" for p in problems)])
@@ -76,9 +81,10 @@ def _served_problems(info: ServerInfo, target: TargetFiles, capture: CaptureSpec
     problems = []
     expected = capture.server.model or target.model
     if not _same_model(info.model, expected):
+        started = f" (it was started with {info.started_with})" if info.started_with != info.model else ""
         problems.append(
-            f"it serves the model {info.model}, expected {expected}. If that is the same under another name, say so in "
-            "capture.server.model"
+            f"it serves the model {info.model}{started}, expected {expected}. If that is the same under another name, say so "
+            "in capture.server.model: what it captures is compared with the registry's weights all the same"
         )
     elif capture.server.model is None and info.revision != target.revision:
         problems.append(f"it serves revision {info.revision}, expected {target.revision}: --revision {target.revision}")
@@ -97,17 +103,22 @@ def _served_problems(info: ServerInfo, target: TargetFiles, capture: CaptureSpec
     return problems
 
 
-def _capture_problems(info: ServerInfo, spool: Path, layer_ids: tuple[int, ...]) -> list[str]:
+def _capture_problems(info: ServerInfo, spool: Path, layer_ids: tuple[int, ...], convention: str) -> list[str]:
     problems = []
     if info.radix_cache:
         problems.append("its prefix cache is on, and a cached prefix has no hidden states: --disable-radix-cache")
     if info.chunked_prefill:
         problems.append("it cuts long prompts into chunks and loses rows between them: --chunked-prefill-size -1")
+    if info.attention_dp > 1:
+        problems.append(
+            f"it has {info.attention_dp} groups of attention data parallelism, and only the first rank of all writes hidden "
+            "states: start it without --attn-dp-size and --enable-dp-attention"
+        )
     lacking = sorted(set(layer_ids) - set(info.layer_ids or ()))
     if lacking:
         problems.append(
             f"it captures the layers {list(info.layer_ids or ())}, expected {list(layer_ids)} among them: "
-            "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3 --return-aux-hidden-state-layer-ids "
+            f"--enable-return-aux-hidden-states --speculative-algorithm {convention} --return-aux-hidden-state-layer-ids "
             + " ".join(map(str, layer_ids))
         )
     if info.spool is None or info.spool.resolve() != spool.resolve():

@@ -15,6 +15,7 @@ from draftworks.capture.sglang_hosts import SGLangHost
 from draftworks.errors import DraftworksError, EngineError
 from draftworks.serving.circuit_breaker import CircuitBreaker
 from draftworks.serving.sglang_client import GenerateRequest, Generation
+from draftworks.serving.sglang_environment import SGLANG_VERSIONS
 from draftworks.serving.spreading import Spread
 
 _CLOSE_AGAIN_S = 0.5
@@ -48,6 +49,7 @@ class SpreadHost(SGLangHost):
         self.layer_ids = _common_layers(hosts)
         self.spool = spool
         self.replicas = len(hosts)
+        self.version = next((host.version for host in hosts if host.version not in SGLANG_VERSIONS), hosts[0].version)
         self.client = _SpreadClient(self)
         self._hosts = tuple(hosts)
         self._mends = mends

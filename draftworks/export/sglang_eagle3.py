@@ -25,7 +25,9 @@ from draftworks.export.layer_ids import from_format, to_format
 from draftworks.export.layer_keys import layer_keys, layer_sizes, require
 from draftworks.export.names import PROVENANCE
 from draftworks.export.speculators_keys import is_speculators, model_path
+from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
+from draftworks.sglang_layers import architecture_of, eagle3_ids, eagle3_taps
 
 _PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
 """Keys of vLLM's P-EAGLE drafts, whose class name is EAGLE-3's."""
@@ -72,7 +74,8 @@ class SglangEagle3(Eagle3Format):
 
         `norm_output` is left out because it means two things; without it they are the same (see eagle3_format).
         """
-        ids = to_format(self.name, draft.taps)
+        to_format(self.name, draft.taps)  # refuses those that no server counts
+        ids = eagle3_ids(draft.taps, architecture_of(draft.target))
         newer = {"fc_norm": True, "num_aux_hidden_states": len(ids)}
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -106,7 +109,7 @@ class SglangEagle3(Eagle3Format):
         return one_layer(
             DraftShape(
                 strategy=self.strategy,
-                taps=from_format(self.name, ids) if ids else default_taps(target),
+                taps=_taps(ids, target) if ids else default_taps(target),
                 draft_vocab_size=config.get("draft_vocab_size") or require(config, "vocab_size", where),
                 options=PLAIN | norms,
                 **layer_sizes(config, where),
@@ -149,3 +152,8 @@ def _norm_output_means(config: Mapping[str, Any]) -> str:
     if means not in ("specforge", "sglang"):
         raise ConfigError(f"config.json: {NORM_OUTPUT_MEANS}: expected specforge or sglang, found {means!r}")
     return means
+
+
+def _taps(ids: list[int], target: TargetFiles) -> tuple[LayerTap, ...]:
+    from_format(SglangEagle3.name, ids)  # refuses what is no list of ascending ids
+    return eagle3_taps(ids, architecture_of(target))

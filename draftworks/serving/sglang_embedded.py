@@ -28,8 +28,8 @@ _POLL_S = 0.5
 """How soon a thread that waits for an answer notices that there will be none."""
 
 
-def require_sglang_here() -> None:
-    """ConfigError unless the Python that runs this has SGLang, of a supported version."""
+def require_sglang_here() -> str:
+    """The version of SGLang that the Python which runs this has; ConfigError if it has none."""
     where = f"this Python, {sys.executable},"
     try:
         version = importlib.metadata.version("sglang")
@@ -40,6 +40,7 @@ def require_sglang_here() -> None:
             "sglang_server, which starts it as a process of its own"
         ) from error
     check_version(version, where)
+    return version
 
 
 class EmbeddedSGLang:

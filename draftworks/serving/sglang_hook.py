@@ -69,7 +69,7 @@ def hook_option(spool: Path) -> str:
     """The value of SGLang's option `--forward-hooks` that loads the hook."""
     hook = {
         "name": "draftworks-capture",
-        "target_modules": ["logits_processor"],
+        "target_modules": ["logits_processor", "*.logits_processor"],  # wrappers nest it under `language_model`
         "hook_factory": f"{__name__}:{capture_hook.__name__}",
         "config": {"spool": str(spool)},
     }

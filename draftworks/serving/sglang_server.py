@@ -43,6 +43,7 @@ class ServerOptions:
         dp_size: copies of the target in the server, on `tp_size` GPUs each.
         first_gpu: the first of all its GPUs.
         draft: to speculate with; not on a server that captures.
+        convention: by which SGLang counts `layer_ids`: the algorithm whose drafts count them so.
     """
 
     model: str
@@ -60,6 +61,7 @@ class ServerOptions:
     max_total_tokens: int | None = None
     extra: tuple[str, ...] = ()
     draft: Speculation | None = None
+    convention: str = "EAGLE3"
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.layer_ids:
@@ -107,7 +109,7 @@ class ServerOptions:
     def _capture(self) -> list[str]:
         if not self.layer_ids:
             return []
-        named = ["--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"]  # the convention; no draft
+        named = ["--enable-return-aux-hidden-states", "--speculative-algorithm", self.convention]  # no draft
         layers = ["--return-aux-hidden-state-layer-ids", *map(str, self.layer_ids)]
         # A replayed graph runs no hook, and prompts are where hidden states are taken.
         graphs = ["--disable-prefill-cuda-graph"] if self.device == "cuda" else []
@@ -135,6 +137,7 @@ class SGLangServer:
         # The kernel ends a server when the *thread* that started it ends, so that thread is one of our own.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang-starter")
         self.url = ""
+        self.version = ""
 
     @property
     def log(self) -> Path:
@@ -151,7 +154,7 @@ class SGLangServer:
             ConfigError: there is no SGLang of a supported version at `python`.
             EngineError: it ended or was not ready in time, with the end of its log; or another server has its port.
         """
-        require_version(self._python)
+        self.version = require_version(self._python)
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         for folder in (self._folder, self._options.spool):

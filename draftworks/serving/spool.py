@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftworks.errors import CaptureError
+from draftworks.errors import PassingTroubleError, UnsoundEngineError
 
 SPOOL_SCHEMA = "draftworks.spool.1"
 _OURS = "draftworks-"
@@ -84,12 +84,13 @@ def take_parts(spool: Path, request_id: str) -> list[Part]:
     """All parts of a finished request in the order of their tokens, removed from the spool; none if there are none.
 
     Raises:
-        CaptureError: the engine failed to write one, or a file is damaged or of another schema.
+        PassingTroubleError: the engine failed to write one, as on a full disk, or a file is damaged.
+        UnsoundEngineError: a file is of another schema.
     """
     failed = spool / f"{request_id}.failed"
     try:
         if failed.exists():
-            raise CaptureError(f"the engine could not write hidden states: {failed.read_text(encoding='utf-8')}")
+            raise PassingTroubleError(f"the engine could not write hidden states: {failed.read_text(encoding='utf-8')}")
         return sorted(map(_read, spool.glob(f"{request_id}.*.safetensors")), key=lambda part: part.start)
     finally:
         discard_parts(spool, [request_id])
@@ -121,9 +122,9 @@ def _read(path: Path) -> Part:
             found = stream.metadata() or {}
             tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
-        raise CaptureError(f"{path} is not a readable safetensors file: {error}") from error
+        raise PassingTroubleError(f"{path} is not a readable safetensors file: {error}") from error
     if found.get("schema") != SPOOL_SCHEMA:
-        raise CaptureError(
+        raise UnsoundEngineError(
             f"{path} has schema {found.get('schema')!r}, expected {SPOOL_SCHEMA!r}: the engine loaded a hook of another "
             "version of Draftworks. Start it with the one that is installed here"
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from draftworks.errors import CaptureError, EngineError
+from draftworks.errors import CaptureError, EngineError, PassingTroubleError
 from draftworks.serving.circuit_breaker import BreakerState, CircuitBreaker
 
 Client = TypeVar("Client")
@@ -82,6 +82,12 @@ class Spread(Generic[Client]):
             server = self._taken(requests, tried)
             try:
                 result = work(server.client)
+            except PassingTroubleError as error:
+                server.breaker.succeeded()  # it lives: whoever asked waits a little, unless another one does it
+                tried.add(server.name)
+                if len(tried) == len(self.servers):
+                    raise
+                log.warning("%s", error)
             except EngineError as error:
                 tried.add(server.name)
                 self._note_failure(server, error)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
+from safetensors.torch import load_file, save_file
 
 from draftworks.capture.engine import Generated, TargetEngine
 from draftworks.data.token_rows import TokenRow
@@ -29,6 +31,15 @@ def capture_run(target: TargetFiles, folder: Path, **capture) -> CaptureRun:
         capture=CaptureSpec(**{**settings, **capture}),
         store=folder / "store",
     )
+
+
+def changed_copy(target: TargetFiles, folder: Path, share: float) -> TargetFiles:
+    """A copy of a target whose fourth layer writes so much more than the original's."""
+    shutil.copytree(target.model, folder, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.3.mlp.down_proj.weight"] *= 1 + share
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return target.model_copy(update={"model": str(folder)})
 
 
 class WatchedEngine(TargetEngine):

@@ -50,10 +50,14 @@ class FakeSGLang:
 
     Attributes:
         info: the answer to /server_info.
+        served: what the answer to /model_info says otherwise than /server_info.
+        answers: instead of the next answer to /generate.
+        unwritten: how many calls of /generate yet leave nothing in the spool.
         failures: status codes of the next answers to /generate; 0 closes the connection.
         delay_s: before every answer to /generate.
         damage: what becomes of every part before it is written.
         refused: prompts that hold this id are refused.
+        fatal: requests for prompts that hold this id are given up.
         aborted: how many answers yet give their requests up.
         asked: bodies of /generate.
     """
@@ -61,10 +65,14 @@ class FakeSGLang:
     def __init__(self, info: dict[str, Any], spool: Path) -> None:
         self.info = info
         self.spool = spool
+        self.served: dict[str, Any] = {}
+        self.answers: Any = None
+        self.unwritten = 0
         self.failures: list[int] = []
         self.delay_s = 0.0
         self.damage: Callable[[Part], Part] = lambda part: part
         self.refused = -1
+        self.fatal = -1
         self.aborted = 0
         self.asked: list[dict[str, Any]] = []
         self.url = ""
@@ -76,9 +84,18 @@ class FakeSGLang:
             return self.failures.pop(0), {"error": {"message": "out of memory"}}
         if any(self.refused in prompt for prompt in body["input_ids"]):
             return 400, {"error": {"message": "The input is longer than the model's context length."}}
+        if self.answers is not None:
+            answers, self.answers = self.answers, None
+            return 200, answers
+        self.unwritten -= 1
         for request_id, prompt in zip(body["rid"], body["input_ids"], strict=True):
+            if self.unwritten >= 0:
+                break
             write_part(self.spool, request_id, self.damage(part_of(prompt)))
         answers = [generated(*each) for each in zip(body["rid"], body["input_ids"], strict=True)]
+        for answer, prompt in zip(answers, body["input_ids"], strict=True):
+            if self.fatal in prompt:
+                answer["meta_info"]["finish_reason"] = {"type": "abort", "message": "out of memory"}
         if self.aborted:
             self.aborted -= 1
             answers[0]["meta_info"]["finish_reason"] = {"type": "abort", "message": "out of memory"}
@@ -103,7 +120,8 @@ def fake_sglang(spool: Path, **changes: Any) -> Iterator[FakeSGLang]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.answer(200, fake.info)
+            now = {"model_path": fake.info["model_path"], **fake.served}
+            self.answer(200, now if self.path == "/model_info" else fake.info)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from capture_toys import OneLayerOff, WatchedEngine, capture_run, random_rows
+from capture_toys import OneLayerOff, WatchedEngine, capture_run, changed_copy, random_rows
 from model_families import FAMILIES
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -43,16 +43,7 @@ def changed_target(
     tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[float], TargetFiles]:
     """Makes a copy of the target whose fourth layer writes so much more than the original's."""
-
-    def make(share: float) -> TargetFiles:
-        folder = tmp_path_factory.mktemp("changed")
-        shutil.copytree(tiny_target.model, folder, dirs_exist_ok=True)
-        weights = load_file(folder / "model.safetensors")
-        weights["model.layers.3.mlp.down_proj.weight"] *= 1 + share
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        return tiny_target.model_copy(update={"model": str(folder)})
-
-    return make
+    return lambda share: changed_copy(tiny_target, tmp_path_factory.mktemp("changed"), share)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +13,12 @@ from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang, par
 
 from draftworks.capture.engine import engine_identity
 from draftworks.capture.sglang_engine import SGLangEngine, sampling_parameters, whole_part
-from draftworks.errors import CaptureError, EngineError, UnsoundEngineError
+from draftworks.errors import CaptureError, EngineError, PassingTroubleError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
 from draftworks.serving.sglang_client import SGLangClient
+from draftworks.serving.spool import Part, write_failure
 from draftworks.specs import CaptureSpec, ResponseSpec
 
 TARGET = TargetFiles(
@@ -136,7 +137,7 @@ def test_a_server_that_is_not_there_is_told():
 def test_rows_from_a_cache_in_chunks_or_of_other_tokens_are_refused():
     row = [1, 2, 3, 4]
     assert whole_part([part_of(row)], row, 0, EXPECTED).start == 0
-    with pytest.raises(CaptureError, match="wrote no hidden states of a row of 4 tokens"):
+    with pytest.raises(PassingTroubleError, match="wrote no hidden states of a row of 4 tokens"):
         whole_part([], row, 0, EXPECTED)
     with pytest.raises(CaptureError, match="took 3 of a row's 4 tokens from its prefix cache.*--disable-radix-cache"):
         whole_part([part_of(row[3:], start=3)], row, 3, EXPECTED)
@@ -195,7 +196,66 @@ def test_a_request_that_the_server_gave_up_is_tried_again(fake):
     fake.aborted = 1
     engine = engine_on(fake)
     assert len(engine.generate([[1, 2]], ResponseSpec(), ["a"], 20)[0].ids) == 1
-    assert engine._host.revivals == 1
+    assert engine._host.revivals == 0
+
+
+@pytest.mark.parametrize("trouble", ["429", "a full disk", "no file"])
+def test_trouble_that_passes_is_waited_for_and_restarts_nothing(fake, trouble: str):
+    if trouble == "429":
+        fake.failures = [429] * 4
+    elif trouble == "no file":
+        fake.unwritten = 4
+    else:
+        fake.damage = _disk_that_is_full(fake, times=4)
+    engine = engine_on(fake, attempts=1)
+    assert len(engine.capture(ROWS, [LayerTap(2)])) == 3
+    assert engine._host.revivals == 0
+    assert list(fake.spool.iterdir()) == []
+
+
+def test_trouble_that_does_not_pass_ends_the_run_and_blames_no_sample(fake):
+    fake.unwritten = 99
+    with pytest.raises(PassingTroubleError, match=r"wrote no hidden states of a row of 3 tokens.*Is the hook loaded"):
+        engine_on(fake, attempts=1).capture(ROWS, [])
+
+
+def test_a_request_that_is_given_up_every_time_is_its_samples_fault(fake):
+    fake.fatal = 4
+    engine = engine_on(fake)
+    with pytest.raises(CaptureError, match=r"gave up a request: out of memory \(3 times\)"):
+        engine.capture(ROWS, [])
+    assert engine._host.revivals == 0
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ([], "something else than 3 answers: 0 of them"),
+        ({"text": "hello"}, "something else than 3 answers"),
+        ([{"text": "hello"}] * 3, r"not of the form that is expected of /generate \(KeyError: 'meta_info'\): .*hello"),
+        (["hello"] * 3, "not of the form"),
+        ([{"meta_info": {"finish_reason": None}}] * 3, "not of the form"),
+    ],
+    ids=["none", "an object", "without meta", "text", "without reason"],
+)
+def test_an_answer_of_another_form_is_one_clear_error(fake, answers, message):
+    fake.answers = answers
+    with pytest.raises(EngineError, match=message):
+        engine_on(fake, attempts=1).capture(ROWS, [])
+
+
+def _disk_that_is_full(fake: FakeSGLang, times: int) -> Callable[[Part], Part]:
+    """The hook tells of it instead of a part."""
+    left = times
+
+    def damaged(part: Part) -> Part:
+        nonlocal left
+        if left:
+            left -= 1
+            write_failure(fake.spool, fake.asked[-1]["rid"][0], "OSError: [Errno 28] No space left on device")
+        return part
+
+    return damaged
 
 
 def test_prompts_without_room_are_not_asked(fake):

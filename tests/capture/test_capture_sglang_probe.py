@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,49 @@ def test_a_server_set_up_for_capture_is_accepted(tmp_path: Path):
     examine(tmp_path, quantization="fp8", args=("--quantization", "fp8"))
 
 
-def test_another_version_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"SGLang at http.*: expected SGLang 0.5.23, .* found 0.5.24"):
-        examine(tmp_path, version="0.5.24")
+def test_another_version_is_warned_of(tmp_path: Path, caplog):
+    examine(tmp_path, version="0.5.24")
+    assert "is SGLang 0.5.24; Draftworks was tried with 0.5.23" in caplog.text
+
+
+def test_weights_that_were_replaced_since_it_was_started_are_noticed(tmp_path: Path):
+    with fake_sglang(tmp_path) as fake, SGLangClient(fake.url, 5) as client:
+        fake.served = {"model_path": "models/tuned"}
+        server = {"url": fake.url, "spool": str(tmp_path)}
+        capture = CaptureSpec(backend="sglang_server", compute_dtype="float32", server=server)
+        with pytest.raises(
+            EngineError, match=r"the model models/tuned \(it was started with models/toy\), expected models/toy"
+        ):
+            require_server(client, TARGET, capture, (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "convention", "ids", "taken"),
+    [
+        ("LlamaForCausalLM", "eagle3", [1, 3], True),
+        ("DeepseekV3ForCausalLM", "eagle3", [1, 3], True),
+        ("DeepseekV3ForCausalLM", "eagle3", [0, 1, 3], False),
+        ("DeepseekV3ForCausalLM", "eagle3", [2, 4], True),
+        ("DeepseekV3ForCausalLM", "dflash", [0, 1, 3], True),
+        ("GlmMoeDsaForCausalLM", None, [2, 4], True),
+        ("KimiK25ForConditionalGeneration", "eagle3", [0, 3], False),
+    ],
+)
+def test_ids_of_layers_are_understood_as_the_server_understands_them(
+    tmp_path: Path, architecture: str, convention: str | None, ids: list[int], taken: bool
+):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    target = TARGET.model_copy(update={"model": str(tmp_path)})
+    served = {"return_aux_hidden_state_layer_ids": ids, "aux_hidden_state_capture": convention}
+    with fake_sglang(tmp_path / "spool", **served) as fake, SGLangClient(fake.url, 5) as client:
+        fake.info["model_path"] = str(tmp_path)
+        server = {"url": fake.url, "spool": str(fake.spool)}
+        capture = CaptureSpec(backend="sglang_server", compute_dtype="float32", server=server)
+        if taken:
+            assert set(require_server(client, target, capture, (1, 3)).layer_ids or ()) >= {1, 3}
+        else:
+            with pytest.raises(EngineError, match=r"captures the layers .* expected \[1, 3\].*algorithm DFLASH"):
+                require_server(client, target, capture, (1, 3))
 
 
 @pytest.mark.parametrize(
@@ -58,6 +99,11 @@ def test_another_version_is_refused(tmp_path: Path):
         ({"context_length": 32}, "its context is 32 tokens, expected more than 32: --context-length 48"),
         ({"quantization": "fp8"}, r"runs with --quantization fp8.*capture.server.args: \[--quantization, fp8\]"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "runs with --kv-cache-dtype fp8_e5m2"),
+        ({"torchao_config": "int4wo-128"}, "runs with --torchao-config int4wo-128"),
+        ({"lora_paths": ["/adapter"]}, "runs with --lora-paths"),
+        ({"json_model_override_args": '{"rope_theta": 1}'}, "runs with --json-model-override-args"),
+        ({"attn_dp_size": 2}, "2 groups of attention data parallelism.*without --attn-dp-size"),
+        ({"enable_dp_attention": True, "dp_size": 4}, "4 groups of attention data parallelism"),
         ({"forward_hooks": None}, "nowhere: it has not loaded it.*--forward-hooks"),
     ],
     ids=str,

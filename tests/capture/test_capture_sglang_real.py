@@ -10,17 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import sglang_toys
 import torch
-from capture_toys import capture_run, random_rows
+from capture_toys import capture_run, changed_copy, random_rows
 from processes import ends
 from sglang_toys import CHUNK, CPU, SGLANG, capture_spec, random_qwen3, sglang_engine, taps_of
 from torch import Tensor
 
 from draftworks.capture.engine import TargetEngine, engine_identity
 from draftworks.capture.hf import HFTargetEngine, load_hf_engine
+from draftworks.capture.probe import EngineProbe
 from draftworks.capture.session import capture_features
 from draftworks.capture.sglang_engine import SGLangEngine
 from draftworks.capture.sglang_hosts import ExternalHost
@@ -28,7 +30,7 @@ from draftworks.capture.verify import check_head
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn
 from draftworks.data.tokenized import write_tokens
-from draftworks.errors import CaptureError, EngineError
+from draftworks.errors import CaptureError, EngineError, UnsoundEngineError
 from draftworks.identity import LayerTap
 from draftworks.runs import TargetFiles
 from draftworks.serving.sglang_client import SGLangClient
@@ -243,3 +245,21 @@ def test_a_killed_owner_leaves_no_process(lossy):
     lossy.owner.kill()
     lossy.owner.wait()
     assert all(ends(process, within_s=60) for process in lossy.processes)
+
+
+def test_a_server_whose_weights_were_replaced_is_refused(tiny_target: TargetFiles, tmp_path: Path):
+    engine = sglang_engine(tiny_target, tmp_path / "engine", (LayerTap(2), LayerTap(4)))
+    try:
+        probe = EngineProbe(capture_run(tiny_target, tmp_path), random_rows(5, longest=60))
+        assert tuple(probe.compare(engine).differences) == ("hf2", "hf4", "last")
+        other = changed_copy(tiny_target, tmp_path / "other", 0.05).model
+        answer = httpx.post(f"{engine.url}/update_weights_from_disk", json={"model_path": other}, timeout=120)
+        assert answer.json()["success"], answer.text
+        with SGLangClient(engine.url, 60) as client:
+            info = client.info()
+        assert (info.model, info.started_with, info.convention) == (other, tiny_target.model, "eagle3")
+        with pytest.raises(UnsoundEngineError, match=r"stream hf4 differs by .* expected at most 0.0005") as raised:
+            probe.compare(engine)
+        assert "stream hf2" not in str(raised.value)
+    finally:
+        engine.close()

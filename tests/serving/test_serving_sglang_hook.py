@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from draftworks.errors import CaptureError
+from draftworks.errors import PassingTroubleError
 from draftworks.serving.sglang_hook import SGLangCaptureBackend
 from draftworks.serving.spool import new_request_id, take_parts
 
@@ -57,7 +57,7 @@ def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path
     setattr(output, missing, None)
     SGLangCaptureBackend(tmp_path).write(batch, output)
     for request_id in (ids[0], ids[2]):
-        with pytest.raises(CaptureError, match="--enable-return-aux-hidden-states"):
+        with pytest.raises(PassingTroubleError, match="--enable-return-aux-hidden-states"):
             take_parts(tmp_path, request_id)
     assert list(tmp_path.iterdir()) == []
 
@@ -74,5 +74,5 @@ def test_rows_that_are_missing_are_told(tmp_path: Path):
     batch, output = packed(ids, [0, 0, 0])
     output.last_hidden_states = output.last_hidden_states[:5]
     SGLangCaptureBackend(tmp_path).write(batch, output)
-    with pytest.raises(CaptureError, match="kept 5 rows of 8 tokens"):
+    with pytest.raises(PassingTroubleError, match="kept 5 rows of 8 tokens"):
         take_parts(tmp_path, ids[0])

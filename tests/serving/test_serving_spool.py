@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftworks.errors import CaptureError
+from draftworks.errors import PassingTroubleError, UnsoundEngineError
 from draftworks.serving.spool import (
     Part,
     discard_parts,
@@ -78,17 +78,17 @@ def test_a_write_that_breaks_off_leaves_nothing_to_take(tmp_path: Path, monkeypa
 
 def test_the_reason_of_a_failure_is_told(tmp_path: Path):
     write_failure(tmp_path, "draftworks-a", "no space left")
-    with pytest.raises(CaptureError, match="could not write hidden states: no space left"):
+    with pytest.raises(PassingTroubleError, match="could not write hidden states: no space left"):
         take_parts(tmp_path, "draftworks-a")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_damaged_files_and_those_of_another_version_are_refused(tmp_path: Path):
     (tmp_path / "draftworks-a.0.safetensors").write_bytes(b"half a header")
-    with pytest.raises(CaptureError, match=r"draftworks-a.0.safetensors is not a readable"):
+    with pytest.raises(PassingTroubleError, match=r"draftworks-a.0.safetensors is not a readable"):
         take_parts(tmp_path, "draftworks-a")
     save_file({"last": torch.zeros(1)}, tmp_path / "draftworks-b.0.safetensors", {"schema": "draftworks.spool.0"})
-    with pytest.raises(CaptureError, match=r"schema 'draftworks.spool.0', expected 'draftworks.spool.1'"):
+    with pytest.raises(UnsoundEngineError, match=r"schema 'draftworks.spool.0', expected 'draftworks.spool.1'"):
         take_parts(tmp_path, "draftworks-b")
 
 

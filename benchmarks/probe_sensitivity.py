@@ -1,0 +1,110 @@
+"""How small a change of a target's weights the probe notices, and how far rounding leads: `python benchmarks/probe_sensitivity.py`.
+
+For each dtype and stream of the embedded target: the difference that the sound engine shows, what is allowed, the difference of
+the stream one layer on; then the smallest change of all weights of one layer, by a relative amount and at random, that is
+refused. Prints a table; `--json FILE` writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftworks.capture.hf import HFTargetEngine, load_hf_engine
+from draftworks.capture.stream_difference import KnownStream, compare_stream, known_streams
+from draftworks.capture.streamed import StreamedTarget
+from draftworks.identity import LayerTap
+from draftworks.runs import TargetFiles
+from draftworks.specs import CaptureSpec
+
+MODEL = Path(__file__).resolve().parents[1] / "registry" / "models" / "tiny"
+LAYER = 3
+SHARES = [0.0003, 0.001, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0]
+DTYPES = ("float32", "float16", "bfloat16")
+CPU = torch.device("cpu")
+
+
+def target_in(folder: Path) -> TargetFiles:
+    sizes = {"num_layers": 8, "hidden_size": 128, "vocab_size": 2048, "context": 512}
+    digests = {"digest": "0" * 16, "tokenizer_digest": "0" * 16}
+    return TargetFiles(name="tiny", model=str(folder), tokenizer=str(folder), **digests, **sizes)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(5, 2000, (length,), generator=generator).tolist() for length in (64, 24, 24)]
+
+
+def captured(engine: HFTargetEngine) -> dict[str, list[torch.Tensor]]:
+    rows = engine.capture(prompts(), [LayerTap(k) for k in range(engine.num_layers)])
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def engine_of(folder: Path, dtype: str) -> HFTargetEngine:
+    spec = CaptureSpec(device="cpu").model_copy(update={"compute_dtype": dtype})
+    return load_hf_engine(target_in(folder), spec, CPU)
+
+
+@contextmanager
+def changed(share: float) -> Iterator[Path]:
+    """A copy whose layer `LAYER` has noise of so large a share of each weight matrix."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(shutil.copytree(MODEL, name, dirs_exist_ok=True))
+        weights = load_file(folder / "model.safetensors")
+        generator = torch.Generator().manual_seed(1)
+        for key, weight in weights.items():
+            if f"layers.{LAYER}." in key and weight.dim() == 2:
+                weight += share * weight.std() * torch.randn(weight.shape, generator=generator)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        yield folder
+
+
+def refused(folder: Path, dtype: str, known: dict[str, KnownStream]) -> bool:
+    return not all(compare_stream(name, rows, known).sound for name, rows in captured(engine_of(folder, dtype)).items())
+
+
+def measure(dtype: str) -> dict[str, object]:
+    streams = StreamedTarget(target_in(MODEL)).run(prompts(), 8, getattr(torch, dtype))
+    known = known_streams(streams, getattr(torch, dtype))
+    found = captured(engine_of(MODEL, dtype))
+    rows = {}
+    for index, (name, stream) in enumerate(known.items()):
+        following = list(known)[min(index + 1, len(known) - 2)]
+        rows[name] = {
+            "sound": stream.difference(found[name]),
+            "allowed": stream.allowed,
+            "one layer on": stream.difference(found[following]) if name != "last" else None,
+        }
+    noticed = None
+    for share in SHARES:
+        with changed(share) as folder:
+            if refused(folder, dtype, known):
+                noticed = share
+                break
+    return {"dtype": dtype, "streams": rows, "smallest noticed": noticed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results = [measure(dtype) for dtype in DTYPES]
+    for result in results:
+        print(f"{result['dtype']}: noise in one layer is noticed from {result['smallest noticed']} of its weights' size on")
+        for name, row in result["streams"].items():
+            shown = "  ".join(f"{key} {value:.2g}" for key, value in row.items() if value is not None)
+            print(f"  {name:5} {shown}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
