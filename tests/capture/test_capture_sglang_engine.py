@@ -37,7 +37,7 @@ def fake(tmp_path: Path) -> Iterator[FakeSGLang]:
 
 def engine_on(fake: FakeSGLang, attempts: int = 3, timeout_s: float = 5.0) -> SGLangEngine:
     identity = engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
-    return SGLangEngine(TARGET, identity, RevivedHost(fake, timeout_s), lambda: torch.eye(HIDDEN), attempts)
+    return SGLangEngine(TARGET, identity, RevivedHost(fake, timeout_s), lambda: torch.eye(HIDDEN), attempts=attempts)
 
 
 @pytest.fixture(autouse=True)
