@@ -20,7 +20,7 @@ from draftworks.capture.stream_difference import Finding, KnownStream, compare_s
 from draftworks.capture.streamed import StreamedTarget
 from draftworks.capture.verify import verify_capture
 from draftworks.data.token_rows import TokenRow
-from draftworks.errors import CaptureError, UnsoundEngineError
+from draftworks.errors import CaptureError, StoreError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
 from draftworks.hub import hub_file
 from draftworks.identity import LayerTap
@@ -105,12 +105,17 @@ class EngineProbe:
             UnsoundEngineError: a stream is not what the target's weights give, or that cannot be known and
                 `capture.allow_unprobed` is not set.
             EngineError: the engine gives no answer.
-            ConfigError, StoreError: the target's files cannot be read.
+            StoreError: the target's files are damaged or lack a tensor.
         """
         reason = unjudgeable(self._target, self._capture.server.args)
         if reason:
             return self._unprobed(reason, engine)
-        reference = self._reference = self._reference or self._read()
+        try:
+            reference = self._reference = self._reference or self._read()
+        except StoreError:
+            raise
+        except Exception as error:  # a family that transformers does not know, or whose code needs a GPU
+            return self._unprobed(f"its layers cannot be run here: {type(error).__name__}: {error}", engine)
         if not reference.compared:
             return self._unprobed(reference.reason, engine)
         findings = [finding for each in engine.members() for finding in self._findings(each, reference)]

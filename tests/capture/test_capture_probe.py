@@ -149,6 +149,20 @@ def test_a_quantised_checkpoint_cannot_be_compared(run: CaptureRun, watched, tmp
         EngineProbe(run.model_copy(update={"target": target}), ROWS).compare(watched)
 
 
+def test_a_family_that_transformers_does_not_know_cannot_be_compared(run: CaptureRun, watched, tmp_path: Path):
+    folder = shutil.copytree(run.target.model, tmp_path / "unknown")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "nobody_knows"}))
+    unknown = run.model_copy(update={"target": run.target.model_copy(update={"model": str(folder)})})
+    with pytest.raises(UnsoundEngineError, match=r"its layers cannot be run here: .*nobody_knows.*allow_unprobed"):
+        EngineProbe(unknown, ROWS).compare(watched)
+    allowed = unknown.model_copy(update={"capture": run.capture.model_copy(update={"allow_unprobed": True})})
+    assert EngineProbe(allowed, ROWS).compare(watched).differences == {}
+    watched.tried = False
+    with pytest.raises(UnsoundEngineError, match="of a version that Draftworks was not tried with"):
+        EngineProbe(allowed, ROWS).compare(watched)
+
+
 def test_a_tensor_that_is_not_in_the_files_is_named(run: CaptureRun, watched, tmp_path: Path):
     folder = shutil.copytree(run.target.model, tmp_path / "lacking")
     weights = load_file(folder / "model.safetensors")
