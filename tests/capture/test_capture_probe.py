@@ -154,7 +154,7 @@ def test_a_family_that_transformers_does_not_know_cannot_be_compared(run: Captur
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "nobody_knows"}))
     unknown = run.model_copy(update={"target": run.target.model_copy(update={"model": str(folder)})})
-    with pytest.raises(UnsoundEngineError, match=r"its layers cannot be run here: .*nobody_knows.*allow_unprobed"):
+    with pytest.raises(UnsoundEngineError, match=r"(?s)its layers cannot be run here: .*nobody_knows.*allow_unprobed"):
         EngineProbe(unknown, ROWS).compare(watched)
     allowed = unknown.model_copy(update={"capture": run.capture.model_copy(update={"allow_unprobed": True})})
     assert EngineProbe(allowed, ROWS).compare(watched).differences == {}
