@@ -98,7 +98,9 @@ def main() -> None:
     arguments = parser.parse_args()
     results = [measure(dtype) for dtype in DTYPES]
     for result in results:
-        print(f"{result['dtype']}: noise in one layer is noticed from {result['smallest noticed']} of its weights' size on")
+        print(
+            f"{result['dtype']}: noise in one layer is noticed from {result['smallest noticed']} of its weights' size on"
+        )
         for name, row in result["streams"].items():
             shown = "  ".join(f"{key} {value:.2g}" for key, value in row.items() if value is not None)
             print(f"  {name:5} {shown}")
