@@ -26,7 +26,7 @@ from draftworks.drafts.anchors import Blocks
 from draftworks.drafts.block_drafter import Choose, SpeakingDraft
 from draftworks.drafts.dflash_model import DFlashDraft
 from draftworks.drafts.domino_losses import DominoLosses, DominoObjective, DominoRows, domino_cross_entropy
-from draftworks.drafts.layers import seeded_linear
+from draftworks.drafts.layers import seeded_linear, unset
 
 
 class DominoSizes(NamedTuple):
@@ -45,7 +45,7 @@ class DominoCorrection(nn.Module):
         super().__init__()
         self.prefix_gru = _seeded_gru(hidden, sizes.gru_hidden_dim, generator)
         narrow = seeded_linear(hidden + sizes.gru_hidden_dim, sizes.emb_dim, generator)
-        out = nn.utils.skip_init(nn.Linear, sizes.emb_dim, vocab, bias=False)
+        out = unset(nn.Linear, sizes.emb_dim, vocab, bias=False)
         nn.init.zeros_(out.weight)
         self.embed_proj = nn.Sequential(narrow, nn.SiLU(), out)
 
@@ -144,7 +144,7 @@ class _Gru(nn.GRU):
 
 def _seeded_gru(inputs: int, hidden: int, generator: torch.Generator) -> nn.GRU:
     """Without biases, uniform in ±1/sqrt(hidden), drawn from `generator` alone."""
-    gru = _Gru(inputs, hidden, batch_first=True, bias=False, device="meta").to_empty(device="cpu")
+    gru = _Gru(inputs, hidden, batch_first=True, bias=False, device="meta").to_empty(device=torch.get_default_device())
     bound = 1 / math.sqrt(hidden)
     for weight in gru.parameters():
         nn.init.uniform_(weight, -bound, bound, generator=generator)

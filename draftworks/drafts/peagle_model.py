@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.first_choices import argmax_of_head
-from draftworks.drafts.layers import RmsNorm, Rotary, fuse_taps, seeded_linear
+from draftworks.drafts.layers import RmsNorm, Rotary, fuse_taps, seeded_linear, unset
 from draftworks.drafts.losses import Distilled, distill
 from draftworks.drafts.objectives import CrossEntropy
 from draftworks.drafts.peagle_chains import ByDepth, Chains
@@ -71,7 +71,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         super().__init__()
         width, eps = target.hidden_size, target.rms_norm_eps
         if traits.train_embeddings:
-            self.embed_tokens = nn.utils.skip_init(nn.Embedding, *target.embedding.shape)
+            self.embed_tokens = unset(nn.Embedding, *target.embedding.shape)
             with torch.no_grad():
                 self.embed_tokens.weight.copy_(target.embedding)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, sizes.taps * width, generator=generator))

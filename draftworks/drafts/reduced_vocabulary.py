@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from draftworks.drafts.layers import unset
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.drafts.teacher import Teacher
 from draftworks.errors import ConfigError
@@ -24,12 +25,12 @@ class ReducedVocabularyDraft(nn.Module):
 
     def _speak_over(self, draft_ids: Tensor, target: TargetParts) -> None:
         """Make the head, which begins as the target's rows, and the tables. `draft_ids` (V_d,) int64 ascending."""
-        self.lm_head = nn.utils.skip_init(nn.Linear, target.hidden_size, draft_ids.numel(), bias=False)
+        self.lm_head = unset(nn.Linear, target.hidden_size, draft_ids.numel(), bias=False)
         with torch.no_grad():
             self.lm_head.weight.copy_(target.head[draft_ids])
-        in_draft = torch.zeros(target.vocab_size, dtype=torch.bool)
+        in_draft = torch.zeros(target.vocab_size, dtype=torch.bool, device=draft_ids.device)
         in_draft[draft_ids] = True
-        self.register_buffer("d2t", draft_ids - torch.arange(draft_ids.numel()))
+        self.register_buffer("d2t", draft_ids - torch.arange(draft_ids.numel(), device=draft_ids.device))
         self.register_buffer("t2d", in_draft)
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -67,8 +68,11 @@ class TargetParts:
         )
 
     @classmethod
-    def load(cls, target: TargetFiles) -> TargetParts:
+    def load(cls, target: TargetFiles, tensors: bool = True) -> TargetParts:
         """Read config, embedding and head of a directory or a pinned hub id; of a sharded target only their shards.
+
+        Args:
+            tensors: False reads the config alone: embedding and head are on device meta, with the shapes that follow.
 
         Raises:
             ConfigError: no such target, an unreadable config, or an architecture whose head this cannot reproduce.
@@ -77,7 +81,7 @@ class TargetParts:
         files = _Files(target)
         whole = _config(files)
         config = whole.get_text_config()
-        weights = _Weights(files)
+        weights = _Weights(files) if tensors else _NoData()
         shape = (config.vocab_size, config.hidden_size)
         embedding = weights.read(".embed_tokens.weight", shape)
         # A wrapper that ties says so itself, and not always in its text part.
@@ -164,6 +168,16 @@ class _Weights:
 
 def _ties(config: Any) -> bool:
     return bool(getattr(config, "tie_word_embeddings", False))
+
+
+class _NoData:
+    """Instead of `_Weights`: tensors that have a shape and nothing else."""
+
+    def has(self, suffix: str) -> bool:
+        return True
+
+    def read(self, suffix: str, shape: tuple[int, int]) -> Tensor:
+        return torch.empty(shape, device="meta")
 
 
 def _opened(path: Path) -> safe_open:

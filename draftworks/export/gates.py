@@ -22,6 +22,7 @@ from draftworks.export.checkpoint_files import read_checkpoint
 from draftworks.export.export_format import DraftShape, ExportFormat
 from draftworks.export.names import READABLE
 from draftworks.export.same_logits import compare_with_reader
+from draftworks.export.server_configs import build_server_configs
 from draftworks.export.vocabulary_tensors import vocabulary_problem
 
 LOGITS_TOLERANCE = 1e-5
@@ -184,6 +185,11 @@ def _config(export: ExportedDraft) -> Verdict:
     return Verdict(not wrong, "; ".join(wrong) or "config.json describes the draft: sizes, norms, rope and options")
 
 
+def _server_config(export: ExportedDraft) -> Verdict:
+    built = build_server_configs(export.config)
+    return Verdict(True, "; ".join(f"{library}: {said}" for library, said in built.items()), built)
+
+
 def _same_logits(export: ExportedDraft) -> Verdict:
     found = compare_with_reader(export.folder, export.export_format.name, export.draft, export.strategy, export.dtype)
     said = (
@@ -205,6 +211,7 @@ GATES: dict[str, Callable[[ExportedDraft], Verdict]] = {
     "fc_width": _fc_width,
     "layer_ids": _layer_ids,
     "config_round_trip": _config,
+    "server_config": _server_config,
     "same_logits": _same_logits,
 }
 """After `readable`; see `GATE_MEANINGS`."""

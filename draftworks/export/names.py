@@ -17,6 +17,7 @@ GATE_MEANINGS = {
     "fc_width": "fc reads as many columns as the layers that config.json names have.",
     "layer_ids": "The layer ids, as the format counts them, name the streams that the draft was trained on.",
     "config_round_trip": "config.json says of the draft what it is: sizes, norms, rope and options.",
+    "server_config": "The configuration class by which servers read config.json takes it; whose was not run is said.",
     "same_logits": "A reader that shares no code with the draft computes the same from the exported files.",
 }
 """Of every gate over an exported folder, in the order in which they are looked at."""

@@ -1,0 +1,46 @@
+"""The configuration classes by which servers read an exported config.json, built of it: a draft that they refuse serves nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+from draftworks.errors import ConfigError
+
+LAYER_CONFIG = "transformer_layer_config"
+"""Where speculators' format keeps the configuration of the draft's layers."""
+ELSEWHERE = {"sglang": "not run: make test-sglang", "speculators": "not run: make test-speculators"}
+"""Libraries with classes of their own, which need environments of their own: what is said of them here."""
+
+
+def build_server_configs(config: Mapping[str, Any]) -> dict[str, str]:
+    """By library, the classes that take this config.json, or that it was not asked.
+
+    transformers' classes are those that every server reads a draft with, or begins its own from.
+
+    Raises:
+        ConfigError: a class refuses the configuration, or there is none for its model_type.
+    """
+    parts = {"config.json": config, LAYER_CONFIG: config.get(LAYER_CONFIG)}
+    built = [_built(where, part) for where, part in parts.items() if part and "model_type" in part]
+    if not built:
+        raise ConfigError("config.json: expected a model_type, by which servers choose the class that reads it")
+    return {"transformers": f"{', '.join(built)} of {version('transformers')}", **ELSEWHERE}
+
+
+def _built(where: str, part: Mapping[str, Any]) -> str:
+    from transformers import AutoConfig
+
+    heads, kv_heads = part.get("num_attention_heads"), part.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise ConfigError(
+            f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}: no server can group them"
+        )
+    try:
+        return type(AutoConfig.for_model(**part)).__name__
+    except Exception as error:  # every class has its own ways to refuse
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(
+            f"{where}: transformers builds no configuration of model_type {part['model_type']!r} of it: {reason}"
+        ) from error
