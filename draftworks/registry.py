@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,18 +94,25 @@ class Registry:
 
     def problems(self) -> list[str]:
         """Everything wrong with any entry or file of the registry, as far as it says so itself; a message each."""
+        return self.shared_problems() + self._refusals("targets", self.target)
+
+    def shared_problems(self) -> list[str]:
+        """What is wrong with files that are no target's own; a message each."""
         found = self.unread_files()
-        loads = {"targets": self.target, "datasets": self.dataset, "evals": self.eval}
-        for kind, load in loads.items():
-            for name in self._names(kind):
-                try:
-                    load(name)
-                except ConfigError as error:
-                    found.append(str(error))
+        found += self._refusals("datasets", self.dataset) + self._refusals("evals", self.eval)
         try:
             self.deployment()
         except ConfigError as error:
             found.append(str(error))
+        return found
+
+    def _refusals(self, kind: str, load: Callable[[str], object]) -> list[str]:
+        found = []
+        for name in self._names(kind):
+            try:
+                load(name)
+            except ConfigError as error:
+                found.append(str(error))
         return found
 
     def unread_files(self) -> list[str]:

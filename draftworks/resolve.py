@@ -116,9 +116,14 @@ def require_unchanged(target: TargetFiles) -> None:
 
 
 def _locate(model: str, revision: str | None, registry: Registry, where: str) -> str:
-    if revision is not None:
-        return model
     folder = registry.located(model)
+    if revision is not None:
+        if folder.is_dir():
+            raise ConfigError(
+                f"{where}: {folder} is a directory: leave `revision` out, which is the commit of a Hugging Face id. (Is the id "
+                "meant, and not the directory of that name: move the directory away)"
+            )
+        return model
     if not folder.is_dir():
         raise ConfigError(
             f"{where}: {folder} is not a directory. Give a directory (relative to {registry.root}), "

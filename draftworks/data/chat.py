@@ -87,6 +87,19 @@ class ChatTokenizer:
         """Id of the mask token for block strategies, if the tokenizer reserves one."""
         return self._tokenizer.mask_token_id
 
+    @property
+    def largest_id(self) -> int:
+        """Of the tokenizer's tokens; the model may have more, or fewer."""
+        return max(self._tokenizer.get_vocab().values(), default=0)
+
+    def ordinary_token(self, token_id: int) -> str | None:
+        """What a token stands for in text; None for a special one, and for an id that the tokenizer never gives."""
+        added = self._tokenizer.added_tokens_decoder.get(token_id)
+        if (added is not None and added.special) or token_id in self._tokenizer.all_special_ids:
+            return None
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        return None if token is None else self._tokenizer.convert_tokens_to_string([token])
+
     def encode(self, conversation: Conversation, only_last_turn: bool = False) -> Encoded:
         """Ids of a conversation; the mask covers the assistant's words and the token that ends each of its turns.
 

@@ -16,21 +16,19 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from draftworks.artifacts import Artifact, ArtifactStore
-from draftworks.demands import check_demands
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.own_figures import own_figures
 from draftworks.identity import FileDigests
 from draftworks.leaderboard import Fleet
 from draftworks.leaderboard_views import CAPTION, cells
-from draftworks.programs import start
+from draftworks.programs import checking, start
 from draftworks.programs.keys import FILES, keys_of
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
-from draftworks.sglang_families import sglang_remarks
-from draftworks.sources import matching_files
 from draftworks.strategies import resolve_strategy
 
 app = typer.Typer(help="Draft models for a fleet of LLMs.", add_completion=False, no_args_is_help=True)
+app.command()(checking.check)
 app.command()(start.run)
 app.command()(start.ui)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
@@ -38,25 +36,6 @@ WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_le
 UNFOLDED = 1000
 """Columns of a table that a file or a pipe gets, where a name that is cut in two cannot be searched for."""
 CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
-
-
-@app.command()
-def check(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
-    """Validate every registry entry; exit code 1 if any is wrong."""
-    found = Registry(registry)
-    try:
-        problems = found.problems() or unmet_demands(found)
-        names = found.target_names()
-        notes = [] if problems else [*missing_data(found), *sglang_notes(found)]
-    except DraftworksError as error:
-        problems, notes = [str(error)], []
-    for note in notes:
-        typer.echo(f"note: {note}")
-    for problem in problems:
-        typer.echo(problem, err=True)
-    if problems:
-        raise typer.Exit(1)
-    typer.echo(f"{len(names)} targets in {registry}: no problems")
 
 
 @app.command()
@@ -143,39 +122,6 @@ def keys(file: Annotated[str, typer.Argument(help="target, dataset or deployment
     for key in keys_of(file):
         table.add_row(*key)
     Console(width=None if Console().is_terminal else 160).print(table)
-
-
-def unmet_demands(registry: Registry) -> list[str]:
-    """What entries ask for that their models cannot give. Models on the hub are not looked at."""
-    found = []
-    digests = FileDigests(registry.var() / "digests.json")
-    for name in registry.target_names():
-        target = registry.target(name)
-        try:
-            registry.dataset(target.dataset)
-            if not target.is_hub:
-                check_demands(target, resolve_target(target, registry, digests), registry)
-        except DraftworksError as error:
-            found.append(str(error))
-    return found
-
-
-def sglang_notes(registry: Registry) -> list[str]:
-    """What SGLang does to the targets' families. Models on the hub are not looked at."""
-    digests = FileDigests(registry.var() / "digests.json")
-    targets = [target for name in registry.target_names() if not (target := registry.target(name)).is_hub]
-    return [note for one in targets for note in sglang_remarks(one, resolve_target(one, registry, digests))]
-
-
-def missing_data(registry: Registry) -> list[str]:
-    """Data sets without a file yet: no mistake of the registry, but a run would stop at them."""
-    found = []
-    for name in sorted({registry.target(target).dataset for target in registry.target_names()}):
-        try:
-            matching_files(registry.dataset(name).files, registry.root)
-        except DraftworksError as error:
-            found.append(f"data set {name}: {error}")
-    return found
 
 
 def results_table(target: str, artifacts: ArtifactStore) -> Table:

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "draftworks"
-ROOMS = ["data", "features", "serving", "capture", "drafts", "evaluation", "training", "programs"]
+ROOMS = ["data", "features", "serving", "capture", "drafts", "evaluation", "training", "preflight", "programs"]
 """From the ground floor up: a room imports itself and what is below."""
 SERVING_DEPENDENCIES = {"torch", "numpy", "safetensors", "pydantic", "draftworks", "sglang"}
 

@@ -200,9 +200,12 @@ def test_a_missing_model_file_is_named(copied: Registry, removed: str, message: 
 
 
 def test_a_hub_target_is_loaded_without_the_network(registry: Registry):
-    spec = Registry(SHIPPED).target("qwen3-8b")
-    assert spec.is_hub
-    assert spec.model == "Qwen/Qwen3-8B"
+    for path in (SHIPPED / "examples").glob("*.yaml"):
+        shutil.copy(path, registry.root / "targets")
+        spec = registry.target(path.stem)
+        assert spec.is_hub
+        assert spec.dataset in {found.stem for found in (SHIPPED / "datasets").iterdir()}
+    assert registry.target("qwen3-8b").model == "Qwen/Qwen3-8B"
 
 
 def test_a_dataset_without_files_says_which_pattern_found_nothing(registry: Registry):

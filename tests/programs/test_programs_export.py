@@ -89,6 +89,6 @@ def test_the_run_file_works_by_hand(run: ExportRun, tmp_path: Path):
     command = [sys.executable, "-m", "draftworks.programs.export", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "sglang_eagle3: all 10 gates passed" in done.stdout
+    assert "sglang_eagle3: all 11 gates passed" in done.stdout
     report = json.loads(done.stdout[done.stdout.index("\n{") :])
     assert list(report["formats"]) == ["sglang_eagle3", "speculators_eagle3"]

@@ -1,0 +1,102 @@
+"""Every draft of a target, built without memory and without weights, and read by the servers' configuration classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftworks.data.vocab import build_vocab_mapping
+from draftworks.draft_config import DraftConfig
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import DraftworksError
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import load_format
+from draftworks.export.server_configs import build_server_configs
+from draftworks.preflight.findings import Findings
+from draftworks.runs import TargetFiles
+from draftworks.specs import StrategyEntry, TargetSpec
+from draftworks.strategies import StrategySpec, resolve_strategy
+
+
+def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> None:
+    """Build each strategy's draft on device meta, ask how much it can propose, and build what its exports would say."""
+    try:
+        parts = TargetParts.load(files, tensors=False)
+    except DraftworksError as error:
+        findings.error(str(error))
+        return
+    most: dict[str, int | None] = {}
+    for name, entry in target.strategies.items():
+        strategy, where = resolve_strategy(name), f"target {target.name}: strategies.{name}"
+        options = strategy.parse_options(entry.options, where=f"{where}.options")
+        try:
+            draft = _built(strategy, options, parts)
+        except DraftworksError as error:
+            findings.error(f"{where}: {error}")
+        except (ValueError, RuntimeError, TypeError, ArithmeticError, AssertionError) as error:
+            _not_built(strategy, where, error, findings)
+        else:
+            most[name] = draft.most_draft_tokens
+            _check_exports(strategy, entry, draft, files, parts, where, findings)
+    _check_proposals(target, most, findings)
+
+
+def _built(strategy: StrategySpec, options: Any, parts: TargetParts) -> DraftStrategy:
+    vocab = None
+    if strategy.uses_vocab_mapping:  # any of the right size: which tokens are in it is known when the answers are
+        vocab = build_vocab_mapping(np.zeros(parts.vocab_size, dtype=np.int64), options.draft_vocab_size)
+    with torch.device("meta"):
+        return strategy.load_factory()(options, parts, vocab, 0)
+
+
+def _not_built(strategy: StrategySpec, where: str, error: Exception, findings: Findings) -> None:
+    """A plug-in's draft may need real tensors to begin with; ours do not."""
+    said = (
+        f"{where}: no draft of these options can be built: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    )
+    if strategy.factory.startswith("draftworks."):
+        findings.error(f"{said}. Correct the sizes in its options")
+    else:
+        findings.warning(f"{said}. (Built on device meta, without weights, which this strategy may not be made for)")
+
+
+def _check_exports(
+    strategy: StrategySpec,
+    entry: StrategyEntry,
+    draft: DraftStrategy,
+    files: TargetFiles,
+    parts: TargetParts,
+    where: str,
+    findings: Findings,
+) -> None:
+    """What every format that is to be written would say in config.json, read by the classes of servers."""
+    options = strategy.parse_options(entry.options, where=where)
+    refused = strategy.refusals(options, strategy.taps(files.num_layers, options))
+    wanted = [spec.name for spec in strategy.exports] if entry.export.formats is None else entry.export.formats
+    record = DraftConfig(strategy.name, draft.config(), files.digest, "")
+    canonical = CanonicalDraft(Path("draft"), record, draft.model.state_dict(), files, parts)
+    for name in wanted:
+        if name in refused:
+            continue  # told by `check_demands`, where somebody asked for it
+        try:
+            config = load_format(strategy.name, name).config(canonical, getattr(torch, entry.export.dtype))
+            build_server_configs(config)
+        except DraftworksError as error:
+            findings.error(f"{where}: its export {name} would be loaded by no server: {error}")
+
+
+def _check_proposals(target: TargetSpec, most: dict[str, int | None], findings: Findings) -> None:
+    asked = target.evaluation.draft_tokens
+    limited = {name: limit for name, limit in most.items() if limit is not None and asked is not None and asked > limit}
+    if not limited:
+        return
+    told = ", ".join(f"{name} at most {limit}" for name, limit in limited.items())
+    said = f"target {target.name}: evaluation.draft_tokens: found {asked}; its drafts propose: {told}"
+    if len(limited) == len(most):
+        findings.error(f"{said}. Lower it, or leave it out")
+    else:
+        findings.warning(f"{said}; these are measured with what they can propose")

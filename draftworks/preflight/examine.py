@@ -1,0 +1,97 @@
+"""Everything that can be known of a target before it costs anything: of its entry, files and data, without its weights.
+
+Torch-free to import: torch, transformers and pyarrow are imported when the cheap questions are answered.
+"""
+
+from __future__ import annotations
+
+import os
+
+from draftworks.demands import check_demands
+from draftworks.errors import ConfigError, DraftworksError
+from draftworks.identity import FileDigests
+from draftworks.preflight.findings import Finding, Findings
+from draftworks.preflight.places import check_places
+from draftworks.preflight.plausible import judge_values
+from draftworks.registry import Registry
+from draftworks.resolve import resolve_target
+from draftworks.runs import TargetFiles
+from draftworks.sglang_families import sglang_remarks
+from draftworks.sources import matching_files
+from draftworks.specs import TargetSpec
+from draftworks.target_weights import check_target_weights
+
+
+def examine_entry(name: str, registry: Registry, digests: FileDigests) -> tuple[Finding, ...]:
+    """All findings about the registry's target of that name. A wrong entry is a finding, and never raises."""
+    findings = Findings()
+    try:
+        target = registry.target(name)
+    except DraftworksError as error:
+        findings.found += [Finding("error", line) for line in str(error).splitlines()]
+        return tuple(findings.found)
+    files = None
+    try:
+        files = resolve_target(target, registry, digests)
+    except ConfigError as error:
+        if target.is_hub and "cannot be reached" in str(error):
+            findings.warning(f"{error}. Model, tokenizer and drafts were not looked at")
+        else:
+            findings.error(str(error))
+    examine_target(target, files, registry, findings)
+    if files is not None:
+        with findings.collected():
+            weights = check_target_weights(files, target.capture.backend)
+            if weights.note is not None:
+                findings.warning(f"target {name}: {weights.note}")
+    return tuple(findings.found)
+
+
+def examine_target(target: TargetSpec, files: TargetFiles | None, registry: Registry, findings: Findings) -> None:
+    """Add all findings about a target.
+
+    Args:
+        files: None where they are not known: then the entry alone and the lists of its files are looked at.
+    """
+    judge_values(target, findings)
+    check_places(target, registry, findings)
+    sound_data = _check_data(target, registry, findings)
+    if files is None:
+        return
+    try:
+        check_demands(target, files, registry)
+    except DraftworksError as error:
+        findings.error(str(error))
+    else:
+        from draftworks.preflight.drafts import check_drafts
+
+        check_drafts(target, files, findings)
+    for remark in sglang_remarks(target, files):
+        findings.warning(remark)
+    if sound_data:
+        from draftworks.preflight.sample import check_sample
+
+        check_sample(target, files, registry, findings)
+
+
+def _check_data(target: TargetSpec, registry: Registry, findings: Findings) -> bool:
+    """Whether the data sets of a target and of its eval sets are there, as files of a known kind."""
+    before = len(findings.errors)
+    where = f"target {target.name}"
+    wanted: dict[str, str] = {}
+    with findings.collected():
+        wanted[registry.dataset(target.dataset).name] = f"{where}: data set {target.dataset}"
+    for name in target.evals:
+        with findings.collected():
+            dataset = registry.dataset(registry.eval(name).dataset).name
+            wanted.setdefault(dataset, f"{where}: eval set {name}: data set {dataset}")
+    for name, told in wanted.items():
+        try:
+            files = matching_files(registry.dataset(name).files, registry.root)
+        except DraftworksError as error:
+            findings.error(f"{told}: {error}")
+            continue
+        findings.found += [
+            Finding("error", f"{told}: {path} cannot be read") for path in files if not os.access(path, os.R_OK)
+        ]
+    return len(findings.errors) == before

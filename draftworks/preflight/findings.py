@@ -1,0 +1,49 @@
+"""What a look at a target before it costs anything has found. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from draftworks.errors import DraftworksError
+
+Severity = Literal["error", "warning"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An error is what a run would fail of, or what makes its result worthless; a warning is what somebody should know before."""
+
+    severity: Severity
+    text: str
+
+
+@dataclass
+class Findings:
+    """Collects findings; the same is said once."""
+
+    found: list[Finding] = field(default_factory=list)
+
+    def error(self, text: str) -> None:
+        self._add(Finding("error", text))
+
+    def warning(self, text: str) -> None:
+        self._add(Finding("warning", text))
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """A DraftworksError inside is an error found, and ends only what is inside."""
+        try:
+            yield
+        except DraftworksError as error:
+            self.error(str(error))
+
+    @property
+    def errors(self) -> list[str]:
+        return [each.text for each in self.found if each.severity == "error"]
+
+    def _add(self, finding: Finding) -> None:
+        if finding not in self.found:
+            self.found.append(finding)

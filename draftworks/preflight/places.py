@@ -1,0 +1,72 @@
+"""Whether this machine has what a target's entry takes for granted: folders, processors, another Python, keys. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from draftworks.preflight.findings import Findings
+from draftworks.registry import Registry
+from draftworks.specs import TargetSpec
+
+_MANY_RANKS = 4
+"""So many times the processors there are."""
+
+
+def check_places(target: TargetSpec, registry: Registry, findings: Findings) -> None:
+    check_writable(registry, findings)
+    where, processors = f"target {target.name}", os.cpu_count() or 1
+    ranks = {"capture": (target.capture.processes, target.capture.device)}
+    ranks |= {
+        f"strategies.{n}.training": (e.training.processes, e.training.device) for n, e in target.strategies.items()
+    }
+    for key, (processes, device) in ranks.items():
+        if device == "cpu" and processes > _MANY_RANKS * processors:
+            findings.warning(f"{where}: {key}.processes: found {processes} on a machine with {processors} processors")
+    _check_sglang(target, registry, findings)
+    endpoint = target.responses.endpoint
+    if endpoint is not None and endpoint.api_key_env is not None and endpoint.api_key_env not in os.environ:
+        findings.warning(
+            f"{where}: responses.endpoint.api_key_env: the environment has no {endpoint.api_key_env}: set it where runs start"
+        )
+
+
+def check_writable(registry: Registry, findings: Findings) -> None:
+    """That results can be published: whatever is above a folder that is still to be made has to be a folder, and writable."""
+    deployment = registry.deployment()
+    places = {"var": registry.var()}
+    if deployment.features.root is not None:
+        places["features.root"] = registry.located(deployment.features.root)
+    if deployment.features.kind == "shared_dir" and not places["features.root"].is_dir():
+        findings.error(
+            f"deployment: features.root: {places['features.root']} is no folder: mount it, or correct the path"
+        )
+    for key, place in places.items():
+        existing = _existing(place)
+        if not existing.is_dir():
+            findings.error(
+                f"deployment: {key}: {existing} is no folder, so {place} cannot be made: move it away, or name another"
+            )
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            findings.error(
+                f"deployment: {key}: {existing} cannot be written to: give this user the right to, or name another"
+            )
+
+
+def _existing(place: Path) -> Path:
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    return place
+
+
+def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) -> None:
+    """Only whether its environment is there: what is in it the programs ask, and it takes seconds."""
+    python = Path(os.path.abspath(registry.root / registry.deployment().sglang.python))
+    backend, asked = target.capture.backend, target.evaluation.serving.prompts > 0
+    ours = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
+    if (ours or asked) and not python.is_file():
+        reason = f"capture.backend {backend}" if ours else "evaluation.serving.prompts"
+        findings.error(
+            f"target {target.name}: {reason} needs SGLang, and {python} does not exist: make sglang-env, or name its "
+            "environment in registry/deployment.yaml: sglang.python"
+        )

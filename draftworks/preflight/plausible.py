@@ -1,0 +1,80 @@
+"""Values of a target that are valid, and that nobody can mean. Torch-free.
+
+Bounds of errors are far outside of what anybody has trained with; those of warnings are where mistyped digits show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from draftworks.preflight.findings import Findings
+from draftworks.specs import TargetSpec, TrainingSpec
+
+MOST_LR, UNUSUAL_LR = 1.0, 0.03
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A value that is warned of.
+
+    Attributes:
+        key: below `strategies.NAME.training`.
+        usual: what it is otherwise, in words.
+    """
+
+    key: str
+    value: float
+    usual: str
+
+
+def judge_values(target: TargetSpec, findings: Findings) -> None:
+    """Of every strategy's training, of the answers and of the evaluation."""
+    for name, entry in target.strategies.items():
+        where, training = f"target {target.name}: strategies.{name}.training", entry.training
+        if training.max_steps == 0:
+            continue
+        if training.lr >= MOST_LR:
+            findings.error(
+                f"{where}.lr: found {training.lr:g}: with AdamW every weight moves by about lr a step, and nothing is learnt "
+                f"with {MOST_LR:g} or more. Drafts are trained with 1e-5 to 1e-2"
+            )
+        elif training.lr * training.weight_decay >= 1:
+            findings.error(
+                f"{where}: lr {training.lr:g} x weight_decay {training.weight_decay:g} is 1 or more: every step would take "
+                "all weights away. Lower weight_decay"
+            )
+        for doubt in _doubts(training):
+            findings.warning(f"{where}.{doubt.key}: found {doubt.value:g}; {doubt.usual}")
+    _judge_answers(target, findings)
+
+
+def _doubts(training: TrainingSpec) -> Iterator[Doubt]:
+    if UNUSUAL_LR < training.lr < MOST_LR:
+        yield Doubt("lr", training.lr, "drafts are trained with 1e-5 to 1e-2")
+    if training.lr < 1e-8:
+        yield Doubt("lr", training.lr, "with so little the draft stays as it begins")
+    if training.weight_decay > 1:
+        yield Doubt("weight_decay", training.weight_decay, "0 to 0.1 is usual")
+    if training.epochs > 100:
+        yield Doubt("epochs", training.epochs, "1 to 10 is usual, and after that a draft learns its data by heart")
+    if training.processes > 64:
+        yield Doubt("processes", training.processes, "they are ranks on one machine: one for each GPU")
+    if training.global_batch_size > 8192:
+        yield Doubt("global_batch_size", training.global_batch_size, "16 to 512 samples a step are usual")
+    if training.best_metric != "eval/avg_loss" and training.best_mode == "min" and "loss" not in training.best_metric:
+        yield Doubt("best_mode", 0, f"min takes the draft with the smallest {training.best_metric}, the worst one")
+
+
+def _judge_answers(target: TargetSpec, findings: Findings) -> None:
+    where, answers = f"target {target.name}", target.responses
+    if answers.temperature > 2:
+        findings.warning(f"{where}: responses.temperature: found {answers.temperature:g}; above 2 answers are noise")
+    if answers.mode == "regenerate" and answers.max_new_tokens >= target.max_length:
+        findings.warning(
+            f"{where}: responses.max_new_tokens {answers.max_new_tokens} with max_length {target.max_length}: an answer of that "
+            "length leaves its prompt no room, and ends at max_length"
+        )
+    hot = [temperature for temperature in target.evaluation.loop.temperatures if temperature > 5]
+    if hot:
+        findings.warning(f"{where}: evaluation.loop.temperatures: found {hot}; above 2 answers are noise")

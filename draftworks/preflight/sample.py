@@ -1,0 +1,207 @@
+"""The first rows of a target's data, taken as far as they go without the model: parsed, rendered, tokenized, measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from draftworks.data.chat import ChatTokenizer
+from draftworks.data.conversations import Conversation
+from draftworks.data.datasets import kind_of
+from draftworks.data.formats import RowError, parse_conversation, parse_tokens
+from draftworks.data.rows import RawRow, read_rows
+from draftworks.data.token_rows import TokenRow
+from draftworks.errors import DataError
+from draftworks.preflight.findings import Findings
+from draftworks.registry import Registry
+from draftworks.runs import TargetFiles
+from draftworks.sources import matching_files
+from draftworks.specs import DatasetSpec, TargetSpec
+from draftworks.strategies import resolve_strategy
+
+SAMPLE = 64
+"""Rows that are looked at."""
+LARGEST_LIST = 256 << 20
+"""Bytes of a JSON list, which has to be read whole to see its first rows."""
+_MANY = 0.5
+"""Share of a sample from which on a loss is told."""
+
+
+@dataclass
+class Sample:
+    """The first rows of a data set. `reasons` are those of rows that cannot be used."""
+
+    kind: str
+    items: list[Any] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return len(self.items) + len(self.reasons)
+
+
+@dataclass
+class Tokenized:
+    """Of a sample, in tokens: what training would see of the data's own answers, and the prompts."""
+
+    lengths: list[int] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    counts: Counter[int] = field(default_factory=Counter)
+    reasons: list[str] = field(default_factory=list)
+
+
+def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, findings: Findings) -> None:
+    """What the first rows of every data set of a target show; the files are there, which somebody else has seen to."""
+    where = f"target {target.name}"
+    chat = None
+    with findings.collected():
+        chat = ChatTokenizer.load(files, target.responses.thinking)
+    used: Counter[int] = Counter()
+    for name in dict.fromkeys([target.dataset, *(registry.eval(name).dataset for name in target.evals)]):
+        with findings.collected():
+            dataset = registry.dataset(name)
+            sample = read_sample(dataset, registry.root, files)
+            _judge_rows(f"data set {name}", sample, target, findings)
+            if name == target.dataset and sample.kind == "tokens" and target.responses.mode == "regenerate":
+                findings.error(
+                    f"{where}: data set {name} is tokenized already, so its answers cannot be regenerated. Set responses.mode "
+                    "to passthrough"
+                )
+            if sample.items and (chat is not None or sample.kind == "tokens"):
+                tokenized = _tokenized(sample, chat, target)
+                used += tokenized.counts
+                _judge_tokens(f"{where}: data set {name}", tokenized, sample, target, findings)
+    if chat is not None:
+        _judge_vocabulary(where, chat, files, findings)
+        _judge_masks(target, files, chat, used, findings)
+
+
+def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
+    """The first `SAMPLE` rows, over as many files as it takes.
+
+    Raises:
+        DataError: no file, an unreadable one, or no row that shows a format.
+    """
+    sample = Sample(kind_of(dataset, root))
+    expected = None if dataset.format == "auto" else dataset.format
+    for path in matching_files(dataset.files, root):
+        if path.suffix.lower() == ".json" and path.stat().st_size > LARGEST_LIST:
+            continue
+        for row in islice(read_rows(path), SAMPLE - sample.rows):
+            if not isinstance(row, RawRow):
+                sample.reasons.append(str(row))
+                continue
+            try:
+                tokens = sample.kind == "tokens"
+                sample.items.append(
+                    parse_tokens(row.value, files.vocab_size) if tokens else parse_conversation(row.value, expected)
+                )
+            except (RowError, RecursionError) as error:
+                sample.reasons.append(f"{row.file}:{row.line}: {error}")
+        if sample.rows >= SAMPLE:
+            break
+    return sample
+
+
+def _judge_rows(where: str, sample: Sample, target: TargetSpec, findings: Findings) -> None:
+    if not sample.rows:
+        findings.error(f"{where}: its files hold no row")
+    elif not sample.items:
+        findings.error(f"{where}: none of its first {sample.rows} rows can be used, the first: {sample.reasons[0]}")
+    elif len(sample.reasons) > target.data.max_rejected_share * sample.rows:
+        findings.warning(
+            f"{where}: {len(sample.reasons)} of its first {sample.rows} rows cannot be used, and the run stops if that is so "
+            f"of more than {target.data.max_rejected_share:.0%} (data.max_rejected_share). The first: {sample.reasons[0]}"
+        )
+
+
+def _tokenized(sample: Sample, chat: ChatTokenizer | None, target: TargetSpec) -> Tokenized:
+    found = Tokenized()
+    for item in sample.items:
+        if isinstance(item, TokenRow):
+            found.lengths.append(len(item))
+            found.counts.update(item.input_ids.tolist())
+            continue
+        try:
+            ids = chat.encode(item, target.data.only_last_turn).input_ids.tolist()
+            prompt = len(chat.prompt_ids(_prompt(item)))
+        except DataError as error:
+            found.reasons.append(str(error))
+            continue
+        found.lengths.append(len(ids))
+        found.prompts.append(prompt)
+        found.counts.update(ids)
+    return found
+
+
+def _prompt(conversation: Conversation) -> Sequence[Any]:
+    """The turns before the assistant first speaks."""
+    turns = conversation.turns
+    return turns[: next(number for number, turn in enumerate(turns) if turn.role == "assistant")]
+
+
+def _judge_tokens(where: str, found: Tokenized, sample: Sample, target: TargetSpec, findings: Findings) -> None:
+    total, limit = len(sample.items), target.max_length
+    if found.reasons and not found.lengths:
+        findings.error(f"{where}: none of its first {total} conversations can be tokenized: {found.reasons[0]}")
+        return
+    if len(found.reasons) > target.data.max_rejected_share * total:
+        findings.warning(
+            f"{where}: {len(found.reasons)} of its first {total} conversations cannot be tokenized, the first: {found.reasons[0]}"
+        )
+    if target.responses.mode == "regenerate" and found.prompts:
+        lost = sum(length >= limit for length in found.prompts)
+        told = f"{where}: {lost} of its first {total} prompts leave no room for an answer within max_length {limit}"
+        if lost == len(found.prompts):
+            findings.error(f"{told}. Raise max_length, or take shorter conversations")
+        elif lost > _MANY * len(found.prompts):
+            findings.warning(f"{told}; the longest has {max(found.prompts):,} tokens")
+        return
+    cut = sum(length > limit for length in found.lengths)
+    if cut > _MANY * len(found.lengths):
+        findings.warning(
+            f"{where}: max_length {limit} cuts {cut} of its first {total} samples, the longest of {max(found.lengths):,} tokens: "
+            "what is cut is not learnt"
+        )
+
+
+def _judge_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findings: Findings) -> None:
+    if chat.largest_id >= files.vocab_size:
+        findings.warning(
+            f"{where}: its tokenizer has ids up to {chat.largest_id:,}, the model's vocabulary ends at {files.vocab_size - 1:,}: "
+            "text with those ends the run. Is it the tokenizer of this model?"
+        )
+    elif chat.largest_id < files.vocab_size // 2:
+        findings.warning(
+            f"{where}: its tokenizer has ids up to {chat.largest_id:,} of the model's {files.vocab_size:,}. Is it the tokenizer "
+            "of this model?"
+        )
+
+
+def _judge_masks(
+    target: TargetSpec, files: TargetFiles, chat: ChatTokenizer, used: Counter[int], findings: Findings
+) -> None:
+    """The token that stands for unknown ones must be none that text has: the draft would take the one for the other."""
+    for name, entry in target.strategies.items():
+        if "mask_token_id" not in resolve_strategy(name).options.model_fields:
+            continue
+        where = f"target {target.name}: strategies.{name}.options.mask_token_id"
+        chosen = entry.options.get("mask_token_id")
+        mask = files.vocab_size - 1 if chosen is None else chosen
+        if not isinstance(mask, int) or mask >= files.vocab_size:
+            continue  # told by the strategy
+        text = chat.ordinary_token(mask)
+        if used[mask]:
+            said = f"{where}: {mask} is {used[mask]} times in the sample of the data" + (f" ({text!r})" if text else "")
+        elif text is not None:
+            said = f"{where}: {mask} is {text!r}, a token of ordinary text"
+        else:
+            continue
+        if chosen is None:
+            findings.warning(f"{said}, and the default: the last id. Set it to the id of a token that no text has")
+        else:
+            findings.error(f"{said}. Set it to the id of a token that no text has")

@@ -1,0 +1,80 @@
+"""`draftworks check`: what would fail, before it costs anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from draftworks.errors import DraftworksError
+from draftworks.identity import FileDigests
+from draftworks.preflight.examine import examine_entry
+from draftworks.preflight.findings import Finding
+from draftworks.registry import Registry
+
+REGISTRY = Path(__file__).resolve().parents[2] / "registry"
+
+
+def check(
+    registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = REGISTRY,
+    target: Annotated[list[str] | None, typer.Option(help="Only this one; may be given several times.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say of every target what would fail or is worth knowing: of its entry, files, a sample of its data and its drafts.
+
+    Reads no weights. Exit code 0 if no run would fail of it, warnings or not; 1 if there is an error.
+    """
+    found = Registry(registry)
+    try:
+        shared = found.shared_problems()
+        names = target or found.target_names()
+        digests = FileDigests(None if shared else found.var() / "digests.json")
+        if not names:
+            shared.append(f"{registry / 'targets'}: no target: expected a file NAME.yaml for each")
+    except DraftworksError as error:
+        shared, names, digests = [str(error)], [], FileDigests()
+    checked: dict[str, tuple[Finding, ...]] = {}
+    for name in names:
+        checked[name] = tuple(one for one in examine_entry(name, found, digests) if one.text not in shared)
+        if not as_json:
+            _tell(name, checked[name])
+    errors = len(shared) + sum(one.severity == "error" for findings in checked.values() for one in findings)
+    if as_json:
+        typer.echo(json.dumps(_as_json(shared, checked), indent=2))
+    else:
+        for problem in shared:
+            typer.echo(f"error: {problem}")
+        count = f"{len(checked)} target{'' if len(checked) == 1 else 's'} in {registry}"
+        typer.echo(f"{count}: {errors or 'no'} problem{'' if errors == 1 else 's'}", err=bool(errors))
+    if errors:
+        raise typer.Exit(1)
+
+
+def _tell(name: str, findings: tuple[Finding, ...]) -> None:
+    """A line for the target, and one below it for each finding, errors first."""
+    errors = sum(one.severity == "error" for one in findings)
+    warnings = len(findings) - errors
+    parts = [
+        f"{count} {what}{'' if count == 1 else 's'}"
+        for count, what in ((errors, "problem"), (warnings, "warning"))
+        if count
+    ]
+    typer.echo(f"{name}: {', '.join(parts) if errors else ', '.join(['ok', *parts])}")
+    for one in sorted(findings, key=lambda one: one.severity):
+        for line in one.text.splitlines():
+            typer.echo(f"  {one.severity}: {line}")
+
+
+def _as_json(shared: list[str], checked: dict[str, tuple[Finding, ...]]) -> dict[str, object]:
+    return {
+        "problems": shared,
+        "targets": {
+            name: {
+                f"{severity}s": [one.text for one in findings if one.severity == severity]
+                for severity in ("error", "warning")
+            }
+            for name, findings in checked.items()
+        },
+    }

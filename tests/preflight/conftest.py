@@ -1,0 +1,84 @@
+"""A small registry around the tiny target, to be spoilt in one way at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftworks.identity import FileDigests
+from draftworks.preflight.examine import examine_entry
+from draftworks.registry import Registry
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n} indeed."}]}
+    for n in range(30)
+]
+
+
+@dataclass(frozen=True)
+class Checked:
+    errors: list[str]
+    warnings: list[str]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """One target, `small`, whose entry, data and files a test may change."""
+
+    root: Path
+    tiny_folder: Path
+
+    @property
+    def registry(self) -> Registry:
+        return Registry(self.root / "registry")
+
+    @property
+    def chats(self) -> Path:
+        return self.root / "registry" / "chats.jsonl"
+
+    def write(self, **entry: Any) -> None:
+        small = {
+            "model": str(self.tiny_folder),
+            "dataset": "chats",
+            "max_length": 96,
+            "responses": {"max_new_tokens": 24},
+        }
+        strategies = {"eagle3": {"options": {"ttt_length": 2, "draft_vocab_size": 64}}}
+        path = self.root / "registry" / "targets" / "small.yaml"
+        path.write_text(yaml.safe_dump({**small, "strategies": strategies, **entry}))
+
+    def write_rows(self, rows: list[dict[str, Any]]) -> None:
+        self.chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def own_model(self) -> Path:
+        """A copy of the model's folder, as the entry's."""
+        copy = self.root / "model"
+        shutil.copytree(self.tiny_folder, copy)
+        self.write(model=str(copy))
+        return copy
+
+    def check(self) -> Checked:
+        found = examine_entry("small", self.registry, FileDigests())
+        of = {kind: [one.text for one in found if one.severity == kind] for kind in ("error", "warning")}
+        return Checked(of["error"], of["warning"])
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, tiny_folder: Path) -> Fleet:
+    for folder in ("targets", "datasets", "evals"):
+        (tmp_path / "registry" / folder).mkdir(parents=True)
+    (tmp_path / "registry" / "datasets" / "chats.yaml").write_text("files: [chats.jsonl]\n")
+    made = Fleet(tmp_path, tiny_folder)
+    made.write()
+    made.write_rows(CHATS)
+    return made
+
+
+Spoil = Callable[[Fleet], Any]

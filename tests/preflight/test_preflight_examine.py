@@ -1,0 +1,243 @@
+"""What would fail after the bill is paid is told before: every way that use has shown, and the few things worth a warning."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from draftworks.drafts import target_parts
+from draftworks.programs.cli import app
+
+
+def strategy(name: str, training: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    reduced = {"draft_vocab_size": 64} if name in ("eagle3", "peagle") else {}
+    return {name: {"options": {**reduced, **options}, "training": training or {}}}
+
+
+def test_a_sound_target_has_no_findings(fleet):
+    found = fleet.check()
+    assert (found.errors, found.warnings) == ([], [])
+
+
+ENTRIES = {
+    "learning rate": ({"strategies": strategy("eagle3", {"lr": 100})}, "training.lr: found 100"),
+    "decay": ({"strategies": strategy("eagle3", {"lr": 0.1, "weight_decay": 20})}, "take all weights away"),
+    "more tokens than a block has": (
+        {"strategies": strategy("dflash", mask_token_id=3, block_size=4), "evaluation": {"draft_tokens": 9}},
+        "evaluation.draft_tokens: found 9; its drafts propose: dflash at most 3",
+    ),
+    "mask that text uses": ({"strategies": strategy("dflash", mask_token_id=300)}, "mask_token_id: 300 is"),
+    "special mask that the template prints": (
+        {"strategies": strategy("peagle", mask_token_id=1)},
+        "mask_token_id: 1 is 60 times in the sample",
+    ),
+    "revision of a folder": ({"revision": "0" * 40}, "is a directory: leave `revision` out"),
+    "unknown eval set": ({"evals": ["nosuch"]}, "nosuch.yaml: no such file"),
+    "unknown data set": ({"dataset": "chat"}, "did you mean chats?"),
+    "heads that do not divide": ({"strategies": strategy("eagle3", num_heads=3)}, "num_heads 3 does not divide"),
+    "kv heads that do not group": ({"strategies": strategy("eagle3", num_heads=4, num_kv_heads=3)}, "multiple of"),
+    "kv heads of more than the target's": (
+        {"strategies": strategy("eagle3", num_kv_heads=64)},
+        "num_heads 4 is not a multiple of num_kv_heads 64",
+    ),
+    "no room for answers": ({"max_length": 8, "strategies": strategy("eagle3", ttt_length=2)}, "leave no room"),
+    "thinking without a switch": ({"responses": {"thinking": True}}, "no switch for thinking"),
+    "SGLang without its environment": ({"capture": {"backend": "sglang"}}, "needs SGLang, and"),
+}
+
+
+@pytest.mark.parametrize(("entry", "message"), ENTRIES.values(), ids=ENTRIES)
+def test_an_entry_that_would_fail_is_an_error(fleet, entry, message):
+    fleet.write(**entry)
+    assert any(message in error for error in fleet.check().errors), fleet.check()
+
+
+WARNINGS = {
+    "learning rate": ({"strategies": strategy("eagle3", {"lr": 0.5})}, "training.lr: found 0.5"),
+    "more tokens than one of the drafts proposes": (
+        {"strategies": strategy("dflash", mask_token_id=3) | strategy("eagle3"), "evaluation": {"draft_tokens": 20}},
+        "measured with what they can propose",
+    ),
+    "default mask of ordinary text": ({"strategies": strategy("dflash")}, "and the default: the last id"),
+    "answers as long as samples": ({"responses": {"max_new_tokens": 96}}, "leaves its prompt no room"),
+    "cut": (
+        {"max_length": 12, "responses": {"mode": "passthrough"}, "strategies": strategy("eagle3", ttt_length=2)},
+        "cuts 30",
+    ),
+    "many ranks": ({"capture": {"device": "cpu", "processes": 5000}}, "processes: found 5000"),
+    "key of a server": (
+        {
+            "responses": {
+                "endpoint": {"base_urls": ["http://h/v1"], "server": "vllm", "api_key_env": "NO_SUCH_KEY_HERE"}
+            }
+        },
+        "the environment has no NO_SUCH_KEY_HERE",
+    ),
+}
+
+
+@pytest.mark.parametrize(("entry", "message"), WARNINGS.values(), ids=WARNINGS)
+def test_what_is_odd_is_a_warning_and_no_error(fleet, entry, message):
+    fleet.write(**entry)
+    found = fleet.check()
+    assert found.errors == []
+    assert any(message in warning for warning in found.warnings), found
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ("nothing/*.jsonl", "matches no file"),
+        ("chats.csv", "expected one of .jsonl"),
+        ("chats.parquet", "not a readable Parquet"),
+    ],
+)
+def test_data_files_that_cannot_be_read_are_errors(fleet, files, message):
+    (fleet.root / "registry" / "chats.csv").write_text("a,b\n1,2\n")
+    (fleet.root / "registry" / "chats.parquet").write_text("no parquet")
+    (fleet.root / "registry" / "datasets" / "chats.yaml").write_text(f"files: ['{files}']\n")
+    assert any(message in error for error in fleet.check().errors), fleet.check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "no row of"),
+        ([{"messages": [{"role": "user", "content": "hi"}]}] * 3, "none of its first 3 rows can be used"),
+        (
+            [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}] * 3,
+            "tokenized already, so its answers cannot be regenerated",
+        ),
+    ],
+)
+def test_data_that_gives_nothing_is_an_error(fleet, rows, message):
+    fleet.write_rows(rows)
+    assert any(message in error for error in fleet.check().errors), fleet.check()
+
+
+def test_rows_that_would_stop_the_run_are_a_warning(fleet):
+    good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+    fleet.write_rows([good, {"messages": []}, good, {"nothing": 1}])
+    found = fleet.check()
+    assert found.errors == []
+    assert any("2 of its first 4 rows cannot be used" in warning for warning in found.warnings)
+
+
+def test_a_template_that_refuses_every_conversation_is_an_error(fleet):
+    (fleet.root / "registry" / "t.jinja").write_text("{{ raise_exception('not like this') }}")
+    fleet.write(chat_template="t.jinja")
+    assert any("not like this" in error for error in fleet.check().errors)
+
+
+def test_a_mask_is_any_token_of_the_sample(fleet):
+    """Though it is a special one."""
+    fleet.write_rows(
+        [{"messages": [{"role": "user", "content": "a <|mask|>"}, {"role": "assistant", "content": "b"}]}] * 9
+    )
+    fleet.write(strategies=strategy("dflash", mask_token_id=3))
+    assert any("mask_token_id: 3 is 9 times in the sample of the data" in error for error in fleet.check().errors)
+
+
+def test_weights_that_are_not_whole_are_an_error(fleet):
+    weights = fleet.own_model() / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert any("model.safetensors" in error for error in fleet.check().errors), fleet.check()
+
+
+def test_a_tokenizer_of_another_model_is_noticed(fleet):
+    config = fleet.own_model() / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 1000}))
+    fleet.write(model=str(config.parent), responses={"mode": "passthrough"})
+    assert any("ids up to" in warning for warning in fleet.check().warnings)
+
+
+def test_folders_that_cannot_be_written_are_errors(fleet):
+    deployment = fleet.root / "registry" / "deployment.yaml"
+    deployment.write_text("var: ../file/var\nfeatures: {kind: shared_dir, root: ../nowhere}\n")
+    (fleet.root / "file").touch()
+    errors = fleet.check().errors
+    assert any("var: " in error and "is no folder" in error for error in errors)
+    assert any("features.root: " in error and "mount it" in error for error in errors)
+
+
+def test_no_weights_are_read_and_nothing_is_allocated(fleet, monkeypatch):
+    read, made = [], []
+    monkeypatch.setattr(target_parts, "_opened", lambda path: read.append(path))
+    plain = torch.nn.Module.__init__
+
+    def watched(self, *args, **kwargs):
+        made.append(self)
+        plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, "__init__", watched)
+    fleet.write(
+        strategies={k: v for n in ("eagle3", "dflash", "domino", "dspark", "peagle") for k, v in strategy(n).items()}
+    )
+    assert fleet.check().errors == []
+    devices = {parameter.device.type for module in made for parameter in module.parameters()}
+    assert made
+    assert (read, devices) == ([], {"meta"})
+
+
+def test_a_target_on_a_hub_that_cannot_be_reached_is_a_warning(fleet, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    fleet.write(model="nobody/has-this", revision="1" * 40)
+    found = fleet.check()
+    assert found.errors == []
+    assert any("cannot be reached" in warning and "were not looked at" in warning for warning in found.warnings)
+
+
+def run(fleet, *arguments: str):
+    return CliRunner().invoke(app, ["check", "--registry", str(fleet.registry.root), *arguments])
+
+
+def test_the_command_tells_a_line_for_each_target_and_its_exit_code_says_whether_one_would_fail(fleet):
+    good = run(fleet)
+    assert good.exit_code == 0
+    assert "small: ok" in good.output.splitlines()
+    targets = fleet.registry.root / "targets"
+    (targets / "broken.yaml").write_text("model: a\nmodel: b\n")
+    (targets / "other.yml").write_text("model: a\n")
+    bad = run(fleet)
+    assert bad.exit_code == 1
+    assert "small: ok" in bad.output.splitlines()
+    assert "broken: 1 problem" in bad.output.splitlines()
+    assert [line for line in bad.output.splitlines() if line.startswith("  error: ") and "given twice" in line]
+    assert [
+        line for line in bad.output.splitlines() if line.startswith("error: ") and "rename it to other.yaml" in line
+    ]
+    (targets / "other.yml").unlink()
+    assert run(fleet, "--target", "small").exit_code == 0
+    assert run(fleet, "--target", "smal").exit_code == 1
+    told = json.loads(run(fleet, "--json").stdout)
+    assert told["targets"]["small"] == {"errors": [], "warnings": []}
+    assert len(told["targets"]["broken"]["errors"]) == 1
+
+
+def test_a_registry_without_a_target_is_not_in_order(fleet):
+    (fleet.registry.root / "targets" / "small.yaml").rename(fleet.registry.root / "targets" / "small.yml")
+    found = run(fleet)
+    assert found.exit_code == 1
+    assert "rename it to small.yaml" in found.output
+
+
+def test_entries_that_cannot_be_read_need_no_torch(fleet):
+    """In a process of its own, for what else is imported here."""
+    import subprocess
+
+    (fleet.registry.root / "targets" / "small.yaml").write_text("[" * 50_000)
+    code = (
+        "import sys; from pathlib import Path; from draftworks.identity import FileDigests; from draftworks.registry import Registry\n"
+        "from draftworks.preflight.examine import examine_entry\n"
+        "found = examine_entry('small', Registry(Path(sys.argv[1])), FileDigests())\n"
+        "assert 'nested deeper' in found[0].text; print([m for m in ('torch', 'transformers', 'pyarrow', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(fleet.registry.root)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
