@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from draftworks.artifacts import Artifact, ArtifactStore
+from draftworks.draft_staleness import TrainedFor
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.report_summary import TRAINED, ReportSummary, RungScore
 from draftworks.identity import FileDigests
 from draftworks.registry import HELDOUT, Registry
 from draftworks.resolve import resolve_target
+from draftworks.runs import TargetFiles
 from draftworks.specs import TargetSpec
 from draftworks.staleness import Subject
 
@@ -46,6 +48,7 @@ class Standing:
         latest: the newest report; None where there is none that can be read.
         best: the report with the highest value of the same metric, among all that were ever published.
         stale_against: what is not as it was for the newest report, in words.
+        draft_changes: what is not as it was when the draft was trained, in words; a new report does not change that.
         problem: why there is no `latest`, or why it is not known what it is stale against.
     """
 
@@ -54,6 +57,7 @@ class Standing:
     latest: Measured | None = None
     best: Measured | None = None
     stale_against: tuple[str, ...] = ()
+    draft_changes: tuple[str, ...] = ()
     problem: str | None = None
 
     @property
@@ -100,15 +104,22 @@ class Fleet:
         latest = measured(report)
         best = best_of(latest, self.artifacts.all(report.asset, target.name))
         try:
-            stale_against = self._stale_against(target, {} if draft is None else {strategy: draft})
+            files = resolve_target(target, self.registry, self.digests)
+            stale_against = self._stale_against(target, files, {} if draft is None else {strategy: draft})
+            draft_changes = () if draft is None else self.changes_of_draft(draft, target, files)
         except DraftworksError as error:
             return Standing(target.name, strategy, latest, best, problem=str(error))
-        return Standing(target.name, strategy, latest, best, stale_against)
+        return Standing(target.name, strategy, latest, best, stale_against, draft_changes)
 
-    def _stale_against(self, target: TargetSpec, drafts: dict[str, Artifact]) -> tuple[str, ...]:
+    def changes_of_draft(self, draft: Artifact, target: TargetSpec, files: TargetFiles) -> tuple[str, ...]:
+        """What is not as it was when a draft was trained, in words."""
+        trained_for = TrainedFor(draft, target, files, self.registry, self.artifacts, self.digests)
+        return tuple(map(str, trained_for.changes()))
+
+    def _stale_against(self, target: TargetSpec, files: TargetFiles, drafts: dict[str, Artifact]) -> tuple[str, ...]:
         """Of the built-in eval set only: what is shown was measured on nothing else."""
         responses = {HELDOUT: self.artifacts.find(f"{HELDOUT}_responses", target.name)}
-        subject = Subject(resolve_target(target, self.registry, self.digests), drafts, responses, sources={})
+        subject = Subject(files, drafts, responses, sources={})
         return tuple(subject.changes(self.artifacts))
 
 

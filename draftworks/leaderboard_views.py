@@ -17,13 +17,14 @@ TABLE, MARKDOWN, PLOT = "leaderboard.parquet", "leaderboard.md", "leaderboard.pn
 MOST_BARS = 30
 AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 LONGEST_REASON = 120
-TEXTS = ("target", "strategy", "eval_set", "metric", "age", "draft", "stale_against", "problem")
+TEXTS = ("target", "strategy", "eval_set", "metric", "age", "draft", "stale_against", "draft_changes", "problem")
 NUMBERS = ("value", "low", "high", "confidence", "age_s", "best")
 TIMES = ("measured", "best_measured")
 CAPTION = (
     "Draft tokens accepted per pass of the target; the metric names the rung of the acceptance ladder, and values of "
     "different metrics do not compare. Intervals are by bootstrap over prompts. The best is of the same metric, over all "
-    "reports ever published; its eval data may have been others."
+    "reports ever published; its eval data may have been others. Stale numbers are measured again by the job `evaluate`; a "
+    "stale draft was trained for something else than is there now, and stays so until it is trained again."
 )
 
 
@@ -46,7 +47,8 @@ def frame(standings: Sequence[Standing], now: float) -> pd.DataFrame:
     import pandas as pd
 
     columns = ("target", "strategy", "eval_set", "metric", "value", "low", "high", "confidence", "prompts")
-    columns += ("measured", "age_s", "age", "best", "best_measured", "draft", "stale_against", "problem")
+    columns += ("measured", "age_s", "age", "best", "best_measured", "draft")
+    columns += ("stale_against", "draft_changes", "problem")
     found = pd.DataFrame([_row(standing, now) for standing in standings], columns=columns)
     kinds = {**dict.fromkeys(TEXTS, "string"), **dict.fromkeys(NUMBERS, "float64"), "prompts": "Int64"}
     times = {name: pd.to_datetime(found[name], unit="s", utc=True) for name in TIMES}
@@ -58,6 +60,7 @@ def _row(standing: Standing, now: float) -> dict[str, Any]:
         "target": standing.target,
         "strategy": standing.strategy,
         "stale_against": ", ".join(standing.stale_against),
+        "draft_changes": ", ".join(standing.draft_changes),
         "problem": standing.problem,
     }
     latest, best = standing.latest, standing.best
@@ -152,9 +155,11 @@ def _day(created: float) -> str:
 
 
 def _stale(standing: Standing) -> str:
-    """What it is stale against, or the first line of why that is not known."""
-    reasons = list(standing.stale_against)
+    """What the numbers and what the draft is stale against, or the first line of why that is not known."""
+    reasons = [f"numbers: {', '.join(standing.stale_against)}"] if standing.stale_against else []
+    if standing.draft_changes:
+        reasons.append(f"draft: {', '.join(standing.draft_changes)}")
     if standing.problem is not None:
         line = standing.problem.splitlines()[0]
         reasons.append(line if len(line) <= LONGEST_REASON else f"…{line[1 - LONGEST_REASON :]}")
-    return ", ".join(reasons)
+    return "; ".join(reasons)

@@ -32,12 +32,14 @@ class CardSubject:
     Attributes:
         reports: by eval set, the main one first.
         dataset: what the draft was trained on.
+        changes: what is not as it was when the draft was trained, in words.
     """
 
     draft: Artifact
     reports: Sequence[ReportSummary]
     target: TargetFiles
     dataset: DatasetSpec
+    changes: Sequence[str] = ()
 
     @property
     def strategy(self) -> str:
@@ -77,6 +79,17 @@ def _introduction(subject: CardSubject) -> str:
         "A draft model for speculative decoding: it proposes tokens, the target verifies them in one forward pass. It is of no use "
         f"without its target, and where the server verifies exactly, it changes how fast the target answers, not what.\n\n**{_value(best)}** draft tokens are accepted "
         f"per pass of the target, of {report.draft_tokens} proposed (`{best.metric}` on {report.eval_set})."
+        f"{_staleness(subject)}"
+    )
+
+
+def _staleness(subject: CardSubject) -> str:
+    if not subject.changes:
+        return ""
+    changes = "\n".join(f"* {change}" for change in subject.changes)
+    return (
+        f"\n\n**This draft is stale.** The numbers are of the target as it was when they were measured; the draft was trained "
+        f"before these changed, and stays stale until it is trained again:\n\n{changes}"
     )
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from draftworks.artifacts import Artifact, ArtifactStore, Built
 from draftworks.draft_config import read_config
+from draftworks.draft_staleness import OVERRIDES
 from draftworks.evaluation.own_figures import own_figures
 from draftworks.identity import digest
 from draftworks.registry import HELDOUT, with_overrides
@@ -159,7 +160,9 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             training = inputs.training
             with retried(context, times=config.retries):
                 job = launch(context, launcher, workspace, "train", run, training.processes, training.device)
-            return Built(job.report["weights_digest"], job.report, own_digests=(CHECKPOINTS_FOLDER,))
+            overrides = {"options": config.options, "training": config.training}
+            summary = {**job.report, **({OVERRIDES: overrides} if any(overrides.values()) else {})}
+            return Built(summary["weights_digest"], summary, own_digests=(CHECKPOINTS_FOLDER,))
 
         artifact = obtained(
             context,

@@ -22,7 +22,8 @@ from spec_assets.reports import GROUP
 NAME = "leaderboard"
 RESULT = "result"
 DESCRIPTION = (
-    "Where every draft of every target stands: acceptance, age, the best there ever was, what it is stale against."
+    "Where every draft of every target stands: acceptance, age, the best there ever was, what its numbers and the "
+    "draft itself are stale against."
 )
 MOST_ROWS = 100  # shown in the UI: every run keeps its own copy in the event log
 
@@ -77,6 +78,7 @@ def leaderboard_metadata(standings: list[Standing], folder: Path) -> dict[str, A
         "leaderboard": dg.MetadataValue.md(markdown(standings[:MOST_ROWS]) + more),
         "dagster/row_count": len(standings),
         "stale": sum(bool(standing.stale_against) for standing in standings),
+        "stale_drafts": sum(bool(standing.draft_changes) for standing in standings),
         "without_a_report": sum(standing.latest is None for standing in standings),
         **({"acceptance": picture(bars, NAME)} if bars.exists() else {}),
         **({"newest_report": dg.MetadataValue.timestamp(max(measured))} if measured else {}),

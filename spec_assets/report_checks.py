@@ -6,8 +6,11 @@ import dagster as dg
 
 from draftworks.strategies import StrategySpec
 from resources.workspace import Workspace
-from spec_assets.common import checked_partition, clear_errors
+from spec_assets.common import checked_partition, clear_errors, told
 from spec_assets.gates import BEATS_BASELINES, NOT_WORSE, REPORT_JUDGES, gated
+from spec_assets.reports import changes_of_draft
+
+DRAFT_IS_CURRENT = "draft_is_current"
 
 MEANINGS = {
     BEATS_BASELINES: "The draft accepts more than a bigram table and than itself untrained.",
@@ -19,7 +22,8 @@ MEANINGS = {
 def report_checks(strategy: StrategySpec) -> Sequence[dg.AssetChecksDefinition]:
     """The checks of `{strategy}_report`. The draft is there, and its report is worth reading: they end a run only where the
     target says so (`gates`)."""
-    return [_report_check(f"{strategy.name}_report", name) for name in REPORT_JUDGES]
+    report = f"{strategy.name}_report"
+    return [*(_report_check(report, name) for name in REPORT_JUDGES), _draft_is_current(strategy, report)]
 
 
 def _report_check(report: str, name: str) -> dg.AssetChecksDefinition:
@@ -31,3 +35,28 @@ def _report_check(report: str, name: str) -> dg.AssetChecksDefinition:
             yield from gated(context, workspace.registry.target(target), name, result)
 
     return check
+
+
+def _draft_is_current(strategy: StrategySpec, report: str) -> dg.AssetChecksDefinition:
+    """A warning: numbers that were measured a minute ago may be of a draft that was trained for weights that are gone."""
+
+    @dg.asset_check(
+        asset=report,
+        name=DRAFT_IS_CURRENT,
+        description="The draft was trained for the target, the data and the recipe that are there now; if not, train it again.",
+    )
+    def draft_is_current(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
+        target = checked_partition(context)
+        with clear_errors():
+            draft = workspace.artifacts.current(f"{strategy.name}_draft", target)
+            changes = changes_of_draft(workspace, draft, workspace.registry.target(target))
+        result = dg.AssetCheckResult(
+            passed=not changes,
+            severity=dg.AssetCheckSeverity.WARN,
+            description="trained for what is there now"
+            if not changes
+            else f"changed since it was trained: {'; '.join(changes)}. Run the job train_{strategy.name}",
+        )
+        return told(context, result)
+
+    return draft_is_current

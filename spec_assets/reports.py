@@ -10,6 +10,7 @@ import dagster as dg
 from draftworks.artifacts import Artifact, Built
 from draftworks.evaluation.report_summary import ReportSummary
 from draftworks.identity import LastHidden, digest
+from draftworks.leaderboard import Fleet
 from draftworks.model_card import CARD, CardSubject, model_card, page_of
 from draftworks.publishing import published
 from draftworks.registry import HELDOUT
@@ -137,7 +138,14 @@ class ReportSubject:
         reports = [ReportSummary.load(out / name) for name in eval_names_of(self.target)]
         files, dataset = workspace.target_files(self.target.name), workspace.registry.dataset(self.target.dataset)
         with published(out / CARD) as staging:
-            staging.write_text(model_card(CardSubject(self.draft, reports, files, dataset)), encoding="utf-8")
+            changes = changes_of_draft(workspace, self.draft, self.target)
+            staging.write_text(model_card(CardSubject(self.draft, reports, files, dataset, changes)), encoding="utf-8")
+
+
+def changes_of_draft(workspace: Workspace, draft: Artifact, target: TargetSpec) -> tuple[str, ...]:
+    """What is not as it was when a draft was trained, in words."""
+    fleet = Fleet(workspace.registry, workspace.artifacts, workspace.digests)
+    return fleet.changes_of_draft(draft, target, workspace.target_files(target.name))
 
 
 def report_metadata(artifact: Artifact) -> dict:

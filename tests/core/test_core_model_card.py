@@ -170,3 +170,10 @@ def test_a_reduced_vocabulary_is_a_limit():
     sentence = "of the target's 2,048 tokens"
     assert f"Proposes 1,024 {sentence}" in CARD
     assert sentence not in model_card(replace(SUBJECT, draft=whole))
+
+
+def test_a_stale_draft_says_so_before_anything_else():
+    page = page_of(model_card(replace(SUBJECT, changes=["weights of the target (since 2026-05-02)"])))
+    assert "**This draft is stale.**" in page[: page.index("## Target")]
+    assert "* weights of the target (since 2026-05-02)" in page
+    assert "stale" not in CARD

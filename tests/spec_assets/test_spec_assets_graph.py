@@ -35,6 +35,7 @@ CHECKS = {
     ("eagle3_draft", "loss_falls"),
     ("eagle3_report", "beats_baselines"),
     ("eagle3_report", "not_worse"),
+    ("eagle3_report", "draft_is_current"),
     *(("eagle3_export", gate) for gate in GATE_MEANINGS),
 }
 
