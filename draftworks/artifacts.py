@@ -16,13 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from draftworks.errors import StoreError
 from draftworks.identity import digest, file_digest
 from draftworks.publishing import fsync, fsync_tree, publish_json
 from draftworks.regular_files import read_json
 from draftworks.specs import checked_name
+from draftworks.turns import held
 
 SCHEMA_VERSION = 1
 RECORD = "artifact.json"
@@ -98,22 +97,24 @@ class ArtifactStore:
     ) -> Artifact:
         """The result of this identity: found intact, or built once and published atomically.
 
+        While another process is building the same asset of the same target it is waited for; what it has made is found then.
+
         Args:
             build: fills the folder it is given. What an interrupted attempt left there is still there.
             start_over: discard what an interrupted attempt left, and rebuild even what exists.
             rebuild: build even what exists, going on from what an interrupted attempt left.
             still_good: asked of a result that exists, where it refers to something outside its folder; if it says no,
                 the result is built again.
-
-        Raises:
-            StoreError: another process is building the same asset of the same target.
         """
         folder = self._folder(asset, target)
         final = folder / digest(identity)
         artifact = None if start_over or rebuild else self._found(final, still_good)
         if artifact is None:
-            with self._locked(folder, asset, target):
-                artifact = self._build(final, asset, target, identity, build, start_over)
+            with self._locked(folder, asset, target) as waited:
+                if waited and not (start_over or rebuild):
+                    artifact = self._found(final, still_good)
+                if artifact is None:
+                    artifact = self._build(final, asset, target, identity, build, start_over)
         publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
         return artifact
 
@@ -168,20 +169,14 @@ class ArtifactStore:
         return artifact if still_good is None or still_good(artifact) else None
 
     @contextmanager
-    def _locked(self, folder: Path, asset: str, target: str) -> Iterator[None]:
+    def _locked(self, folder: Path, asset: str, target: str) -> Iterator[bool]:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise StoreError(
-                f"{asset} of target {target} is being materialized by another run (lock {folder / '.lock'}). "
-                f"Wait for it, or cancel it; the lock goes with its process"
-            ) from None
-        try:
-            yield
-        finally:
-            lock.release()
+        busy = (
+            f"{asset} of target {target} is being materialized by another run (lock {folder / '.lock'}): waiting for it. "
+            "Cancel one of the two if this is not wanted; the lock goes with its process"
+        )
+        with held(folder / ".lock", busy) as waited:
+            yield waited
 
     def _build(
         self,

@@ -12,7 +12,6 @@ from typing import Any
 from draftworks.capture.dialogue import recorded_conversation, recorded_rows
 from draftworks.capture.engine import engine_identity
 from draftworks.capture.partial import PartialFile
-from draftworks.capture.turns import held
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
 from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts, write_rejected
 from draftworks.data.rows import excerpt
@@ -20,6 +19,7 @@ from draftworks.data.tokenized import write_tokens
 from draftworks.identity import EngineIdentity, digest
 from draftworks.runs import TOKENS_FOLDER, RegenerateRun
 from draftworks.specs import CaptureSpec, validated
+from draftworks.turns import held
 
 CONVERSATIONS = "conversations"
 RECORD_SCHEMA = 2

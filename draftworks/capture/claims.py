@@ -19,9 +19,9 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from draftworks.capture.plan import SampleJob
-from draftworks.capture.turns import held
 from draftworks.features.contracts import KeyedFeatureStore
 from draftworks.publishing import published
+from draftworks.turns import held
 
 log = logging.getLogger(__name__)
 

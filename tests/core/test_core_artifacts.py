@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -211,14 +212,21 @@ def started_build(root: Path, seconds: float) -> subprocess.Popen:
     return process
 
 
-def test_two_builds_of_one_partition_at_once_give_a_clear_message(tmp_path: Path):
+def test_a_second_build_of_a_partition_waits_for_the_first_and_finds_its_result(tmp_path: Path, caplog):
+    caplog.set_level("INFO")
+    process = started_build(tmp_path, 2)
+    found = ArtifactStore(tmp_path).obtain("thing", "tiny", IDENTITY, lambda out: pytest.fail("built twice"))
+    assert found.hit
+    assert process.wait() == 0
+    assert "thing of target tiny is being materialized by another run" in caplog.text
+
+
+def test_a_second_build_goes_on_where_the_one_that_it_waited_for_was_killed(tmp_path: Path):
     process = started_build(tmp_path, 60)
-    try:
-        with pytest.raises(StoreError, match="being materialized by another run"):
-            ArtifactStore(tmp_path).obtain("thing", "tiny", IDENTITY, writing("x"))
-    finally:
-        process.kill()
-        process.wait()
+    killer = threading.Timer(0.3, process.kill)
+    killer.start()
+    assert not ArtifactStore(tmp_path).obtain("thing", "tiny", IDENTITY, writing("x")).hit
+    process.wait()
 
 
 def test_a_killed_build_leaves_neither_result_nor_lock(tmp_path: Path):

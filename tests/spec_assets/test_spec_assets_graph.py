@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 
 import dagster as dg
 import pyarrow.parquet as pq
+from filelock import FileLock
 
 from draftworks.artifacts import ArtifactStore
 from draftworks.export.names import GATE_MEANINGS
@@ -162,14 +164,13 @@ def test_an_override_of_the_run_config_makes_another_draft_that_is_compared_with
     assert check.passed == (shown["high"] >= 0)
 
 
-def test_a_second_run_on_the_same_partition_is_told_so(finished, tmp_path):
-    from filelock import FileLock
-
+def test_a_second_run_on_the_same_partition_waits_for_the_first(finished, tmp_path, caplog):
     site = finished.site.copy(tmp_path)
     site.write_chats(61)
-    with FileLock(site.var / "conversations" / "small" / ".lock"):
-        result = site.run("prepare")
-    assert (
-        "being materialized by another run"
-        in result.failure_data_for_node("conversations").user_failure_data.description
-    )
+    first = FileLock(site.var / "conversations" / "small" / ".lock", thread_local=False)
+    with first, caplog.at_level("INFO"):
+        ending = threading.Timer(1.0, first.release)
+        ending.start()
+        result = site.run("prepare", asset_selection=[dg.AssetKey("conversations")])
+    assert result.success
+    assert "conversations of target small is being materialized by another run" in caplog.text

@@ -16,16 +16,17 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def held(lock: Path, busy: str, reminder_s: float = REMINDER_S) -> Iterator[None]:
-    """Hold the lock in the file `lock`. It goes with its process, however that ends.
+def held(lock: Path, busy: str, reminder_s: float = REMINDER_S) -> Iterator[bool]:
+    """Hold the lock in the file `lock`; whether another process had it first. It goes with its process, however that ends.
 
     Args:
         busy: said when another process has it, and again every `reminder_s` seconds.
     """
-    mine, started = FileLock(lock), time.monotonic()
+    mine, started, waited = FileLock(lock), time.monotonic(), False
     try:
         mine.acquire(timeout=0)
     except Timeout:
+        waited = True
         log.info(busy)
         while not mine.is_locked:
             try:
@@ -33,6 +34,6 @@ def held(lock: Path, busy: str, reminder_s: float = REMINDER_S) -> Iterator[None
             except Timeout:
                 log.info("%s (%.0f s so far)", busy, time.monotonic() - started)
     try:
-        yield
+        yield waited
     finally:
         mine.release()
