@@ -183,6 +183,7 @@ def test_conversations_without_a_response_are_dropped_with_their_reason(tiny_tar
     assert [line["sample_id"] for line in lines] == [SILENT.id, LONG.id]
     assert "no assistant turn after a user's" in lines[0]["reason"]
     assert "leaves no room for a response within max_length 200" in lines[1]["reason"]
+    assert lines[1]["excerpt"].startswith(LONG.turns[0].content[:20])
 
 
 def test_more_dropped_conversations_than_allowed_are_an_error(tiny_target, tmp_path: Path, watched, chat):

@@ -65,6 +65,14 @@ def test_all_answers_of_a_sample_count_together():
     assert (served.answers, served.passes, served.tokens) == (3, 6, 13)
 
 
+def test_each_answer_is_told_as_it_comes():
+    told: list[SpeculatedAnswer] = []
+    answers = [served_as([2]), served_as([1, 1]), served_as([0])]
+    asked = [Question(str(number), (number,), (), 9) for number in range(3)]
+    serve(asked, lambda question: answers[int(question.sample_id)], 2, told.append)
+    assert sorted(map(id, told)) == sorted(map(id, answers))
+
+
 def test_answers_that_are_the_eval_sets_own_are_told():
     asked = [Question("a", (9,), tuple(range(4)), 9), Question("b", (9,), (7, 8), 9)]
     served = serve(asked, lambda _: served_as([2]), at_a_time=2)
