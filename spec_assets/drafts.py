@@ -11,7 +11,7 @@ from pydantic import Field
 from draftworks.artifacts import Artifact, ArtifactStore, Built
 from draftworks.draft_config import read_config
 from draftworks.draft_staleness import OVERRIDES
-from draftworks.evaluation.own_figures import own_figures
+from draftworks.evaluation.own_figures import own_figures, rates_by_position
 from draftworks.identity import digest
 from draftworks.registry import HELDOUT, with_overrides
 from draftworks.runs import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, StoreSpec, TargetFiles, TrainRun
@@ -218,6 +218,7 @@ def draft_metadata(artifact: Artifact) -> dict[str, Any]:
         "resume_history": table(("from step", "ranks", "started"), map(session_row, summary["sessions"])),
         "peak_memory": human_bytes(summary["peak_rss_bytes"]),
         **acceptance_figures(summary["heldout"]),
+        **rates_by_position(summary["heldout"]),
         **own_figures(summary["heldout"]),
         "heldout": dg.MetadataValue.json(summary["heldout"]),
         "curves": picture(artifact.path / "training.png", "loss and acceptance while training"),

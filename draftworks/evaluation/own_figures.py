@@ -17,10 +17,9 @@ _EVERYBODYS = frozenset(
         "supervised_tokens",
     )
 )
-_BY_POSITION = (
-    *("eval/ploss_", "eval/acceptance_rate_"),
-    *("eval/conditional_acceptance_rate_", "eval/unconditional_acceptance_rate_"),
-)
+RATES = ("acceptance_rate", "conditional_acceptance_rate", "unconditional_acceptance_rate")
+"""Names that `EvalResult.metrics` has with `eval/` before and the position behind them."""
+_BY_POSITION = ("eval/ploss_", *(f"eval/{name}_" for name in RATES))
 
 
 def own_figures(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
@@ -32,3 +31,13 @@ def own_figures(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
         for name, value in metrics.items()
         if name not in _EVERYBODYS and not name.startswith(_BY_POSITION)
     }
+
+
+def rates_by_position(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Of the `RATES`, those that were counted, each in a line."""
+    found: dict[str, str] = {}
+    for name in RATES:
+        values = [metrics[key] for key in metrics if key.startswith(f"eval/{name}_")]
+        if values:
+            found[name] = " · ".join(f"{value:.3f}" for value in values)
+    return found
