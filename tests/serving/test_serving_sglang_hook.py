@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from draftworks.errors import PassingTroubleError
-from draftworks.serving.sglang_hook import SGLangCaptureBackend
+from draftworks.serving.sglang_hook import SGLangCaptureBackend, hook_option
 from draftworks.serving.spool import new_request_id, take_parts
 
 LENGTHS = [3, 1, 4]
@@ -76,3 +78,10 @@ def test_rows_that_are_missing_are_told(tmp_path: Path):
     SGLangCaptureBackend(tmp_path).write(batch, output)
     with pytest.raises(PassingTroubleError, match="kept 5 rows of 8 tokens"):
         take_parts(tmp_path, ids[0])
+
+
+def test_the_hook_is_on_the_layer_that_makes_logits_in_a_wrapper_too(tmp_path: Path):
+    (hook,) = json.loads(hook_option(tmp_path))
+    modules = ["", "model", "logits_processor", "language_model.logits_processor", "lm_head", "language_model.lm_head"]
+    matched = [name for name in modules if any(fnmatch.fnmatch(name, each) for each in hook["target_modules"])]
+    assert matched == ["logits_processor", "language_model.logits_processor"]
