@@ -6,10 +6,14 @@ import os
 import dagster as dg
 
 from draftworks.demands import check_demands
+from draftworks.errors import ConfigError
 from draftworks.identity import digest
+from draftworks.preflight.remembered import examine_drafts
 from draftworks.registry import resolved_options, with_overrides
+from draftworks.runs import TargetFiles
 from draftworks.sglang_families import sglang_remarks
 from draftworks.sources import matching_files
+from draftworks.specs import TargetSpec
 from draftworks.strategies import resolve_strategy
 from draftworks.target_weights import check_target_weights
 from resources.dead_runs import release_dead_runs
@@ -36,6 +40,7 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
     if weights.note is not None:
         context.log.warning(f"target {target.name}: {weights.note}")
     check_demands(target, files, workspace.registry)
+    require_sound_drafts(context, workspace, target, files)
     for remark in sglang_remarks(target, files):
         context.log.warning(remark)
     return dg.MaterializeResult(
@@ -88,10 +93,25 @@ def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Materi
         overridden[name] = with_overrides(target.name, resolve_strategy(name), entry, *overrides)
     if any(configs.values()):
         files = workspace.target_files(target.name)
-        check_demands(target.model_copy(update={"strategies": overridden}), files, workspace.registry)
+        changed = target.model_copy(update={"strategies": overridden})
+        check_demands(changed, files, workspace.registry)
+        require_sound_drafts(context, workspace, changed, files)
     for name in target.evals:
         workspace.registry.eval(name)
     options = resolved_options(target, workspace.registry)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(digest(options)), metadata={"options": dg.MetadataValue.json(options)}
     )
+
+
+def require_sound_drafts(
+    context: dg.AssetExecutionContext, workspace: Workspace, target: TargetSpec, files: TargetFiles
+) -> None:
+    """ConfigError for values that nobody can mean and drafts that cannot be built or served; what is odd is in the log."""
+    findings = examine_drafts(target, files, workspace.var / "draft_checks")
+    for one in findings:
+        if one.severity == "warning":
+            context.log.warning(one.text)
+    errors = [one.text for one in findings if one.severity == "error"]
+    if errors:
+        raise ConfigError("\n".join(errors))

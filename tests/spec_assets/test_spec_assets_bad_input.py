@@ -107,6 +107,12 @@ def test_a_draft_vocabulary_larger_than_the_targets_is_found_before_any_work(sit
     assert "larger than the model's vocabulary of 2048" in failure(site.run("prepare"), "target_model")
 
 
+def test_a_value_that_nobody_can_mean_is_found_before_any_work(site):
+    edited(site, "lr: 0.002", "lr: 100")
+    assert "training.lr: found 100" in failure(site.run("prepare"), "target_model")
+    assert not (site.var / "answers").exists()
+
+
 def test_samples_longer_than_the_context_of_the_target(site):
     edited(site, "max_length: 96", "max_length: 4096")
     assert "max_length 4096 is longer than the model's context of 512" in failure(site.run("resolve"), "target_model")
@@ -154,6 +160,7 @@ def test_a_lost_result_of_an_earlier_step_says_what_to_materialize(finished, tmp
     [
         ({"options": {"ttt_lenght": 7}}, "ttt_length"),
         ({"training": {"learning_rate": 1.0}}, "unknown key learning_rate"),
+        ({"training": {"lr": 5}}, "training.lr: found 5"),
         ({"options": {"layer_ids": [2, 4, 99]}}, "target small: eagle3: configured layer ids [2, 4, 99]"),
     ],
 )
