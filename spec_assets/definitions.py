@@ -20,7 +20,7 @@ from spec_assets.evals import eval_features_asset, eval_features_check, eval_set
 from spec_assets.executor import executor
 from spec_assets.exports import export_asset, export_checks
 from spec_assets.leaderboard import leaderboard_asset
-from spec_assets.partitions import partitioned, target_partitions
+from spec_assets.partitions import partitioned, partitioned_checks, target_partitions
 from spec_assets.report_checks import report_checks
 from spec_assets.reports import report_asset
 from spec_assets.serving import serving_asset, serving_check
@@ -44,16 +44,17 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
         *map(export_asset, exported),
         *map(serving_asset, exported),
     ]
+    checks = [
+        *map(eval_features_check, [HELDOUT, *evals]),
+        *map(draft_check, strategies),
+        *(check for strategy in strategies for check in report_checks(strategy)),
+        *map(export_checks, exported),
+        *map(serving_check, exported),
+    ]
     workspace = Workspace(registry_root=str(registry_root))
     return dg.Definitions(
         assets=[*partitioned(assets, targets), leaderboard_asset(strategies)],
-        asset_checks=[
-            *map(eval_features_check, [HELDOUT, *evals]),
-            *map(draft_check, strategies),
-            *(check for strategy in strategies for check in report_checks(strategy)),
-            *map(export_checks, exported),
-            *map(serving_check, exported),
-        ],
+        asset_checks=partitioned_checks(checks, targets),
         jobs=all_jobs(evals),
         sensors=all_sensors(registry),
         schedules=all_schedules(registry),
