@@ -106,8 +106,9 @@ def fail(folder: Path, command: str, mistake: Mistake) -> Ended:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Processes that do nothing but compute."""
-    burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    """Processes that do nothing but compute, and end with this one however it ends."""
+    until_orphaned = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    burning = [subprocess.Popen([sys.executable, "-c", until_orphaned]) for _ in range(processes)]
     try:
         yield
     finally:
