@@ -87,6 +87,8 @@ def _check_exports(
             build_server_configs(config)
         except DraftworksError as error:
             findings.error(f"{where}: its export {name} would be loaded by no server: {error}")
+        except Exception as error:  # a plug-in's format, which may want weights
+            findings.warning(f"{where}: its export {name} was not looked at: {type(error).__name__}: {error}")
 
 
 def _check_proposals(target: TargetSpec, most: dict[str, int | None], findings: Findings) -> None:
