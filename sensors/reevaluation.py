@@ -10,15 +10,9 @@ from draftworks.errors import DraftworksError
 from draftworks.registry import HELDOUT
 from draftworks.staleness import Subject, published_drafts
 from resources.workspace import Workspace
+from sensors.under_way import runs_under_way
 
-PARTITION_TAG = "dagster/partition"
 BECAUSE_TAG = "draftworks/because"
-UNDER_WAY = [
-    dg.DagsterRunStatus.QUEUED,
-    dg.DagsterRunStatus.STARTING,
-    dg.DagsterRunStatus.STARTED,
-    dg.DagsterRunStatus.CANCELING,
-]
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ def reevaluation_sensor(
         after = dict(before)
         requests = []
         # Before anything is looked at: what a run publishes while this tick looks is left to the next tick.
-        busy = targets_under_way(context.instance)
+        busy = set(runs_under_way(context.instance))
         for target in targets:
             known = after[target] = before.get(target, Asked())
             if target in busy:
@@ -86,12 +80,6 @@ def reevaluation_sensor(
 
 def asked_before(cursor: str | None) -> dict[str, Asked]:
     return {target: Asked(**entry) for target, entry in json.loads(cursor or "{}").items()}
-
-
-def targets_under_way(instance: dg.DagsterInstance) -> set[str]:
-    """Targets on which some run is queued or working."""
-    runs = instance.get_runs(dg.RunsFilter(statuses=UNDER_WAY))
-    return {run.tags[PARTITION_TAG] for run in runs if PARTITION_TAG in run.tags}
 
 
 def outdated(workspace: Workspace, target: str) -> Outdated | None:

@@ -12,6 +12,10 @@ from draftworks.identity import digest
 from draftworks.registry import Registry
 from draftworks.staleness import published_drafts
 from resources.workspace import Workspace
+from sensors.under_way import runs_under_way, told
+
+NEITHER_MEASURES_NOR_CAPTURES = ("resolve", "serve")
+"""Jobs beside which an evaluation may run."""
 
 log = logging.getLogger(__name__)
 _IN_FIELDS = str.maketrans({"*": "any", "/": "_per_", "-": "_to_", ",": "_and_"})
@@ -63,7 +67,7 @@ def cadences(registry: Registry) -> dict[Cadence, list[str]]:
 def evaluation_schedule(
     cadence: Cadence, targets: Sequence[str], status: dg.DefaultScheduleStatus
 ) -> dg.ScheduleDefinition:
-    """The schedule of one cadence. Its ticks leave out targets that have no draft to measure."""
+    """The schedule of one cadence. Its ticks leave out targets that have no draft to measure, or that a run is at work on."""
 
     @dg.schedule(
         name=cadence.schedule_name,
@@ -80,7 +84,8 @@ def evaluation_schedule(
             return dg.SkipReason(
                 f"switched off in the UI under its former name, {cadence.former_name}: switch {cadence.schedule_name} on there"
             )
-        reasons = {target: reason_to_skip(workspace, target) for target in targets}
+        busy = {} if context.instance_ref is None else runs_under_way(context.instance, NEITHER_MEASURES_NOR_CAPTURES)
+        reasons = {target: reason_to_skip(workspace, target, busy.get(target)) for target in targets}
         skipped = [f"{target}: {reason}" for target, reason in reasons.items() if reason is not None]
         time = context.scheduled_execution_time.astimezone(datetime.UTC).isoformat()
         requests = [
@@ -105,8 +110,10 @@ def was_switched_off(instance: dg.DagsterInstance, cadence: Cadence) -> bool:
     return by_hand.get(cadence.former_name) == "STOPPED" and by_hand.get(cadence.schedule_name) != "RUNNING"
 
 
-def reason_to_skip(workspace: Workspace, target: str) -> str | None:
-    """Why a target cannot be evaluated; None if it can."""
+def reason_to_skip(workspace: Workspace, target: str, busy: dg.DagsterRun | None = None) -> str | None:
+    """Why a target cannot be evaluated, or need not be since a run is at work on it; None if it is to be."""
+    if busy is not None:
+        return f"{told(busy)}: left to it, and looked at again at the next tick"
     try:
         drafts = published_drafts(workspace.artifacts, workspace.registry.target(target))
     except DraftworksError as error:

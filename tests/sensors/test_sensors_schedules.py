@@ -35,16 +35,23 @@ def only_schedule(fleet: Fleet) -> dg.ScheduleDefinition:
     return schedule
 
 
-def tick(fleet: Fleet, time: datetime.datetime = THREE_O_CLOCK) -> ScheduleExecutionData:
+def tick(
+    fleet: Fleet, time: datetime.datetime = THREE_O_CLOCK, instance: dg.DagsterInstance | None = None
+) -> ScheduleExecutionData:
     definitions = build_definitions(fleet.registry)
     (schedule,) = definitions.get_repository_def().schedule_defs
-    return tick_of(schedule, fleet, time)
+    return tick_of(schedule, fleet, time, instance)
 
 
-def tick_of(schedule: dg.ScheduleDefinition, fleet: Fleet, time: datetime.datetime) -> ScheduleExecutionData:
+def tick_of(
+    schedule: dg.ScheduleDefinition,
+    fleet: Fleet,
+    time: datetime.datetime,
+    instance: dg.DagsterInstance | None = None,
+) -> ScheduleExecutionData:
     return schedule.evaluate_tick(
         dg.build_schedule_context(
-            instance=dg.DagsterInstance.ephemeral(),
+            instance=instance or dg.DagsterInstance.ephemeral(),
             repository_def=build_definitions(fleet.registry).get_repository_def(),
             scheduled_execution_time=time,
             resources={"workspace": fleet.workspace},
@@ -91,6 +98,34 @@ def test_the_same_tick_again_has_the_same_run_keys_and_the_next_one_others(night
 def test_one_moment_has_one_run_key_in_every_time_zone(nightly):
     berlin = THREE_O_CLOCK.astimezone(datetime.timezone(datetime.timedelta(hours=2)))
     assert keys(tick(nightly)) == keys(tick(nightly, berlin))
+
+
+def begin_run(instance: dg.DagsterInstance, job: str, target: str, status: dg.DagsterRunStatus) -> dg.DagsterRun:
+    run = dg.DagsterRun(job_name=job, status=status, tags={"dagster/partition": target})
+    instance.add_run(run)
+    return run
+
+
+def test_a_target_that_a_run_is_at_work_on_is_left_to_it_and_the_run_is_named(nightly):
+    with dg.instance_for_test() as instance:
+        for job in ("evaluate", "train_eagle3", "prepare"):
+            for status in (dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.STARTED):
+                run = begin_run(instance, job, "one", status)
+                assert [request.partition_key for request in tick(nightly, instance=instance).run_requests] == ["two"]
+                instance.delete_run(run.run_id)
+        run = begin_run(instance, "evaluate", "one", dg.DagsterRunStatus.QUEUED)
+        begin_run(instance, "everything", "two", dg.DagsterRunStatus.STARTED)
+        result = tick(nightly, instance=instance)
+    assert not result.run_requests
+    assert f"one: run {run.run_id[:8]} of evaluate is queued" in result.skip_message
+
+
+def test_runs_that_have_ended_or_measure_nothing_hinder_no_tick(nightly):
+    with dg.instance_for_test() as instance:
+        begin_run(instance, "evaluate", "one", dg.DagsterRunStatus.SUCCESS)
+        begin_run(instance, "evaluate", "one", dg.DagsterRunStatus.FAILURE)
+        begin_run(instance, "resolve", "two", dg.DagsterRunStatus.STARTED)
+        assert len(tick(nightly, instance=instance).run_requests) == 2
 
 
 def test_a_tick_without_any_draft_says_so_for_each_target(tmp_path):
