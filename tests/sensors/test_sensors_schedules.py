@@ -109,15 +109,15 @@ def begin_run(instance: dg.DagsterInstance, job: str, target: str, status: dg.Da
 def test_a_target_that_a_run_is_at_work_on_is_left_to_it_and_the_run_is_named(nightly):
     with dg.instance_for_test() as instance:
         for job in ("evaluate", "train_eagle3", "prepare"):
-            for status in (dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.STARTED):
+            for status in (dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED):
                 run = begin_run(instance, job, "one", status)
                 assert [request.partition_key for request in tick(nightly, instance=instance).run_requests] == ["two"]
                 instance.delete_run(run.run_id)
-        run = begin_run(instance, "evaluate", "one", dg.DagsterRunStatus.QUEUED)
+        run = begin_run(instance, "evaluate", "one", dg.DagsterRunStatus.STARTING)
         begin_run(instance, "everything", "two", dg.DagsterRunStatus.STARTED)
         result = tick(nightly, instance=instance)
     assert not result.run_requests
-    assert f"one: run {run.run_id[:8]} of evaluate is queued" in result.skip_message
+    assert f"one: run {run.run_id[:8]} of evaluate is starting" in result.skip_message
 
 
 def test_runs_that_have_ended_or_measure_nothing_hinder_no_tick(nightly):
