@@ -14,7 +14,8 @@ from draftworks.runs import TargetFiles
 from draftworks.specs import TargetSpec
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-_SHAPE = ("max_position_embeddings", "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
+_NEEDED = ("max_position_embeddings", "num_hidden_layers", "hidden_size", "vocab_size")
+_SHAPE = (*_NEEDED, "num_attention_heads")
 GENERATION_CONFIG = "generation_config.json"
 """Names the tokens that end an answer, so it counts with the tokenizer's files, though it lies with the model's."""
 
@@ -44,7 +45,7 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
     tokenizer = _locate(tokenizer, tokenizer_revision, registry, f"target {spec.name}: tokenizer")
     template = _template(spec, registry)
     config = _model_config(model, spec.revision, f"target {spec.name}")
-    if any(config.get(name) is None for name in _SHAPE):
+    if any(config.get(name) is None for name in _NEEDED):  # only then: it imports transformers, also in a sensor's tick
         config = _with_defaults(model, spec.revision, config)
     context = _field(config, model, "max_position_embeddings")
     if spec.max_length > context:

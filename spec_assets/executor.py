@@ -16,6 +16,7 @@ from dagster._utils.error import SerializableErrorInfo
 from draftworks.errors import ConfigError
 from draftworks.registry import Registry
 from spec_assets.course import Course
+from spec_assets.run_record import ended_with_record
 
 PARTITION_TAG = "dagster/partition"
 HOME = "DAGSTER_HOME"
@@ -66,9 +67,10 @@ class TellingExecutor(dg.Executor):
             plan_context.log.warning(UNRECORDED)
         course = Course()
         try:
-            for event in self._inner.execute(plan_context, execution_plan):
-                course.note(event)
-                yield event
+            with ended_with_record(plan_context.instance, plan_context.run_id):
+                for event in self._inner.execute(plan_context, execution_plan):
+                    course.note(event)
+                    yield event
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
             plan_context.log.warning(course.what_is_left())
             raise
