@@ -8,7 +8,9 @@ import dagster as dg
 from draftworks.demands import check_demands
 from draftworks.errors import ConfigError
 from draftworks.identity import digest
-from draftworks.preflight.remembered import examine_drafts
+from draftworks.preflight.findings import Findings
+from draftworks.preflight.places import check_places
+from draftworks.preflight.remembered import examine_before_run
 from draftworks.registry import resolved_options, with_overrides
 from draftworks.runs import TargetFiles
 from draftworks.sglang_families import sglang_remarks
@@ -40,7 +42,7 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
     if weights.note is not None:
         context.log.warning(f"target {target.name}: {weights.note}")
     check_demands(target, files, workspace.registry)
-    require_sound_drafts(context, workspace, target, files)
+    require_sound_target(context, workspace, target, files)
     for remark in sglang_remarks(target, files):
         context.log.warning(remark)
     return dg.MaterializeResult(
@@ -95,7 +97,7 @@ def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Materi
         files = workspace.target_files(target.name)
         changed = target.model_copy(update={"strategies": overridden})
         check_demands(changed, files, workspace.registry)
-        require_sound_drafts(context, workspace, changed, files)
+        require_sound_target(context, workspace, changed, files)
     for name in target.evals:
         workspace.registry.eval(name)
     options = resolved_options(target, workspace.registry)
@@ -104,14 +106,19 @@ def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Materi
     )
 
 
-def require_sound_drafts(
+def require_sound_target(
     context: dg.AssetExecutionContext, workspace: Workspace, target: TargetSpec, files: TargetFiles
 ) -> None:
-    """ConfigError for values that nobody can mean and drafts that cannot be built or served; what is odd is in the log."""
-    findings = examine_drafts(target, files, workspace.var / "draft_checks")
-    for one in findings:
-        if one.severity == "warning":
-            context.log.warning(one.text)
+    """ConfigError for what would fail later: values that nobody can mean, drafts that cannot be built or served, data
+    without a usable row. What is odd is in the log."""
+    registry = workspace.registry
+    names = dict.fromkeys([target.dataset, *(registry.eval(name).dataset for name in target.evals)])
+    data = {name: workspace.dataset_version(registry.dataset(name)) for name in names}
+    places = Findings()  # of this machine: another may be the one that captures, and this run may need none of it
+    check_places(target, registry, places)
+    findings = examine_before_run(target, files, registry, data, workspace.var / "target_checks")
+    for one in (*places.found, *(each for each in findings if each.severity == "warning")):
+        context.log.warning(one.text)
     errors = [one.text for one in findings if one.severity == "error"]
     if errors:
         raise ConfigError("\n".join(errors))

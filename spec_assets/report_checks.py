@@ -23,7 +23,12 @@ def report_checks(strategy: StrategySpec) -> Sequence[dg.AssetChecksDefinition]:
     """The checks of `{strategy}_report`. The draft is there, and its report is worth reading: they end a run only where the
     target says so (`gates`)."""
     report = f"{strategy.name}_report"
-    return [*(_report_check(report, name) for name in REPORT_JUDGES), _draft_is_current(strategy, report)]
+    return [*gate_checks(report), _draft_is_current(strategy, report)]
+
+
+def gate_checks(report: str) -> list[dg.AssetChecksDefinition]:
+    """The checks of a report that a target's `gates` can turn into errors or leave out."""
+    return [_report_check(report, name) for name in REPORT_JUDGES]
 
 
 def _report_check(report: str, name: str) -> dg.AssetChecksDefinition:

@@ -1,8 +1,9 @@
-"""The look at a target's drafts with which every run begins, remembered while nothing that it looks at has changed. Torch-free."""
+"""The look at a target with which every run begins, remembered while nothing that it looks at has changed. Torch-free."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -11,31 +12,38 @@ from draftworks.identity import digest
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.plausible import judge_values
 from draftworks.publishing import publish_json
+from draftworks.registry import Registry
 from draftworks.runs import TargetFiles
 from draftworks.specs import TargetSpec
 
-REVISION = 1
+REVISION = 2
 """Raised when the same target may be judged otherwise: what is remembered then no longer counts."""
 _LIBRARIES = ("draftworks", "torch", "transformers")
 
 
-def examine_drafts(target: TargetSpec, files: TargetFiles, remembered: Path) -> tuple[Finding, ...]:
-    """Findings about values and drafts of a target. Verdicts without an error are kept, by content of entry and files.
+def examine_before_run(
+    target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], remembered: Path
+) -> tuple[Finding, ...]:
+    """Findings about values, drafts and the first rows of the data of a target. Verdicts without an error are kept.
 
     Args:
-        remembered: folder of kept verdicts.
+        data: data version of every data set of the target and of its eval sets, by name.
+        remembered: folder of kept verdicts, by content of entry, files and data.
     """
     versions = [version(library) for library in _LIBRARIES]
-    entry = [target.model_dump(mode="json"), files.model_dump(mode="json")]
-    path = remembered / f"{digest([REVISION, versions, entry])}.json"
+    sets = {name: registry.dataset(name).model_dump(mode="json") for name in data}
+    looked_at = [target.model_dump(mode="json"), files.model_dump(mode="json"), sets, dict(data)]
+    path = remembered / f"{digest([REVISION, versions, looked_at])}.json"
     known = _known(path)
     if known is not None:
         return known
     findings = Findings()
     judge_values(target, findings)
     from draftworks.preflight.drafts import check_drafts  # torch: only where there is something to find out
+    from draftworks.preflight.sample import check_sample
 
     check_drafts(target, files, findings)
+    check_sample(target, files, registry, findings)
     if not findings.errors:
         publish_json(path, [asdict(each) for each in findings.found])
     return tuple(findings.found)

@@ -40,7 +40,7 @@ def test_every_gate_passes(tmp_path: Path, case: Case, dtype: str):
     draft = case.toys(tmp_path).draft(case.strategy, **case.options)
     result = export_draft(draft, case.format, tmp_path / "out", dtype)
     assert [gate for gate in result.gates if not gate.passed] == []
-    assert len(result.gates) == 10
+    assert len(result.gates) == 11
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         floating = {file.get_tensor(name).dtype for name in file.keys() if name not in ("d2t", "t2d")}  # noqa: SIM118

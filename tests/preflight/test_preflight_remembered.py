@@ -1,50 +1,62 @@
-"""A verdict on drafts is kept as long as entry, files and versions are what they were, and only where nothing was wrong."""
+"""A verdict on a target is kept as long as entry, files, data and versions are what they were, and only where nothing was wrong."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from draftworks.preflight import drafts, remembered
-from draftworks.preflight.remembered import examine_drafts
+from draftworks.preflight import drafts, remembered, sample
+from draftworks.preflight.remembered import examine_before_run
 
 
 @pytest.fixture
 def looks(monkeypatch):
-    """How often drafts were built."""
+    """What was looked at, each time."""
     seen = []
 
-    def watched(target, files, findings):
-        seen.append(target.name)
-        plain(target, files, findings)
+    def watched(plain, name, *args):
+        seen.append(name)
+        plain(*args)
 
-    plain = drafts.check_drafts
-    monkeypatch.setattr(drafts, "check_drafts", watched)
+    for module, name in ((drafts, "check_drafts"), (sample, "check_sample")):
+        monkeypatch.setattr(module, name, partial(watched, getattr(module, name), name))
     return seen
 
 
-def test_what_has_not_changed_is_not_looked_at_again(fleet, tiny_target, tmp_path, looks, monkeypatch):
+@pytest.fixture
+def examine(fleet, tiny_target, tmp_path):
+    """The look at the fleet's target, with what a test changes of it."""
+
+    def examined(**changed):
+        given = {"target": fleet.registry.target("small"), "files": tiny_target, "data": {"chats": "a"}, **changed}
+        return examine_before_run(registry=fleet.registry, remembered=tmp_path / "kept", **given)
+
+    return examined
+
+
+def test_what_has_not_changed_is_not_looked_at_again(fleet, tiny_target, examine, looks, monkeypatch):
     fleet.write(strategies={"eagle3": {"options": {"draft_vocab_size": 64}, "training": {"lr": 0.5}}})
-    target = fleet.registry.target("small")
-    first = examine_drafts(target, tiny_target, tmp_path / "kept")
+    first = examine()
     assert [one.severity for one in first] == ["warning"]
-    assert examine_drafts(target, tiny_target, tmp_path / "kept") == first
-    assert len(looks) == 1
-    examine_drafts(target.model_copy(update={"max_length": 80}), tiny_target, tmp_path / "kept")
-    examine_drafts(target, tiny_target.model_copy(update={"digest": "other"}), tmp_path / "kept")
-    monkeypatch.setattr(remembered, "REVISION", 2)
-    examine_drafts(target, tiny_target, tmp_path / "kept")
-    assert len(looks) == 4
+    assert examine() == first
+    assert looks == ["check_drafts", "check_sample"]
+    examine(target=fleet.registry.target("small").model_copy(update={"max_length": 80}))
+    examine(files=tiny_target.model_copy(update={"digest": "other"}))
+    examine(data={"chats": "b"})
+    monkeypatch.setattr(remembered, "REVISION", 9)
+    examine()
+    assert len(looks) == 10
 
 
-def test_a_mistake_and_a_damaged_verdict_are_looked_at_again(fleet, tiny_target, tmp_path, looks):
+def test_a_mistake_and_a_damaged_verdict_are_looked_at_again(fleet, examine, looks, tmp_path):
     good = fleet.registry.target("small")
     fleet.write(strategies={"eagle3": {"options": {"draft_vocab_size": 64}, "training": {"lr": 9}}})
-    bad = fleet.registry.target("small")
     for _ in range(2):
-        assert any(one.severity == "error" for one in examine_drafts(bad, tiny_target, tmp_path / "kept"))
-    assert len(looks) == 2
-    examine_drafts(good, tiny_target, tmp_path / "kept")
+        assert any(one.severity == "error" for one in examine())
+    assert len(looks) == 4
+    assert examine(target=good) == ()
     [path] = (tmp_path / "kept").iterdir()
     path.write_text("{")
-    assert examine_drafts(good, tiny_target, tmp_path / "kept") == ()
-    assert len(looks) == 4
+    assert examine(target=good) == ()
+    assert len(looks) == 8

@@ -66,7 +66,8 @@ def test_a_tokenizer_without_a_chat_template(site, tiny_folder, tmp_path):
     config.pop("chat_template", None)
     (copy / "tokenizer_config.json").write_text(json.dumps(config))
     edited(site, f"model: {tiny_folder}", f"model: {copy}")
-    assert "chat template" in failure(site.run("prepare", asset_selection=ANSWERING), "responses")
+    assert "chat template" in failure(site.run("prepare", asset_selection=ANSWERING), "target_model")
+    assert not (site.var / "answers").exists()
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,15 @@ def test_a_tokenizer_without_a_chat_template(site, tiny_folder, tmp_path):
         ("not json\n", "chats.jsonl"),
     ],
 )
-def test_data_that_gives_no_conversation(site, content, message):
+def test_data_that_gives_no_conversation_is_found_before_any_work(site, content, message):
     site.chats.write_text(content)
-    assert message in failure(site.run("prepare"), "conversations")
+    assert message in failure(site.run("prepare"), "target_model")
+    assert not (site.var / "conversations").exists()
+
+
+def test_rows_behind_the_sample_that_are_rejected_stop_where_they_are_read(site):
+    site.chats.write_text(site.chats.read_text() + '{"messages": []}\n' * 10_000)
+    assert "max_rejected_share" in failure(site.run("prepare"), "conversations")
 
 
 def test_a_data_set_without_files(site):
