@@ -32,7 +32,7 @@ from spec_assets.common import (
     told,
 )
 from spec_assets.evals import eval_data_versions, feature_set
-from spec_assets.features import GPU_POOL, stream_versions
+from spec_assets.features import GPU_POOL, current_features, stream_versions
 from spec_assets.metadata import acceptance_figures, human_bytes, picture, short_path, table
 
 GROUP = "drafts"
@@ -109,7 +109,7 @@ def draft_inputs(workspace: Workspace, strategy: StrategySpec, target: TargetSpe
     files = workspace.target_files(target.name)
     options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
     streams = strategy.features(files.num_layers, options)
-    train_features = artifacts.current("training_features", target.name)
+    train_features = current_features(workspace, "training_features", target.name)
     return DraftInputs(
         files=files,
         options=chosen.options,

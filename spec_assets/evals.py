@@ -21,7 +21,15 @@ from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, checked_partition, launch, obtained, shown, target_with_eval, told
 from spec_assets.data import Conversations, answered, greedy, supervised_share
-from spec_assets.features import GPU_POOL, VERIFIED, VERIFIED_MEANS, features_metadata, stream_versions, verified
+from spec_assets.features import (
+    GPU_POOL,
+    VERIFIED,
+    VERIFIED_MEANS,
+    current_features,
+    features_metadata,
+    stream_versions,
+    verified,
+)
 from spec_assets.metadata import rejections, summary_figures
 
 CAPTURE_REPORT = "capture.json"
@@ -227,10 +235,10 @@ def feature_set(workspace: Workspace, target: str, name: str) -> FeatureSet:
     """Tokens and cached features of an eval set, as programs read them.
 
     Raises:
-        StoreError: not materialized yet.
+        StoreError: not materialized yet, or for other weights.
     """
     responses = workspace.artifacts.current(f"{name}_responses", target)
-    features = workspace.artifacts.current(f"{name}_eval_features", target)
+    features = current_features(workspace, f"{name}_eval_features", target)
     return FeatureSet(tokens=responses.path / TOKENS_FOLDER, features=_entry_path(workspace, features))
 
 
@@ -238,11 +246,10 @@ def eval_data_versions(workspace: Workspace, target: str, name: str, streams: It
     """Content versions of an eval set: of its answers, and by name of those of its features that are read.
 
     Raises:
-        StoreError: not materialized yet, or a stream was not captured.
+        StoreError: not materialized yet or for other weights, or a stream was not captured.
     """
-    responses, features = (
-        workspace.artifacts.current(f"{name}_{kind}", target) for kind in ("responses", "eval_features")
-    )
+    responses = workspace.artifacts.current(f"{name}_responses", target)
+    features = current_features(workspace, f"{name}_eval_features", target)
     return [responses.data_version, stream_versions(features, streams)]
 
 

@@ -74,6 +74,22 @@ def training_features(
     return shown(context, artifact, features_metadata(artifact), [check])
 
 
+def current_features(workspace: Workspace, asset_name: str, target: str) -> Artifact:
+    """The newest features of an asset.
+
+    Raises:
+        StoreError: there are none, or they were captured from other weights than the target has now.
+    """
+    features, now = workspace.artifacts.current(asset_name, target), workspace.target_files(target).digest
+    of = features.identity["target"]
+    if of != now:
+        raise StoreError(
+            f"{asset_name} of target {target} was captured from other weights (digest {of[:12]}) than the target has now "
+            f"({now[:12]}). Materialize it again: draftworks run prepare --target {target}"
+        )
+    return features
+
+
 def stream_versions(features: Artifact, names: Iterable[str]) -> dict[str, str]:
     """Content versions of the streams that a strategy reads, by name: what other strategies need beside them is not its own.
 

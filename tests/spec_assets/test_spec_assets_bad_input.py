@@ -7,6 +7,7 @@ import shutil
 
 import dagster as dg
 import pytest
+from safetensors.torch import load_file, save_file
 
 ANSWERING = [dg.AssetKey(name) for name in ("target_model", "dataset", "recipe", "conversations", "responses")]
 
@@ -160,6 +161,17 @@ def test_a_lost_result_of_an_earlier_step_says_what_to_materialize(finished, tmp
     copy = finished.site.copy(tmp_path)
     shutil.rmtree(copy.var / "training_features")
     assert "materialize it first" in failure(copy.run("train_eagle3"), "eagle3_draft")
+
+
+def test_features_of_weights_that_were_replaced_train_no_draft(finished, tiny_folder, tmp_path):
+    copy, model = finished.site.copy(tmp_path), shutil.copytree(tiny_folder, tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] *= 2
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    edited(copy, f"model: {tiny_folder}", f"model: {model}")
+    message = failure(copy.run("train_eagle3"), "eagle3_draft")
+    assert "training_features of target small was captured from other weights" in message
+    assert "draftworks run prepare --target small" in message
 
 
 @pytest.mark.parametrize(
