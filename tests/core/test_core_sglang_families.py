@@ -15,7 +15,7 @@ from draftworks.sglang_families import sglang_remarks
 from draftworks.specs import TargetSpec
 
 MakeTarget = Callable[[str], TargetFiles]
-OPTIONS = {"layer_ids": [1, 3, 4], "draft_vocab_size": 64}
+OPTIONS = {"layer_ids": [2, 3, 4], "draft_vocab_size": 64}
 
 
 def asking(files: TargetFiles, backend: str, max_length: int = 128) -> TargetSpec:
