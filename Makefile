@@ -55,7 +55,7 @@ test-specforge: $(VENV)/ready $(SPECFORGE)/ready
 specforge-env: $(SPECFORGE)/ready
 
 test-sglang: $(VENV)/ready $(SGLANG)/ready
-	$(BIN)/python -m pytest -m sglang tests/capture tests/export tests/spec_assets
+	$(BIN)/python -m pytest -m sglang tests/capture tests/export tests/programs tests/spec_assets
 
 sglang-env: $(SGLANG)/ready
 

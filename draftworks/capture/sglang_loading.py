@@ -47,9 +47,10 @@ def load_sglang_engine(
         require_sglang_here()
     if EMBEDDINGS in (place.taps or ()):
         require_plain_embeddings(target)
-    layer_ids = _layer_ids(place.taps)
+    layer_ids = layers_to_capture(place.taps)
     if not capture.server.external:
-        options = _options(target, capture, device, place, layer_ids)
+        spool = place.folder.resolve() / "spool"
+        options = server_options(target, capture, device, spool, layer_ids, place.local_rank)
         return _engine(target, capture, _started(options, capture, place), place)
     return _engine(target, capture, _external(target, capture, place, layer_ids), place)
 
@@ -90,9 +91,20 @@ def _started(options: ServerOptions, capture: CaptureSpec, place: EnginePlace) -
     return ManagedHost(Path(place.sglang.python), options, place.folder.resolve(), place.sglang).start()
 
 
-def _options(
-    target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace, layer_ids: tuple[int, ...]
+def server_options(
+    target: TargetFiles,
+    capture: CaptureSpec,
+    device: torch.device,
+    spool: Path,
+    layer_ids: tuple[int, ...],
+    local_rank: int = 0,
 ) -> ServerOptions:
+    """How a server of ours serves a target, by the registry.
+
+    Args:
+        layer_ids: see `layers_to_capture`.
+        local_rank: of the process that starts it, which decides its GPUs.
+    """
     server, on_gpu = capture.server, device.type == "cuda"
     return ServerOptions(
         model=target.model,
@@ -102,10 +114,10 @@ def _options(
         dtype=capture.compute_dtype,
         device=device.type,
         layer_ids=layer_ids,
-        spool=place.folder.resolve() / "spool",
+        spool=spool,
         tp_size=server.tp_size,
         dp_size=server.dp_size,
-        first_gpu=place.local_rank * server.tp_size * server.dp_size,
+        first_gpu=local_rank * server.tp_size * server.dp_size,
         mem_fraction=server.mem_fraction or (None if on_gpu else CPU_MEMORY_SHARE),
         max_total_tokens=server.max_total_tokens or (None if on_gpu else capture.batch_tokens + 2 * target.context),
         extra=tuple(server.args),
@@ -113,7 +125,7 @@ def _options(
     )
 
 
-def _layer_ids(taps: tuple[LayerTap, ...] | None) -> tuple[int, ...]:
+def layers_to_capture(taps: tuple[LayerTap, ...] | None) -> tuple[int, ...]:
     """Layers whose outputs the taps are. Some layer is captured even for `last` alone: only then SGLang keeps both."""
     if taps is None:
         return ()

@@ -21,7 +21,7 @@ from draftworks.evaluation.own_figures import own_figures
 from draftworks.identity import FileDigests
 from draftworks.leaderboard import Fleet
 from draftworks.leaderboard_views import CAPTION, cells
-from draftworks.programs import checking, start
+from draftworks.programs import checking, engine, start
 from draftworks.programs.keys import FILES, keys_of
 from draftworks.registry import Registry
 from draftworks.resolve import resolve_target
@@ -31,6 +31,7 @@ app = typer.Typer(help="Draft models for a fleet of LLMs.", add_completion=False
 app.command()(checking.check)
 app.command()(start.run)
 app.command()(start.ui)
+app.command()(engine.engine)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
 UNFOLDED = 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -28,8 +29,10 @@ LOG_TAIL_LINES = 30
 _LOG_TAIL_BYTES = 32 << 10
 _POLL_S = 0.25
 _ANSWER_TIMEOUT_S = 10
+_TOLD_EVERY_S = 30.0
 _SPARE_CONTEXT = 16
 """SGLang keeps some positions for itself; a sample as long as the target's context has to fit all the same."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -117,22 +120,30 @@ class ServerOptions:
 
 
 class SGLangServer:
-    """One server on a free port of the loopback interface.
+    """One server on the loopback interface.
 
     Args:
         python: of the environment SGLang is installed in.
         folder: for its log, a link to this package and what its processes are started through; created if absent, and of
             no other server at the same time.
+        port: None is one that is free when it starts.
     """
 
     def __init__(
-        self, python: Path, options: ServerOptions, folder: Path, start_timeout_s: float, grace_s: float
+        self,
+        python: Path,
+        options: ServerOptions,
+        folder: Path,
+        start_timeout_s: float,
+        grace_s: float,
+        port: int | None = None,
     ) -> None:
         self._python = python
         self._options = options
         self._folder = folder
         self._start_timeout_s = start_timeout_s
         self._grace_s = grace_s
+        self._port = port
         self._process: subprocess.Popen[bytes] | None = None
         # The kernel ends a server when the *thread* that started it ends, so that thread is one of our own.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang-starter")
@@ -155,7 +166,7 @@ class SGLangServer:
             EngineError: it ended or was not ready in time, with the end of its log; or another server has its port.
         """
         self.version = require_version(self._python)
-        port = free_port()
+        port = self._port or free_port()
         self.url = f"http://127.0.0.1:{port}"
         for folder in (self._folder, self._options.spool):
             folder.mkdir(parents=True, exist_ok=True)
@@ -211,8 +222,11 @@ class SGLangServer:
             )
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self._start_timeout_s
-        while time.monotonic() < deadline:
+        began = told = time.monotonic()
+        while time.monotonic() < began + self._start_timeout_s:
+            if time.monotonic() > told + _TOLD_EVERY_S:
+                told = time.monotonic()
+                log.info("SGLang has been starting for %.0f s; what it says is in %s", told - began, self.log)
             if not self.runs():
                 code = self._process.returncode if self._process else None
                 raise EngineError(

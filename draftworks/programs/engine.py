@@ -1,0 +1,91 @@
+"""`draftworks engine`: a target's SGLang server for as long as a person wants, where its registry entry looks for it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from draftworks.demands import check_demands, union_of_taps
+from draftworks.errors import ConfigError, DraftworksError, EngineError
+from draftworks.identity import FileDigests, LayerTap
+from draftworks.programs.start import CHECKOUT, LOOPBACK, check_free, refused
+from draftworks.registry import Registry
+from draftworks.resolve import resolve_target
+from draftworks.serving.sglang_server import SGLangServer
+from draftworks.specs import TargetSpec
+
+EXAMPLE = 'capture: {backend: sglang_server, server: {url: "http://127.0.0.1:30000", spool: /dev/shm/draftworks}}'
+_LOOKED_EVERY_S = 1.0
+
+
+def engine(
+    target: Annotated[str, typer.Argument(help="The registry's name of the model.")],
+    registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT / "registry",
+) -> None:
+    """Serve a target until Ctrl-C, at its entry's `capture.server.url`: loaded once, for every step of every run."""
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    logging.getLogger("draftworks").setLevel(logging.INFO)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        server = prepare_server(target, Registry(registry))
+        typer.echo(f"target {target}: SGLang is starting; what it says is in {server.log}")
+        _serve(target, server)
+    except DraftworksError as error:
+        raise refused(error) from None
+
+
+def _serve(target: str, server: SGLangServer) -> None:
+    try:
+        server.start()
+        typer.echo(f"target {target}: SGLang {server.version} serves at {server.url}. Ctrl-C ends it")
+        while server.runs():
+            time.sleep(_LOOKED_EVERY_S)
+        raise EngineError(f"SGLang ended by itself. The end of {server.log}:\n{server.log_tail()}")
+    except KeyboardInterrupt:
+        typer.echo(f"target {target}: SGLang is ending")
+    finally:
+        server.stop()
+
+
+def prepare_server(name: str, registry: Registry) -> SGLangServer:
+    """The server that a target's entry says is running, not started yet; it captures every layer that a draft reads.
+
+    Raises:
+        ConfigError: the entry names no server on this machine, or SGLang cannot do what it asks for; the port is taken.
+    """
+    target = registry.target(name)
+    port, spool = _place(target)
+    check_free(port)
+    files = resolve_target(target, registry, FileDigests(registry.var() / "digests.json"))
+    check_demands(target, files, registry)
+
+    from draftworks.capture.sglang_loading import layers_to_capture, server_options  # torch
+    from draftworks.programs.process_group import resolve_device
+
+    taps = tuple(LayerTap(index) for index in union_of_taps(target, files.num_layers))
+    device = resolve_device(target.capture.device)
+    options = server_options(files, target.capture, device, spool, layers_to_capture(taps))
+    sglang = registry.deployment().sglang
+    python = (registry.root / sglang.python).absolute()
+    folder = registry.var() / "engines" / name
+    return SGLangServer(python, options, folder, sglang.start_timeout_s, sglang.grace_s, port)
+
+
+def _place(target: TargetSpec) -> tuple[int, Path]:
+    """Port and spool folder of the one server of the entry."""
+    server, where = target.capture.server, f"target {target.name}: capture.server"
+    if target.capture.backend != "sglang_server" or server.url is None or server.spool is None:
+        raise ConfigError(f"{where}: expected backend sglang_server with url and spool. Write for example: {EXAMPLE}")
+    place = urlsplit(server.url)
+    if place.hostname not in (LOOPBACK, "localhost") or place.port is None or place.path.strip("/"):
+        raise ConfigError(
+            f"{where}.url: expected http://{LOOPBACK}:PORT, found {server.url}: start it on its own machine, by its own means"
+        )
+    return place.port, Path(server.spool)
