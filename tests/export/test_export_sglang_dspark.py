@@ -69,7 +69,7 @@ def exported(toys: Toys, name: str, options: dict[str, Any]) -> Proposed:
     strategy, generator = draft.strategy(), torch.Generator().manual_seed(5)
     target = TargetTensors(draft.parts.embedding.float(), draft.parts.head.float())
     reader = open_export("zlab_dspark", toys.folder / name, target, torch.float32)
-    asked, tokens, confidence = dict(vars(target)), [], []
+    asked, tokens, confidence = {"embedding": target.embedding, "head": target.head}, [], []
     for question, rows in enumerate(CONTEXTS):
         features = {tap.name: torch.randn(rows, HIDDEN, generator=generator) for tap in draft.taps}
         known = torch.randint(VOCAB, (rows,), generator=generator)
