@@ -22,7 +22,7 @@ from train_step import Case, prepare
 
 from draftworks.drafts.strategy import StepContext
 from draftworks.drafts.supervision import token_mean_gates
-from draftworks.evaluation.replay import replay
+from draftworks.evaluation.ladder.replay import replay
 
 
 @dataclass(frozen=True)

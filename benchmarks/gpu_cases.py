@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftworks.config.strategies import StrategyOptions, available_strategies, resolve_strategy
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.strategies import StrategyOptions, available_strategies, resolve_strategy
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.features.contracts import TrainBatch
-from draftworks.specs import TrainingSpec
 from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.compiling import compile_blocks
 from draftworks.training.core import TrainerCore

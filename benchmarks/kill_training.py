@@ -28,8 +28,8 @@ import psutil
 import typer
 from random_training import RANKS, random_training
 
+from draftworks.config.run_files import TrainRun
 from draftworks.drafts.draft_io import read_config
-from draftworks.runs import TrainRun
 from draftworks.training.checkpoint_files import CheckpointFolder, read_record, verify
 
 VICTIMS = ("torchrun", "one rank", "all")

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 import typer
 
+from draftworks.config.run_files import TrainRun
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.features.contracts import TrainBatch
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.packed_schedule import PackedTrainSchedule
 from draftworks.features.packing import PackLimits, document_lengths, fill
 from draftworks.programs.assembly import Samples, build_draft, open_samples
-from draftworks.runs import TrainRun
 from draftworks.training.backend import FSDPTrainingBackend, process_group_of_one
 from draftworks.training.core import TrainerCore
 from draftworks.training.trainer import optimizer_of, plan_of

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftworks.capture.hf import HFTargetEngine, load_hf_engine
-from draftworks.capture.stream_difference import KnownStream, compare_stream, known_streams
-from draftworks.capture.streamed import StreamedTarget
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.specs import CaptureSpec
+from draftworks.capture.engines.hf import HFTargetEngine, load_hf_engine
+from draftworks.capture.probe.stream_difference import KnownStream, compare_stream, known_streams
+from draftworks.capture.probe.streamed_forward import StreamedTarget
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.storage.identity import LayerTap
 
 MODEL = Path(__file__).resolve().parents[1] / "registry" / "models" / "tiny"
 LAYER = 3

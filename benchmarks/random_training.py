@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from draftworks.config.registry_files import TrainingSpec
+from draftworks.config.run_files import FeatureSet, TargetFiles, TrainRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, supervised_counts
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import write_feature_set
-from draftworks.resolve import digested
-from draftworks.runs import FeatureSet, TargetFiles, TrainRun
-from draftworks.specs import TrainingSpec
+from draftworks.targets.resolve import digested
 
 TINY = Path(__file__).resolve().parents[1] / "registry" / "models" / "tiny"
 STREAMS = ("hf2", "hf4", "hf5", "last")

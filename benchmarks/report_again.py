@@ -22,9 +22,9 @@ import typer
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
+from draftworks.config.run_files import EvaluateRun
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
-from draftworks.runs import EvaluateRun
 
 
 @dataclass

@@ -25,10 +25,10 @@ import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftworks.capture.engine import EnginePlace, TargetEngine, load_engine
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec, SGLangSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.specs import CaptureSpec, ResponseSpec, SGLangSpec
+from draftworks.storage.identity import LayerTap
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = ROOT / "registry" / "models" / "tiny"

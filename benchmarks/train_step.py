@@ -159,8 +159,8 @@ def made_up_target(case: Case, generator: Generator) -> TargetParts:
 
 
 def eagle3(case: Case, target: TargetParts) -> DraftStrategy:
-    from draftworks.drafts.eagle3 import Eagle3Strategy
-    from draftworks.strategies import Eagle3Options
+    from draftworks.strategies.eagle3.options import Eagle3Options
+    from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 
     options = Eagle3Options(ttt_length=case.ttt, draft_vocab_size=case.draft_vocab, loss=case.loss)
     return Eagle3Strategy(options, target, _first_tokens(case), seed=0)
@@ -176,16 +176,16 @@ def _first_tokens(case: Case) -> VocabMapping:
 
 
 def dflash(case: Case, target: TargetParts) -> DraftStrategy:
-    from draftworks.drafts.dflash import DFlashStrategy
-    from draftworks.strategies import DFlashOptions
+    from draftworks.strategies.dflash.options import DFlashOptions
+    from draftworks.strategies.dflash.strategy import DFlashStrategy
 
     options = DFlashOptions(block_size=8, num_anchors=64, num_layers=2, num_taps=3, loss=case.loss)
     return DFlashStrategy(options, target, None, seed=0)
 
 
 def domino(case: Case, target: TargetParts) -> DraftStrategy:
-    from draftworks.drafts.domino import DominoStrategy
-    from draftworks.strategies import DominoOptions
+    from draftworks.strategies.domino.options import DominoOptions
+    from draftworks.strategies.domino.strategy import DominoStrategy
 
     correction = {"emb_dim": 32, "gru_hidden_dim": 64}
     options = DominoOptions(block_size=8, num_anchors=64, num_layers=2, num_taps=3, loss=case.loss, **correction)
@@ -193,16 +193,16 @@ def domino(case: Case, target: TargetParts) -> DraftStrategy:
 
 
 def dspark(case: Case, target: TargetParts) -> DraftStrategy:
-    from draftworks.drafts.dspark import DSparkStrategy
-    from draftworks.strategies import DSparkOptions
+    from draftworks.strategies.dspark.options import DSparkOptions
+    from draftworks.strategies.dspark.strategy import DSparkStrategy
 
     options = DSparkOptions(block_size=8, num_anchors=64, num_layers=2, num_taps=3, loss=case.loss, markov_rank=32)
     return DSparkStrategy(options, target, None, seed=0)
 
 
 def peagle(case: Case, target: TargetParts) -> DraftStrategy:
-    from draftworks.drafts.peagle import PEagleStrategy
-    from draftworks.strategies import PEagleOptions
+    from draftworks.strategies.peagle.options import PEagleOptions
+    from draftworks.strategies.peagle.strategy import PEagleStrategy
 
     options = PEagleOptions(draft_vocab_size=case.draft_vocab, loss=case.loss)
     return PEagleStrategy(options, target, _first_tokens(case), seed=0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import dagster as dg
 
-from draftworks.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import available_strategies, resolve_strategy
 
 INPUTS = dg.AssetSelection.groups("inputs")
 SERVING = dg.AssetSelection.groups("serving")

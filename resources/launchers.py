@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draftworks.specs import LauncherSpec
+from draftworks.config.registry_files import LauncherSpec
 from resources.local_launcher import LocalLauncher
 from resources.torch_launcher import TorchLauncher
 

@@ -15,7 +15,7 @@ import dagster as dg
 import psutil
 from pydantic import Field
 
-from draftworks import parent_death
+from draftworks.distributed import parent_death
 from draftworks.errors import ConfigError
 from draftworks.programs.heartbeat import Pulse
 from resources.process_tree import MARK, ProcessTree

@@ -13,8 +13,8 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
+from draftworks.distributed.stop_signals import deferred_interrupt
 from draftworks.programs.heartbeat import Pulse
-from draftworks.stop_signals import deferred_interrupt
 from resources.job_failure import (
     failure_of_job,
     failure_of_report,

@@ -9,14 +9,14 @@ from pathlib import Path
 import dagster as dg
 from pydantic import Field
 
-from draftworks.artifacts import ArtifactStore
-from draftworks.identity import FileDigests
-from draftworks.kept_by_name import find_answers, find_store
-from draftworks.registry import Registry
-from draftworks.resolve import resolve_target
-from draftworks.runs import StoreSpec, TargetFiles
-from draftworks.sources import dataset_version
-from draftworks.specs import CaptureSpec, DatasetSpec, SGLangSpec
+from draftworks.config.registry_files import CaptureSpec, DatasetSpec, SGLangSpec
+from draftworks.config.run_files import StoreSpec, TargetFiles
+from draftworks.data.sources import dataset_version
+from draftworks.storage.artifacts import ArtifactStore
+from draftworks.storage.identity import FileDigests
+from draftworks.storage.kept_by_name import find_answers, find_store
+from draftworks.targets.registry import Registry
+from draftworks.targets.resolve import resolve_target
 
 
 class Workspace(dg.ConfigurableResource):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dagster as dg
 
-from draftworks.registry import Registry
+from draftworks.targets.registry import Registry
 from sensors.reevaluation import reevaluation_sensor
 from sensors.registry import registry_sensor
 from sensors.schedules import evaluation_schedules

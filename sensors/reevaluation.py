@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 import dagster as dg
 
 from draftworks.errors import DraftworksError
-from draftworks.registry import HELDOUT
-from draftworks.staleness import Subject, published_drafts
+from draftworks.fleet.staleness import Subject, published_drafts
+from draftworks.targets.registry import HELDOUT
 from resources.workspace import Workspace
 from sensors.under_way import runs_under_way
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import dagster as dg
 
 from draftworks.errors import DraftworksError
-from draftworks.identity import digest
-from draftworks.registry import resolved_options
+from draftworks.storage.identity import digest
+from draftworks.targets.registry import resolved_options
 from resources.workspace import Workspace
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import dagster as dg
 
 from draftworks.errors import DraftworksError
-from draftworks.identity import digest
-from draftworks.registry import Registry
-from draftworks.staleness import published_drafts
+from draftworks.fleet.staleness import published_drafts
+from draftworks.storage.identity import digest
+from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 from sensors.under_way import runs_under_way, told
 

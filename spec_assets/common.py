@@ -10,15 +10,15 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.artifacts import Artifact, Built
+from draftworks.config.gates import Outcome
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import RunFile
+from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
-from draftworks.full_disk import full_disk_error
-from draftworks.gate_specs import Outcome
-from draftworks.registry import HELDOUT
-from draftworks.runs import RunFile
-from draftworks.serving.sglang_environment import program_environment
-from draftworks.specs import TargetSpec
-from draftworks.strategies import StrategySpec
+from draftworks.sglang.environment import program_environment
+from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.full_disk import full_disk_error
+from draftworks.targets.registry import HELDOUT
 from resources.dead_runs import end_with_run_process
 from resources.torch_job import TorchJob
 from resources.torch_launcher import JobResult, TorchLauncher

@@ -7,11 +7,11 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.artifacts import Artifact, Built
-from draftworks.demands import draft_vocab_size
+from draftworks.config.registry_files import ResponseSpec, TargetSpec
+from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.errors import ConfigError
-from draftworks.runs import TOKENS_FOLDER, RegenerateRun, TargetFiles
-from draftworks.specs import ResponseSpec, TargetSpec
+from draftworks.preflight.compatibility import draft_vocab_size
+from draftworks.storage.artifacts import Artifact, Built
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import NothingToDo, asset, launch, obtained, severity_of, shown

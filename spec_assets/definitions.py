@@ -6,8 +6,8 @@ from pathlib import Path
 
 import dagster as dg
 
-from draftworks.registry import HELDOUT, Registry
-from draftworks.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.targets.registry import HELDOUT, Registry
 from jobs import all_jobs
 from resources.launchers import launcher_for
 from resources.sglang_server import SGLangServer

@@ -8,15 +8,15 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from draftworks.artifacts import Artifact, ArtifactStore, Built
-from draftworks.draft_config import read_config
-from draftworks.draft_staleness import OVERRIDES
+from draftworks.config.draft_config import read_config
+from draftworks.config.registry_files import TargetSpec, TrainingSpec
+from draftworks.config.run_files import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, StoreSpec, TargetFiles, TrainRun
+from draftworks.config.strategies import StrategySpec
 from draftworks.evaluation.own_figures import own_figures, rates_by_position
-from draftworks.identity import digest
-from draftworks.registry import HELDOUT, with_overrides
-from draftworks.runs import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, StoreSpec, TargetFiles, TrainRun
-from draftworks.specs import TargetSpec, TrainingSpec
-from draftworks.strategies import StrategySpec
+from draftworks.fleet.draft_staleness import OVERRIDES
+from draftworks.storage.artifacts import Artifact, ArtifactStore, Built
+from draftworks.storage.identity import digest
+from draftworks.targets.registry import HELDOUT, with_overrides
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (

@@ -8,15 +8,15 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.artifacts import Artifact, Built
-from draftworks.demands import union_of_taps
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, CaptureRun, FeatureSet, StoreSpec, TargetFiles
 from draftworks.errors import DataError
-from draftworks.evaluation.eval_cache import CacheEntry, EvalCache
-from draftworks.evaluation.eval_config import EvalConfig
-from draftworks.identity import digest
-from draftworks.publishing import publish_json
-from draftworks.runs import EVAL_PART, TOKENS_FOLDER, CaptureRun, FeatureSet, StoreSpec, TargetFiles
-from draftworks.specs import TargetSpec
+from draftworks.evaluation.cache.eval_cache import CacheEntry, EvalCache
+from draftworks.evaluation.cache.eval_config import EvalConfig
+from draftworks.preflight.compatibility import union_of_taps
+from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.atomic import publish_json
+from draftworks.storage.identity import digest
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, checked_partition, launch, obtained, shown, target_with_eval, told

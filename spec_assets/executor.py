@@ -14,7 +14,7 @@ from dagster._core.errors import DagsterUserCodeProcessError
 from dagster._utils.error import SerializableErrorInfo
 
 from draftworks.errors import ConfigError
-from draftworks.registry import Registry
+from draftworks.targets.registry import Registry
 from spec_assets.course import Course
 from spec_assets.run_record import ended_with_record
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.artifacts import Artifact, Built
-from draftworks.export.names import DRAFT_FOLDER, GATE_MEANINGS, READABLE
-from draftworks.identity import digest, file_digest
-from draftworks.model_card import CARD
-from draftworks.runs import ExportRun, TargetFiles
-from draftworks.specs import ExportSettings
-from draftworks.strategies import StrategySpec
+from draftworks.config.registry_files import ExportSettings
+from draftworks.config.run_files import ExportRun, TargetFiles
+from draftworks.config.strategies import StrategySpec
+from draftworks.export.names import CARD, DRAFT_FOLDER, GATE_MEANINGS, READABLE
+from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.identity import digest, file_digest
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (

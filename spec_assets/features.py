@@ -5,10 +5,10 @@ from pathlib import Path
 
 import dagster as dg
 
-from draftworks.artifacts import Artifact, Built
-from draftworks.demands import union_of_taps
+from draftworks.config.run_files import CaptureRun
 from draftworks.errors import StoreError
-from draftworks.runs import CaptureRun
+from draftworks.preflight.compatibility import union_of_taps
+from draftworks.storage.artifacts import Artifact, Built
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtained, shown

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 import dagster as dg
 
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
-from draftworks.specs import TargetSpec
-from draftworks.strategies import StrategySpec
 from resources.workspace import Workspace
 from spec_assets.common import told
 from spec_assets.reports import scores
@@ -76,7 +76,7 @@ def beats_baselines(workspace: Workspace, report: str, target: str) -> dg.AssetC
 
 def not_worse(workspace: Workspace, report: str, target: str) -> dg.AssetCheckResult:
     """Whether the draft of a report is accepted no less than the one it replaces."""
-    from draftworks.evaluation.comparison import against_replaced
+    from draftworks.evaluation.report.comparison import against_replaced
 
     found = against_replaced(workspace.artifacts, report, target)
     return dg.AssetCheckResult(

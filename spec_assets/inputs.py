@@ -5,19 +5,19 @@ import os
 
 import dagster as dg
 
-from draftworks.demands import check_demands
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.strategies import resolve_strategy
+from draftworks.data.sources import matching_files
 from draftworks.errors import ConfigError
-from draftworks.identity import digest
+from draftworks.preflight.compatibility import check_demands
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.places import check_places
 from draftworks.preflight.remembered import examine_before_run
-from draftworks.registry import resolved_options, with_overrides
-from draftworks.runs import TargetFiles
-from draftworks.sglang_families import sglang_remarks
-from draftworks.sources import matching_files
-from draftworks.specs import TargetSpec
-from draftworks.strategies import resolve_strategy
-from draftworks.target_weights import check_target_weights
+from draftworks.sglang.families import sglang_remarks
+from draftworks.storage.identity import digest
+from draftworks.targets.registry import resolved_options, with_overrides
+from draftworks.targets.weights import check_target_weights
 from resources.dead_runs import release_dead_runs
 from resources.workspace import Workspace
 from spec_assets.common import asset

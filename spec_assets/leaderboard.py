@@ -9,10 +9,10 @@ from typing import Any
 import dagster as dg
 from filelock import FileLock
 
-from draftworks.identity import digest
-from draftworks.leaderboard import Fleet, Standing
-from draftworks.leaderboard_views import MARKDOWN, PLOT, markdown, save
-from draftworks.strategies import StrategySpec
+from draftworks.config.strategies import StrategySpec
+from draftworks.fleet.leaderboard import Fleet, Standing
+from draftworks.fleet.leaderboard_views import MARKDOWN, PLOT, markdown, save
+from draftworks.storage.identity import digest
 from resources.dead_runs import end_with_run_process
 from resources.workspace import Workspace
 from spec_assets.common import OWNERS, clear_errors

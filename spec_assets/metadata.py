@@ -12,7 +12,7 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.artifacts import Artifact
+from draftworks.storage.artifacts import Artifact
 
 DIGITS = 4
 """Of a figure: more than anything here is measured with. What identifies something is text, and kept whole."""

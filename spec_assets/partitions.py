@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import dagster as dg
 
-from draftworks.registry import Registry
+from draftworks.targets.registry import Registry
 
 
 def target_partitions(registry: Registry) -> dg.StaticPartitionsDefinition:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import dagster as dg
 
-from draftworks.strategies import StrategySpec
+from draftworks.config.strategies import StrategySpec
 from resources.workspace import Workspace
 from spec_assets.common import checked_partition, clear_errors, told
 from spec_assets.gates import BEATS_BASELINES, NOT_WORSE, REPORT_JUDGES, gated

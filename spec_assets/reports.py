@@ -7,16 +7,17 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.artifacts import Artifact, Built
-from draftworks.evaluation.report_summary import ReportSummary
-from draftworks.identity import LastHidden, digest
-from draftworks.leaderboard import Fleet
-from draftworks.model_card import CARD, CardSubject, model_card, page_of
-from draftworks.publishing import published
-from draftworks.registry import HELDOUT
-from draftworks.runs import VOCAB_FILE, EvaluateRun
-from draftworks.specs import TargetSpec
-from draftworks.strategies import StrategySpec
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import VOCAB_FILE, EvaluateRun
+from draftworks.config.strategies import StrategySpec
+from draftworks.evaluation.report.summary import ReportSummary
+from draftworks.export.names import CARD
+from draftworks.fleet.leaderboard import Fleet
+from draftworks.fleet.model_card import CardSubject, model_card, page_of
+from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.atomic import published
+from draftworks.storage.identity import LastHidden, digest
+from draftworks.targets.registry import HELDOUT
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, draft_of, eval_names_of, launch, obtained, shown, target_with_strategy

@@ -7,14 +7,14 @@ from typing import Any
 
 import dagster as dg
 
-from draftworks.artifacts import Artifact, Built
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TOKENS_FOLDER, ServeRun
+from draftworks.config.strategies import StrategySpec
 from draftworks.errors import ConfigError
-from draftworks.evaluation.report_summary import ReportSummary
-from draftworks.identity import digest
-from draftworks.registry import HELDOUT
-from draftworks.runs import TOKENS_FOLDER, ServeRun
-from draftworks.specs import TargetSpec
-from draftworks.strategies import StrategySpec
+from draftworks.evaluation.report.summary import ReportSummary
+from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.identity import digest
+from draftworks.targets.registry import HELDOUT
 from resources.sglang_server import SGLangServer
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace

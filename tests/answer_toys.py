@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from draftworks.capture.answerers import Answerer
-from draftworks.capture.dialogue import Dialogue
+from draftworks.capture.answers.answerers import Answerer
+from draftworks.capture.answers.dialogue import Dialogue
 from draftworks.capture.engine import Generated
+from draftworks.config.registry_files import ResponseSpec
+from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn, write_conversations
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.runs import TOKENS_FOLDER, RegenerateRun, TargetFiles
-from draftworks.specs import ResponseSpec
 
 
 def conversation(number: int, exchanges: int = 1) -> Conversation:

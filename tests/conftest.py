@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from draftworks.resolve import digested
-from draftworks.runs import TargetFiles
+from draftworks.config.run_files import TargetFiles
+from draftworks.targets.resolve import digested
 
 if TYPE_CHECKING:
-    from draftworks.capture.sglang_engine import SGLangEngine
+    from draftworks.capture.engines.sglang_engine import SGLangEngine
 
 # Examples are drawn on machines that do other work too: no example is wrong because it was slow.
 settings.register_profile("unhurried", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])

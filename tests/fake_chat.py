@@ -8,9 +8,9 @@ from typing import Any
 
 from json_server import Reply, Request
 
+from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn
-from draftworks.runs import TargetFiles
 
 END = "<|im_end|>"
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from draftworks.resolve import digested
-from draftworks.runs import TargetFiles
+from draftworks.config.run_files import TargetFiles
+from draftworks.targets.resolve import digested
 
 VOCAB, HIDDEN, LAYERS, CONTEXT = 2048, 32, 6, 256
 TOKENIZER = Path(__file__).resolve().parents[1] / "registry" / "models" / "tiny"

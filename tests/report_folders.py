@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from draftworks.artifacts import Artifact, ArtifactStore, Built
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import write_tokens
-from draftworks.evaluation.measurement import DraftMeasurement
-from draftworks.evaluation.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.report import Report
+from draftworks.evaluation.ladder.measurement import DraftMeasurement
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.statistics import Resampling
+from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.result import EvalResult
-from draftworks.evaluation.statistics import Resampling
+from draftworks.storage.artifacts import Artifact, ArtifactStore, Built
 
 TARGET, ASSET = "small", "eagle3_report"
 ACCURACY = EvalResult(30.0, 10.0, 40, {"acc_corrects": (8.0, 4.0), "acc_denoms": (10.0, 8.0)})

@@ -12,12 +12,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftworks.capture.engine import EnginePlace, load_engine
-from draftworks.capture.sglang_engine import SGLangEngine
+from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.config.registry_files import CaptureSpec, SGLangSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.serving.sglang_server import ServerOptions, SGLangServer
-from draftworks.specs import CaptureSpec, SGLangSpec
+from draftworks.sglang.server import ServerOptions, SGLangServer
+from draftworks.storage.identity import LayerTap
 
 ROOT = Path(__file__).resolve().parents[1]
 SGLANG = SGLangSpec(python=str(ROOT / ".venv-sglang" / "bin" / "python"), start_timeout_s=240, grace_s=10)

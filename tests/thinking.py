@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftworks.runs import TargetFiles
+from draftworks.config.run_files import TargetFiles
 
 THINKING_TEMPLATE = """\
 {%- set asked = namespace(last=-1) -%}

@@ -18,12 +18,12 @@ from typing import Any
 
 from draftworks.capture.engine import find_backend
 from draftworks.capture.plan import CapturePlan, SampleJob, StreamPlan, batches
+from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import StoreError
-from draftworks.identity import digest
-from draftworks.publishing import published
-from draftworks.regular_files import read_json
-from draftworks.runs import CaptureRun
+from draftworks.storage.atomic import published
+from draftworks.storage.identity import digest
+from draftworks.storage.regular_files import read_json
 
 FOLDER = "begun"
 """In the root of the feature store."""

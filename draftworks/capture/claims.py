@@ -20,8 +20,8 @@ from filelock import FileLock, Timeout
 
 from draftworks.capture.plan import SampleJob
 from draftworks.features.contracts import KeyedFeatureStore
-from draftworks.publishing import published
-from draftworks.turns import held
+from draftworks.storage.atomic import published
+from draftworks.storage.turns import held
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import CaptureError, ConfigError
-from draftworks.identity import EngineIdentity, LastHidden, LayerTap, digest
-from draftworks.runs import TargetFiles
-from draftworks.sglang_specs import SGLangSpec
-from draftworks.specs import CaptureSpec, ResponseSpec
+from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap, digest
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TargetEngine(ABC):
         turn: int = 0,
         end_ids: Collection[int] = (),
     ) -> list[Generated]:
-        """Responses to prompts, at most `max_total` tokens with their prompt; see draftworks.capture.generate."""
+        """Responses to prompts, at most `max_total` tokens with their prompt; see draftworks.capture.engines.generate."""
 
     def close(self) -> None:  # noqa: B027 - an engine inside this process has nothing to close
         """End what the engine runs outside this process."""
@@ -134,16 +134,26 @@ class Backend:
 
 
 _SGLANG = Backend(
-    "draftworks.capture.sglang_loading:load_sglang_engine", "sglang", numerics=1, last_hidden=LastHidden(normed=True)
+    "draftworks.capture.engines.sglang_loading:load_sglang_engine",
+    "sglang",
+    numerics=1,
+    last_hidden=LastHidden(normed=True),
 )
 KNOWN_BACKENDS: dict[str, Backend] = {
     "hf": Backend(
-        "draftworks.capture.hf:load_hf_engine", "hf", numerics=1, last_hidden=LastHidden(normed=True), repeatable=True
+        "draftworks.capture.engines.hf:load_hf_engine",
+        "hf",
+        numerics=1,
+        last_hidden=LastHidden(normed=True),
+        repeatable=True,
     ),
     "sglang": _SGLANG,
     "sglang_server": _SGLANG,
     "custom": Backend(
-        "draftworks.capture.custom:load_custom_engine", "custom", numerics=1, last_hidden=LastHidden(normed=True)
+        "draftworks.capture.engines.custom:load_custom_engine",
+        "custom",
+        numerics=1,
+        last_hidden=LastHidden(normed=True),
     ),
 }
 

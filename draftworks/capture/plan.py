@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftworks.capture.engine import engine_identity, find_backend
+from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError
 from draftworks.features.contracts import FeatureSpec, KeyedFeatureStore
-from draftworks.identity import FeatureIdentity, LayerTap, Stream
-from draftworks.runs import CaptureRun
+from draftworks.storage.identity import FeatureIdentity, LayerTap, Stream
 
 GB = 1e9
 

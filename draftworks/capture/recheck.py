@@ -17,7 +17,7 @@ from draftworks.capture.engine import TargetEngine
 from draftworks.capture.verify import HEAD_TOLERANCE
 from draftworks.data.token_rows import TokenRow
 from draftworks.features.contracts import FeatureStore, SampleRef
-from draftworks.identity import LayerTap
+from draftworks.storage.identity import LayerTap
 
 STORED_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
 """Largest difference between a stored and a re-captured stream, as a share of the stream's largest value."""

@@ -28,6 +28,7 @@ from draftworks.capture.plan import (
 )
 from draftworks.capture.progress import Progress, ProgressCallback
 from draftworks.capture.verify import check_head, verify_capture
+from draftworks.config.run_files import CaptureRun
 from draftworks.data.conversations import QUARANTINE_FILE
 from draftworks.data.rejected import RejectedSample, write_rejected
 from draftworks.data.token_rows import TokenRow
@@ -35,8 +36,7 @@ from draftworks.errors import CaptureError, EngineError, StoreError
 from draftworks.features.contracts import CaptureConfig, KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import FeatureSetManifest, write_feature_set
 from draftworks.features.opening import open_store, open_store_to_write
-from draftworks.identity import digest
-from draftworks.runs import CaptureRun
+from draftworks.storage.identity import digest
 
 VERIFIED_SAMPLES = 4
 VERIFIED_TOKENS = 256

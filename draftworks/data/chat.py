@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.spans import EndOfTurn, Rendered, Span, locate, mask_from_spans, sentinel
+from draftworks.distributed.time_limit import OverLimit, processor_limit
 from draftworks.errors import ConfigError, DataError
-from draftworks.identity import digest
-from draftworks.regular_files import read_bytes, read_json
-from draftworks.runs import TargetFiles
-from draftworks.time_limit import OverLimit, processor_limit
+from draftworks.storage.identity import digest
+from draftworks.storage.regular_files import read_bytes, read_json
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 
 from draftworks.data.split import hash_fraction
 from draftworks.errors import DataError, StoreError
-from draftworks.identity import canonical_json, digest, file_digest
-from draftworks.publishing import publish_json, published
-from draftworks.regular_files import read_json
+from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.identity import canonical_json, digest, file_digest
+from draftworks.storage.regular_files import read_json
 
 ROLES = ("system", "user", "assistant", "tool")
 CONVERSATIONS_FILE = "conversations.parquet"

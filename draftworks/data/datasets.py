@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Item
 from draftworks.data.formats import RowError, format_of, parse_conversation, parse_tokens
 from draftworks.data.rows import RawRow, Rejection, read_rows, reject
+from draftworks.data.sources import matching_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
-from draftworks.publishing import published
-from draftworks.sources import matching_files
-from draftworks.specs import DatasetSpec
+from draftworks.storage.atomic import published
 
 SHOWN_REJECTIONS = 3
 Kind = Literal["conversations", "tokens"]

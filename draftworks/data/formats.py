@@ -11,7 +11,7 @@ import numpy as np
 
 from draftworks.data.conversations import Conversation, Scalar, Turn
 from draftworks.data.token_rows import TokenRow
-from draftworks.identity import digest
+from draftworks.storage.identity import digest
 
 Format = Literal["sharegpt", "openai", "tokens"]
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from draftworks.config.registry_files import DatasetSpec, DataSpec
+from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, VOCAB_FILE, TargetFiles
 from draftworks.data.conversations import read_conversations, select, write_conversations
 from draftworks.data.datasets import kind_of, load_conversations, load_tokens
 from draftworks.data.split import is_held_out
@@ -14,9 +16,7 @@ from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.tokenizing import Progress, fit_rows, tokenize
 from draftworks.data.vocab import build_vocab_mapping, supervised_counts
 from draftworks.errors import DataError
-from draftworks.identity import digest
-from draftworks.runs import EVAL_PART, TOKENS_FOLDER, VOCAB_FILE, TargetFiles
-from draftworks.specs import DatasetSpec, DataSpec
+from draftworks.storage.identity import digest
 
 Part = Literal["train", "heldout"]
 PARTS: tuple[Part, ...] = ("train", "heldout")

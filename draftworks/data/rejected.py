@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftworks.errors import DataError
-from draftworks.identity import canonical_json
-from draftworks.publishing import published
+from draftworks.storage.atomic import published
+from draftworks.storage.identity import canonical_json
 
 SHOWN_REJECTIONS = 3
 KEPT_REASONS = 20

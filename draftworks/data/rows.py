@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftworks.errors import DataError
-from draftworks.regular_files import checked_file, open_regular, parse_json
+from draftworks.storage.regular_files import checked_file, open_regular, parse_json
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 """A longer line is rejected without being held in memory."""

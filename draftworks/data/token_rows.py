@@ -31,7 +31,7 @@ class TokenRow:
 
     @property
     def token_digest(self) -> str:
-        """As `draftworks.identity.token_digest` of the ids, without making Python integers of them."""
+        """As `draftworks.storage.identity.token_digest` of the ids, without making Python integers of them."""
         return hashlib.sha256(np.asarray(self.input_ids, dtype="<i4").tobytes()).hexdigest()
 
     @property

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 from draftworks.data.conversations import SUMMARY_FILE, check_file, read_summary
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError, StoreError
-from draftworks.identity import DIGEST_LENGTH, canonical_json, file_digest
-from draftworks.publishing import publish_json, published
+from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.identity import DIGEST_LENGTH, canonical_json, file_digest
 
 TOKENS_FILE = "tokens.parquet"
 SCHEMA_VERSION = 1

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+from draftworks.config.registry_files import DataSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
 from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts
 from draftworks.data.token_rows import Fitted, TokenRow, fit
 from draftworks.errors import ConfigError, DataError
-from draftworks.runs import TargetFiles
-from draftworks.specs import DataSpec
 
 CHUNK = 256
 """Conversations sent to a process at a time."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from draftworks.errors import ConfigError, DataError, StoreError
-from draftworks.identity import digest
-from draftworks.publishing import published
-from draftworks.regular_files import read_bytes
+from draftworks.storage.atomic import published
+from draftworks.storage.identity import digest
+from draftworks.storage.regular_files import read_bytes
 
 if TYPE_CHECKING:
     from draftworks.data.tokenized import TokenizedSet

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
-from draftworks.identity import digest
+from draftworks.storage.identity import digest
 
 _LAST = torch.iinfo(torch.int64).max
 

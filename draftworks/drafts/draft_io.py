@@ -13,13 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from draftworks.draft_config import CONFIG, WEIGHTS, DraftConfig, read_config
+from draftworks.config.draft_config import CONFIG, WEIGHTS, DraftConfig, read_config
+from draftworks.config.strategies import resolve_strategy
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError, StoreError
-from draftworks.identity import file_digest
-from draftworks.publishing import publish_json, published
-from draftworks.regular_files import checked_file
-from draftworks.strategies import resolve_strategy
+from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.identity import file_digest
+from draftworks.storage.regular_files import checked_file
 
 
 def save_draft(

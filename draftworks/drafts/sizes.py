@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from draftworks.config.head_sizes import served_heads
+from draftworks.config.strategies import resolve_strategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
-from draftworks.strategies import resolve_strategy
-from draftworks.strategies.sizes import served_heads
 
 
 class HeadOptions(Protocol):

@@ -12,12 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from draftworks.drafts.layer_shape import embedding_scale, layer_shape
+from draftworks.config.layer_options import LayerOptions
+from draftworks.config.layer_shape import embedding_scale, layer_shape
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.hub import hub_file
-from draftworks.regular_files import checked_file, read_json
-from draftworks.runs import TargetFiles
-from draftworks.strategies.layer_options import LayerOptions
+from draftworks.storage.hub import hub_file
+from draftworks.storage.regular_files import checked_file, read_json
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from draftworks.distributed.collectives import max_over_ranks, world_size
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.errors import DataError
-from draftworks.evaluation.collectives import max_over_ranks, world_size
 from draftworks.evaluation.result import EvalResult, Tally, agreed_layout
 from draftworks.features.contracts import TrainBatch
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from draftworks.distributed.collectives import sum_over_ranks
 from draftworks.drafts.first_choices import argmax_of_head
-from draftworks.evaluation.collectives import sum_over_ranks
 from draftworks.features.contracts import TrainBatch
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftworks.distributed.collectives import gather_from_ranks, sum_over_ranks
 from draftworks.drafts.strategy import StepOutput
-from draftworks.evaluation.collectives import gather_from_ranks, sum_over_ranks
 
 CORRECT, SUPERVISED = "acc_corrects", "acc_denoms"
 BLOCK_METRIC, WALK_METRIC = "eval/rung2_block_acc_len", "eval/rung3_walk_acc_len"
@@ -142,7 +142,7 @@ class EvalResult:
         return {f"eval/{name}": values[0] if len(values) == 1 else values for name, values in own.items()}
 
     def _replayed_metrics(self) -> dict[str, float]:
-        """Rungs 2 and 3, where the evaluation replayed them; see `draftworks.evaluation.replay`."""
+        """Rungs 2 and 3, where the evaluation replayed them; see `draftworks.evaluation.ladder.replay`."""
         named = {}
         for metric, rung in ((BLOCK_METRIC, "block"), (WALK_METRIC, "walk")):
             passes = sum(self.counts.get(f"{rung}_passes", ()))

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.draft_io import WEIGHTS, DraftConfig, read_config, read_weights
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
-from draftworks.identity import LayerTap, file_digest
-from draftworks.runs import TargetFiles
-from draftworks.strategies import StrategySpec, resolve_strategy
+from draftworks.storage.identity import LayerTap, file_digest
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftworks.errors import StoreError
-from draftworks.regular_files import checked_file, read_json
+from draftworks.storage.regular_files import checked_file, read_json
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

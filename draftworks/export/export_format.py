@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.strategies import load_dotted, resolve_strategy
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.strategies import load_dotted, resolve_strategy
+from draftworks.storage.identity import LayerTap
 
 Shapes = dict[str, tuple[int, ...]]
 

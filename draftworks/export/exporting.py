@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from draftworks.config.registry_files import Dtype
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft, rounded
 from draftworks.export.checkpoint_files import CONFIG, WEIGHTS
 from draftworks.export.export_format import ExportFormat, format_names, load_format
 from draftworks.export.gates import GateResult, check_export
-from draftworks.export.names import DRAFT_FOLDER, PROVENANCE
-from draftworks.export.readme import README, readme
-from draftworks.identity import digest, file_digest
-from draftworks.publishing import publish_json, published_folder
-from draftworks.specs import Dtype
+from draftworks.export.names import CARD, DRAFT_FOLDER, PROVENANCE
+from draftworks.export.readme import readme
+from draftworks.storage.atomic import publish_json, published_folder
+from draftworks.storage.identity import digest, file_digest
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def export_draft(
     strategy = draft.strategy(torch_dtype)
     with published_folder(out) as staging:
         _write(staging, export_format, draft, torch_dtype)
-        (staging / README).write_text(readme(export_format, draft, card), encoding="utf-8")
+        (staging / CARD).write_text(readme(export_format, draft, card), encoding="utf-8")
     return ExportResult(
         format=format_name,
         path=out,

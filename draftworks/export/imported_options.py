@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
 from draftworks.export.export_format import DraftShape
-from draftworks.identity import LayerTap
-from draftworks.strategies import StrategySpec, resolve_strategy
+from draftworks.storage.identity import LayerTap
 
 
 def strategy_options(shape: DraftShape, parts: TargetParts, hints: Mapping[str, Any], where: str) -> Any:

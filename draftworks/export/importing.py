@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftworks.config.run_files import VOCAB_FILE, TargetFiles
+from draftworks.config.strategies import available_strategies, resolve_strategy
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.draft_io import save_draft
 from draftworks.drafts.target_parts import TargetParts
@@ -17,11 +19,8 @@ from draftworks.export.canonical_weights import canonical_weights
 from draftworks.export.checkpoint_files import CONFIG, read_checkpoint, read_object
 from draftworks.export.export_format import DraftShape, ExportFormat, format_names, load_format
 from draftworks.export.imported_options import strategy_options
-from draftworks.export.names import PROVENANCE
-from draftworks.export.sglang_eagle3 import NORM_OUTPUT_MEANS
-from draftworks.publishing import published_folder
-from draftworks.runs import VOCAB_FILE, TargetFiles
-from draftworks.strategies import available_strategies, resolve_strategy
+from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
+from draftworks.storage.atomic import published_folder
 
 OWN = "draftworks"
 """The format of our own canonical drafts."""

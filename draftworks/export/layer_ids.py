@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from draftworks.config.strategies import LayerCounting, resolve_export
 from draftworks.errors import ConfigError
-from draftworks.identity import LayerTap
-from draftworks.strategies import LayerCounting, resolve_export
+from draftworks.storage.identity import LayerTap
 
 
 @dataclass(frozen=True)

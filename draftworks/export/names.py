@@ -4,6 +4,10 @@ from __future__ import annotations
 
 DRAFT_FOLDER = "DRAFT_FOLDER"
 """Stands in command lines where the path of the exported folder belongs: it is moved and copied about."""
+CARD = "README.md"
+"""The model card, in a report and beside exported weights."""
+NORM_OUTPUT_MEANS = "norm_output_means"
+"""Key of a config.json, or said by who imports it: `specforge` or `sglang`, by whom its `norm_output` is to be understood."""
 PROVENANCE = "provenance"
 """Key of config.json that says where the draft is from; loaders ignore it."""
 READABLE = "readable"

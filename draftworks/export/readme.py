@@ -5,9 +5,6 @@ from __future__ import annotations
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import ExportFormat
 from draftworks.export.names import DRAFT_FOLDER
-from draftworks.model_card import CARD as README
-
-__all__ = ["README", "readme"]
 
 
 def readme(export_format: ExportFormat, draft: CanonicalDraft, card: str) -> str:

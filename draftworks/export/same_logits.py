@@ -13,7 +13,7 @@ from draftworks.drafts.strategy import DraftStrategy
 from draftworks.export.canonical import CanonicalDraft, rounded_parts
 from draftworks.export.readers.opening import open_export
 from draftworks.export.readers.reader import ExportReader, TargetTensors
-from draftworks.identity import LayerTap
+from draftworks.storage.identity import LayerTap
 
 CONTEXTS = (1, 2, 7, 24)
 """Lengths of the made-up sequences."""

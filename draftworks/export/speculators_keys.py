@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.hub import hub_file
-from draftworks.regular_files import read_json
-from draftworks.runs import TargetFiles
+from draftworks.storage.hub import hub_file
+from draftworks.storage.regular_files import read_json
 
 SPECULATORS_VERSION = "0.9.0"
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from draftworks.regular_files import parse_json
+from draftworks.storage.regular_files import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor

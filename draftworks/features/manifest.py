@@ -10,9 +10,9 @@ from typing import Any
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
-from draftworks.identity import DIGEST_LENGTH, digest
-from draftworks.publishing import publish_json, published
-from draftworks.regular_files import open_regular, read_json
+from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.identity import DIGEST_LENGTH, digest
+from draftworks.storage.regular_files import open_regular, read_json
 
 MANIFEST_SCHEMA = "draftworks.features.3"
 REFS = "refs.jsonl"

@@ -13,7 +13,7 @@ from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.local_store import LocalFeatureStore
 
 if TYPE_CHECKING:
-    from draftworks.runs import StoreSpec  # it reads YAML, which a serving engine's environment may lack
+    from draftworks.config.run_files import StoreSpec  # it reads YAML, which a serving engine's environment may lack
 
 SHARD_BYTES = 256 << 20
 

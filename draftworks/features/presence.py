@@ -11,7 +11,7 @@ from draftworks.features.manifest import read_feature_set
 from draftworks.features.opening import open_store
 
 if TYPE_CHECKING:
-    from draftworks.runs import StoreSpec
+    from draftworks.config.run_files import StoreSpec
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from draftworks.errors import StoreError
 from draftworks.features.sealing import AuthPolicy
-from draftworks.identity import canonical_json
-from draftworks.regular_files import parse_json
+from draftworks.storage.identity import canonical_json
+from draftworks.storage.regular_files import parse_json
 
 SAMPLE_SCHEMA = "draftworks.sample.1"
 MAX_HEADER_BYTES = 64 << 20

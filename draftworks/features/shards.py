@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftworks.errors import StoreError
-from draftworks.identity import digest
-from draftworks.publishing import fsync
-from draftworks.regular_files import MOST_HEADER_BYTES, checked_file, open_regular, parse_json
+from draftworks.storage.atomic import fsync
+from draftworks.storage.identity import digest
+from draftworks.storage.regular_files import MOST_HEADER_BYTES, checked_file, open_regular, parse_json
 
 SHARD_SCHEMA = "draftworks.shard.1"
 CHECKSUM_LENGTH = 16

@@ -19,8 +19,8 @@ from draftworks.features.contracts import FeatureHandle, FeatureSpec, FeatureSto
 from draftworks.features.sample_file import SampleHeader, read_sample_header, read_tensor, write_sample
 from draftworks.features.sample_folder import Place, SampleFolder, age_s, remove, sample_key, size_of
 from draftworks.features.sealing import AuthPolicy
-from draftworks.publishing import fsync
-from draftworks.regular_files import open_regular
+from draftworks.storage.atomic import fsync
+from draftworks.storage.regular_files import open_regular
 
 
 @dataclass(frozen=True)

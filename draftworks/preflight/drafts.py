@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftworks.config.draft_config import DraftConfig
+from draftworks.config.registry_files import StrategyEntry, TargetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.data.vocab import build_vocab_mapping
-from draftworks.draft_config import DraftConfig
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import DraftworksError
@@ -17,9 +20,6 @@ from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import load_format
 from draftworks.export.server_configs import build_server_configs
 from draftworks.preflight.findings import Findings
-from draftworks.runs import TargetFiles
-from draftworks.specs import StrategyEntry, TargetSpec
-from draftworks.strategies import StrategySpec, resolve_strategy
 
 
 def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> None:

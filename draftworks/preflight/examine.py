@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import os
 
-from draftworks.demands import check_demands
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.data.sources import matching_files
 from draftworks.errors import ConfigError, DraftworksError
-from draftworks.identity import FileDigests
+from draftworks.preflight.compatibility import check_demands
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.places import check_places
 from draftworks.preflight.plausible import judge_values
-from draftworks.registry import Registry
-from draftworks.resolve import resolve_target
-from draftworks.runs import TargetFiles
-from draftworks.sglang_families import sglang_remarks
-from draftworks.sources import matching_files
-from draftworks.specs import TargetSpec
-from draftworks.target_weights import check_target_weights
+from draftworks.sglang.families import sglang_remarks
+from draftworks.storage.identity import FileDigests
+from draftworks.targets.registry import Registry
+from draftworks.targets.resolve import resolve_target
+from draftworks.targets.weights import check_target_weights
 
 
 def examine_entry(name: str, registry: Registry, digests: FileDigests) -> tuple[Finding, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from draftworks.config.registry_files import TargetSpec
 from draftworks.preflight.findings import Findings
-from draftworks.registry import Registry
-from draftworks.specs import TargetSpec
+from draftworks.targets.registry import Registry
 
 _MANY_RANKS = 4
 """So many times the processors there are."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.preflight.findings import Findings
-from draftworks.specs import TargetSpec, TrainingSpec
 
 MOST_LR, UNUSUAL_LR = 1.0, 0.03
 

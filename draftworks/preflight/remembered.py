@@ -8,13 +8,13 @@ from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from draftworks.identity import digest
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.preflight.findings import Finding, Findings
 from draftworks.preflight.plausible import judge_values
-from draftworks.publishing import publish_json
-from draftworks.registry import Registry
-from draftworks.runs import TargetFiles
-from draftworks.specs import TargetSpec
+from draftworks.storage.atomic import publish_json
+from draftworks.storage.identity import digest
+from draftworks.targets.registry import Registry
 
 REVISION = 2
 """Raised when the same target may be judged otherwise: what is remembered then no longer counts."""

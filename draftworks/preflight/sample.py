@@ -9,19 +9,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from draftworks.config.registry_files import DatasetSpec, TargetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
 from draftworks.data.datasets import kind_of
 from draftworks.data.formats import RowError, parse_conversation, parse_tokens
 from draftworks.data.rows import RawRow, read_rows
+from draftworks.data.sources import matching_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 from draftworks.preflight.findings import Findings
-from draftworks.registry import Registry
-from draftworks.runs import TargetFiles
-from draftworks.sources import matching_files
-from draftworks.specs import DatasetSpec, TargetSpec
-from draftworks.strategies import resolve_strategy
+from draftworks.targets.registry import Registry
 
 SAMPLE = 64
 """Rows that are looked at."""

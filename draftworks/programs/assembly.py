@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftworks.config.run_files import FeatureSet, StoreSpec, TargetFiles
+from draftworks.config.strategies import resolve_strategy
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.strategy import DraftStrategy
@@ -17,8 +19,6 @@ from draftworks.features.contracts import SampleRef
 from draftworks.features.joined import JoinedStore
 from draftworks.features.manifest import FeatureSetManifest, read_feature_set
 from draftworks.features.opening import open_store
-from draftworks.runs import FeatureSet, StoreSpec, TargetFiles
-from draftworks.strategies import resolve_strategy
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.capture.engine import EnginePlace, TargetEngine, load_engine
-from draftworks.capture.probe import EngineProbe, ProbeReport
+from draftworks.capture.probe.probe import EngineProbe, ProbeReport
 from draftworks.capture.recheck import recheck
 from draftworks.capture.session import capture_missing, write_manifest
+from draftworks.config.run_files import CaptureRun
 from draftworks.data.tokenized import TokenizedSet
+from draftworks.distributed.collectives import gather_from_ranks
+from draftworks.distributed.process_group import distributed
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.evaluation.collectives import gather_from_ranks
 from draftworks.features.opening import open_store
-from draftworks.identity import LayerTap
 from draftworks.programs.engine_folder import engine_folder
-from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.runs import CaptureRun
+from draftworks.storage.identity import LayerTap
 
 
 def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from draftworks.errors import DraftworksError
-from draftworks.identity import FileDigests
 from draftworks.preflight.examine import examine_entry
 from draftworks.preflight.findings import Finding
-from draftworks.registry import Registry
+from draftworks.storage.identity import FileDigests
+from draftworks.targets.registry import Registry
 
 REGISTRY = Path(__file__).resolve().parents[2] / "registry"
 

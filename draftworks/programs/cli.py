@@ -15,17 +15,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from draftworks.artifacts import Artifact, ArtifactStore
+from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.own_figures import own_figures
-from draftworks.identity import FileDigests
-from draftworks.leaderboard import Fleet
-from draftworks.leaderboard_views import CAPTION, cells
+from draftworks.fleet.leaderboard import Fleet
+from draftworks.fleet.leaderboard_views import CAPTION, cells
 from draftworks.programs import checking, engine, start
 from draftworks.programs.keys import FILES, keys_of
-from draftworks.registry import Registry
-from draftworks.resolve import resolve_target
-from draftworks.strategies import resolve_strategy
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.identity import FileDigests
+from draftworks.targets.registry import Registry
+from draftworks.targets.resolve import resolve_target
 
 app = typer.Typer(help="Draft models for a fleet of LLMs.", add_completion=False, no_args_is_help=True)
 app.command()(checking.check)

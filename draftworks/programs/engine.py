@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 
 import typer
 
-from draftworks.demands import check_demands, union_of_taps
+from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import ConfigError, DraftworksError, EngineError
-from draftworks.identity import FileDigests, LayerTap
+from draftworks.preflight.compatibility import check_demands, union_of_taps
 from draftworks.programs.start import CHECKOUT, LOOPBACK, check_free, refused
-from draftworks.registry import Registry
-from draftworks.resolve import resolve_target
-from draftworks.serving.sglang_server import SGLangServer
-from draftworks.specs import TargetSpec
+from draftworks.sglang.server import SGLangServer
+from draftworks.storage.identity import FileDigests, LayerTap
+from draftworks.targets.registry import Registry
+from draftworks.targets.resolve import resolve_target
 
 EXAMPLE = 'capture: {backend: sglang_server, server: {url: "http://127.0.0.1:30000", spool: /dev/shm/draftworks}}'
 _LOOKED_EVERY_S = 1.0
@@ -66,8 +66,8 @@ def prepare_server(name: str, registry: Registry) -> SGLangServer:
     files = resolve_target(target, registry, FileDigests(registry.var() / "digests.json"))
     check_demands(target, files, registry)
 
-    from draftworks.capture.sglang_loading import layers_to_capture, server_options  # torch
-    from draftworks.programs.process_group import resolve_device
+    from draftworks.capture.engines.sglang_loading import layers_to_capture, server_options  # torch
+    from draftworks.distributed.process_group import resolve_device
 
     taps = tuple(LayerTap(index) for index in union_of_taps(target, files.num_layers))
     device = resolve_device(target.capture.device)

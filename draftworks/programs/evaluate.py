@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from draftworks.config.run_files import EvaluateRun
 from draftworks.data.tokenized import TokenizedSet
+from draftworks.distributed.process_group import distributed
 from draftworks.drafts.draft_io import load_draft
 from draftworks.drafts.strategy import ChainStrategy, DraftStrategy
 from draftworks.errors import ConfigError
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
-from draftworks.evaluation.differences import Course
 from draftworks.evaluation.evaluator import Evaluator, Forward
 from draftworks.evaluation.labels import collate_labels, label_agreement
-from draftworks.evaluation.measure import first_prompts, replayed
-from draftworks.evaluation.measurement import DraftMeasurement
-from draftworks.evaluation.prompt_acceptance import micro_mean
-from draftworks.evaluation.report import Report
+from draftworks.evaluation.ladder.differences import Course
+from draftworks.evaluation.ladder.measure import first_prompts, replayed
+from draftworks.evaluation.ladder.measurement import DraftMeasurement
+from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
+from draftworks.evaluation.ladder.statistics import Resampling
+from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.result import EvalResult
-from draftworks.evaluation.statistics import Resampling
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes
 from draftworks.programs.loaders import evaluation_loader, nothing_to_measure
-from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.programs.rung4 import Rung4
-from draftworks.runs import EvaluateRun
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from draftworks.config.run_files import ExportRun
 from draftworks.errors import StoreError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.exporting import ExportResult, choose_formats, export_draft
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.runs import ExportRun
 
 
 def export(run: ExportRun, ctx: ProgramContext) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from draftworks.regular_files import read_json
-from draftworks.stop_signals import leave_to_main_thread
+from draftworks.distributed.stop_signals import leave_to_main_thread
+from draftworks.storage.regular_files import read_json
 
 FILE = "heartbeat.json"
 INTERVAL_S = 1.0

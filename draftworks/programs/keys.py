@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from draftworks.specs import DatasetSpec, DeploymentSpec, Spec, StrategyEntry, TargetSpec
-from draftworks.strategies import available_strategies, resolve_strategy
+from draftworks.config.registry_files import DatasetSpec, DeploymentSpec, Spec, StrategyEntry, TargetSpec
+from draftworks.config.strategies import available_strategies, resolve_strategy
 
 FILES: dict[str, type[Spec]] = {"target": TargetSpec, "dataset": DatasetSpec, "deployment": DeploymentSpec}
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from draftworks.config.registry_files import TrainingSpec
+from draftworks.config.run_files import FeatureSet
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import DataError
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.packing import PackLimits
 from draftworks.programs.assembly import Samples
 from draftworks.programs.program import ProgramContext
-from draftworks.runs import FeatureSet
-from draftworks.specs import TrainingSpec
 
 
 def training_loader(

@@ -30,14 +30,14 @@ from dagster_pipes import PipesContext, PipesEnvVarParamsLoader, open_dagster_pi
 from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
+from draftworks.config.run_files import RunFile, TargetRun
+from draftworks.distributed.parent_death import end_with_parent
+from draftworks.distributed.stop_signals import Interrupted, raise_on_stop
 from draftworks.errors import DraftworksError
-from draftworks.full_disk import full_disk_error
-from draftworks.parent_death import end_with_parent
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.heartbeat import Heartbeat
-from draftworks.resolve import require_unchanged
-from draftworks.runs import RunFile, TargetRun
-from draftworks.stop_signals import Interrupted, raise_on_stop
+from draftworks.storage.full_disk import full_disk_error
+from draftworks.targets.resolve import require_unchanged
 
 EXIT_USER_ERROR = 2
 _SIGNAL_EXIT_BASE = 128

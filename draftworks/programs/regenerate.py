@@ -7,16 +7,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from draftworks.capture.answerers import Answerer, EngineAnswerer
-from draftworks.capture.answers import capture_spec
-from draftworks.capture.endpoint import EndpointAnswerer
+from draftworks.capture.answers.answerers import Answerer, EngineAnswerer
+from draftworks.capture.answers.endpoint import EndpointAnswerer
+from draftworks.capture.answers.published import capture_spec
+from draftworks.capture.answers.regenerate import longest_sample, regenerate_by
 from draftworks.capture.engine import EnginePlace, load_engine
-from draftworks.capture.regenerate import longest_sample, regenerate_by
+from draftworks.config.run_files import RegenerateRun
 from draftworks.data.chat import ChatTokenizer
+from draftworks.distributed.process_group import resolve_device
 from draftworks.programs.engine_folder import engine_folder
-from draftworks.programs.process_group import resolve_device
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.runs import RegenerateRun
 
 
 def answer(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:

@@ -8,20 +8,20 @@ from functools import cached_property
 
 import torch
 
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import EvaluateRun
+from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
-from draftworks.evaluation.collectives import from_rank_0, on_every_rank, rank
-from draftworks.evaluation.decoding import DecodingLimits
-from draftworks.evaluation.differences import Course
-from draftworks.evaluation.loop import Loop, loop_revision
-from draftworks.evaluation.loop_cache import Found, LoopCache, LoopIdentity
-from draftworks.evaluation.measure import Prompt
-from draftworks.evaluation.measurement import LoopMeasurement
-from draftworks.evaluation.prompt_acceptance import micro_mean
-from draftworks.identity import digest
+from draftworks.distributed.collectives import from_rank_0, on_every_rank, rank
+from draftworks.evaluation.ladder.decoding import DecodingLimits
+from draftworks.evaluation.ladder.differences import Course
+from draftworks.evaluation.ladder.loop import Loop, loop_revision
+from draftworks.evaluation.ladder.loop_cache import Found, LoopCache, LoopIdentity
+from draftworks.evaluation.ladder.measure import Prompt
+from draftworks.evaluation.ladder.measurement import LoopMeasurement
+from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
 from draftworks.programs.assembly import Draft
-from draftworks.runs import EvaluateRun
-from draftworks.specs import CaptureSpec
-from draftworks.strategies import resolve_strategy
+from draftworks.storage.identity import digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class Rung4:
     @cached_property
     def _loop(self) -> Loop:
         """With the target in memory."""
-        from draftworks.capture.hf import load_hf_engine
+        from draftworks.capture.engines.hf import load_hf_engine
 
         run, target = self.run, self.run.target
         engine = load_hf_engine(target, CaptureSpec(compute_dtype=run.evaluation.loop.compute_dtype), self.device)

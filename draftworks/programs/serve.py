@@ -11,25 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.capture.progress import Progress
+from draftworks.config.run_files import ServeRun
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.tokenized import TokenizedSet
+from draftworks.distributed.process_group import resolve_device
 from draftworks.errors import ConfigError, DataError, EngineError
-from draftworks.evaluation.comparison import walk_of
-from draftworks.evaluation.decoding import DecodingLimits
-from draftworks.evaluation.loop import occasion
-from draftworks.evaluation.served import SERVED, Agreement, Question, Served, agreement, questions, serve
-from draftworks.evaluation.statistics import Resampling, summary
+from draftworks.evaluation.ladder.decoding import DecodingLimits
+from draftworks.evaluation.ladder.loop import occasion
+from draftworks.evaluation.ladder.served import SERVED, Agreement, Question, Served, agreement, questions, serve
+from draftworks.evaluation.ladder.statistics import Resampling, summary
+from draftworks.evaluation.report.comparison import walk_of
 from draftworks.export.names import DRAFT_FOLDER
-from draftworks.programs.process_group import resolve_device
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.publishing import publish_json
-from draftworks.runs import ServeRun
-from draftworks.serving.server_figures import Counters, SpeculatedAnswer, average_accept_length, verified_tokens
-from draftworks.serving.sglang_client import GenerateRequest
-from draftworks.serving.sglang_environment import require_cpu_speculation
-from draftworks.serving.sglang_server import ServerOptions, SGLangServer
-from draftworks.serving.speculating_client import SpeculatingClient
-from draftworks.serving.speculation import Speculation
+from draftworks.sglang.client import GenerateRequest
+from draftworks.sglang.environment import require_cpu_speculation
+from draftworks.sglang.server import ServerOptions, SGLangServer
+from draftworks.sglang.server_figures import Counters, SpeculatedAnswer, average_accept_length, verified_tokens
+from draftworks.sglang.speculating_client import SpeculatingClient
+from draftworks.sglang.speculation import Speculation
+from draftworks.storage.atomic import publish_json
 
 RESULT = "serving.json"
 SCHEMA_VERSION = 1

@@ -13,9 +13,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from draftworks import parent_death
+from draftworks.distributed import parent_death
 from draftworks.errors import ConfigError, DraftworksError
-from draftworks.registry import Registry
+from draftworks.targets.registry import Registry
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 HOME = "DAGSTER_HOME"

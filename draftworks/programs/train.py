@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
+from draftworks.config.run_files import VOCAB_FILE, TrainRun
+from draftworks.config.strategies import resolve_strategy
+from draftworks.distributed.collectives import gather_from_ranks
+from draftworks.distributed.process_group import distributed
+from draftworks.distributed.stop_signals import Interrupted, deferred_stop
 from draftworks.drafts.draft_io import DraftConfig, load_draft, save_draft
-from draftworks.evaluation.collectives import gather_from_ranks
 from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes, require_same_dtype
 from draftworks.programs.loaders import evaluation_loader, nothing_to_measure, pack_limits, training_loader
-from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.publishing import published
-from draftworks.runs import VOCAB_FILE, TrainRun
-from draftworks.stop_signals import Interrupted, deferred_stop
-from draftworks.strategies import resolve_strategy
+from draftworks.storage.atomic import published
 from draftworks.training.backend import process_group_of_one
 from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_files import read_record

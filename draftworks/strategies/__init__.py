@@ -1,11 +1,10 @@
-"""The draft strategies this platform knows, by name. Torch-free: factories are dotted paths, imported where work is done."""
+"""Draft strategies, a folder each: options (torch-free), model, loss, attention, drafter, strategy, export, reader.
 
-from draftworks.strategies.dflash import DFLASH, DFlashOptions, dflash_taps
-from draftworks.strategies.domino import DOMINO, DominoOptions
-from draftworks.strategies.dspark import DSPARK, DSparkOptions
-from draftworks.strategies.eagle3 import EAGLE3, Eagle3Options, eagle3_taps
-from draftworks.strategies.peagle import PEAGLE, PEagleOptions
-from draftworks.strategies.spec import (
+Nothing here imports them: they are entry points of pyproject.toml, as a plug-in's are. What a plug-in needs to describe
+itself is named here.
+"""
+
+from draftworks.config.strategies import (
     ExportSpec,
     LayerCounting,
     StrategyOptions,
@@ -20,25 +19,13 @@ from draftworks.strategies.spec import (
 )
 
 __all__ = [
-    "DFLASH",
-    "DOMINO",
-    "DSPARK",
-    "EAGLE3",
-    "PEAGLE",
-    "DFlashOptions",
-    "DSparkOptions",
-    "DominoOptions",
-    "Eagle3Options",
     "ExportSpec",
     "LayerCounting",
-    "PEagleOptions",
     "StrategyOptions",
     "StrategySpec",
     "TargetSizes",
     "always_packable",
     "available_strategies",
-    "dflash_taps",
-    "eagle3_taps",
     "load_dotted",
     "register_strategy",
     "resolve_export",

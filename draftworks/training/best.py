@@ -10,8 +10,8 @@ from typing import Any
 
 from draftworks.errors import ConfigError
 from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, metric_in
-from draftworks.publishing import publish_json
-from draftworks.regular_files import read_json
+from draftworks.storage.atomic import publish_json
+from draftworks.storage.regular_files import read_json
 from draftworks.training.checkpoint_files import CheckpointFolder, is_complete
 
 log = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from typing import Any
 import xxhash
 
 from draftworks.errors import ConfigError, StoreError
-from draftworks.identity import digest
-from draftworks.publishing import fsync, fsync_tree, publish_json
-from draftworks.regular_files import open_regular, read_json
-from draftworks.specs import checked_name
+from draftworks.storage.atomic import fsync, fsync_tree, publish_json
+from draftworks.storage.identity import digest
+from draftworks.storage.names import checked_name
+from draftworks.storage.regular_files import open_regular, read_json
 
 SCHEMA_VERSION = 1
 RECORD = "checkpoint.json"

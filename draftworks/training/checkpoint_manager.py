@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from draftworks.distributed.collectives import from_rank_0, gather_from_ranks, on_every_rank, rank, world_size
 from draftworks.errors import StoreError
-from draftworks.evaluation.collectives import from_rank_0, gather_from_ranks, on_every_rank, rank, world_size
-from draftworks.publishing import publish_json
+from draftworks.storage.atomic import publish_json
 from draftworks.training.best import BestRecord, BestRule, read_best
 from draftworks.training.checkpoint_files import CheckpointFolder, read_record, seal, stored_files, sync_and_sum
 from draftworks.training.snapshot import Snapshot, save_moments, save_plain

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from draftworks.distributed.collectives import max_over_ranks, world_size
 from draftworks.drafts.strategy import StepContext
-from draftworks.evaluation.collectives import max_over_ranks, world_size
 from draftworks.evaluation.evaluator import EvaluationStopped
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader

@@ -8,8 +8,8 @@ from typing import Any
 
 from draftworks.errors import StoreError
 from draftworks.evaluation.result import EvalResult
-from draftworks.publishing import publish_json
-from draftworks.regular_files import read_json
+from draftworks.storage.atomic import publish_json
+from draftworks.storage.regular_files import read_json
 
 SCHEMA_VERSION = 2
 

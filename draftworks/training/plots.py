@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from draftworks.evaluation.plots import COLOURS, as_png, label, new_figure
+from draftworks.evaluation.report.plots import COLOURS, as_png, label, new_figure
 from draftworks.training.history import History
 
 if TYPE_CHECKING:

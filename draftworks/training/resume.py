@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from draftworks.distributed.collectives import on_every_rank, rank, world_size
 from draftworks.drafts.draft_io import load_weights
 from draftworks.errors import StoreError
-from draftworks.evaluation.collectives import on_every_rank, rank, world_size
 from draftworks.evaluation.result import EvalResult
 from draftworks.training.checkpoint_files import CheckpointRecord, read_record, verify
 from draftworks.training.history import History

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from draftworks.errors import StoreError
-from draftworks.regular_files import checked_file
+from draftworks.storage.regular_files import checked_file
 from draftworks.training.shard_writer import ShardWriter
 
 WEIGHTS = "model.safetensors"

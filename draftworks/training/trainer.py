@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftworks.config.registry_files import TrainingSpec
+from draftworks.distributed.collectives import rank
 from draftworks.drafts.draft_io import read_weights
 from draftworks.drafts.strategy import DraftStrategy, StepContext
-from draftworks.evaluation.collectives import rank
 from draftworks.evaluation.evaluator import Evaluator
-from draftworks.evaluation.replay import with_replay
+from draftworks.evaluation.ladder.replay import with_replay
 from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, EvalResult
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.schedule import TrainSchedule
-from draftworks.specs import TrainingSpec
 from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.checkpoint_files import read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager

@@ -9,10 +9,10 @@ import numpy as np
 from safetensors.torch import load_file, save_file
 
 from draftworks.capture.engine import Generated, TargetEngine
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import CaptureRun, TargetFiles
 from draftworks.data.token_rows import TokenRow
-from draftworks.identity import EngineIdentity, LastHidden, LayerTap
-from draftworks.runs import CaptureRun, TargetFiles
-from draftworks.specs import CaptureSpec
+from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap
 
 
 def random_rows(count: int, seed: int = 0, longest: int = 30, vocab: int = 2000) -> list[TokenRow]:

@@ -10,7 +10,7 @@ from capture_toys import random_rows
 
 from draftworks.capture.engine import load_engine
 from draftworks.capture.session import capture_missing
-from draftworks.runs import CaptureRun
+from draftworks.config.run_files import CaptureRun
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

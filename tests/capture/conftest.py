@@ -7,9 +7,9 @@ import torch
 from capture_toys import WatchedEngine
 
 from draftworks.capture.engine import load_engine
-from draftworks.capture.hf import HFTargetEngine
-from draftworks.runs import TargetFiles
-from draftworks.specs import CaptureSpec
+from draftworks.capture.engines.hf import HFTargetEngine
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import TargetFiles
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ import torch
 from capture_toys import WatchedEngine
 
 from draftworks.capture.engine import EnginePlace, TargetEngine
-from draftworks.capture.hf import load_hf_engine
-from draftworks.runs import TargetFiles
-from draftworks.specs import CaptureSpec
+from draftworks.capture.engines.hf import load_hf_engine
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import TargetFiles
 
 Spoil = Callable[[Any], Any]
 

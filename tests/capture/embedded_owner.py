@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from draftworks.capture.engine import EnginePlace, load_engine
-from draftworks.runs import TargetFiles
-from draftworks.specs import CaptureSpec, ResponseSpec
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec
+from draftworks.config.run_files import TargetFiles
 
 
 def main() -> None:

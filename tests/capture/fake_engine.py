@@ -23,7 +23,7 @@ import psutil
 import pytest
 from fake_sglang import generated, part_of
 
-from draftworks.serving.spool import write_part
+from draftworks.sglang.spool import write_part
 
 
 @dataclass

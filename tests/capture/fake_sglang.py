@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from draftworks.capture.sglang_hosts import ExternalHost
-from draftworks.serving.sglang_client import SGLangClient
-from draftworks.serving.sglang_hook import hook_option
-from draftworks.serving.spool import Part, write_part
+from draftworks.capture.engines.sglang_hosts import ExternalHost
+from draftworks.sglang.client import SGLangClient
+from draftworks.sglang.hook import hook_option
+from draftworks.sglang.spool import Part, write_part
 
 HIDDEN = 8
 VOCAB = 50

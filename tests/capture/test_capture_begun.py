@@ -13,10 +13,10 @@ from capture_toys import WatchedEngine, capture_run, random_rows
 from draftworks.capture.begun import ABANDONED_AFTER_S, FOLDER
 from draftworks.capture.progress import Progress
 from draftworks.capture.session import capture_features, capture_missing, write_manifest
+from draftworks.config.run_files import CaptureRun
 from draftworks.errors import StoreError
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import read_feature_set
-from draftworks.runs import CaptureRun
 
 ROWS = random_rows(48, seed=3, longest=40)
 

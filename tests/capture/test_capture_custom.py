@@ -10,16 +10,16 @@ import torch
 from capture_toys import capture_run, random_rows
 from custom_engines import DAMAGES
 
-from draftworks.capture.answers import answers_identity, capture_spec
-from draftworks.capture.custom import CheckedEngine
+from draftworks.capture.answers.published import answers_identity, capture_spec
 from draftworks.capture.engine import Generated, engine_identity, load_engine
-from draftworks.capture.hf import HFTargetEngine
+from draftworks.capture.engines.custom import CheckedEngine
+from draftworks.capture.engines.hf import HFTargetEngine
 from draftworks.capture.session import capture_features
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec, TargetSpec, validated
+from draftworks.config.run_files import CaptureRun, RegenerateRun, TargetFiles
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.features.opening import open_store
-from draftworks.identity import EngineIdentity, LayerTap
-from draftworks.runs import CaptureRun, RegenerateRun, TargetFiles
-from draftworks.specs import CaptureSpec, ResponseSpec, TargetSpec, validated
+from draftworks.storage.identity import EngineIdentity, LayerTap
 
 ROWS = random_rows(4)
 ENGINE = {"entry_point": "custom_engines:load", "engine": "mylab", "numerics": 2}

@@ -9,15 +9,15 @@ import torch
 from fake_sglang import HIDDEN, RevivedHost, fake_sglang
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftworks.capture.embedding_tap import has_plain_embeddings, require_plain_embeddings
 from draftworks.capture.engine import EnginePlace, engine_identity, load_engine
-from draftworks.capture.hf import HFTargetEngine
-from draftworks.capture.sglang_engine import SGLangEngine
+from draftworks.capture.engines.embedding_tap import has_plain_embeddings, require_plain_embeddings
+from draftworks.capture.engines.hf import HFTargetEngine
+from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import CaptureError, EngineError
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.specs import CaptureSpec
+from draftworks.storage.identity import LayerTap
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

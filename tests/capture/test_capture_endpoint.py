@@ -13,13 +13,13 @@ from fake_chat import FakeChat, echo
 from json_server import Reply, json_server
 from thinking import thinking_target
 
-from draftworks.capture.answers import answers_file
-from draftworks.capture.endpoint import EndpointAnswerer
-from draftworks.capture.regenerate import RegenerateSummary, longest_sample, regenerate_by
+from draftworks.capture.answers.endpoint import EndpointAnswerer
+from draftworks.capture.answers.published import answers_file
+from draftworks.capture.answers.regenerate import RegenerateSummary, longest_sample, regenerate_by
+from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Turn, write_conversations
 from draftworks.errors import ConfigError, DataError, EngineError
-from draftworks.runs import RegenerateRun, TargetFiles
 
 KEY = "sk-very-secret-1234"
 SOURCES = [conversation(number, exchanges=1 + number % 3) for number in range(6)]
@@ -27,7 +27,7 @@ SOURCES = [conversation(number, exchanges=1 + number % 3) for number in range(6)
 
 @pytest.fixture(autouse=True)
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftworks.capture.endpoint._LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr("draftworks.capture.answers.endpoint._LONGEST_WAIT_S", 0.0)
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from capture_toys import random_rows
 from model_families import FAMILIES, LAYERS, in_float64
 
 from draftworks.capture.engine import load_engine
-from draftworks.capture.hf import HFTargetEngine
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.specs import CaptureSpec, ResponseSpec
+from draftworks.capture.engines.hf import HFTargetEngine
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.storage.identity import LayerTap
 
 ROWS = [row.input_ids.tolist() for row in random_rows(5, longest=60)]
 TAPS = [LayerTap(k) for k in range(LAYERS)]

@@ -9,9 +9,9 @@ from capture_toys import random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftworks.capture.generate import end_tokens, generate, next_tokens, row_uniforms
+from draftworks.capture.engines.generate import end_tokens, generate, next_tokens, row_uniforms
+from draftworks.config.registry_files import ResponseSpec
 from draftworks.errors import CaptureError
-from draftworks.specs import ResponseSpec
 
 PROMPTS = [row.input_ids.tolist() for row in random_rows(9, seed=5)]
 IDS = [f"p{i}" for i in range(len(PROMPTS))]

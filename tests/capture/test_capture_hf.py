@@ -11,10 +11,10 @@ from capture_toys import random_rows
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draftworks.capture.engine import engine_identity, find_backend, load_engine
-from draftworks.capture.hf import HFTargetEngine, decoder_layers
+from draftworks.capture.engines.hf import HFTargetEngine, decoder_layers
+from draftworks.config.registry_files import CaptureSpec
 from draftworks.errors import CaptureError, ConfigError
-from draftworks.identity import EngineIdentity, LayerTap
-from draftworks.specs import CaptureSpec
+from draftworks.storage.identity import EngineIdentity, LayerTap
 
 CPU = torch.device("cpu")
 FP32 = CaptureSpec(compute_dtype="float32", device="cpu")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.capture.partial import PartialFile
+from draftworks.capture.answers.record_file import PartialFile
 from draftworks.errors import StoreError
 
 

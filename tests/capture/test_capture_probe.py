@@ -15,15 +15,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from draftworks.capture.engine import load_engine
-from draftworks.capture.hf import HFTargetEngine
-from draftworks.capture.probe import EngineProbe, probe_rows
+from draftworks.capture.engines.hf import HFTargetEngine
+from draftworks.capture.probe.probe import EngineProbe, probe_rows
+from draftworks.capture.probe.streamed_forward import StreamedTarget
 from draftworks.capture.session import capture_missing
-from draftworks.capture.streamed import StreamedTarget
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import CaptureRun, TargetFiles
 from draftworks.errors import StoreError, UnsoundEngineError
 from draftworks.features.opening import open_store
-from draftworks.identity import LayerTap
-from draftworks.runs import CaptureRun, TargetFiles
-from draftworks.specs import CaptureSpec
+from draftworks.storage.identity import LayerTap
 
 CPU = torch.device("cpu")
 ROWS = random_rows(5, longest=60)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from capture_toys import capture_run, random_rows
 
-from draftworks.capture.hf import HFTargetEngine
+from draftworks.capture.engines.hf import HFTargetEngine
 from draftworks.capture.recheck import recheck
 from draftworks.capture.session import capture_features
 from draftworks.features.local_store import LocalFeatureStore

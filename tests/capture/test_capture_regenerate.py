@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from capture_toys import WatchedEngine
 
-from draftworks.capture.answers import CONVERSATIONS, answers_file
+from draftworks.capture.answers.published import CONVERSATIONS, answers_file
+from draftworks.capture.answers.regenerate import regenerate
 from draftworks.capture.engine import KNOWN_BACKENDS
 from draftworks.capture.progress import Progress
-from draftworks.capture.regenerate import regenerate
+from draftworks.config.registry_files import ResponseSpec
+from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import (
     QUARANTINE_FILE,
@@ -26,8 +28,6 @@ from draftworks.data.conversations import (
 )
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import ConfigError, DataError, EngineError
-from draftworks.runs import TOKENS_FOLDER, RegenerateRun, TargetFiles
-from draftworks.specs import ResponseSpec
 
 
 def conversation(number: int, exchanges: int = 1) -> Conversation:

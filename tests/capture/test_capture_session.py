@@ -22,7 +22,7 @@ from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError, StoreError
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import read_feature_set
-from draftworks.identity import token_digest
+from draftworks.storage.identity import token_digest
 
 
 def contents(run, tokens) -> dict[str, dict[str, torch.Tensor]]:

@@ -14,15 +14,15 @@ from processes import ends
 from sglang_toys import SGLANG, sglang_engine
 from thinking import thinking_target
 
-from draftworks.capture.endpoint import EndpointAnswerer
-from draftworks.capture.regenerate import RegenerateSummary, longest_sample, regenerate, regenerate_by
-from draftworks.capture.sglang_engine import SGLangEngine
+from draftworks.capture.answers.endpoint import EndpointAnswerer
+from draftworks.capture.answers.regenerate import RegenerateSummary, longest_sample, regenerate, regenerate_by
+from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.config.registry_files import ResponseSpec
+from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.errors import ConfigError
-from draftworks.identity import LayerTap
-from draftworks.runs import RegenerateRun, TargetFiles
-from draftworks.serving.sglang_server import ServerOptions, SGLangServer
-from draftworks.specs import ResponseSpec
+from draftworks.sglang.server import ServerOptions, SGLangServer
+from draftworks.storage.identity import LayerTap
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

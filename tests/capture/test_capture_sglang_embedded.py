@@ -17,11 +17,11 @@ from fake_sglang import HIDDEN, VOCAB
 from processes import ends
 
 from draftworks.capture.engine import EnginePlace, engine_identity, load_engine
-from draftworks.capture.sglang_engine import SGLangEngine
+from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.config.registry_files import CaptureSpec, SGLangSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError, EngineError
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.specs import CaptureSpec, SGLangSpec
+from draftworks.storage.identity import LayerTap
 
 TARGET = TargetFiles(
     name="toy", model="models/toy", tokenizer="models/toy", digest="0" * 16, tokenizer_digest="1" * 16,
@@ -33,7 +33,7 @@ PATIENT = SGLangSpec(start_timeout_s=60, request_timeout_s=60, grace_s=5)
 
 @pytest.fixture
 def wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wishes]:
-    monkeypatch.setattr("draftworks.capture.sglang_engine._LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr("draftworks.capture.engines.sglang_engine._LONGEST_WAIT_S", 0.0)
     with fake_engine(tmp_path / "site", monkeypatch) as wishes:
         yield wishes
 

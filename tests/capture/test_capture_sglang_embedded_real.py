@@ -17,13 +17,13 @@ from sglang_toys import SGLANG
 from torch import Tensor
 
 from draftworks.capture.session import capture_features
+from draftworks.config.registry_files import ResponseSpec
+from draftworks.config.run_files import CaptureRun, TargetFiles
 from draftworks.data.tokenized import write_tokens
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.opening import open_store
-from draftworks.identity import LayerTap
-from draftworks.runs import CaptureRun, TargetFiles
-from draftworks.serving.sglang_environment import linked_package
-from draftworks.specs import ResponseSpec
+from draftworks.sglang.environment import linked_package
+from draftworks.storage.identity import LayerTap
 from resources.local_launcher import LocalLauncher
 from resources.workspace import Workspace
 from spec_assets.common import launch

@@ -12,14 +12,14 @@ import torch
 from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang, part_of
 
 from draftworks.capture.engine import engine_identity
-from draftworks.capture.sglang_engine import SGLangEngine, sampling_parameters, whole_part
+from draftworks.capture.engines.sglang_engine import SGLangEngine, sampling_parameters, whole_part
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, EngineError, PassingTroubleError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.serving.sglang_client import SGLangClient
-from draftworks.serving.spool import Part, write_failure
-from draftworks.specs import CaptureSpec, ResponseSpec
+from draftworks.sglang.client import SGLangClient
+from draftworks.sglang.spool import Part, write_failure
+from draftworks.storage.identity import LayerTap
 
 TARGET = TargetFiles(
     name="toy", model="models/toy", tokenizer="models/toy", digest="0" * 16, tokenizer_digest="1" * 16,
@@ -42,7 +42,7 @@ def engine_on(fake: FakeSGLang, attempts: int = 3, timeout_s: float = 5.0) -> SG
 
 @pytest.fixture(autouse=True)
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftworks.capture.sglang_engine._LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr("draftworks.capture.engines.sglang_engine._LONGEST_WAIT_S", 0.0)
 
 
 def test_streams_are_cut_out_of_what_the_server_captures(fake):

@@ -9,12 +9,12 @@ import pytest
 from capture_toys import capture_run, random_rows
 from sglang_toys import CPU, sglang_engine
 
-from draftworks.capture.hf import load_hf_engine
-from draftworks.capture.probe import EngineProbe
+from draftworks.capture.engines.hf import load_hf_engine
+from draftworks.capture.probe.probe import EngineProbe
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import UnsoundEngineError
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.specs import CaptureSpec
+from draftworks.storage.identity import LayerTap
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

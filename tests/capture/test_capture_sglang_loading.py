@@ -10,11 +10,11 @@ import torch
 from fake_sglang import fake_sglang, part_of
 
 from draftworks.capture.engine import EnginePlace, load_engine
+from draftworks.config.registry_files import CaptureSpec, SGLangSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import EngineError
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.serving.spool import new_request_id, write_part
-from draftworks.specs import CaptureSpec, SGLangSpec
+from draftworks.sglang.spool import new_request_id, write_part
+from draftworks.storage.identity import LayerTap
 
 
 def test_files_older_than_any_request_are_swept_and_those_of_other_captures_stay(

@@ -10,12 +10,12 @@ import torch
 from fake_sglang import HIDDEN, VOCAB, fake_sglang, server_info
 
 from draftworks.capture.engine import EnginePlace, load_engine
-from draftworks.capture.sglang_probe import require_server
+from draftworks.capture.engines.sglang_examination import require_server
+from draftworks.config.registry_files import CaptureSpec, SGLangSpec, validated
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, EngineError
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.serving.sglang_client import SGLangClient
-from draftworks.specs import CaptureSpec, SGLangSpec, validated
+from draftworks.sglang.client import SGLangClient
+from draftworks.storage.identity import LayerTap
 
 TARGET = TargetFiles(
     name="toy", model="models/toy", tokenizer="models/toy", digest="0" * 16, tokenizer_digest="1" * 16,

@@ -21,20 +21,20 @@ from sglang_toys import CHUNK, CPU, SGLANG, capture_spec, random_qwen3, sglang_e
 from torch import Tensor
 
 from draftworks.capture.engine import TargetEngine, engine_identity
-from draftworks.capture.hf import HFTargetEngine, load_hf_engine
-from draftworks.capture.probe import EngineProbe
+from draftworks.capture.engines.hf import HFTargetEngine, load_hf_engine
+from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.capture.engines.sglang_hosts import ExternalHost
+from draftworks.capture.probe.probe import EngineProbe
 from draftworks.capture.session import capture_features
-from draftworks.capture.sglang_engine import SGLangEngine
-from draftworks.capture.sglang_hosts import ExternalHost
 from draftworks.capture.verify import check_head
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn
 from draftworks.data.tokenized import write_tokens
 from draftworks.errors import CaptureError, EngineError, UnsoundEngineError
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.serving.sglang_client import SGLangClient
-from draftworks.specs import CaptureSpec, ResponseSpec
+from draftworks.sglang.client import SGLangClient
+from draftworks.storage.identity import LayerTap
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from draftworks.capture.engine import EnginePlace
-from draftworks.capture.sglang_replicas import start_replicas
+from draftworks.capture.engines.sglang_replicas import start_replicas
 from draftworks.errors import EngineError
-from draftworks.serving.sglang_server import ServerOptions
+from draftworks.sglang.server import ServerOptions
 
 GENEROUS_S = 60
 
@@ -52,7 +52,7 @@ class SlowServer:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> type[SlowServer]:
-    monkeypatch.setattr("draftworks.capture.sglang_hosts.SGLangServer", SlowServer)
+    monkeypatch.setattr("draftworks.capture.engines.sglang_hosts.SGLangServer", SlowServer)
     monkeypatch.setattr(SlowServer, "made", [], raising=False)
     return SlowServer
 

@@ -14,15 +14,15 @@ from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang
 
 from draftworks.capture.background import in_background
 from draftworks.capture.engine import EnginePlace, engine_identity, load_engine
-from draftworks.capture.sglang_engine import SGLangEngine
-from draftworks.capture.sglang_hosts import ExternalHost, SGLangHost
-from draftworks.capture.sglang_spread import SpreadHost, balanced
+from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.capture.engines.sglang_hosts import ExternalHost, SGLangHost
+from draftworks.capture.engines.sglang_spread import SpreadHost, balanced
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec, SGLangSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.endpoints.circuit_breaker import CircuitBreaker
 from draftworks.errors import CaptureError, ConfigError, EngineError
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.serving.circuit_breaker import CircuitBreaker
-from draftworks.serving.sglang_client import GenerateRequest, Generation, SGLangClient
-from draftworks.specs import CaptureSpec, ResponseSpec, SGLangSpec
+from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
+from draftworks.storage.identity import LayerTap
 
 TARGET = TargetFiles(
     name="toy", model="models/toy", tokenizer="models/toy", digest="0" * 16, tokenizer_digest="1" * 16,
@@ -34,7 +34,7 @@ GENEROUS_S = 60
 
 @pytest.fixture(autouse=True)
 def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftworks.capture.sglang_engine._LONGEST_WAIT_S", 0.0)
+    monkeypatch.setattr("draftworks.capture.engines.sglang_engine._LONGEST_WAIT_S", 0.0)
 
 
 @pytest.fixture

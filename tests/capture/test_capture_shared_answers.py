@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from answer_toys import Scripted, answering_run, conversation, rows_of
 
-from draftworks.capture.answers import answers_file
-from draftworks.capture.regenerate import regenerate_by
+from draftworks.capture.answers.published import answers_file
+from draftworks.capture.answers.regenerate import regenerate_by
+from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
-from draftworks.runs import RegenerateRun, TargetFiles
 
 
 @pytest.fixture(scope="module")

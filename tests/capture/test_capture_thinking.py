@@ -8,11 +8,11 @@ import pytest
 from answer_toys import Scripted, answering_run, conversation, rows_of, spelt, supervised
 from thinking import thinking_target
 
-from draftworks.capture.answers import CONVERSATIONS, answers_file
-from draftworks.capture.regenerate import regenerate_by
+from draftworks.capture.answers.published import CONVERSATIONS, answers_file
+from draftworks.capture.answers.regenerate import regenerate_by
+from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn, read_conversations
-from draftworks.runs import TargetFiles
 
 THOUGHTS = tuple(f"<think>\nI see part {number}.\n</think>\n\nIt is number {number}." for number in range(3))
 PLAIN = tuple(f"It is number {number}." for number in range(3))

@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from draftworks.artifacts import Artifact, ArtifactStore, Built
-from draftworks.evaluation.report_files import SCHEMA_VERSION
-from draftworks.leaderboard import Fleet, Standing
-from draftworks.registry import Registry
-from draftworks.resolve import resolve_target
+from draftworks.evaluation.report.files import SCHEMA_VERSION
+from draftworks.fleet.leaderboard import Fleet, Standing
+from draftworks.storage.artifacts import Artifact, ArtifactStore, Built
+from draftworks.targets.registry import Registry
+from draftworks.targets.resolve import resolve_target
 
 
 def rung(number: int, metric: str, value: float, prompts: int | None = None) -> dict[str, Any]:

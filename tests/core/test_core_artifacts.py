@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from draftworks import artifacts
-from draftworks.artifacts import ArtifactStore, Built
 from draftworks.errors import StoreError
+from draftworks.storage import artifacts
+from draftworks.storage.artifacts import ArtifactStore, Built
 
 IDENTITY = {"a": 1}
 
@@ -192,7 +192,7 @@ def test_all_results_are_listed_newest_first_without_what_is_damaged_or_unfinish
 SLOW_BUILD = """
 import sys, time
 from pathlib import Path
-from draftworks.artifacts import ArtifactStore, Built
+from draftworks.storage.artifacts import ArtifactStore, Built
 
 def build(out):
     (out / "started").write_text("")

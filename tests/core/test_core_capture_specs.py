@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from draftworks.capture.engine import engine_identity
+from draftworks.config.registry_files import CaptureSpec, validated
 from draftworks.errors import ConfigError
-from draftworks.identity import EngineIdentity
-from draftworks.specs import CaptureSpec, validated
+from draftworks.storage.identity import EngineIdentity
 
 FP8 = ["--quantization", "fp8"]
 

@@ -10,9 +10,9 @@ from dagster._utils.schedules import cron_string_iterator, is_valid_cron_string
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.cron import FIELDS, CronField, checked_cron, checked_timezone
+from draftworks.config.cron import FIELDS, CronField, checked_cron, checked_timezone
+from draftworks.config.registry_files import EvaluationSpec, validated
 from draftworks.errors import ConfigError
-from draftworks.specs import EvaluationSpec, validated
 
 
 def items(field: CronField) -> st.SearchStrategy[str]:

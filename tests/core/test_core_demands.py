@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.demands import check_demands
+from draftworks.config.registry_files import EvaluationSpec, StrategyEntry, TargetSpec
+from draftworks.config.run_files import VOCAB_FILE
+from draftworks.config.serving import ServingSpec
 from draftworks.errors import ConfigError
-from draftworks.registry import Registry
-from draftworks.runs import VOCAB_FILE
-from draftworks.serving_specs import ServingSpec
-from draftworks.specs import EvaluationSpec, StrategyEntry, TargetSpec
+from draftworks.preflight.compatibility import check_demands
+from draftworks.targets.registry import Registry
 
 OPTIONS = {"draft_vocab_size": 64}
 

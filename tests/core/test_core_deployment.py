@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import CaptureRun, StoreSpec, TargetFiles
 from draftworks.errors import ConfigError
-from draftworks.registry import Registry
-from draftworks.runs import CaptureRun, StoreSpec, TargetFiles
-from draftworks.specs import CaptureSpec
+from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 
 

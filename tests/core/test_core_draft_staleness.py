@@ -9,11 +9,11 @@ import pytest
 import yaml
 from measured_fleet import MeasuredFleet, may, walk
 
-from draftworks import leaderboard_views as views
-from draftworks.artifacts import Built
-from draftworks.leaderboard import Fleet
-from draftworks.sources import dataset_version
-from draftworks.strategies import resolve_strategy
+from draftworks.config.strategies import resolve_strategy
+from draftworks.data.sources import dataset_version
+from draftworks.fleet import leaderboard_views as views
+from draftworks.fleet.leaderboard import Fleet
+from draftworks.storage.artifacts import Built
 
 NAME = "one"
 

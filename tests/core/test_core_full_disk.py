@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftworks.full_disk import full_disk_error
+from draftworks.storage.full_disk import full_disk_error
 
 
 def write_with_python(path: str) -> None:

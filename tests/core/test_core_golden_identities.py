@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from draftworks.artifacts import Artifact
-from draftworks.capture.answers import answers_identity
+from draftworks.capture.answers.published import answers_identity
 from draftworks.capture.engine import engine_identity
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec, StrategyEntry, TargetSpec
+from draftworks.config.run_files import RegenerateRun, TargetFiles
+from draftworks.config.strategies import available_strategies, resolve_strategy
 from draftworks.data.conversations import Conversation, Turn
-from draftworks.evaluation.loop_cache import LoopIdentity
-from draftworks.identity import FeatureIdentity, FileDigests, LastHidden, LayerTap, digest, token_digest
-from draftworks.registry import Registry, resolved_options
-from draftworks.resolve import resolve_target
-from draftworks.runs import RegenerateRun, TargetFiles
-from draftworks.specs import CaptureSpec, ResponseSpec, StrategyEntry, TargetSpec
-from draftworks.strategies import available_strategies, resolve_strategy
+from draftworks.evaluation.ladder.loop_cache import LoopIdentity
+from draftworks.storage.artifacts import Artifact
+from draftworks.storage.identity import FeatureIdentity, FileDigests, LastHidden, LayerTap, digest, token_digest
+from draftworks.targets.registry import Registry, resolved_options
+from draftworks.targets.resolve import resolve_target
 from spec_assets.data import Conversations, answered_identity
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_identities.json").read_text())

@@ -15,14 +15,10 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
-from draftworks.capture_specs import CaptureSpec, CustomEngineSpec
-from draftworks.gate_specs import GateSpec
-from draftworks.registry import Registry, resolved_options
-from draftworks.response_specs import EndpointSpec, ResponseSpec
-from draftworks.serving_specs import ServingSpec
-from draftworks.sglang_specs import ServerSpec, SGLangSpec, StartedServer
-from draftworks.spec_base import Spec
-from draftworks.specs import (
+from draftworks.config.base import Spec
+from draftworks.config.capture import CaptureSpec, CustomEngineSpec
+from draftworks.config.gates import GateSpec
+from draftworks.config.registry_files import (
     DatasetSpec,
     DataSpec,
     DeploymentSpec,
@@ -36,7 +32,11 @@ from draftworks.specs import (
     TargetSpec,
     TrainingSpec,
 )
-from draftworks.strategies import available_strategies, resolve_strategy
+from draftworks.config.responses import EndpointSpec, ResponseSpec
+from draftworks.config.serving import ServingSpec
+from draftworks.config.sglang import ServerSpec, SGLangSpec, StartedServer
+from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.targets.registry import Registry, resolved_options
 
 SERVER = CaptureSpec(backend="sglang_server")
 CUSTOM = CustomEngineSpec(entry_point="a:b", engine="mine")

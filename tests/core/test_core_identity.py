@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.identity import (
+from draftworks.storage.identity import (
     EngineIdentity,
     FeatureIdentity,
     FileDigests,
@@ -169,7 +169,7 @@ def test_a_file_that_is_written_while_it_is_read_is_not_remembered(tmp_path: Pat
         path.write_bytes(b"longer")
         return found
 
-    monkeypatch.setattr("draftworks.identity.file_digest", overtaken)
+    monkeypatch.setattr("draftworks.storage.identity.file_digest", overtaken)
     FileDigests(cache).of_file(weights)
     monkeypatch.undo()
     assert FileDigests(cache).of_file(weights) == file_digest(weights)

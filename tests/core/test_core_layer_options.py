@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from draftworks.config.strategies import available_strategies, resolve_strategy
 from draftworks.errors import ConfigError
-from draftworks.strategies import available_strategies, resolve_strategy
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from draftworks.artifacts import Artifact
-from draftworks.evaluation.report_summary import ReportSummary, RungScore
-from draftworks.model_card import CardSubject, model_card, page_of
-from draftworks.runs import TargetFiles
-from draftworks.specs import DatasetSpec
+from draftworks.config.registry_files import DatasetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.evaluation.report.summary import ReportSummary, RungScore
+from draftworks.fleet.model_card import CardSubject, model_card, page_of
+from draftworks.storage.artifacts import Artifact
 
 REVISION = "b968826d9c46dd6066d109eabc6255188de91218"
 TARGET = TargetFiles(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from draftworks.demands import check_demands
+from draftworks.config.registry_files import StrategyEntry, TargetSpec, TrainingSpec
+from draftworks.config.strategies import StrategyOptions, StrategySpec, resolve_strategy
 from draftworks.errors import ConfigError
-from draftworks.identity import LayerTap
-from draftworks.registry import Registry
-from draftworks.specs import StrategyEntry, TargetSpec, TrainingSpec
-from draftworks.strategies import StrategyOptions, StrategySpec, resolve_strategy
+from draftworks.preflight.compatibility import check_demands
+from draftworks.storage.identity import LayerTap
+from draftworks.targets.registry import Registry
 
 
 def test_packing_is_no_identity():

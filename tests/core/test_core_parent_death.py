@@ -11,13 +11,13 @@ import psutil
 import pytest
 from processes import ends
 
-from draftworks import parent_death
+from draftworks.distributed import parent_death
 
 WAYS = {
     "kernel": "die_with_parent()",
     "watching": "threading.Thread(target=watch_parent, args=(os.getppid(),)).start()",
 }
-CHILD = "import os, threading, time; from draftworks.parent_death import *; {}; print('on', flush=True); time.sleep(60)"
+CHILD = "import os, threading, time; from draftworks.distributed.parent_death import *; {}; print('on', flush=True); time.sleep(60)"
 PARENT = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); print(p.pid, flush=True); p.wait()"
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from draftworks.publishing import publish_json, published, published_folder
+from draftworks.storage.atomic import publish_json, published, published_folder
 
 
 def test_an_interrupted_write_leaves_what_was_there_and_nothing_beside_it(tmp_path):

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from draftworks.config.registry_files import TargetSpec, TrainingSpec, validated
+from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.data.sources import dataset_version, matching_files
 from draftworks.errors import ConfigError, DataError
-from draftworks.identity import FileDigests
-from draftworks.registry import Registry
-from draftworks.resolve import resolve_target
-from draftworks.sources import dataset_version, matching_files
-from draftworks.specs import TargetSpec, TrainingSpec, validated
-from draftworks.strategies import Eagle3Options, available_strategies, eagle3_taps, resolve_strategy
+from draftworks.storage.identity import FileDigests
+from draftworks.strategies.eagle3.options import Eagle3Options, eagle3_taps
+from draftworks.targets.registry import Registry
+from draftworks.targets.resolve import resolve_target
 
 SHIPPED = Path(__file__).resolve().parents[2] / "registry"
 

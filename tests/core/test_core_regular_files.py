@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.identity import canonical_json, file_digest
-from draftworks.regular_files import MOST_JSON_DEPTH, checked_file, open_regular, parse_json, read_bytes, read_json
+from draftworks.storage.identity import canonical_json, file_digest
+from draftworks.storage.regular_files import (
+    MOST_JSON_DEPTH,
+    checked_file,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_json,
+)
 
 
 @pytest.fixture(params=["pipe", "socket", "folder", "device", "missing", "dangling", "loop"])

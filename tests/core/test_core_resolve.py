@@ -18,13 +18,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
-from draftworks.hub import hub_file
-from draftworks.identity import FileDigests
-from draftworks.registry import Registry
-from draftworks.resolve import digested, require_unchanged, resolve_target
-from draftworks.runs import TargetFiles
-from draftworks.specs import TargetSpec
+from draftworks.storage.hub import hub_file
+from draftworks.storage.identity import FileDigests
+from draftworks.targets.registry import Registry
+from draftworks.targets.resolve import digested, require_unchanged, resolve_target
 
 COMMIT = "a" * 40
 
@@ -146,7 +146,7 @@ def test_a_target_that_is_as_it_was_is_not_read_again(tmp_path: Path, tiny_folde
     spec = TargetSpec(name="mine", dataset="chats", max_length=256, strategies={"eagle3": {}}, model=str(tiny_folder))
     found = resolve_target(spec, Registry(tmp_path), FileDigests(tmp_path / "digests.json"))
     assert TargetFiles.model_validate_json(found.model_dump_json()) == found
-    monkeypatch.setattr("draftworks.identity.file_digest", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr("draftworks.storage.identity.file_digest", lambda path: pytest.fail(f"{path} was read"))
     require_unchanged(found)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from draftworks.config.registry_files import ResponseSpec, validated
+from draftworks.config.run_files import RegenerateRun
 from draftworks.errors import ConfigError
-from draftworks.runs import RegenerateRun
-from draftworks.specs import ResponseSpec, validated
 
 SGLANG = {"base_urls": ["http://a:1/v1"], "server": "sglang"}
 OPENAI = {"base_urls": ["http://a:1/v1"], "server": "openai", "token_ids": False}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.demands import check_demands
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
-from draftworks.registry import Registry
-from draftworks.runs import TargetFiles
-from draftworks.sglang_families import sglang_remarks
-from draftworks.specs import TargetSpec
+from draftworks.preflight.compatibility import check_demands
+from draftworks.sglang.families import sglang_remarks
+from draftworks.targets.registry import Registry
 
 MakeTarget = Callable[[str], TargetFiles]
 OPTIONS = {"layer_ids": [2, 3, 4], "draft_vocab_size": 64}

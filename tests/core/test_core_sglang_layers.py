@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.demands import check_demands
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
-from draftworks.identity import LayerTap
-from draftworks.registry import Registry
-from draftworks.runs import TargetFiles
-from draftworks.sglang_layers import capture_convention, captured_layers, eagle3_ids, eagle3_taps
-from draftworks.specs import TargetSpec
+from draftworks.preflight.compatibility import check_demands
+from draftworks.sglang.layers import capture_convention, captured_layers, eagle3_ids, eagle3_taps
+from draftworks.storage.identity import LayerTap
+from draftworks.targets.registry import Registry
 
 DEEPSEEK = "DeepseekV3ForCausalLM"
 OPTIONS = {"draft_vocab_size": 64}

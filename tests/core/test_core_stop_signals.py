@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from draftworks import stop_signals
-from draftworks.stop_signals import Interrupted, deferred_interrupt, deferred_stop, raise_on_stop
+from draftworks.distributed import stop_signals
+from draftworks.distributed.stop_signals import Interrupted, deferred_interrupt, deferred_stop, raise_on_stop
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
@@ -72,7 +72,7 @@ def test_a_request_made_anew_is_passed_to_the_handler_of_before(monkeypatch):
 def test_a_request_made_anew_ends_a_program_at_once():
     code = """
 import os, signal
-from draftworks import stop_signals
+from draftworks.distributed import stop_signals
 stop_signals.REPEATS_S = 0
 with stop_signals.deferred_stop() as request:
     os.kill(os.getpid(), signal.SIGINT)

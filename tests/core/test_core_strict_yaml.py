@@ -14,9 +14,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks import strict_yaml
+from draftworks.config import strict_yaml
+from draftworks.config.strict_yaml import LARGEST_INTEGER, MOST_BYTES, MOST_DEPTH, MOST_NODES, read_mapping
 from draftworks.errors import ConfigError
-from draftworks.strict_yaml import LARGEST_INTEGER, MOST_BYTES, MOST_DEPTH, MOST_NODES, read_mapping
 
 FILL = 1_000_000
 NINE = "[{}]".format(",".join(["*{0}"] * 9))

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draftworks.capture.engine import load_engine
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, DraftworksError, StoreError
-from draftworks.runs import TargetFiles
-from draftworks.safetensors_headers import INDEX, WEIGHTS
-from draftworks.specs import CaptureSpec
-from draftworks.target_weights import WeightsCheck, check_target_weights
+from draftworks.targets.safetensors_headers import INDEX, WEIGHTS
+from draftworks.targets.weights import WeightsCheck, check_target_weights
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_an_unknown_family_blocks_hf_alone(copied):
 def test_a_verdict_is_remembered_while_the_files_are_the_same(copied, tmp_path: Path, monkeypatch):
     memory = tmp_path / "memory"
     first = check_target_weights(copied, remembered=memory)
-    monkeypatch.setattr("draftworks.target_weights.model_headers", lambda target: pytest.fail("read again"))
+    monkeypatch.setattr("draftworks.targets.weights.model_headers", lambda target: pytest.fail("read again"))
     assert check_target_weights(copied, remembered=memory) == first
     monkeypatch.undo()
     rewrite(copied, lambda tensors: dict(list(tensors.items())[1:]))

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from draftworks.time_limit import OverLimit, processor_limit
+from draftworks.distributed.time_limit import OverLimit, processor_limit
 
 
 def spin() -> None:

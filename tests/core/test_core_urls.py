@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec, validated
+from draftworks.config.urls import checked_url, checked_urls
 from draftworks.errors import ConfigError
-from draftworks.specs import CaptureSpec, ResponseSpec, validated
-from draftworks.urls import checked_url, checked_urls
 
 WITH_PASSWORD = "https://me:hunter2@gateway.example/v1"
 

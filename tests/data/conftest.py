@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
-from draftworks.runs import TargetFiles
 
 LLAMA3 = (
     "{{- bos_token -}}{%- for m in messages -%}"

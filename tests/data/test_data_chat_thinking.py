@@ -9,10 +9,10 @@ from hypothesis import given
 from test_data_chat import FAMILIES, QUICK, conversations, texts
 from thinking import THINKING_TEMPLATE, thinking_target
 
+from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn
 from draftworks.errors import ConfigError
-from draftworks.runs import TargetFiles
 
 ASKED = [Turn("user", "What is a pipe?")]
 THOUGHT = "<think>\nA kind of buffer.\n</think>\n\nIt connects processes."

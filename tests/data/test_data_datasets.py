@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.datasets import kind_of, load_conversations, load_tokens
 from draftworks.errors import DataError
-from draftworks.specs import DatasetSpec
 
 contents = st.text(min_size=1, max_size=12).filter(str.strip)
 pairs = st.lists(st.tuples(contents, contents), min_size=1, max_size=3)

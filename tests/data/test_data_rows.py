@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.data.rows import RawRow, Rejection, read_rows
+from draftworks.data.sources import matching_files
 from draftworks.errors import DataError
-from draftworks.sources import matching_files
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.data.token_rows import TokenRow
-from draftworks.identity import token_digest
+from draftworks.storage.identity import token_digest
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)), st.sampled_from([np.int32, np.int64]))

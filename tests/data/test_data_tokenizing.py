@@ -12,12 +12,12 @@ import psutil
 import pytest
 from processes import ends
 
+from draftworks.config.registry_files import DataSpec
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.tokenizing import fit_rows, tokenize
 from draftworks.errors import ConfigError, DataError
-from draftworks.specs import DataSpec
 
 
 def spoken(n: int, words: int = 3) -> Conversation:

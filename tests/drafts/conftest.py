@@ -11,9 +11,9 @@ import torch
 from draft_toys import DRAFT_VOCAB, HIDDEN, VOCAB, small_target
 
 from draftworks.data.vocab import VocabMapping
-from draftworks.drafts.eagle3 import Eagle3Strategy
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.strategies import Eagle3Options
+from draftworks.strategies.eagle3.options import Eagle3Options
+from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 
 
 @pytest.fixture

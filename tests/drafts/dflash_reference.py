@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from draftworks.drafts.dflash import DFlashStrategy
+from draftworks.strategies.dflash.strategy import DFlashStrategy
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -8,7 +8,7 @@ import dflash_reference as dflash
 import torch
 from torch import Tensor
 
-from draftworks.drafts.domino import DominoStrategy
+from draftworks.strategies.domino.strategy import DominoStrategy
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import dflash_reference as dflash
 import torch
 from torch import Tensor
 
-from draftworks.drafts.dspark import DSparkStrategy
+from draftworks.strategies.dspark.strategy import DSparkStrategy
 
 
 @dataclass(frozen=True)

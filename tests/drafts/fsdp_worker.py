@@ -15,14 +15,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from draftworks.data.vocab import VocabMapping
-from draftworks.drafts.dflash import DFlashStrategy
-from draftworks.drafts.domino import DominoStrategy
-from draftworks.drafts.dspark import DSparkStrategy
-from draftworks.drafts.eagle3 import Eagle3Strategy
-from draftworks.drafts.peagle import PEagleStrategy
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.strategies import DFlashOptions, DominoOptions, DSparkOptions, Eagle3Options, PEagleOptions
+from draftworks.strategies.dflash.options import DFlashOptions
+from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.strategies.domino.options import DominoOptions
+from draftworks.strategies.domino.strategy import DominoStrategy
+from draftworks.strategies.dspark.options import DSparkOptions
+from draftworks.strategies.dspark.strategy import DSparkStrategy
+from draftworks.strategies.eagle3.options import Eagle3Options
+from draftworks.strategies.eagle3.strategy import Eagle3Strategy
+from draftworks.strategies.peagle.options import PEagleOptions
+from draftworks.strategies.peagle.strategy import PEagleStrategy
 
 SOFT = 0.3
 

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from draftworks.config.strategies import resolve_strategy
 from draftworks.data.vocab import VocabMapping
-from draftworks.drafts import dflash_model, first_choices, losses
+from draftworks.drafts import first_choices
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
-from draftworks.strategies import resolve_strategy
+from draftworks.strategies.dflash.options import model as dflash_model
+from draftworks.strategies.eagle3.options import loss as losses
 
 HIDDEN = 16
 PROMPT, ANSWER = 3, 36

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftworks.drafts.peagle import PEagleStrategy
+from draftworks.strategies.peagle.strategy import PEagleStrategy
 
 
 class Place(NamedTuple):

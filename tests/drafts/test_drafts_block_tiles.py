@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
 from draftworks.drafts.anchors import Blocks, all_blocks
-from draftworks.drafts.block_attention import BlockAttention, KeyValue, _sees
-from draftworks.drafts.block_tiles import TILE, SeenKeys
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.peagle_attention import _Group, seen_keys
-from draftworks.drafts.peagle_chains import Chains
+from draftworks.strategies.dflash.attention import BlockAttention, KeyValue, _sees
+from draftworks.strategies.dflash.attention_tiles import TILE, SeenKeys
+from draftworks.strategies.peagle.attention import _Group, seen_keys
+from draftworks.strategies.peagle.chains import Chains
 
 ROWS = {
     "several tiles": ((300,), 2, 90),
@@ -111,7 +111,7 @@ def test_flex_attends_as_the_written_out_mask(row, window):
 @pytest.mark.parametrize(("works", "anchors", "expected"), [(True, 40, "flex"), (True, 5, "sdpa"), (False, 40, "sdpa")])
 def test_auto_is_flex_for_many_tokens_where_flex_works(monkeypatch, works, anchors, expected):
     taken = []
-    monkeypatch.setattr("draftworks.drafts.block_attention.flex_works", lambda device, dtype, head_size: works)
+    monkeypatch.setattr("draftworks.strategies.dflash.attention.flex_works", lambda device, dtype, head_size: works)
     for name in ("flex", "sdpa"):
         monkeypatch.setattr(BlockAttention, f"_{name}", lambda self, *_, name=name: taken.append(name))
     blocks = drawn((64,), 1, anchors, 4)

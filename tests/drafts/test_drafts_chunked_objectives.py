@@ -12,10 +12,10 @@ import torch
 from objective_toys import ANSWER, HIDDEN, SIZES, Case, batch_of, in_blocks, logits_at_once, strategy_of
 from torch import Tensor
 
+from draftworks.config.strategies import available_strategies, resolve_strategy
 from draftworks.drafts.first_choices import argmax_of_head
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.features.contracts import TrainBatch
-from draftworks.strategies import available_strategies, resolve_strategy
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OBJECTIVES = [

@@ -11,11 +11,11 @@ from draft_toys import HIDDEN, VOCAB
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import drawn_blocks
-from draftworks.drafts.dflash import DFlashStrategy
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError
-from draftworks.strategies import DFlashOptions
+from draftworks.strategies.dflash.options import DFlashOptions
+from draftworks.strategies.dflash.strategy import DFlashStrategy
 
 OPTIONS = {"block_size": 4, "num_layers": 2, "layer_ids": [1, 3, 6], "num_anchors": 5}
 MASKS = [[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1]]

@@ -10,12 +10,13 @@ import torch
 from draft_toys import VOCAB
 from test_drafts_dflash import SAMPLES, anchors_drawn, gradients, sample, side_by_side
 
-from draftworks.drafts.dflash import DFlashStrategy
-from draftworks.drafts.domino import DominoStrategy
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, StoreError
-from draftworks.strategies import DFlashOptions, DominoOptions
+from draftworks.strategies.dflash.options import DFlashOptions
+from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.strategies.domino.options import DominoOptions
+from draftworks.strategies.domino.strategy import DominoStrategy
 
 OPTIONS = {
     "block_size": 4,

@@ -16,7 +16,7 @@ from draftworks.drafts.draft_io import CONFIG, WEIGHTS, load_draft, read_config,
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.errors import StoreError
 from draftworks.features.contracts import TrainBatch
-from draftworks.strategies import Eagle3Options
+from draftworks.strategies.eagle3.options import Eagle3Options
 
 TARGET = "0123456789abcdef"
 
@@ -97,7 +97,7 @@ def _edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> No
     tensors = load_file(folder / WEIGHTS)
     edit(tensors)
     save_file(tensors, folder / WEIGHTS)
-    from draftworks.identity import file_digest
+    from draftworks.storage.identity import file_digest
 
     _edit_config(folder, weights_digest=file_digest(folder / WEIGHTS))
 

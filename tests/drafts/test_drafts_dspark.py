@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.draft_io import load_draft, save_draft
-from draftworks.drafts.dspark import DSparkStrategy
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError, StoreError
-from draftworks.strategies import DSparkOptions
+from draftworks.strategies.dspark.options import DSparkOptions
+from draftworks.strategies.dspark.strategy import DSparkStrategy
 
 NAMES = ["a", "b", "c"]
 STREAMS = ("hf1", "hf3", "hf6", "last")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftworks.drafts.block_losses import decaying
-from draftworks.drafts.dspark_losses import DSparkObjective, DSparkRows, dspark_losses
 from draftworks.drafts.sampling import verify
 from draftworks.drafts.strategy import Proposal
+from draftworks.strategies.dflash.loss import decaying
+from draftworks.strategies.dspark.loss import DSparkObjective, DSparkRows, dspark_losses
 
 VOCAB, HIDDEN, RANK = 11, 6, 3
 COUNTS = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]], dtype=torch.bool)

@@ -6,11 +6,11 @@ from eagle3_comparison import MASKS, TOLERANCE, assert_close, assert_trains_as_t
 from eagle3_reference import reference_acceptance, reference_states
 
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.eagle3 import Eagle3Strategy
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError
 from draftworks.evaluation.evaluator import Evaluator
-from draftworks.strategies import Eagle3Options
+from draftworks.strategies.eagle3.options import Eagle3Options
+from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 
 KEYS = {
     "fc.weight",

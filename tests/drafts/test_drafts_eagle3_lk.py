@@ -7,7 +7,7 @@ import torch
 from eagle3_comparison import MASKS, assert_close, assert_trains_as_transcribed, gradients, run
 from pydantic import ValidationError
 
-from draftworks.strategies import Eagle3Options
+from draftworks.strategies.eagle3.options import Eagle3Options
 
 LK = [{"objective": "lk_alpha"}, {"objective": "lk_lambda"}, {"objective": "lk_lambda", "kl_scale": 3, "kl_decay": 2}]
 

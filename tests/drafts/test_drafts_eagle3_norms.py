@@ -15,7 +15,7 @@ from draftworks.drafts.documents import Documents
 from draftworks.drafts.draft_io import load_draft, read_config, save_draft
 from draftworks.drafts.rows import ActiveRows
 from draftworks.errors import StoreError
-from draftworks.strategies import EAGLE3, Eagle3Options
+from draftworks.strategies.eagle3.options import EAGLE3, Eagle3Options
 
 HIDDEN, VOCAB = 16, 40
 

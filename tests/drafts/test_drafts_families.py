@@ -10,14 +10,14 @@ import torch
 from model_families import FAMILIES, HIDDEN, VOCAB
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from draftworks.config.layer_shape import layer_shape
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.strategies import available_strategies, resolve_strategy
 from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.draft_io import load_draft, save_draft
-from draftworks.drafts.layer_shape import layer_shape
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.identity import digest
-from draftworks.runs import TargetFiles
-from draftworks.strategies import available_strategies, resolve_strategy
+from draftworks.storage.identity import digest
 
 LAYERS = [1, 3, 4]
 BLOCKS = {"block_size": 4, "num_layers": 1, "num_anchors": 4, "layer_ids": LAYERS}

@@ -8,10 +8,11 @@ import pytest
 import torch
 from draft_toys import HIDDEN, VOCAB, small_target
 
-from draftworks.drafts.dflash import DFlashStrategy
-from draftworks.drafts.domino import DominoStrategy
 from draftworks.drafts.strategy import StepContext
-from draftworks.strategies import DFlashOptions, DominoOptions
+from draftworks.strategies.dflash.options import DFlashOptions
+from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.strategies.domino.options import DominoOptions
+from draftworks.strategies.domino.strategy import DominoStrategy
 
 MASK = [0, 1, 1, 1, 1, 0, 1, 1, 0]
 """Anchors at 1, 2, 3 and 6. Labels of a block of four: 2 3 4, 3 4, 4 and 7 up to the end of an answer; by SpecForge's rule the

@@ -13,15 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftworks.data.vocab import VocabMapping
-from draftworks.drafts.dflash import DFlashStrategy
-from draftworks.drafts.domino import DominoStrategy
-from draftworks.drafts.dspark import DSparkStrategy
-from draftworks.drafts.eagle3 import Eagle3Strategy
-from draftworks.drafts.peagle import PEagleStrategy
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
-from draftworks.evaluation.replay import replay
+from draftworks.evaluation.ladder.replay import replay
 from draftworks.features.contracts import TrainBatch
-from draftworks.strategies import DFlashOptions, DominoOptions, DSparkOptions, Eagle3Options, PEagleOptions
+from draftworks.strategies.dflash.options import DFlashOptions
+from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.strategies.domino.options import DominoOptions
+from draftworks.strategies.domino.strategy import DominoStrategy
+from draftworks.strategies.dspark.options import DSparkOptions
+from draftworks.strategies.dspark.strategy import DSparkStrategy
+from draftworks.strategies.eagle3.options import Eagle3Options
+from draftworks.strategies.eagle3.strategy import Eagle3Strategy
+from draftworks.strategies.peagle.options import PEagleOptions
+from draftworks.strategies.peagle.strategy import PEagleStrategy
 
 STREAMS = ("hf2", "hf4", "hf5", "last")
 VARIANTS = {

@@ -10,12 +10,13 @@ import torch
 from draft_toys import DRAFT_VOCAB, HIDDEN, VOCAB
 from pydantic import ValidationError
 
-from draftworks.drafts import peagle_model
+from draftworks.config.strategies import TargetSizes
 from draftworks.drafts.draft_io import load_draft, save_draft
-from draftworks.drafts.peagle import PEagleStrategy
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError, StoreError
-from draftworks.strategies import PEAGLE, PEagleOptions, TargetSizes
+from draftworks.strategies.peagle.options import PEAGLE, PEagleOptions
+from draftworks.strategies.peagle.options import model as peagle_model
+from draftworks.strategies.peagle.strategy import PEagleStrategy
 
 OPTIONS = {"num_depths": 4, "num_layers": 2, "draft_vocab_size": DRAFT_VOCAB, "layer_ids": [1, 3, 6]}
 MASKS = [[0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1]]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftworks.drafts.block_attention import GROUP_TOKENS, KeyValue
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.peagle_attention import ChainAttention
-from draftworks.drafts.peagle_chains import Chains
+from draftworks.strategies.dflash.attention import GROUP_TOKENS, KeyValue
+from draftworks.strategies.peagle.attention import ChainAttention
+from draftworks.strategies.peagle.chains import Chains
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
 

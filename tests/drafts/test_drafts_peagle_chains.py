@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from draftworks.drafts.anchors import sample_seed
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.peagle_chains import ByDepth, Chains, Thinning, all_chains, drawn_chains
 from draftworks.drafts.supervision import specforge_gates, token_mean_gates
+from draftworks.strategies.peagle.chains import ByDepth, Chains, Thinning, all_chains, drawn_chains
 
 SEED = torch.tensor([sample_seed(42, "sample")])
 DEPTHS = 5

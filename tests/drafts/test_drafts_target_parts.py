@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, StoreError
-from draftworks.runs import TargetFiles
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from ttt_toys import outputs_and_gradients, random_inputs, sizes
 
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.ttt_attention import ttt_attention
-from draftworks.drafts.ttt_fused import _FusedTttAttention, fused_kernel_works, fused_ttt_attention
-from draftworks.drafts.ttt_masked import eager_ttt_attention, flex_ttt_attention, sdpa_ttt_attention
 from draftworks.errors import ConfigError
+from draftworks.strategies.eagle3.attention import ttt_attention
+from draftworks.strategies.eagle3.fused_attention import _FusedTttAttention, fused_kernel_works, fused_ttt_attention
+from draftworks.strategies.eagle3.masked_attention import eager_ttt_attention, flex_ttt_attention, sdpa_ttt_attention
 
 CPU = torch.device("cpu")
 SIX = Documents.after_each_other((6,))
@@ -71,7 +71,7 @@ def test_a_row_sees_the_window_that_ends_with_it_and_its_own_later_keys(backend,
 
 def test_a_window_that_leaves_nothing_out_costs_nothing(monkeypatch):
     _, (query, *rest) = random_inputs(1, 1, 1, (6,), 4, 2, torch.float32)
-    fused = "draftworks.drafts.ttt_attention.fused_ttt_attention"
+    fused = "draftworks.strategies.eagle3.attention.fused_ttt_attention"
     monkeypatch.setattr(fused, lambda query, keys, values, documents: query + 1)
     assert torch.equal(ttt_attention(query, rest[:2], rest[2:], SIX, window=6), query + 1)
     assert not torch.equal(ttt_attention(query, rest[:2], rest[2:], SIX, window=5), query + 1)
@@ -81,7 +81,7 @@ def test_a_window_that_leaves_nothing_out_costs_nothing(monkeypatch):
 def test_every_back_end_is_the_one_named(backend, monkeypatch):
     _, (query, *rest) = random_inputs(1, 1, 1, (6,), 4, 2, torch.float32)
     used = {"auto": "fused", "sdpa": "sdpa", "eager": "eager", "flex": "flex"}[backend]
-    module = "draftworks.drafts.ttt_attention"
+    module = "draftworks.strategies.eagle3.attention"
     monkeypatch.setattr(f"{module}.{used}_ttt_attention", lambda query, keys, values, documents: query + 1)
     with torch.no_grad():
         assert torch.equal(ttt_attention(query, rest[:2], rest[2:], SIX, backend), query + 1)

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from draftworks.evaluation.eval_cache import EvalCache
-from draftworks.evaluation.eval_config import EvalConfig
+from draftworks.evaluation.cache.eval_cache import EvalCache
+from draftworks.evaluation.cache.eval_config import EvalConfig
 
 CONFIG = EvalConfig("evals/chat.jsonl", "org/model", aux_hidden_state_layer_ids=(1, 3, 4))
 FILES = ("refs.jsonl", "manifest.json", "deep/rows.txt")

@@ -12,20 +12,24 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
-from draftworks.capture.hf import HFTargetEngine
+from draftworks.capture.engines.hf import HFTargetEngine
+from draftworks.config.run_files import TargetFiles
 from draftworks.data.vocab import VocabMapping, build_vocab_mapping
-from draftworks.drafts.dflash import DFlashStrategy
-from draftworks.drafts.domino import DominoStrategy
-from draftworks.drafts.dspark import DSparkStrategy
-from draftworks.drafts.eagle3 import Eagle3Strategy
-from draftworks.drafts.peagle import PEagleStrategy
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.evaluation.decoding import DecodingLimits, decode
+from draftworks.evaluation.ladder.decoding import DecodingLimits, decode
 from draftworks.features.contracts import TrainBatch
-from draftworks.identity import EngineIdentity, LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.strategies import DFlashOptions, DominoOptions, DSparkOptions, Eagle3Options, PEagleOptions
+from draftworks.storage.identity import EngineIdentity, LayerTap
+from draftworks.strategies.dflash.options import DFlashOptions
+from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.strategies.domino.options import DominoOptions
+from draftworks.strategies.domino.strategy import DominoStrategy
+from draftworks.strategies.dspark.options import DSparkOptions
+from draftworks.strategies.dspark.strategy import DSparkStrategy
+from draftworks.strategies.eagle3.options import Eagle3Options
+from draftworks.strategies.eagle3.strategy import Eagle3Strategy
+from draftworks.strategies.peagle.options import PEagleOptions
+from draftworks.strategies.peagle.strategy import PEagleStrategy
 
 TTT = 4
 TAPS = (LayerTap(2), LayerTap(4), LayerTap(5))

@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 
 import pandas as pd
 
-from draftworks.evaluation.measurement import DraftMeasurement, LoopMeasurement
-from draftworks.evaluation.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.report import Report
+from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.statistics import Resampling
+from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.result import EvalResult
-from draftworks.evaluation.statistics import Resampling
 
 QUICK = Resampling(resamples=200)
 DRAFT_TOKENS = 3

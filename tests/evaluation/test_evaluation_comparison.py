@@ -11,7 +11,7 @@ import pytest
 from report_folders import ASSET, TARGET, ReportFolders
 
 from draftworks.errors import StoreError
-from draftworks.evaluation.comparison import Replacement, against_replaced
+from draftworks.evaluation.report.comparison import Replacement, against_replaced
 
 SAMPLES = {f"s{index}": [index, 7, 8, 9] for index in range(12)}
 GOOD = {name: [3, 2, 3] for name in SAMPLES}
@@ -148,6 +148,6 @@ def test_a_damaged_new_report_is_an_error(folders: ReportFolders):
 
 
 def test_it_needs_no_torch():
-    script = "import sys, draftworks.evaluation.comparison; print('torch' in sys.modules)"
+    script = "import sys, draftworks.evaluation.report.comparison; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

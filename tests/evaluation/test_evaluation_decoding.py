@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from draftworks.evaluation.target_session import TargetSession
+from draftworks.evaluation.ladder.target_session import TargetSession
 
 VOCABULARY, PROMPT, ANSWER, PROPOSED = 50, 10, 12, 3
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 import pytest
 
 from draftworks.errors import DataError
-from draftworks.evaluation.differences import Course, Difference, first_difference
-from draftworks.evaluation.prompt_acceptance import Pass
+from draftworks.evaluation.ladder.differences import Course, Difference, first_difference
+from draftworks.evaluation.ladder.prompt_acceptance import Pass
 
 ANSWER = (10, 11, 12, 13, 14, 15)
 WALK = Course(ANSWER, (Pass(1, 2, refused=90), Pass(0, 1, refused=91), Pass(2, 2)))

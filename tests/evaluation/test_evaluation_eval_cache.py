@@ -16,9 +16,9 @@ import pytest
 from eval_cache_producer import CONFIG, FILES, generation_in, inputs_of, writer
 
 from draftworks.errors import StoreError
-from draftworks.evaluation.eval_cache import EvalCache
-from draftworks.evaluation.eval_config import EvalConfig
-from draftworks.identity import digest
+from draftworks.evaluation.cache.eval_cache import EvalCache
+from draftworks.evaluation.cache.eval_config import EvalConfig
+from draftworks.storage.identity import digest
 
 META = "eval_cache_meta.json"
 NOBODY = 65534
@@ -295,5 +295,5 @@ def test_paths_of_any_script_are_recorded(cache: EvalCache):
 
 
 def test_the_cache_imports_no_torch():
-    code = "import sys, draftworks.evaluation.eval_cache; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    code = "import sys, draftworks.evaluation.cache.eval_cache; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,7 +17,7 @@ import eval_cache_producer
 import pytest
 from eval_cache_producer import CONFIG, GO, LOG, generation_in, inputs_of, killed_before, writer
 
-from draftworks.evaluation.eval_cache import EvalCache
+from draftworks.evaluation.cache.eval_cache import EvalCache
 
 KILLS = 6
 LAST = 10**6

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from draftworks.data.vocab import build_vocab_mapping
-from draftworks.drafts.eagle3 import Eagle3Strategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
 from draftworks.evaluation.evaluator import Evaluator
@@ -21,7 +20,8 @@ from draftworks.features.joined import JoinedStore
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.shared_dir_store import SharedDirFeatureStore
-from draftworks.strategies import Eagle3Options
+from draftworks.strategies.eagle3.options import Eagle3Options
+from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 
 HIDDEN, VOCAB, STREAMS = 16, 40, ("hf2", "hf4", "hf5", "last")
 

@@ -11,10 +11,10 @@ from ladder_toys import TAPS, TTT, MakeDraft, build_ladder, dflash, domino, eagl
 from model_families import FAMILIES, in_float64
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftworks.evaluation.loop import Loop, loop_revision
-from draftworks.evaluation.measure import Prompt, replayed
-from draftworks.evaluation.target_session import TargetSession
-from draftworks.runs import TargetFiles
+from draftworks.config.run_files import TargetFiles
+from draftworks.evaluation.ladder.loop import Loop, loop_revision
+from draftworks.evaluation.ladder.measure import Prompt, replayed
+from draftworks.evaluation.ladder.target_session import TargetSession
 
 PROMPT, ANSWER, PROPOSED = 21, 16, 3
 SUMMING = {"qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe"}

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from draftworks.drafts.sampling import Verdict, verify
 from draftworks.drafts.strategy import Proposal
-from draftworks.evaluation.decoding import DecodingLimits, decode, speculate
 from draftworks.evaluation.labels import collate_labels, label_agreement
-from draftworks.evaluation.loop import Loop
-from draftworks.evaluation.measure import Prompt
-from draftworks.evaluation.replay import replay
+from draftworks.evaluation.ladder.decoding import DecodingLimits, decode, speculate
+from draftworks.evaluation.ladder.loop import Loop
+from draftworks.evaluation.ladder.measure import Prompt
+from draftworks.evaluation.ladder.replay import replay
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_what_is_verified_while_sampling_are_the_targets_own_logits_of_the_seque
         seen.append((proposal, logits, verify(proposal, logits, *how)))
         return seen[-1][2]
 
-    monkeypatch.setattr("draftworks.evaluation.decoding.verify", recorded)
+    monkeypatch.setattr("draftworks.evaluation.ladder.decoding.verify", recorded)
     prompt, generator = ladder.samples[1].prompt, torch.Generator().manual_seed(3)
     spoken = speculate(ladder.model, ladder.strategy, TAPS, prompt, DecodingLimits(24), TTT, 1.0, generator)
     said = [*prompt, spoken.tokens[0]]

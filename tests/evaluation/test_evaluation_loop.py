@@ -11,12 +11,12 @@ import torch
 from ladder_toys import TAPS, TTT, Ladder, build_ladder, eagle3, greedy_answers
 from torch import Tensor
 
-from draftworks.evaluation import loop as loop_module
-from draftworks.evaluation.decoding import speculate
-from draftworks.evaluation.differences import Course, Difference
-from draftworks.evaluation.gaps import draft_gap
-from draftworks.evaluation.loop import Loop
-from draftworks.evaluation.measure import Prompt, replayed
+from draftworks.evaluation.ladder import loop as loop_module
+from draftworks.evaluation.ladder.decoding import speculate
+from draftworks.evaluation.ladder.differences import Course, Difference
+from draftworks.evaluation.ladder.gaps import draft_gap
+from draftworks.evaluation.ladder.loop import Loop
+from draftworks.evaluation.ladder.measure import Prompt, replayed
 
 
 @pytest.fixture(scope="module")

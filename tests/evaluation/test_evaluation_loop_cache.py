@@ -13,9 +13,9 @@ import pytest
 from report_toys import prompts
 
 from draftworks.errors import StoreError
-from draftworks.evaluation.differences import Difference
-from draftworks.evaluation.loop_cache import LoopCache, LoopIdentity
-from draftworks.evaluation.measurement import LoopMeasurement, Occasion
+from draftworks.evaluation.ladder.differences import Difference
+from draftworks.evaluation.ladder.loop_cache import LoopCache, LoopIdentity
+from draftworks.evaluation.ladder.measurement import LoopMeasurement, Occasion
 
 IDENTITY = LoopIdentity(
     weights_digest="a",

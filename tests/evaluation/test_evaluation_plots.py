@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from report_toys import full_report, rungs_0_and_1
 
-from draftworks.evaluation.plots import acceptance_plot, slices_plot
-from draftworks.evaluation.report import Report
-from draftworks.evaluation.report_files import PLOT, SLICES_PLOT
+from draftworks.evaluation.report.files import PLOT, SLICES_PLOT
+from draftworks.evaluation.report.plots import acceptance_plot, slices_plot
+from draftworks.evaluation.report.report import Report
 
 
 def opened(data: bytes) -> Image.Image:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import DataError
-from draftworks.evaluation.prompt_acceptance import PromptAcceptance, histogram, macro_mean, micro_mean
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, histogram, macro_mean, micro_mean
 
 EASY = PromptAcceptance.of_passes("easy", [3, 3, 2], emitted=11)
 HARD = PromptAcceptance.of_passes("hard", [0, 0, 1, 0, 0, 1], emitted=8)

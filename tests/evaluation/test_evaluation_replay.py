@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftworks.evaluation.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.replay import replay
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.replay import replay
 from draftworks.features.contracts import TrainBatch
 
 

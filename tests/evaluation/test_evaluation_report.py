@@ -12,9 +12,9 @@ import pytest
 from report_toys import full_report, prompts, rungs_0_and_1
 
 from draftworks.errors import ConfigError, StoreError
-from draftworks.evaluation.measurement import DraftMeasurement
-from draftworks.evaluation.report import Report
-from draftworks.evaluation.report_files import (
+from draftworks.evaluation.ladder.measurement import DraftMeasurement
+from draftworks.evaluation.ladder.statistics import AcceptanceSummary, paired_difference, summary
+from draftworks.evaluation.report.files import (
     DIFFERENCES,
     MARKDOWN,
     PLOT,
@@ -24,7 +24,7 @@ from draftworks.evaluation.report_files import (
     SLICES_PLOT,
     TABLE,
 )
-from draftworks.evaluation.statistics import AcceptanceSummary, paired_difference, summary
+from draftworks.evaluation.report.report import Report
 
 RUNGS = {
     (2, 0.0): "rung2_block_acc_len",

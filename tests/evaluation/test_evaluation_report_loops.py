@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 from report_toys import full_report
 
-from draftworks.evaluation.differences import Difference
-from draftworks.evaluation.measurement import Occasion
-from draftworks.evaluation.report import Report
-from draftworks.evaluation.report_files import DIFFERENCES, REPORT
+from draftworks.evaluation.ladder.differences import Difference
+from draftworks.evaluation.ladder.measurement import Occasion
+from draftworks.evaluation.report.files import DIFFERENCES, REPORT
+from draftworks.evaluation.report.report import Report
 
 THEN = Occasion("a GPU", datetime(2026, 3, 1, 22, 0, tzinfo=UTC))
 FOUND = (

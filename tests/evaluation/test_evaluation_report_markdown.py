@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from report_toys import full_report, prompts, rungs_0_and_1
 
-from draftworks.evaluation.report import Report
+from draftworks.evaluation.report.report import Report
 
 WARNING = "not exact here"
 

@@ -12,11 +12,11 @@ import pytest
 from report_toys import full_report, prompts, rungs_0_and_1
 
 from draftworks.errors import StoreError
-from draftworks.evaluation.measurement import LoopMeasurement
-from draftworks.evaluation.report import Report
-from draftworks.evaluation.report_files import REPORT
-from draftworks.evaluation.report_summary import ReportSummary, RungScore
-from draftworks.publishing import publish_json
+from draftworks.evaluation.ladder.measurement import LoopMeasurement
+from draftworks.evaluation.report.files import REPORT
+from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.summary import ReportSummary, RungScore
+from draftworks.storage.atomic import publish_json
 
 
 def summary_of(report: Report, folder: Path) -> ReportSummary:
@@ -88,5 +88,5 @@ def test_report_of_an_earlier_schema_says_what_to_do(tmp_path: Path) -> None:
 
 def test_summary_needs_none_of_what_an_evaluation_needs() -> None:
     heavy = {"torch", "pandas", "numpy", "pyarrow", "matplotlib"}
-    code = f"import sys, draftworks.evaluation.report_summary; sys.exit(bool({heavy!r} & sys.modules.keys()))"
+    code = f"import sys, draftworks.evaluation.report.summary; sys.exit(bool({heavy!r} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], check=True)

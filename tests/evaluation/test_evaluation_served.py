@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.data.token_rows import TokenRow
-from draftworks.evaluation.decoding import DecodingLimits
-from draftworks.evaluation.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.served import Question, agreement, questions, serve
-from draftworks.evaluation.statistics import Resampling
-from draftworks.serving.server_figures import SpeculatedAnswer
+from draftworks.evaluation.ladder.decoding import DecodingLimits
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.served import Question, agreement, questions, serve
+from draftworks.evaluation.ladder.statistics import Resampling
+from draftworks.sglang.server_figures import SpeculatedAnswer
 
 RESAMPLING = Resampling(resamples=200)
 LIMITS = DecodingLimits(8)

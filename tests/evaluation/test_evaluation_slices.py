@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftworks.errors import DataError
-from draftworks.evaluation.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.slices import MISSING, slices
-from draftworks.evaluation.statistics import Resampling, summary
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.statistics import Resampling, summary
+from draftworks.evaluation.report.slices import MISSING, slices
 
 QUICK = Resampling(resamples=50)
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from draftworks.errors import ConfigError, DataError
-from draftworks.evaluation import statistics
-from draftworks.evaluation.prompt_acceptance import PromptAcceptance, macro_mean, micro_mean
-from draftworks.evaluation.statistics import (
+from draftworks.evaluation.ladder import statistics
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, macro_mean, micro_mean
+from draftworks.evaluation.ladder.statistics import (
     AcceptanceSummary,
     Interval,
     PairedDifference,
@@ -226,5 +226,5 @@ def test_summary_round_trips_through_json(prompts: int) -> None:
 
 
 def test_statistics_do_not_need_torch() -> None:
-    code = "import sys, draftworks.evaluation.slices; sys.exit('torch' in sys.modules)"
+    code = "import sys, draftworks.evaluation.report.slices; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

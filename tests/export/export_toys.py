@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.strategies import resolve_strategy
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.draft_io import save_draft
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.publishing import publish_json
-from draftworks.runs import TargetFiles
-from draftworks.strategies import resolve_strategy
+from draftworks.storage.atomic import publish_json
 
 VOCAB, HIDDEN, DRAFT_VOCAB, LAYERS = 40, 16, 24, 8
 LLAMA3_ROPE = {

@@ -12,12 +12,12 @@ from export_toys import CASES, FORMATS, LLAMA3_ROPE, VOCAB, Case, Toys
 from safetensors import safe_open
 from transformers import LlamaConfig, Qwen3Config
 
+from draftworks.config.strategies import available_strategies, resolve_strategy
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export import exporting
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import load_format
 from draftworks.export.exporting import choose_formats, export_draft
-from draftworks.strategies import available_strategies, resolve_strategy
 
 
 @pytest.fixture

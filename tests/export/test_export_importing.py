@@ -15,13 +15,13 @@ from export_toys import CASES, FORMATS, VOCAB, Case, Toys
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftworks.config.run_files import VOCAB_FILE
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DraftworksError, StoreError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.exporting import export_draft
 from draftworks.export.importing import import_draft
-from draftworks.runs import VOCAB_FILE
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]

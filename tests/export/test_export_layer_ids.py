@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from draftworks.config.strategies import available_strategies, resolve_strategy
 from draftworks.errors import ConfigError
 from draftworks.export.layer_ids import from_format, to_format
-from draftworks.identity import LayerTap
-from draftworks.strategies import available_strategies, resolve_strategy
+from draftworks.storage.identity import LayerTap
 
 EAGLE3 = [LayerTap(2), LayerTap(18), LayerTap(33)]
 DFLASH = [LayerTap(2), LayerTap(10), LayerTap(18), LayerTap(26), LayerTap(34)]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from draftworks.config.strategies import register_strategy, resolve_export, resolve_strategy
 from draftworks.errors import ConfigError
 from draftworks.export.names import GATE_MEANINGS
-from draftworks.strategies import EAGLE3, register_strategy, resolve_export, resolve_strategy
+from draftworks.strategies.eagle3.options import EAGLE3
 
 HERE = Path(__file__).parent
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from features_toys import toy_ref, toy_tensors
 
+from draftworks.config.run_files import StoreSpec
 from draftworks.errors import StoreError
 from draftworks.features import opening
 from draftworks.features.opening import open_store, open_store_to_write
-from draftworks.runs import StoreSpec
 
 KINDS = ["local", "shared_dir"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from features_toys import filled_store
 
+from draftworks.config.run_files import StoreSpec
 from draftworks.features.manifest import MANIFEST, REFS, write_feature_set
 from draftworks.features.presence import holds_feature_set
-from draftworks.runs import StoreSpec
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import torch
 from gpu_cases import SHAPES, made_up_draft, made_up_samples, made_up_target, names_of, options_of
 from torch import Tensor
 
+from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.features.contracts import SampleRef
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.specs import TrainingSpec
 from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.trainer import Persistence, Trainer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftworks.capture.hf import load_hf_engine
-from draftworks.identity import LayerTap
-from draftworks.runs import TargetFiles
-from draftworks.specs import CaptureSpec
+from draftworks.capture.engines.hf import load_hf_engine
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.storage.identity import LayerTap
 
 ROWS = [[5, 9, 200, 31, 7, 64, 8], list(range(100, 150)), [3]]
 TAPS = [LayerTap(2), LayerTap(4), LayerTap(5)]

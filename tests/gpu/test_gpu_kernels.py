@@ -8,11 +8,11 @@ from gpu_toys import gpu_only
 from torch import Tensor
 
 from draftworks.drafts.anchors import Blocks, all_blocks
-from draftworks.drafts.block_attention import BlockAttention, KeyValue
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.flex import flex_works
-from draftworks.drafts.ttt_attention import ttt_attention
-from draftworks.drafts.ttt_fused import fused_kernel_works, fused_ttt_attention, packed_kernel_works
+from draftworks.strategies.dflash.attention import BlockAttention, KeyValue
+from draftworks.strategies.eagle3.attention import ttt_attention
+from draftworks.strategies.eagle3.fused_attention import fused_kernel_works, fused_ttt_attention, packed_kernel_works
 
 LENGTHS = (170, 65, 65, 40)
 FP32, HALF = 1e-4, 0.03

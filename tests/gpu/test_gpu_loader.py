@@ -8,8 +8,8 @@ import torch
 from gpu_cases import made_up_draft, made_up_target
 from gpu_toys import SHAPE, TrainingFolder
 
+from draftworks.config.registry_files import TrainingSpec
 from draftworks.features.loader import FeatureDataLoader
-from draftworks.specs import TrainingSpec
 
 
 def test_batches_reach_the_device_as_they_were(device: torch.device, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from gpu_cases import engine_strategies
 from gpu_toys import TrainingFolder, assert_near, gpu_only
 from torch import nn
 
-from draftworks.specs import TrainingSpec
+from draftworks.config.registry_files import TrainingSpec
 from draftworks.training.backend import process_group_of_one
 from draftworks.training.compiling import compile_blocks
 from draftworks.training.optimizer import BF16Optimizer

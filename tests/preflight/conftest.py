@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from draftworks.identity import FileDigests
 from draftworks.preflight.examine import examine_entry
-from draftworks.registry import Registry
+from draftworks.storage.identity import FileDigests
+from draftworks.targets.registry import Registry
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n} indeed."}]}

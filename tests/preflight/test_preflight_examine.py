@@ -232,7 +232,7 @@ def test_entries_that_cannot_be_read_need_no_torch(fleet):
 
     (fleet.registry.root / "targets" / "small.yaml").write_text("[" * 50_000)
     code = (
-        "import sys; from pathlib import Path; from draftworks.identity import FileDigests; from draftworks.registry import Registry\n"
+        "import sys; from pathlib import Path; from draftworks.storage.identity import FileDigests; from draftworks.targets.registry import Registry\n"
         "from draftworks.preflight.examine import examine_entry\n"
         "found = examine_entry('small', Registry(Path(sys.argv[1])), FileDigests())\n"
         "assert 'nested deeper' in found[0].text; print([m for m in ('torch', 'transformers', 'pyarrow', 'numpy') if m in sys.modules])"

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftworks.config.registry_files import TrainingSpec
+from draftworks.config.run_files import EvaluateRun, FeatureSet, TargetFiles, TrainRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, supervised_counts
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import write_feature_set
-from draftworks.runs import EvaluateRun, FeatureSet, TargetFiles, TrainRun
-from draftworks.specs import TrainingSpec
 
 STREAMS = ("hf2", "hf4", "hf5", "last")
 OPTIONS = {"ttt_length": 2, "draft_vocab_size": 64, "intermediate_size": 32}

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from draftworks.capture import hf
+from draftworks.capture.engines import hf
+from draftworks.config.run_files import EvaluateRun
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
-from draftworks.runs import EvaluateRun
 
 
 def main(run_file: Path) -> None:

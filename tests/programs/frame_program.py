@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from draftworks.config.run_files import RunFile
+from draftworks.distributed.process_group import distributed
+from draftworks.distributed.stop_signals import Interrupted, deferred_stop
 from draftworks.errors import ConfigError
-from draftworks.programs.process_group import distributed
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.runs import RunFile
-from draftworks.stop_signals import Interrupted, deferred_stop
 
 
 class FrameRun(RunFile):

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import CaptureRun, FeatureSet, TargetFiles
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import write_tokens
 from draftworks.errors import StoreError
@@ -15,8 +17,6 @@ from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.programs.assembly import open_samples
 from draftworks.programs.capture import capture
 from draftworks.programs.program import ProgramContext
-from draftworks.runs import CaptureRun, FeatureSet, TargetFiles
-from draftworks.specs import CaptureSpec
 
 
 class Reader:

@@ -12,6 +12,8 @@ import pytest
 from capture_toys import OneLayerOff
 
 from draftworks.capture.engine import load_engine
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import CaptureRun, TargetFiles
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import write_tokens
 from draftworks.errors import UnsoundEngineError
@@ -19,8 +21,6 @@ from draftworks.features.manifest import read_feature_set
 from draftworks.features.opening import open_store
 from draftworks.programs.capture import capture
 from draftworks.programs.program import ProgramContext
-from draftworks.runs import CaptureRun, TargetFiles
-from draftworks.specs import CaptureSpec
 
 
 def capture_run(tmp_path: Path, target: TargetFiles) -> CaptureRun:

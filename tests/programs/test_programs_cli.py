@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from typer.testing import CliRunner
 
-from draftworks.artifacts import Artifact
 from draftworks.programs.cli import app, own_table
 from draftworks.programs.keys import keys_of
+from draftworks.storage.artifacts import Artifact
 
 
 def test_no_key_is_cut_off_where_the_output_goes_into_a_file():

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from draft_run_files import DFLASH_OPTIONS, TRAINING, RunFiles
 
+from draftworks.config.run_files import ExportRun, TargetFiles, TrainRun
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.export import export
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
-from draftworks.runs import ExportRun, TargetFiles, TrainRun
 from draftworks.training.checkpoint_files import CheckpointFolder
 from draftworks.training.history import History
 

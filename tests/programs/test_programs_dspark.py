@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from draft_run_files import DFLASH_OPTIONS, TRAINING, RunFiles
 
+from draftworks.config.run_files import ExportRun, TargetFiles, TrainRun
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.export import export
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
-from draftworks.runs import ExportRun, TargetFiles, TrainRun
 from draftworks.training.history import History
 
 OPTIONS = {**DFLASH_OPTIONS, "markov_rank": 8}

@@ -15,13 +15,13 @@ from processes import ends
 from sglang_toys import SGLANG
 from typer.testing import CliRunner
 
-from draftworks.capture.sglang_probe import require_server
-from draftworks.identity import FileDigests
+from draftworks.capture.engines.sglang_examination import require_server
 from draftworks.programs.cli import app
-from draftworks.registry import Registry
-from draftworks.resolve import resolve_target
-from draftworks.serving.sglang_client import SGLangClient
-from draftworks.serving.sglang_server import free_port
+from draftworks.sglang.client import SGLangClient
+from draftworks.sglang.server import free_port
+from draftworks.storage.identity import FileDigests
+from draftworks.targets.registry import Registry
+from draftworks.targets.resolve import resolve_target
 
 LAYERS = (1, 4, 6)
 """Whose outputs are hf2, hf5 and hf7."""

@@ -13,16 +13,16 @@ import pytest
 import torch
 from draft_run_files import RunFiles
 
-from draftworks.capture import hf
+from draftworks.capture.engines import hf
+from draftworks.config.registry_files import EvaluationSpec, LoopSpec
+from draftworks.config.run_files import EvaluateRun, TargetFiles
 from draftworks.errors import StoreError
-from draftworks.evaluation.report import Report
-from draftworks.evaluation.report_files import DIFFERENCES
+from draftworks.evaluation.report.files import DIFFERENCES
+from draftworks.evaluation.report.report import Report
 from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
-from draftworks.runs import EvaluateRun, TargetFiles
-from draftworks.specs import EvaluationSpec, LoopSpec
 
 
 @pytest.fixture(scope="module")

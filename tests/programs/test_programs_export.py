@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftworks.config.registry_files import ExportSettings
+from draftworks.config.run_files import ExportRun, TargetFiles
 from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.draft_io import save_draft
 from draftworks.errors import ConfigError, StoreError
 from draftworks.programs.assembly import build_draft
 from draftworks.programs.export import export
 from draftworks.programs.program import ProgramContext
-from draftworks.runs import ExportRun, TargetFiles
-from draftworks.specs import ExportSettings
 
 OPTIONS = {"ttt_length": 2, "draft_vocab_size": 64, "intermediate_size": 32}
 

@@ -10,16 +10,8 @@ import torch
 from answer_toys import answering_run, conversation
 from model_families import FAMILIES, LAYERS
 
-from draftworks.data.prepare import map_vocabulary
-from draftworks.demands import check_demands
-from draftworks.programs.capture import capture
-from draftworks.programs.evaluate import evaluate
-from draftworks.programs.export import export
-from draftworks.programs.program import ProgramContext
-from draftworks.programs.regenerate import answer
-from draftworks.programs.train import train
-from draftworks.registry import Registry
-from draftworks.runs import (
+from draftworks.config.registry_files import CaptureSpec, EvaluationSpec, LoopSpec, TargetSpec, TrainingSpec
+from draftworks.config.run_files import (
     TOKENS_FOLDER,
     VOCAB_FILE,
     CaptureRun,
@@ -29,8 +21,16 @@ from draftworks.runs import (
     TargetFiles,
     TrainRun,
 )
-from draftworks.specs import CaptureSpec, EvaluationSpec, LoopSpec, TargetSpec, TrainingSpec
-from draftworks.strategies import resolve_strategy
+from draftworks.config.strategies import resolve_strategy
+from draftworks.data.prepare import map_vocabulary
+from draftworks.preflight.compatibility import check_demands
+from draftworks.programs.capture import capture
+from draftworks.programs.evaluate import evaluate
+from draftworks.programs.export import export
+from draftworks.programs.program import ProgramContext
+from draftworks.programs.regenerate import answer
+from draftworks.programs.train import train
+from draftworks.targets.registry import Registry
 
 STRATEGIES = ("eagle3", "dflash", "peagle", "domino", "dspark")
 TAPS = [1, 3, 4]

@@ -19,18 +19,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from draftworks.artifacts import ArtifactStore, Built
+from draftworks.config.draft_config import DraftConfig, read_config
 from draftworks.data.rows import read_rows
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
-from draftworks.draft_config import DraftConfig, read_config
 from draftworks.errors import DraftworksError
 from draftworks.export.checkpoint_files import read_checkpoint
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.sample_file import read_sample_header, write_sample
 from draftworks.features.sealing import AuthPolicy
 from draftworks.features.shards import read_header
-from draftworks.resolve import _model_config
+from draftworks.storage.artifacts import ArtifactStore, Built
+from draftworks.targets.resolve import _model_config
 from draftworks.training.checkpoint_files import read_record, seal
 from draftworks.training.history import History
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from draft_run_files import DFLASH_OPTIONS, OPTIONS, TRAINING, RunFiles
 
+from draftworks.config.registry_files import TrainingSpec
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, DataError
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
-from draftworks.runs import TargetFiles
-from draftworks.specs import TrainingSpec
 
 PACKED = TRAINING.model_copy(update={"pack_tokens": 48})
 

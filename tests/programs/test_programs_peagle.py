@@ -9,11 +9,11 @@ import pytest
 from draft_run_files import TRAINING, RunFiles
 from safetensors.torch import load_file
 
+from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
-from draftworks.runs import TargetFiles
 from draftworks.training.checkpoint_files import CheckpointFolder
 
 OPTIONS = {"num_depths": 3, "num_layers": 2, "draft_vocab_size": 64, "intermediate_size": 32, "layer_ids": [2, 4, 5]}

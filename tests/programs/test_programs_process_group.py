@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from draftworks.distributed.process_group import distributed, resolve_device
 from draftworks.errors import ConfigError
-from draftworks.programs.process_group import distributed, resolve_device
 
 
 def test_single_process_needs_no_group() -> None:

@@ -16,10 +16,10 @@ import yaml
 from frame_program import FrameRun
 from processes import ends
 
+from draftworks.config.run_files import ExportRun, TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.program import ProgramContext, _run
-from draftworks.runs import ExportRun, TargetFiles
 
 PYTHON = (sys.executable, "-m")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")

@@ -9,10 +9,10 @@ from answer_toys import answering_run, conversation, rows_of
 from fake_chat import FakeChat
 from json_server import json_server
 
+from draftworks.config.run_files import RegenerateRun
 from draftworks.errors import ConfigError
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.regenerate import answer
-from draftworks.runs import RegenerateRun
 
 SOURCES = [conversation(number) for number in range(3)]
 

@@ -14,14 +14,14 @@ import pytest
 from fake_speculating_sglang import Script, fake_python
 from processes import ends
 
+from draftworks.config.registry_files import SGLangSpec
+from draftworks.config.run_files import ServeRun, TargetFiles
+from draftworks.config.serving import ServingSpec
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import write_tokens
 from draftworks.errors import ConfigError, EngineError, StoreError
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.serve import measure
-from draftworks.runs import ServeRun, TargetFiles
-from draftworks.serving_specs import ServingSpec
-from draftworks.specs import SGLangSpec
 
 COMMAND = (
     "python -m sglang.launch_server --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFT_FOLDER "

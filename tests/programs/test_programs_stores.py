@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftworks.config.registry_files import CaptureSpec, EvaluationSpec, LoopSpec, TrainingSpec
+from draftworks.config.run_files import CaptureRun, EvaluateRun, FeatureSet, StoreSpec, TargetFiles, TrainRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, supervised_counts
@@ -16,8 +18,6 @@ from draftworks.programs.capture import capture
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
-from draftworks.runs import CaptureRun, EvaluateRun, FeatureSet, StoreSpec, TargetFiles, TrainRun
-from draftworks.specs import CaptureSpec, EvaluationSpec, LoopSpec, TrainingSpec
 
 TAPS = [2, 4, 5]
 CAPTURE = CaptureSpec(dtype="float32", compute_dtype="float32", device="cpu")

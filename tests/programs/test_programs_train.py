@@ -11,14 +11,14 @@ import pytest
 from draft_run_files import DFLASH_OPTIONS, OPTIONS, TRAINING, RunFiles
 from safetensors.torch import load_file
 
+from draftworks.config.run_files import VOCAB_FILE, TargetFiles, TrainRun
 from draftworks.drafts.draft_io import read_config
 from draftworks.errors import ConfigError, DataError, DraftworksError, StoreError
-from draftworks.evaluation.report import Report
+from draftworks.evaluation.report.report import Report
 from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
-from draftworks.runs import VOCAB_FILE, TargetFiles, TrainRun
 from draftworks.training.history import History
 
 

@@ -13,13 +13,13 @@ import pytest
 from draft_run_files import OPTIONS, STREAMS, TRAINING, RunFiles
 from safetensors.torch import load_file
 
+from draftworks.config.run_files import TargetFiles, TrainRun
 from draftworks.drafts.draft_io import read_config
 from draftworks.errors import StoreError
 from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
-from draftworks.runs import TargetFiles, TrainRun
 from draftworks.training.checkpoint_files import CheckpointFolder
 from draftworks.training.history import History
 

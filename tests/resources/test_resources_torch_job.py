@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from draftworks.config.responses import EndpointSpec, ResponseSpec
+from draftworks.config.run_files import CaptureRun, RegenerateRun, TrainRun
+from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import ConfigError
-from draftworks.response_specs import EndpointSpec, ResponseSpec
-from draftworks.runs import CaptureRun, RegenerateRun, TrainRun
-from draftworks.sglang_specs import SGLangSpec
 from resources.torch_job import ONE_NODE, RunDir, TorchJob
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from draftworks.artifacts import Artifact, Built
+from draftworks.storage.artifacts import Artifact, Built
 from resources.workspace import Workspace
 
 

@@ -273,7 +273,7 @@ def test_a_tick_reads_no_weights_that_did_not_change(fleet, instance, monkeypatc
     def read(path):
         raise AssertionError(f"{path} was read")
 
-    monkeypatch.setattr("draftworks.identity.file_digest", read)
+    monkeypatch.setattr("draftworks.storage.identity.file_digest", read)
     assert requested(tick(fleet, instance, cursor)) == []
 
 

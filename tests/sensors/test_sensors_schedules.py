@@ -13,7 +13,7 @@ from dagster._core.definitions.schedule_definition import ScheduleExecutionData
 from dagster._core.scheduler.instigation import InstigatorStatus
 from fleets import Fleet
 
-from draftworks.registry import Registry
+from draftworks.targets.registry import Registry
 from sensors.schedules import Cadence, cadences, was_switched_off
 from spec_assets.definitions import build_definitions
 

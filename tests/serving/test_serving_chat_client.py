@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from json_server import Reply, Request, json_server
 
+from draftworks.endpoints.chat_client import ChatClient, Completion
 from draftworks.errors import CaptureError, ConfigError, DraftworksError, EngineError
-from draftworks.serving.chat_client import ChatClient, Completion
 
 KEY = "sk-very-secret-1234"
 MESSAGE = {"role": "assistant", "content": "A pipe."}

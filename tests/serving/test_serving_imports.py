@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-INSIDE = {"draftworks/serving/sglang_hook.py"}
-USES = {"draftworks/serving/sglang_embedded.py"}
+INSIDE = {"draftworks/sglang/hook.py"}
+USES = {"draftworks/sglang/embedded.py"}
 """What SGLang offers to everybody: its Engine."""
 PLUG_IN = "tools/sglang_cpu_platform"
 PACKAGES = ("draftworks", "spec_assets", "resources", "jobs", "sensors", "tools", "benchmarks")
@@ -45,11 +45,11 @@ def test_one_module_touches_the_inside_of_sglang():
 
 def test_the_hook_needs_nothing_a_serving_environment_lacks():
     script = (
-        "import sys, draftworks.serving.sglang_hook;"
+        "import sys, draftworks.sglang.hook;"
         "heavy = {'transformers', 'pyarrow', 'pandas', 'yaml', 'dagster', 'tokenizers', 'httpx', 'tenacity', 'psutil'};"
         "own = {n for n in sys.modules if n.startswith('draftworks.')};"
         "print(sorted(heavy & set(sys.modules)), sorted(own))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    own = ["draftworks.errors", "draftworks.serving", "draftworks.serving.sglang_hook", "draftworks.serving.spool"]
+    own = ["draftworks.errors", "draftworks.serving", "draftworks.sglang.hook", "draftworks.sglang.spool"]
     assert done.stdout.strip() == f"[] {own}"

@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 from processes import ends, lives
 
-from draftworks.serving import mortal_children
+from draftworks.sglang import mortal_children
 
 OWNER = """
 import sys, time
 from pathlib import Path
 from multiprocessing import get_context
-from draftworks.serving.mortal_children import mortal_children
+from draftworks.sglang.mortal_children import mortal_children
 
 if __name__ == "__main__":
     with mortal_children(Path(sys.argv[1])):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftworks.errors import EngineError
-from draftworks.serving.server_figures import (
+from draftworks.sglang.server_figures import (
     Counters,
     SpeculatedAnswer,
     average_accept_length,

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from draftworks.errors import ConfigError
-from draftworks.serving.sglang_environment import PROGRAM_LIBRARIES, program_environment
+from draftworks.sglang.environment import PROGRAM_LIBRARIES, program_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = "import draftworks.programs.capture, draftworks.programs.regenerate, draftworks.capture.sglang_loading"
+PROGRAMS = (
+    "import draftworks.programs.capture, draftworks.programs.regenerate, draftworks.capture.engines.sglang_loading"
+)
 
 
 def sglang_python(folder: Path, lacking: str = "") -> Path:
@@ -79,5 +81,5 @@ def test_a_program_finds_this_package_there_and_nothing_else_of_ours(tmp_path: P
 
 
 def test_looking_at_the_environment_imports_no_torch():
-    script = "import sys, draftworks.serving.sglang_environment; sys.exit('torch' in sys.modules)"
+    script = "import sys, draftworks.sglang.environment; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from draftworks.errors import PassingTroubleError
-from draftworks.serving.sglang_hook import SGLangCaptureBackend, hook_option
-from draftworks.serving.spool import new_request_id, take_parts
+from draftworks.sglang.hook import SGLangCaptureBackend, hook_option
+from draftworks.sglang.spool import new_request_id, take_parts
 
 LENGTHS = [3, 1, 4]
 
@@ -66,7 +66,7 @@ def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path
 
 def test_nothing_reaches_the_engine_even_where_nobody_can_be_told(tmp_path: Path, monkeypatch):
     batch, output = packed([new_request_id(), "answer", "x"], [0, 0, 0])
-    monkeypatch.setattr("draftworks.serving.sglang_hook._prefill_of", lambda args: batch)
+    monkeypatch.setattr("draftworks.sglang.hook._prefill_of", lambda args: batch)
     SGLangCaptureBackend(tmp_path / "removed")(nn.Identity(), (), output)
     assert not (tmp_path / "removed").exists()
 

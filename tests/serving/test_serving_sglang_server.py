@@ -17,9 +17,9 @@ import pytest
 from processes import ends
 
 from draftworks.errors import ConfigError, EngineError
-from draftworks.serving.sglang_environment import require_version
-from draftworks.serving.sglang_hook import hook_option
-from draftworks.serving.sglang_server import ServerOptions, SGLangServer
+from draftworks.sglang.environment import require_version
+from draftworks.sglang.hook import hook_option
+from draftworks.sglang.server import ServerOptions, SGLangServer
 
 OPTIONS = ServerOptions(
     model="models/toy", revision=None, tokenizer="models/toy", context=512, dtype="float32", device="cpu",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from draftworks.errors import ConfigError
-from draftworks.serving.sglang_server import ServerOptions
-from draftworks.serving.speculation import Speculation
+from draftworks.sglang.server import ServerOptions
+from draftworks.sglang.speculation import Speculation
 
 EAGLE3 = (
     "python -m sglang.launch_server --model-path models/toy --speculative-algorithm EAGLE3 "

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftworks.errors import PassingTroubleError, UnsoundEngineError
-from draftworks.serving.spool import (
+from draftworks.sglang.spool import (
     Part,
     discard_parts,
     is_captured,
@@ -68,7 +68,7 @@ def test_a_write_that_breaks_off_leaves_nothing_to_take(tmp_path: Path, monkeypa
         path.write_bytes(b"half a header")
         raise OSError("no space left")
 
-    monkeypatch.setattr("draftworks.serving.spool.save_file", break_off)
+    monkeypatch.setattr("draftworks.sglang.spool.save_file", break_off)
     request_id = new_request_id()
     with pytest.raises(OSError, match="no space left"):
         write_part(tmp_path, request_id, random_part())

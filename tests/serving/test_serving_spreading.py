@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from draftworks.endpoints.circuit_breaker import BreakerState, CircuitBreaker
+from draftworks.endpoints.spreading import Spread
 from draftworks.errors import CaptureError, EngineError
-from draftworks.serving.circuit_breaker import BreakerState, CircuitBreaker
-from draftworks.serving.spreading import Spread
 
 GENEROUS_S = 60
 

@@ -65,7 +65,7 @@ def test_draftworks_check_lists_every_problem(site):
 
 def test_draftworks_keys_names_every_key_that_a_target_may_have():
     from draftworks.programs.keys import keys_of
-    from draftworks.registry import Registry
+    from draftworks.targets.registry import Registry
 
     known = {key.name for key in keys_of("target")}
     given = Registry(ROOT / "registry").target("tiny").model_dump()

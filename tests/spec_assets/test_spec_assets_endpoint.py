@@ -6,8 +6,8 @@ import dagster as dg
 from fake_chat import FakeChat
 from json_server import json_server
 
-from draftworks.runs import TargetFiles
-from draftworks.specs import TargetSpec
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
 from spec_assets.data import Conversations, greedy
 
 KEY = "sk-very-secret-1234"

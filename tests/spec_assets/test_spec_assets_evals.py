@@ -9,11 +9,11 @@ import dagster as dg
 import pyarrow.parquet as pq
 import pytest
 
-from draftworks.artifacts import ArtifactStore
-from draftworks.evaluation.report import Report
-from draftworks.evaluation.report_summary import ReportSummary
+from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.features.manifest import read_feature_set
-from draftworks.registry import Registry
+from draftworks.storage.artifacts import ArtifactStore
+from draftworks.targets.registry import Registry
 
 
 def with_extra_set(site, conversations: int = 8):

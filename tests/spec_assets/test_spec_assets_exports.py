@@ -9,9 +9,9 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from draftworks.artifacts import ArtifactStore
+from draftworks.config.strategies import resolve_strategy
 from draftworks.export.names import GATE_MEANINGS
-from draftworks.strategies import resolve_strategy
+from draftworks.storage.artifacts import ArtifactStore
 from spec_assets.exports import export_checks, gate_result
 
 FORMATS = ["sglang_eagle3", "speculators_eagle3"]

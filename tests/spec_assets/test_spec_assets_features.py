@@ -7,7 +7,7 @@ import shutil
 import dagster as dg
 import pytest
 
-from draftworks.artifacts import ArtifactStore
+from draftworks.storage.artifacts import ArtifactStore
 
 FEATURES = {"training_features", "heldout_eval_features"}
 ANSWERS = ("responses", "heldout_responses")

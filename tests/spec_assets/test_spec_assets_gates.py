@@ -8,11 +8,11 @@ import dagster as dg
 import pytest
 from report_folders import ASSET, TARGET, ReportFolders
 
-from draftworks.artifacts import Artifact
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import ConfigError
-from draftworks.registry import Registry
-from draftworks.specs import TargetSpec
-from draftworks.strategies import resolve_strategy
+from draftworks.storage.artifacts import Artifact
+from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 from spec_assets.data import answers_finished
 from spec_assets.gates import NOT_WORSE, GateClosed, check_export_gates

@@ -10,8 +10,8 @@ import dagster as dg
 import pyarrow.parquet as pq
 from filelock import FileLock
 
-from draftworks.artifacts import ArtifactStore
 from draftworks.export.names import GATE_MEANINGS
+from draftworks.storage.artifacts import ArtifactStore
 
 MADE = {
     "conversations",

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from draftworks.artifacts import Artifact, ArtifactStore
-from draftworks.registry import Registry
-from draftworks.runs import FeatureSet, TargetFiles
-from draftworks.specs import CaptureSpec, DataSpec, ResponseSpec, TargetSpec, TrainingSpec
-from draftworks.strategies import resolve_strategy
+from draftworks.config.registry_files import CaptureSpec, DataSpec, ResponseSpec, TargetSpec, TrainingSpec
+from draftworks.config.run_files import FeatureSet, TargetFiles
+from draftworks.config.strategies import resolve_strategy
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.targets.registry import Registry
 from spec_assets.data import Conversations, answered_identity
 from spec_assets.drafts import DraftInputs
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from draftworks.artifacts import ArtifactStore
 from draftworks.programs.cli import app
+from draftworks.storage.artifacts import ArtifactStore
 
 
 @pytest.mark.slow

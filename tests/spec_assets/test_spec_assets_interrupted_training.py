@@ -13,7 +13,7 @@ import dagster as dg
 import psutil
 import pytest
 
-from draftworks.artifacts import ArtifactStore
+from draftworks.storage.artifacts import ArtifactStore
 
 LONG = {"epochs": 40, "save_every": 25, "log_every": 50, "eval_every": 100}
 

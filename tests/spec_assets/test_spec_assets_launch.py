@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import RunFile
 from draftworks.errors import ConfigError
-from draftworks.runs import RunFile
-from draftworks.specs import CaptureSpec
 from resources.torch_job import TorchJob
 from resources.workspace import Workspace
 from spec_assets.common import launch

@@ -5,7 +5,7 @@ from dataclasses import replace
 import dagster as dg
 import pytest
 
-from draftworks.strategies import EAGLE3
+from draftworks.strategies.eagle3.options import EAGLE3
 from resources.workspace import Workspace
 from spec_assets.leaderboard import leaderboard_asset
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from draftworks.artifacts import Artifact
+from draftworks.storage.artifacts import Artifact
 from spec_assets.metadata import acceptance_figures, legible, rejections, short_path, table
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_spec_assets_command_line import execute
 
-from draftworks.artifacts import ArtifactStore
+from draftworks.storage.artifacts import ArtifactStore
 
 if TYPE_CHECKING:
     from conftest import Site

@@ -6,8 +6,8 @@ import shutil
 
 import dagster as dg
 
-from draftworks.artifacts import Artifact, Built
-from draftworks.strategies import resolve_strategy
+from draftworks.config.strategies import resolve_strategy
+from draftworks.storage.artifacts import Artifact, Built
 from resources.workspace import Workspace
 from spec_assets.reports import ReportSubject
 

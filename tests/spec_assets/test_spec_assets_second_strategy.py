@@ -5,7 +5,7 @@ from __future__ import annotations
 import dagster as dg
 import pytest
 
-from draftworks.artifacts import ArtifactStore
+from draftworks.storage.artifacts import ArtifactStore
 
 DFLASH = """
   dflash:

@@ -12,16 +12,16 @@ import pytest
 import yaml
 from fake_speculating_sglang import Script, fake_python, key
 
-from draftworks.artifacts import ArtifactStore
+from draftworks.config.registry_files import EvaluationSpec
+from draftworks.config.run_files import TOKENS_FOLDER
+from draftworks.config.serving import ServingSpec
+from draftworks.config.strategies import resolve_strategy
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.evaluation.comparison import walk_of
-from draftworks.evaluation.decoding import DecodingLimits
-from draftworks.evaluation.served import questions
-from draftworks.registry import HELDOUT
-from draftworks.runs import TOKENS_FOLDER
-from draftworks.serving_specs import ServingSpec
-from draftworks.specs import EvaluationSpec
-from draftworks.strategies import resolve_strategy
+from draftworks.evaluation.ladder.decoding import DecodingLimits
+from draftworks.evaluation.ladder.served import questions
+from draftworks.evaluation.report.comparison import walk_of
+from draftworks.storage.artifacts import ArtifactStore
+from draftworks.targets.registry import HELDOUT
 from resources.workspace import Workspace
 from spec_assets.common import NothingToDo
 from spec_assets.definitions import REGISTRY, build_definitions

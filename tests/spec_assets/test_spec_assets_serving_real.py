@@ -8,8 +8,8 @@ import dagster as dg
 import pytest
 from sglang_toys import SGLANG
 
-from draftworks.artifacts import ArtifactStore
 from draftworks.programs.serve import RESULT
+from draftworks.storage.artifacts import ArtifactStore
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 

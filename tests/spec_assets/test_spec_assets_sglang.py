@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftworks.artifacts import Artifact, ArtifactStore
+from draftworks.storage.artifacts import Artifact, ArtifactStore
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from training_toys import ToyStrategy, eval_loader, ragged_samples, train_loader
 
+from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.features.contracts import FeatureStore, TrainBatch
-from draftworks.specs import TrainingSpec
 from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.history import History

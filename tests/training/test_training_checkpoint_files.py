@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError, StoreError
-from draftworks.identity import digest
+from draftworks.storage.identity import digest
 from draftworks.training.checkpoint_files import (
     RECORD,
     CheckpointFolder,

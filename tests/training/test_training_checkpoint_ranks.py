@@ -15,8 +15,8 @@ from gloo_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from draftworks.distributed.collectives import from_rank_0, max_over_ranks, on_every_rank
 from draftworks.errors import ConfigError, StoreError
-from draftworks.evaluation.collectives import from_rank_0, max_over_ranks, on_every_rank
 from draftworks.training import checkpoint_manager
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.snapshot import Snapshot

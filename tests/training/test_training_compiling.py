@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_toys import HIDDEN, ToyStrategy, eval_loader, ragged_samples, train_loader
 
-from draftworks.specs import TrainingSpec
+from draftworks.config.registry_files import TrainingSpec
 from draftworks.training.compiling import compile_blocks
 from draftworks.training.trainer import Trainer
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training_toys import eval_loader, train_loader
 
+from draftworks.config.registry_files import TrainingSpec
 from draftworks.data.vocab import build_vocab_mapping
-from draftworks.drafts.eagle3 import Eagle3Strategy
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.specs import TrainingSpec
-from draftworks.strategies import Eagle3Options
+from draftworks.strategies.eagle3.options import Eagle3Options
+from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 from draftworks.training.history import History
 from draftworks.training.trainer import Trainer
 

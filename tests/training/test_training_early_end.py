@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from resumable_runs import STEPS, ResumableRun, assert_same_training, changed
 from training_toys import CountingStore
 
+from draftworks.config.registry_files import TrainingSpec
 from draftworks.errors import StoreError
-from draftworks.specs import TrainingSpec
 from draftworks.training.trainer import Trainer
 
 # The loss falls from one evaluation to the next, but after a while by less than this.

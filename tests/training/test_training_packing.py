@@ -15,12 +15,12 @@ from test_training_eagle3 import assert_same, eagle3, ragged, target_parts
 from test_training_trainer import batch_of, core_of
 from training_toys import CountingStore, ToyStrategy
 
-from draftworks.drafts.dflash import DFlashStrategy
 from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.errors import StoreError
 from draftworks.features.contracts import TrainBatch
 from draftworks.features.packed_schedule import PackedTrainSchedule
-from draftworks.strategies import DFlashOptions
+from draftworks.strategies.dflash.options import DFlashOptions
+from draftworks.strategies.dflash.strategy import DFlashStrategy
 from draftworks.training.history import History
 
 BATCH, ALONE = 7, 5

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training_toys import ToyStrategy, eval_loader, ragged_samples, train_loader
 
+from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.errors import TrainingError
 from draftworks.features.contracts import TrainBatch
-from draftworks.specs import TrainingSpec
 from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.core import TrainerCore
 from draftworks.training.history import History

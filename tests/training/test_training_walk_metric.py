@@ -11,7 +11,7 @@ from gloo_ranks import on_ranks
 from test_training_eagle3 import GLOBAL, SPEC, eagle3, ragged
 from training_toys import eval_loader, train_loader
 
-from draftworks.evaluation.replay import replay
+from draftworks.evaluation.ladder.replay import replay
 from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC
 from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_manager import CheckpointManager

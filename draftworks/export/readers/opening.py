@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
+from draftworks.config.strategies import load_dotted, resolve_export
 from draftworks.export.readers.files import ExportFolder
 from draftworks.export.readers.reader import ExportReader, TargetTensors
-from draftworks.strategies import load_dotted, resolve_export
 
 
 def open_export(

@@ -14,7 +14,7 @@ from draftworks.export.layer_ids import from_format
 from draftworks.export.readers.files import CONFIG, Expected, ExportFolder
 from draftworks.export.readers.sizes import LayerSizes
 from draftworks.export.readers.vocabulary import DraftVocabulary
-from draftworks.identity import LayerTap
+from draftworks.storage.identity import LayerTap
 
 Features = Mapping[str, Tensor] | Tensor
 

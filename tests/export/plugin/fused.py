@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from draftworks.strategies import Eagle3Options, ExportSpec, StrategySpec, eagle3_taps, register_strategy
+from draftworks.strategies import ExportSpec, StrategySpec, register_strategy
+from draftworks.strategies.eagle3.options import Eagle3Options, eagle3_taps
 
 FUSED = register_strategy(
     StrategySpec(

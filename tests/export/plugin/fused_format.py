@@ -10,13 +10,13 @@ import torch
 from fused import FUSED
 from torch import Tensor
 
-from draftworks.drafts.eagle3 import Eagle3Strategy
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
-from draftworks.export.readers.eagle3_layouts import read_speculators_eagle3
 from draftworks.export.readers.files import ExportFolder
 from draftworks.export.readers.reader import ExportReader, TargetTensors, read_taps
-from draftworks.export.speculators_eagle3 import SpeculatorsEagle3
+from draftworks.strategies.eagle3.export_speculators import SpeculatorsEagle3
+from draftworks.strategies.eagle3.reader_layouts import read_speculators_eagle3
+from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 
 KIND, LAYER_IDS = "speculators_model_type", "eagle_aux_hidden_state_layer_ids"
 OURS, THEIRS = "fc.weight", "fuse.weight"

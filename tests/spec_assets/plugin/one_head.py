@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from draftworks.config.taps import checked_taps
 from draftworks.strategies import StrategyOptions, StrategySpec, register_strategy
-from draftworks.strategies.taps import checked_taps
 
 
 class OneHeadOptions(StrategyOptions):

@@ -1,0 +1,172 @@
+"""Answers by an OpenAI-compatible server that runs the target, `responses.endpoint`.
+
+With token ids the server also tells the prompt's, which have to be those of the registry's tokenizer and chat template: so
+what is learnt is what the target said to what it saw. Without them there is only text: it is tokenized here, and may come
+out as other tokens than the target's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
+
+from draftworks.capture.answers.answerers import Answerer
+from draftworks.capture.answers.chat_request import messages_of, request_fields
+from draftworks.capture.answers.dialogue import Dialogue
+from draftworks.capture.engine import Generated
+from draftworks.capture.seeds import request_seed
+from draftworks.config.responses import EndpointSpec, ResponseSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.data.chat import ChatTokenizer
+from draftworks.data.conversations import Turn
+from draftworks.endpoints.chat_client import ChatClient, Completion
+from draftworks.endpoints.spreading import Spread
+from draftworks.errors import CaptureError, ConfigError, EngineError
+
+_LONGEST_WAIT_S = 30.0
+
+log = logging.getLogger(__name__)
+
+
+class EndpointAnswerer(Answerer):
+    """Asks the servers of an endpoint, each time the one with the least to do.
+
+    Args:
+        sampling: with an endpoint.
+        max_length: most tokens of prompt and answer.
+        environment: where the API key is.
+
+    Raises:
+        ConfigError: the environment has no such variable.
+    """
+
+    concurrent = True
+
+    def __init__(
+        self,
+        sampling: ResponseSpec,
+        target: TargetFiles,
+        chat: ChatTokenizer,
+        max_length: int,
+        environment: Mapping[str, str],
+    ) -> None:
+        assert sampling.endpoint is not None
+        endpoint = sampling.endpoint
+        key = _api_key(endpoint, environment)
+        self._endpoint = endpoint
+        self._sampling = sampling
+        self._chat = chat
+        self._max_length = max_length
+        self._fields = request_fields(sampling, endpoint.model or target.model, chat.eos_ids, chat.template_options)
+        self._clients = [ChatClient(url, endpoint.timeout_s, key) for url in endpoint.base_urls]
+        self._spread = Spread({client.url: client for client in self._clients}, endpoint.max_outstanding)
+        self._closed = False
+        self._warned = False
+        self.replicas = len(self._clients)
+
+    def answer(self, dialogues: Sequence[Dialogue], turn: int) -> list[Generated]:
+        return [self._answer(dialogue, turn) for dialogue in dialogues]
+
+    def close(self) -> None:
+        self._closed = True
+        for client in self._clients:
+            client.close()
+
+    def _answer(self, dialogue: Dialogue, turn: int) -> Generated:
+        limit = min(self._sampling.max_new_tokens, self._max_length - len(dialogue.ids))
+        body = {**self._fields, "messages": messages_of(dialogue.turns), "max_tokens": limit}
+        if self._sampling.temperature > 0:
+            body["seed"] = request_seed(self._sampling.seed, f"{turn}/{dialogue.id}")
+        completion = self._completed(body)
+        self._check_prompt(completion, dialogue)
+        return self._generated(completion, dialogue, limit)
+
+    def _completed(self, body: Mapping[str, Any]) -> Completion:
+        retrying = Retrying(
+            stop=stop_after_attempt(self._endpoint.attempts),
+            wait=wait_exponential(max=_LONGEST_WAIT_S),
+            retry=retry_if_exception(lambda error: isinstance(error, EngineError) and not self._closed),
+            before=self._begin,
+            reraise=True,
+        )
+        return retrying(self._spread.run, lambda client: client.complete(body))
+
+    def _begin(self, state: RetryCallState) -> None:
+        if state.attempt_number > 1:
+            self._spread.reopen()  # no server was left, and the wait was the cool-down
+
+    def _check_prompt(self, completion: Completion, dialogue: Dialogue) -> None:
+        """What the target saw has to be what the draft will see."""
+        if completion.prompt_ids is not None:
+            if list(completion.prompt_ids) != dialogue.ids:
+                raise ConfigError(self._other_prompt(completion.prompt_ids, dialogue.ids))
+        elif completion.prompt_tokens not in (None, len(dialogue.ids)) and not self._warned:
+            self._warned = True
+            log.warning(
+                "the endpoint counts %s tokens in the prompt of conversation %s, the registry's tokenizer and chat template "
+                "%d: does it serve this target, and add nothing to the messages?",
+                completion.prompt_tokens,
+                dialogue.id,
+                len(dialogue.ids),
+            )
+
+    def _other_prompt(self, found: Sequence[int], expected: Sequence[int]) -> str:
+        first = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
+        return (
+            f"the endpoint renders a conversation as {len(found)} tokens, the registry's tokenizer and chat template "
+            f"({self._chat.name}) as {len(expected)}; they differ from token {first} on, where the endpoint has "
+            f"{self._chat.decode(found[first : first + 8])!r} and the registry "
+            f"{self._chat.decode(expected[first : first + 8])!r}. Serve the same target with the same chat template"
+        )
+
+    def _generated(self, completion: Completion, dialogue: Dialogue, limit: int) -> Generated:
+        if completion.finish not in ("stop", "length"):
+            raise CaptureError(f"the endpoint ended an answer with {completion.finish!r}, which is none to learn from")
+        if (completion.completion_tokens or 0) > limit:
+            raise ConfigError(
+                f"the endpoint was asked for {limit} tokens at most and gave {completion.completion_tokens}: it does not know "
+                "the field max_tokens"
+            )
+        ended = completion.finish == "stop"
+        known = self._told_ids if self._endpoint.token_ids else self._tokenized
+        ids = known(completion, dialogue, ended)
+        return Generated(tuple(ids[:limit]), finished=ended and len(ids) <= limit)
+
+    def _told_ids(self, completion: Completion, dialogue: Dialogue, ended: bool) -> list[int]:
+        if completion.token_ids is None:
+            raise ConfigError(
+                "the endpoint gives no token ids: set responses.endpoint.token_ids to false, and labels are the answer's text, "
+                "tokenized again"
+            )
+        ids = list(completion.token_ids)
+        if ended and (not ids or ids[-1] not in self._chat.eos_ids):
+            return [*ids, *self._chat.closing_ids([*dialogue.turns, Turn("assistant", "")])]
+        return ids
+
+    def _tokenized(self, completion: Completion, dialogue: Dialogue, ended: bool) -> list[int]:
+        if completion.reasoning:
+            raise ConfigError(
+                "the endpoint takes the thoughts out of its answers, and what stood around them is lost: start the server "
+                "without a reasoning parser, or set responses.endpoint.token_ids to true"
+            )
+        return self._chat.answer_ids([*dialogue.turns, Turn("assistant", completion.text)], ended)
+
+
+def _api_key(endpoint: EndpointSpec, environment: Mapping[str, str]) -> str | None:
+    if endpoint.api_key_env is None:
+        return None
+    key = environment.get(endpoint.api_key_env, "").strip()
+    if not key:
+        raise ConfigError(
+            f"the environment variable {endpoint.api_key_env} (responses.endpoint.api_key_env) is not set where answers are "
+            "generated: set it for the Dagster process"
+        )
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            f"the environment variable {endpoint.api_key_env} (responses.endpoint.api_key_env) holds characters that no key "
+            "has: expected one line of printable ASCII without spaces"
+        )
+    return key

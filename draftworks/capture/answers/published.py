@@ -1,0 +1,147 @@
+"""Finished answers: where they are kept, what they depend on, and how they become a set to train on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftworks.capture.answers.dialogue import recorded_conversation, recorded_rows
+from draftworks.capture.answers.record_file import PartialFile
+from draftworks.capture.engine import engine_identity
+from draftworks.config.registry_files import CaptureSpec, validated
+from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun
+from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
+from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts, write_rejected
+from draftworks.data.rows import excerpt
+from draftworks.data.tokenized import write_tokens
+from draftworks.storage.identity import EngineIdentity, digest
+from draftworks.storage.turns import held
+
+CONVERSATIONS = "conversations"
+RECORD_SCHEMA = 2
+"""Of a kept answer: what `Dialogue.record` writes. Another number begins another file."""
+SHOWN_REJECTIONS = 5
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What the target did not say: conversations without any answer, answers cut by a limit, turns never written."""
+
+    rejected: tuple[RejectedSample, ...]
+    unfinished_answers: int
+    dropped_turns: int
+
+    def counts(self) -> dict[str, Any]:
+        """For the summary of the tokenized set."""
+        return {
+            **rejection_counts(self.rejected),
+            "unfinished_answers": self.unfinished_answers,
+            "dropped_turns": self.dropped_turns,
+        }
+
+
+@dataclass(frozen=True)
+class Published:
+    """The sets that were written: what was lost on the way, and the summary of the tokenized one."""
+
+    losses: Losses
+    tokens: dict[str, Any]
+
+
+def answers_file(run: RegenerateRun) -> Path:
+    """Where finished answers are kept: one file for each identity of answers."""
+    return run.answers / f"{digest(answers_identity(run))}.jsonl"
+
+
+@contextmanager
+def kept_answers(run: RegenerateRun) -> Iterator[PartialFile]:
+    """The finished answers of a run's kind, for this run alone while it lasts, those that were kept elsewhere among them.
+
+    Another run that gives answers of this kind, of this target or of one with the same weights, is waited for: what it has
+    answered need not be answered again.
+
+    Raises:
+        StoreError: a file of answers is unreadable, or damaged.
+    """
+    path = answers_file(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    busy = f"another run is adding answers to {path}: waiting for it, since what it answers is not answered again"
+    with held(path.with_suffix(".lock"), busy), PartialFile(path, answers_identity(run)) as answers:
+        for earlier in run.earlier_answers:
+            if earlier.name == path.name:
+                answers.take_over(earlier)
+        yield answers
+
+
+def capture_spec(run: RegenerateRun) -> CaptureSpec:
+    """How to load the engine of a run. ConfigError where its settings do not go together."""
+    settings = run.model_dump(include={"backend", "compute_dtype", "device", "server", "custom"})
+    return validated(CaptureSpec, settings, where=f"the run of {run.out}")
+
+
+def answers_identity(run: RegenerateRun) -> dict[str, Any]:
+    """What decides the answers."""
+    endpoint = run.responses.endpoint
+    engine = EngineIdentity(f"endpoint-{endpoint.server}") if endpoint else engine_identity(capture_spec(run))
+    return {
+        "schema": RECORD_SCHEMA,
+        "target": run.target.digest,
+        "tokenizer": run.target.tokenizer_digest,
+        "engine": engine.name,
+        "numerics": engine.numerics,
+        "responses": run.responses.identity(),
+        "max_length": run.max_length,
+    }
+
+
+def publish_answers(run: RegenerateRun, answers: PartialFile, refused: Sequence[RejectedSample] = ()) -> Published:
+    """Write `out/conversations` and `out/tokens` in the order of the input, and first `out/quarantine.jsonl`.
+
+    Args:
+        refused: conversations that this run could not have answered; a later one may, so `answers` has nothing of them.
+
+    Raises:
+        DataError: more than `run.max_rejected_share` of the conversations have no answer, or all.
+    """
+    ids = [each.id for each in read_conversations(run.conversations)]
+    losses = _losses((answers[each] for each in ids if each in answers), refused)
+    quarantine = run.out / QUARANTINE_FILE
+    write_rejected(quarantine, _with_excerpts(run, losses.rejected))
+    check_rejected(losses.rejected, len(ids), run.max_rejected_share, quarantine)
+    for each in losses.rejected[:SHOWN_REJECTIONS]:
+        log.warning("conversation %s has no answer: %s", each.sample_id, each.reason)
+    said = (recorded_conversation(answers[each.id], each) for each in _answered(run, losses))
+    write_conversations(run.out / CONVERSATIONS, said, {"dropped": len(losses.rejected)})
+    rows = (row for each in _answered(run, losses) for row in recorded_rows(answers[each.id], each, run.only_last_turn))
+    return Published(losses, write_tokens(run.out / TOKENS_FOLDER, rows, losses.counts()))
+
+
+def _losses(records: Iterable[dict[str, Any]], refused: Sequence[RejectedSample]) -> Losses:
+    rejected, unfinished, dropped_turns = list(refused), 0, 0
+    for record in records:
+        if "dropped" in record:
+            rejected.append(RejectedSample(record["id"], record["dropped"]))
+        else:
+            unfinished += record["unfinished"]
+            dropped_turns += record["dropped_turns"]
+    return Losses(tuple(rejected), unfinished, dropped_turns)
+
+
+def _with_excerpts(run: RegenerateRun, rejected: Sequence[RejectedSample]) -> list[RejectedSample]:
+    """With how each conversation begins, so that a person knows it again."""
+    wanted = {each.sample_id for each in rejected}
+    begins = {
+        each.id: excerpt(each.turns[0].content) for each in read_conversations(run.conversations) if each.id in wanted
+    }
+    return [each._replace(excerpt=begins.get(each.sample_id, "")) for each in rejected]
+
+
+def _answered(run: RegenerateRun, losses: Losses) -> Iterator[Conversation]:
+    without = {each.sample_id for each in losses.rejected}
+    return (each for each in read_conversations(run.conversations) if each.id not in without)

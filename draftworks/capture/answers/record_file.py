@@ -1,0 +1,186 @@
+"""An append-only JSONL file of finished records, found again by id.
+
+A torn last line, left by a kill, is cut off; any other line that is no record is an error, and the file is left alone.
+A record that was changed since it was written counts as absent, with a warning: to make it again costs one record, to stop
+costs the run. Records of before there were checksums are given them when their file is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from draftworks.capture.answers.sealed_lines import header, is_intact, is_sealed_file, sealed, unsealed
+from draftworks.errors import StoreError
+from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.regular_files import parse_json
+
+log = logging.getLogger(__name__)
+
+
+class PartialFile:
+    """Records {"id": ..., ...}, one per line. Only their positions are kept in memory.
+
+    Args:
+        path: created if absent.
+        identity: what the records were made with; its line comes first.
+
+    Raises:
+        StoreError: the file was begun with another identity, or a whole line of it is no record.
+    """
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self._path = path
+        self._identity = dict(identity)
+        self._offsets: dict[str, int] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._seal_earlier(dict(identity))
+        self._file = path.open("a+b")
+        try:
+            end = self._scan(dict(identity))
+        except StoreError:
+            self._file.close()
+            raise
+        self._file.truncate(end)
+        if end == 0:
+            self._append([header(identity)])
+
+    def __enter__(self) -> PartialFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __contains__(self, record_id: str) -> bool:
+        return record_id in self._offsets
+
+    def __getitem__(self, record_id: str) -> dict[str, Any]:
+        self._file.seek(self._offsets[record_id])
+        line = self._file.readline()
+        if not is_intact(line):
+            raise StoreError(f"{self._path}: the record {record_id} was changed while it was in use. Run again")
+        return unsealed(json.loads(line))
+
+    def extend(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append records; they are on disk when this returns."""
+        records = list(records)
+        starts = self._append(records)
+        self._offsets.update({record["id"]: start for record, start in zip(records, starts, strict=True)})
+
+    def take_over(self, other: Path) -> int:
+        """Append the records of another file of the same identity that are not here; how many. `other` is left as it is.
+
+        What was taken over is noted beside this file, so that it is not read again before it has grown.
+
+        Raises:
+            StoreError: as for this file, of `other`.
+        """
+        noted = self._path.with_suffix(".taken.json")
+        size, known = other.stat().st_size, _noted_sizes(noted)
+        if known.get(str(other)) == size:
+            return 0
+        taken = {record["id"]: record for record in _records_of(other, self._identity) if record["id"] not in self}
+        self.extend(taken.values())
+        publish_json(noted, {**known, str(other): size})
+        return len(taken)
+
+    def _append(self, records: Iterable[Mapping[str, Any]]) -> list[int]:
+        starts = []
+        self._file.seek(0, os.SEEK_END)
+        for record in records:
+            starts.append(self._file.tell())
+            self._file.write(sealed(record))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return starts
+
+    def _scan(self, identity: dict[str, Any]) -> int:
+        """Index what is there; the end of the last whole record."""
+        self._file.seek(0)
+        end = 0
+        for number, line in enumerate(self._file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            record = self._record(line, number)
+            if end == 0 and record.get("identity") != identity:
+                raise StoreError(
+                    f"{self._path} was begun with other settings: expected {identity}, found {record.get('identity')}. "
+                    "Remove it, or write to another folder."
+                )
+            if end and is_intact(line):
+                self._offsets[record["id"]] = end
+            elif end:
+                log.warning("%s, line %d: changed since it was written: it is made again", self._path, number)
+            end += len(line)
+        return end
+
+    def _seal_earlier(self, identity: dict[str, Any]) -> None:
+        """Give checksums to the records of a file from before there were any. StoreError as for every reading."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as stream:
+            first = stream.readline()
+            if not first.endswith(b"\n") or is_sealed_file(first) or self._record(first, 1).get("identity") != identity:
+                return
+            records = 0
+            with published(self._path) as staging, staging.open("wb") as file:
+                file.write(sealed(header(identity)))
+                for number, line in enumerate(stream, start=2):
+                    if line.endswith(b"\n"):
+                        file.write(sealed(self._record(line, number)))
+                        records = number - 1
+        log.info("%s: its %d records are from before there were checksums, and have them now", self._path, records)
+
+    def _record(self, line: bytes, number: int) -> dict[str, Any]:
+        return _record(line, self._path, number)
+
+
+def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """A whole line's record. Whatever else it holds was not left by a kill: cutting there could lose good records."""
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        raise _damaged(path, number, f"not valid JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise _damaged(path, number, f"expected a JSON object, found {type(record).__name__}")
+    if number > 1 and not isinstance(record.get("id"), str):
+        raise _damaged(path, number, f"expected a record with a text `id`, found {record.get('id')!r}")
+    return record
+
+
+def _damaged(path: Path, number: int, problem: str) -> StoreError:
+    return StoreError(
+        f"{path}, line {number}: {problem}: the file is damaged. Nothing was changed in it. Remove that line, "
+        "and only its record is made again, or remove the file."
+    )
+
+
+def _records_of(path: Path, identity: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The whole, unchanged records of a file that somebody else writes, or that an earlier version has written."""
+    with path.open("rb") as stream:
+        first = stream.readline()
+        if not first.endswith(b"\n"):
+            return
+        found = _record(first, path, 1).get("identity")
+        if found != identity:
+            raise StoreError(f"{path} was begun with other settings: expected {identity}, found {found}")
+        has_checksums = is_sealed_file(first)
+        for number, line in enumerate(stream, start=2):
+            if line.endswith(b"\n") and (is_intact(line) or not has_checksums):
+                yield unsealed(_record(line, path, number))
+
+
+def _noted_sizes(path: Path) -> dict[str, int]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

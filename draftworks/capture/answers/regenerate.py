@@ -1,0 +1,235 @@
+"""Let the target answer the conversations itself, so that a draft learns what the target says.
+
+Every assistant turn is generated in order, many conversations at a time; a finished conversation is on disk at once, so a run that is
+killed goes on where it was, and a run with some new conversations answers only those.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from draftworks.capture.answers.answerers import Answerer, EngineAnswerer
+from draftworks.capture.answers.dialogue import Dialogue
+from draftworks.capture.answers.published import Losses, kept_answers, publish_answers
+from draftworks.capture.answers.record_file import PartialFile
+from draftworks.capture.background import in_background
+from draftworks.capture.engine import TargetEngine
+from draftworks.capture.progress import Progress, ProgressCallback
+from draftworks.config.run_files import RegenerateRun
+from draftworks.data.chat import ChatTokenizer
+from draftworks.data.conversations import Conversation, read_conversations
+from draftworks.data.rejected import RejectedSample, check_rejected
+from draftworks.errors import CaptureError, DataError
+
+WINDOW = 16
+"""Batches among which conversations are sorted by the length of their prompt, so that little is padding."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RegenerateSummary:
+    """What came of a run. `generated_tokens` and `seconds` are of this run alone, `tokens` is the set's summary."""
+
+    conversations: int
+    resumed: int
+    losses: Losses
+    generated_tokens: int
+    seconds: float
+    tokens: dict[str, Any]
+
+
+def regenerate(
+    run: RegenerateRun,
+    engine: Callable[[], TargetEngine],
+    chat: ChatTokenizer,
+    progress: ProgressCallback | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> RegenerateSummary:
+    """Let a target engine answer; as `regenerate_by`. `engine` is called once, and only if something is left to generate."""
+
+    def answerer() -> Answerer:
+        return EngineAnswerer(engine(), run.responses, chat, longest_sample(run))
+
+    return regenerate_by(run, answerer, chat, progress, clock)
+
+
+def regenerate_by(
+    run: RegenerateRun,
+    answerer: Callable[[], Answerer],
+    chat: ChatTokenizer,
+    progress: ProgressCallback | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> RegenerateSummary:
+    """Write `out/conversations` (a conversations set) and `out/tokens` (a tokenized set), in the order of the input.
+
+    A conversation ends at the first turn that was cut by a limit. One that gets no response is dropped, and
+    `out/quarantine.jsonl` has its reason.
+
+    Args:
+        answerer: called once, and only if something is left to generate.
+        clock: seconds, for throughput and the time that is left.
+
+    Raises:
+        DataError: more than `run.max_rejected_share` of the conversations got no response, or all.
+        EngineError: whoever answers cannot go on. What is finished is kept.
+        StoreError: the conversations or the kept answers are unreadable.
+    """
+    total = sum(1 for _ in read_conversations(run.conversations))
+    with kept_answers(run) as partial:
+        worker = _Regeneration(run, answerer, chat, partial, total, progress, clock)
+        worker.run()
+        published = publish_answers(run, partial, worker.refused)
+    return RegenerateSummary(total, worker.resumed, published.losses, worker.tokens, worker.seconds, published.tokens)
+
+
+def longest_sample(run: RegenerateRun) -> int:
+    """Most tokens of a prompt and its answer."""
+    return min(run.max_length, run.target.context)
+
+
+class _Regeneration:
+    """One run: conversations in windows, windows in batches of similar length, batches turn by turn.
+
+    Attributes:
+        resumed: conversations that were finished before.
+        refused: conversations that whoever answers did not take. They are not kept: another run asks again.
+        tokens: generated, in `seconds` since somebody was there to answer.
+    """
+
+    def __init__(
+        self,
+        run: RegenerateRun,
+        answerer: Callable[[], Answerer],
+        chat: ChatTokenizer,
+        partial: PartialFile,
+        total: int,
+        progress: ProgressCallback | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._run = run
+        self._factory = answerer
+        self._answerer: Answerer | None = None
+        self._chat = chat
+        self._partial = partial
+        self._total = total
+        self._progress = progress
+        self._clock = clock
+        self._max_length = longest_sample(run)
+        self._rendered = run.responses.endpoint is not None
+        self.resumed = sum(1 for each in read_conversations(run.conversations) if each.id in partial)
+        self.refused: list[RejectedSample] = []
+        self._done = self.resumed
+        self._started = 0.0
+        self.tokens = 0
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        size = self._run.responses.batch_size
+        left = (each for each in read_conversations(self._run.conversations) if each.id not in self._partial)
+        for window in _chunks(left, WINDOW * size):
+            dialogues = sorted(self._opened(window), key=lambda each: len(each.ids))
+            for finished in self._answered(dialogues, size):
+                self._keep(finished)
+                self._report()
+
+    def _answered(self, dialogues: Sequence[Dialogue], size: int) -> Iterator[Sequence[Dialogue]]:
+        """Dialogues as they are finished, `size` of them at work at a time on each copy of the target: together as a batch,
+        or each for itself.
+        """
+        if not dialogues:
+            return
+        answerer = self._ready()
+        if answerer.concurrent:
+            yield from ([each] for each in _concurrently(self._converse_alone, dialogues, size * answerer.replicas))
+            return
+        for batch in _chunks(dialogues, size):
+            self._converse(*batch)
+            yield batch
+
+    def _ready(self) -> Answerer:
+        if self._answerer is None:
+            self._answerer = self._factory()
+            self._started = self._clock()
+            self._report()
+        return self._answerer
+
+    def _keep(self, finished: Sequence[Dialogue]) -> None:
+        self._partial.extend(dialogue.record() for dialogue in finished if dialogue.refused is None)
+        self._done += len(finished)
+        self.tokens += sum(dialogue.generated for dialogue in finished)
+        for dialogue in finished:
+            if dialogue.refused is not None:
+                self._note_refusal(RejectedSample(dialogue.id, dialogue.refused))
+            elif dialogue.stopped:
+                log.warning("conversation %s ends early: %s", dialogue.id, dialogue.stopped)
+
+    def _note_refusal(self, refused: RejectedSample) -> None:
+        """Leave it out; as soon as they are too many, nobody waits for the rest."""
+        log.warning("conversation %s: %s", refused.sample_id, refused.reason)
+        self.refused.append(refused)
+        check_rejected(self.refused, self._total, self._run.max_rejected_share)
+
+    def _report(self) -> None:
+        self.seconds = self._clock() - self._started
+        if self._progress is not None:
+            share = (self._done - self.resumed) / (self._total - self.resumed)
+            self._progress(Progress("conversations", self._done, self._total, share, self.tokens, self.seconds))
+
+    def _opened(self, window: Sequence[Conversation]) -> list[Dialogue]:
+        dialogues, dropped = [], []
+        for conversation in window:
+            try:
+                dialogues.append(Dialogue(conversation, self._chat, self._max_length, self._rendered))
+            except DataError as error:
+                dropped.append({"id": conversation.id, "dropped": str(error)})
+        self._partial.extend(dropped)
+        self._done += len(dropped)
+        return dialogues
+
+    def _converse_alone(self, dialogue: Dialogue) -> None:
+        try:
+            self._converse(dialogue)
+        except CaptureError as error:
+            dialogue.refused = str(error)
+
+    def _converse(self, *dialogues: Dialogue) -> None:
+        """Every answer of these dialogues, turn by turn."""
+        assert self._answerer is not None
+        turn, active = 0, list(dialogues)
+        while active:
+            for dialogue, response in zip(active, self._answerer.answer(active, turn), strict=True):
+                dialogue.add(response)
+            active = [dialogue for dialogue in active if not dialogue.done]
+            turn += 1
+
+
+def _concurrently(work: Callable[[Dialogue], None], dialogues: Sequence[Dialogue], threads: int) -> Iterator[Dialogue]:
+    """Dialogues on which `work` is done, as they are; its first error ends it all.
+
+    Leaving early waits for nobody, and neither does the end of the program.
+    """
+    waiting = iter(dialogues)
+
+    def begun(count: int) -> dict[Future[None], Dialogue]:
+        return {in_background(work, dialogue): dialogue for dialogue in islice(waiting, count)}
+
+    running = begun(threads)
+    while running:
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            dialogue = running.pop(future)
+            future.result()
+            running |= begun(1)
+            yield dialogue
+
+
+def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk

@@ -1,0 +1,161 @@
+"""The `custom` backend: a target engine of the user's, found by an entry point and held to what an engine promises."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftworks.capture.engine import EnginePlace, Generated, TargetEngine, engine_identity, find_backend
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError, EngineError
+from draftworks.storage.identity import EngineIdentity, LayerTap
+
+
+def load_custom_engine(
+    target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace | None = None
+) -> CheckedEngine:
+    """What the entry point `capture.custom.entry_point` makes when it is called with these same arguments.
+
+    Raises:
+        ConfigError: there is no such entry point, or what it returns is no TargetEngine.
+    """
+    if capture.custom is None:
+        raise ConfigError("capture backend custom needs capture.custom, with entry_point and engine")
+    entry_point = capture.custom.entry_point
+    engine = _found(entry_point)(target, capture, device, place)
+    if not isinstance(engine, TargetEngine):
+        raise ConfigError(
+            f"capture.custom.entry_point {entry_point}: expected it to return a draftworks.capture.engine.TargetEngine, "
+            f"found {_kind(engine)}"
+        )
+    return CheckedEngine(engine, engine_identity(capture), target, getattr(torch, capture.compute_dtype), entry_point)
+
+
+class CheckedEngine(TargetEngine):
+    """An engine of somebody else's; whatever it returns is looked at before it is used.
+
+    Args:
+        identity: as the registry says it.
+        dtype: that its hidden states have to have.
+        name: for messages.
+
+    Raises (all methods): EngineError where something is not as `TargetEngine` says, beside the engine's own errors.
+    """
+
+    backend = "custom"
+
+    def __init__(
+        self, engine: TargetEngine, identity: EngineIdentity, target: TargetFiles, dtype: torch.dtype, name: str
+    ) -> None:
+        self.identity = identity
+        self.last_hidden = find_backend(self.backend).last_hidden
+        self.concurrent = engine.concurrent
+        self.tried = engine.tried
+        self.replicas = engine.replicas
+        self._engine = engine
+        self._target = target
+        self._dtype = dtype
+        self._name = name
+
+    @property
+    def where(self) -> str:
+        return f"the engine of {self._name}"
+
+    def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
+        captured = self._engine.capture(token_rows, taps)
+        self._require_one_each("capture", captured, token_rows)
+        expected = [*(tap.name for tap in taps), "last"]
+        for row, streams in zip(token_rows, captured, strict=True):
+            if set(streams) != set(expected):
+                raise self._broken(f"capture: expected the streams {sorted(expected)}, found {sorted(streams)}")
+            for name, stream in streams.items():
+                self._require_tensor(f"capture: stream {name}", stream, (len(row), self._target.hidden_size))
+                if stream.dtype != self._dtype:
+                    raise self._broken(f"capture: stream {name}: expected {self._dtype}, found {stream.dtype}")
+        return [{name: streams[name] for name in expected} for streams in captured]
+
+    def logits(self, token_rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        found = self._engine.logits(token_rows)
+        self._require_one_each("logits", found, token_rows)
+        for row, logits in zip(token_rows, found, strict=True):
+            rows = len(logits) if isinstance(logits, Tensor) and logits.dim() else 0
+            self._require_tensor("logits", logits, (min(max(rows, 1), len(row)), self._target.vocab_size))
+        return found
+
+    def head_logits(self, last: Tensor) -> Tensor:
+        found = self._engine.head_logits(last)
+        self._require_tensor("head_logits", found, (len(last), self._target.vocab_size))
+        return found
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: ResponseSpec,
+        sample_ids: Sequence[str],
+        max_total: int,
+        turn: int = 0,
+        end_ids: Collection[int] = (),
+    ) -> list[Generated]:
+        found = self._engine.generate(prompts, sampling, sample_ids, max_total, turn, end_ids)
+        self._require_one_each("generate", found, prompts)
+        for prompt, answer in zip(prompts, found, strict=True):
+            if not isinstance(answer, Generated):
+                raise self._broken(f"generate: expected Generated, found {_kind(answer)}")
+            room = max(0, min(sampling.max_new_tokens, max_total - len(prompt)))
+            if len(answer.ids) > room:
+                raise self._broken(f"generate: expected at most {room} tokens, found {len(answer.ids)}")
+            outside = [token for token in answer.ids if not 0 <= token < self._target.vocab_size]
+            if outside:
+                raise self._broken(f"generate: expected ids 0..{self._target.vocab_size - 1}, found {outside[0]}")
+        return found
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _require_one_each(self, method: str, found: Any, rows: Sequence[Any]) -> None:
+        if not isinstance(found, list) or len(found) != len(rows):
+            count = f"{len(found)} of them" if isinstance(found, list) else _kind(found)
+            raise self._broken(f"{method}: expected a list with one entry for each of {len(rows)} rows, found {count}")
+
+    def _require_tensor(self, what: str, found: Any, shape: tuple[int, ...]) -> None:
+        if not isinstance(found, Tensor):
+            raise self._broken(f"{what}: expected a tensor, found {_kind(found)}")
+        if tuple(found.shape) != shape or found.device.type != "cpu" or not found.is_floating_point():
+            expected = f"floating point {shape} on cpu"
+            raise self._broken(
+                f"{what}: expected {expected}, found {found.dtype} {tuple(found.shape)} on {found.device}"
+            )
+
+    def _broken(self, what: str) -> EngineError:
+        return EngineError(f"the engine of {self._name} is not as draftworks.capture.engine.TargetEngine says: {what}")
+
+
+def _found(entry_point: str) -> Callable[..., Any]:
+    where = f"capture.custom.entry_point {entry_point}"
+    name, _, attribute = entry_point.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that the module itself imports
+        raise ConfigError(
+            f"{where}: there is no module {error.name}. Install its package in the environment that runs the platform, "
+            "or correct the name"
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        close = difflib.get_close_matches(attribute, vars(module), n=2)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        what = "has no" if found is None else "has no callable"
+        raise ConfigError(f"{where}: module {name} {what} {attribute}{hint}")
+    return found
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"

@@ -1,0 +1,215 @@
+"""Batched decoding whose results do not depend on what else is in the batch.
+
+Prompts are padded on the left and decoded with a key-value cache; rows that have ended leave the batch. The random
+numbers of a row come from (seed, sample id, turn) alone, one per token, and pick by inversion of the cumulative
+distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftworks.capture.engine import Generated
+from draftworks.capture.engines.kv_cache import growing_cache
+from draftworks.config.registry_files import ResponseSpec
+from draftworks.errors import CaptureError
+
+COMPACT_BELOW = 0.85
+"""Ended rows leave the batch once fewer than this share is still decoding: copying the cache has its price too."""
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    sampling: ResponseSpec,
+    sample_ids: Sequence[str],
+    max_total: int,
+    turn: int = 0,
+    end_ids: Collection[int] = (),
+) -> list[Generated]:
+    """Let the model continue each prompt until it ends its turn.
+
+    Args:
+        sampling: limits and sampling; `batch_size` rows are decoded together, prompts of similar length.
+        sample_ids: one per prompt; with `turn`, what a row's random numbers derive from.
+        max_total: longest prompt plus response, in tokens.
+        end_ids: ids that end a turn, beside those the model itself names.
+
+    Returns:
+        Responses in the order of the prompts. A prompt that leaves no room gives an empty, unfinished one.
+
+    Raises:
+        CaptureError: a prompt is empty.
+    """
+    for sample_id, prompt in zip(sample_ids, prompts, strict=True):
+        if not prompt:
+            raise CaptureError(f"sample {sample_id}: the prompt of turn {turn} is empty")
+    ends = end_tokens(model).union(end_ids)
+    results = [Generated((), finished=False)] * len(prompts)
+    by_length = sorted((i for i, p in enumerate(prompts) if len(p) < max_total), key=lambda i: len(prompts[i]))
+    for start in range(0, len(by_length), sampling.batch_size):
+        chosen = by_length[start : start + sampling.batch_size]
+        rows = [
+            _Row(
+                i,
+                min(sampling.max_new_tokens, max_total - len(prompts[i])),
+                row_uniforms(sampling, sample_ids[i], turn),
+            )
+            for i in chosen
+        ]
+        decoder = _Decoder(model, [prompts[i] for i in chosen], rows, sampling, ends)
+        decoder.run()
+        for row in rows:
+            results[row.index] = Generated(tuple(row.ids), row.finished)
+    return results
+
+
+def row_uniforms(sampling: ResponseSpec, sample_id: str, turn: int) -> np.ndarray:
+    """The random numbers of a row, one per new token, in [0, 1); empty for greedy decoding."""
+    if sampling.temperature == 0:
+        return np.empty(0)
+    key = sha256(f"{sampling.seed}/{turn}/{sample_id}".encode()).digest()
+    return np.random.default_rng(list(key)).random(sampling.max_new_tokens)
+
+
+def next_tokens(logits: Tensor, seen: Tensor | None, uniforms: Tensor | None, sampling: ResponseSpec) -> Tensor:
+    """One token per row. The order of the transformations is that of transformers.
+
+    Args:
+        logits: (B, V).
+        seen: (B, V) bool, tokens of prompt and response so far; None without repetition penalty.
+        uniforms: (B,) float64 in [0, 1); None for greedy decoding.
+    """
+    if seen is not None:
+        penalty = sampling.repetition_penalty
+        logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if uniforms is None:
+        return logits.argmax(-1)
+    logits = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        mass = ordered.softmax(-1)
+        beyond = mass.cumsum(-1) - mass >= sampling.top_p
+        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    picked = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1].cpu()).to(logits.device)[:, None], right=True)
+    return picked[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    """Ids that end a turn, from the generation configuration, else from the model's."""
+    ids: Any = None
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None) if ids is None else ids
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+@dataclass
+class _Row:
+    """A prompt being answered."""
+
+    index: int
+    limit: int
+    uniforms: np.ndarray
+
+    def __post_init__(self) -> None:
+        self.ids: list[int] = []
+        self.finished = False
+
+    def take(self, token: int, ends: frozenset[int]) -> bool:
+        """Append a token; whether the row goes on."""
+        self.ids.append(token)
+        self.finished = token in ends
+        return not self.finished and len(self.ids) < self.limit
+
+
+class _Decoder:
+    """Decodes one batch. `_alive` are the positions, in the current batch, of rows that go on."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[_Row],
+        sampling: ResponseSpec,
+        ends: frozenset[int],
+    ) -> None:
+        self._model = model
+        self._sampling = sampling
+        self._ends = ends
+        self._rows = list(rows)
+        self._alive = [True] * len(rows)
+        self._cache = growing_cache(model)
+        width = max(len(prompt) for prompt in prompts)
+        self._ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+        self._mask = torch.zeros_like(self._ids)
+        for index, prompt in enumerate(prompts):
+            self._ids[index, width - len(prompt) :] = torch.as_tensor(prompt, dtype=torch.int64)
+            self._mask[index, width - len(prompt) :] = 1
+        self._position = (self._mask.cumsum(-1) - 1).clamp(min=0)
+        self._padded = bool((self._mask == 0).any())
+        self._seen = self._seen_tokens() if sampling.repetition_penalty != 1 else None
+
+    def run(self) -> None:
+        while any(self._alive):
+            tokens = self._step()
+            self._alive = [
+                alive and row.take(token, self._ends)
+                for row, alive, token in zip(self._rows, self._alive, tokens.tolist(), strict=True)
+            ]
+            self._advance(tokens)
+
+    def _step(self) -> Tensor:
+        device = self._model.device
+        output = self._model(
+            input_ids=self._ids.to(device),
+            attention_mask=self._mask.to(device) if self._padded else None,
+            position_ids=self._position.to(device),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return next_tokens(output.logits[:, -1], self._seen, self._uniforms(), self._sampling).cpu()
+
+    def _uniforms(self) -> Tensor | None:
+        if self._sampling.temperature == 0:
+            return None
+        numbers = [row.uniforms[min(len(row.ids), len(row.uniforms) - 1)] for row in self._rows]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    def _advance(self, tokens: Tensor) -> None:
+        self._ids = tokens[:, None]
+        self._mask = torch.cat([self._mask, torch.ones_like(self._ids)], dim=1)
+        self._position = self._position[:, -1:] + 1
+        if self._seen is not None:
+            self._seen.scatter_(1, self._ids.to(self._seen.device), True)
+        if any(self._alive) and sum(self._alive) < COMPACT_BELOW * len(self._alive):
+            self._compact()
+
+    def _compact(self) -> None:
+        keep = torch.tensor([index for index, alive in enumerate(self._alive) if alive])
+        self._rows = [self._rows[index] for index in keep.tolist()]
+        self._alive = [True] * len(keep)
+        self._cache.reorder_cache(keep.to(self._model.device))
+        self._ids, self._mask, self._position = self._ids[keep], self._mask[keep], self._position[keep]
+        if self._seen is not None:
+            self._seen = self._seen[keep.to(self._seen.device)]
+
+    def _seen_tokens(self) -> Tensor:
+        vocab_size = self._model.get_output_embeddings().weight.shape[0]
+        seen = torch.zeros(len(self._ids), vocab_size, dtype=torch.bool)
+        for index, (ids, mask) in enumerate(zip(self._ids, self._mask, strict=True)):
+            seen[index, ids[mask.bool()]] = True
+        return seen.to(self._model.device)

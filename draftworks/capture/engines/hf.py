@@ -1,0 +1,177 @@
+"""The `hf` backend: a Hugging Face transformers model, its residual streams taken by hooks.
+
+`hidden_states[k]` of transformers is the input of decoder layer k (k = 0: the embeddings, scaled as the model does it),
+so a tap is a pre-hook on layer k, and nothing of the other layers is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draftworks.capture.engine import (
+    EnginePlace,
+    Generated,
+    TargetEngine,
+    check_token_rows,
+    engine_identity,
+    find_backend,
+)
+from draftworks.capture.engines.generate import generate
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import CaptureError, ConfigError
+from draftworks.storage.identity import EngineIdentity, LayerTap
+from draftworks.targets.weights import read_config, require_loaded
+
+
+class HFTargetEngine(TargetEngine):
+    """A transformers causal language model as a target.
+
+    Args:
+        model: in eval mode, on the device it shall run on.
+        identity: see `engine_identity`.
+        context: longest sequence the model takes.
+    """
+
+    backend = "hf"
+
+    def __init__(self, model: PreTrainedModel, identity: EngineIdentity, context: int) -> None:
+        self.model = model
+        self.identity = identity
+        self.last_hidden = find_backend(self.backend).last_hidden
+        self._context = context
+        self._layers = decoder_layers(model)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @torch.inference_mode()
+    def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
+        padded = self._padded(token_rows)
+        with self._tapped(taps) as streams:
+            streams["last"] = self.model.base_model(**padded, use_cache=False).last_hidden_state
+        lengths = [len(row) for row in token_rows]
+        return [
+            {name: stream[index, :length].to("cpu", copy=True) for name, stream in streams.items()}
+            for index, length in enumerate(lengths)
+        ]
+
+    @torch.inference_mode()
+    def logits(self, token_rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        logits = self.model(**self._padded(token_rows), use_cache=False).logits
+        return [logits[index, : len(row)].cpu() for index, row in enumerate(token_rows)]
+
+    @torch.inference_mode()
+    def head_logits(self, last: Tensor) -> Tensor:
+        head = self.model.get_output_embeddings()
+        return head(last.to(self.model.device, self.model.dtype)).cpu()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: ResponseSpec,
+        sample_ids: Sequence[str],
+        max_total: int,
+        turn: int = 0,
+        end_ids: Collection[int] = (),
+    ) -> list[Generated]:
+        return generate(self.model, prompts, sampling, sample_ids, min(max_total, self._context), turn, end_ids)
+
+    def _padded(self, token_rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Rows padded on the right with an attention mask: what follows a causal model's tokens does not change them."""
+        check_token_rows(token_rows, self._context, self.model.get_input_embeddings().num_embeddings)
+        lengths = [len(row) for row in token_rows]
+        ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for index, row in enumerate(token_rows):
+            ids[index, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
+            mask[index, : len(row)] = 1
+        return {"input_ids": ids.to(self.model.device), "attention_mask": mask.to(self.model.device)}
+
+    @contextmanager
+    def _tapped(self, taps: Sequence[LayerTap]) -> Iterator[dict[str, Tensor]]:
+        outside = [tap.hf_index for tap in taps if tap.hf_index >= self.num_layers]
+        if outside:
+            raise CaptureError(f"layer taps {outside} are outside the target: it has taps 0..{self.num_layers - 1}")
+        streams: dict[str, Tensor] = {}
+        hooks = [
+            self._layers[tap.hf_index].register_forward_pre_hook(_keep_input(streams, tap.name), with_kwargs=True)
+            for tap in taps
+        ]
+        try:
+            yield streams
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def load_hf_engine(
+    target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace | None = None
+) -> HFTargetEngine:
+    """Load a target from its directory, or from the hub at its pinned commit; it needs no `place`.
+
+    Raises:
+        ConfigError: the model is missing, unreadable or no causal language model, or needs code of its own.
+        StoreError: weights are missing, unexpected or of another shape: transformers would draw them at random.
+    """
+    where = f"target {target.name}: model {target.model}"
+    if target.revision is None and not (Path(target.model) / "config.json").is_file():
+        raise ConfigError(
+            f"{where} is missing: expected a directory with config.json, or a hub id with a pinned `revision`"
+        )
+    config = read_config(target)
+    if isinstance(config, str):
+        raise ConfigError(f"target {target.name}: {config}")
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            target.model,
+            revision=target.revision or "main",
+            dtype=getattr(torch, capture.compute_dtype),
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told by us, with the others
+        )
+    except ValueError as error:
+        raise ConfigError(f"{where} is not a causal language model that transformers knows: {error}") from error
+    except Exception as error:  # transformers, safetensors and the hub client each have their own kinds
+        raise ConfigError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+    require_loaded(target, model, loading)
+    model = model.eval().requires_grad_(False).to(device)
+    return HFTargetEngine(model, engine_identity(capture), target.context)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers: the one ModuleList as long as the configuration says, nearest to the base model.
+
+    Raises:
+        ConfigError: there is none, or several at the same depth.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    found = [
+        (name.count("."), name, module)
+        for name, module in model.base_model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    nearest = [entry for entry in found if entry[0] == min(depth for depth, _, _ in found)]
+    if len(nearest) != 1:
+        names = [name for _, name, _ in nearest]
+        raise ConfigError(
+            f"{type(model).__name__}: expected one list of {count} decoder layers, found {names or 'none'}"
+        )
+    return nearest[0][2]
+
+
+def _keep_input(streams: dict[str, Tensor], name: str) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        streams[name] = args[0] if args else kwargs["hidden_states"]
+
+    return hook

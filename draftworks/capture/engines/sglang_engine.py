@@ -1,0 +1,320 @@
+"""The backends `sglang` and `sglang_server`: a target that SGLang runs, its hidden states handed over through files.
+
+Every answer is checked against what was asked: SGLang loses rows without a word when it finds a prefix in its cache or
+cuts a prompt into chunks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
+from torch import Tensor
+
+from draftworks.capture.engine import Generated, TargetEngine, check_token_rows, find_backend
+from draftworks.capture.engines.sglang_hosts import SGLangHost
+from draftworks.capture.seeds import request_seed
+from draftworks.config.registry_files import ResponseSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError, UnsoundEngineError
+from draftworks.features.contracts import CaptureConfig
+from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
+from draftworks.sglang.environment import SGLANG_VERSIONS
+from draftworks.sglang.spool import Part, discard_parts, new_request_id, take_parts
+from draftworks.storage.identity import EngineIdentity, LayerTap
+
+PREFILL_ONLY = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+"""SGLang wants one new token at least; it costs no second pass."""
+EMBEDDINGS = LayerTap(0)
+_LONGEST_WAIT_S = 30.0
+_MORE_ATTEMPTS = 4
+"""Of what passes by itself."""
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class SGLangEngine(TargetEngine):
+    """A target that SGLang runs.
+
+    Args:
+        host: where it runs; closed by `close`.
+        head: reads the target's output matrix (V, H), once and only for verification.
+        embedding: reads the target's input matrix (V, H), once and only for the tap hf0: SGLang gives no embeddings.
+        attempts: how often a batch is tried; between two, the host is asked to revive.
+        dtype: in which it is to compute.
+    """
+
+    backend = "sglang"
+    concurrent = True
+
+    def __init__(
+        self,
+        target: TargetFiles,
+        identity: EngineIdentity,
+        host: SGLangHost,
+        head: Callable[[], Tensor] | None = None,
+        embedding: Callable[[], Tensor] | None = None,
+        attempts: int = 3,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.identity = identity
+        self.last_hidden = find_backend(self.backend).last_hidden
+        self._target = target
+        self._host = host
+        self._read_head = head
+        self._head: Tensor | None = None
+        self._read_embedding = embedding
+        self._embedding: Tensor | None = None
+        self._attempts = attempts
+        self._dtype = dtype
+        self._reviving = threading.Lock()
+        self._revivals = 0
+        self._closed = False
+
+    @property
+    def where(self) -> str:
+        return f"SGLang at {self.url}" if isinstance(self._host.client, SGLangClient) else "SGLang in this process"
+
+    def members(self) -> tuple[SGLangEngine, ...]:
+        hosts = self._host.members()
+        if len(hosts) == 1:
+            return (self,)
+        readers = (self._read_head, self._read_embedding)
+        return tuple(SGLangEngine(self._target, self.identity, host, *readers, 1, self._dtype) for host in hosts)
+
+    @property
+    def url(self) -> str:
+        """Where the server answers now; SGLang in this process has no address."""
+        return self._host.client.url
+
+    @property
+    def tried(self) -> bool:
+        return self._host.version in SGLANG_VERSIONS
+
+    @property
+    def replicas(self) -> int:
+        return self._host.replicas
+
+    @property
+    def spool(self) -> Path:
+        """Where the server writes hidden states."""
+        return self._host.spool
+
+    def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
+        columns = {tap: self._column(tap) for tap in taps if tap != EMBEDDINGS}
+        width = self._target.hidden_size
+        captured = []
+        for part in self._parts(token_rows):
+            streams = {
+                tap.name: self._embedded(part)
+                if tap == EMBEDDINGS
+                else part.taps[:, columns[tap] * width : (columns[tap] + 1) * width].contiguous()
+                for tap in taps
+            }
+            captured.append({**streams, "last": part.last})
+        return captured
+
+    def logits(self, token_rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Of the last position alone: SGLang computes no others."""
+        return [part.logits[None] for part in self._parts(token_rows, with_logits=True) if part.logits is not None]
+
+    @torch.inference_mode()
+    def head_logits(self, last: Tensor) -> Tensor:
+        if self._head is None:
+            if self._read_head is None:
+                raise EngineError("this engine was loaded to generate, without the target's head")
+            self._head = self._read_head()
+        return last @ self._head.to(last.dtype).T
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: ResponseSpec,
+        sample_ids: Sequence[str],
+        max_total: int,
+        turn: int = 0,
+        end_ids: Collection[int] = (),
+    ) -> list[Generated]:
+        """As draftworks.capture.engines.generate, with two differences of SGLang: sampling is its own (a seed decides only on a
+        server with --enable-deterministic-inference), and its repetition penalty does not look at the prompt.
+        """
+        for sample_id, prompt in zip(sample_ids, prompts, strict=True):
+            if not prompt:
+                raise CaptureError(f"sample {sample_id}: the prompt of turn {turn} is empty")
+        room = min(max_total, self._target.context)
+        asked = [index for index, prompt in enumerate(prompts) if len(prompt) < room]
+        check_token_rows([prompts[index] for index in asked], room, self._target.vocab_size)
+        parameters = [
+            sampling_parameters(sampling, f"{turn}/{sample_ids[index]}", room - len(prompts[index]), end_ids)
+            for index in asked
+        ]
+        results = [Generated((), finished=False)] * len(prompts)
+        for index, answer in zip(asked, self._answers([prompts[i] for i in asked], parameters), strict=True):
+            results[index] = Generated(answer.output_ids, finished=answer.finish == "stop")
+        return results
+
+    def close(self) -> None:
+        """End it. Requests of other threads fail, and are not tried again."""
+        self._closed = True
+        self._host.close()
+
+    def _column(self, tap: LayerTap) -> int:
+        if not 0 <= tap.hf_index < self._target.num_layers:
+            raise CaptureError(
+                f"layer taps [{tap.hf_index}] are outside the target: it has taps 0..{self._target.num_layers - 1}"
+            )
+        if tap.to_layer_output() not in self._host.layer_ids:
+            served = [LayerTap.from_layer_output(layer).name for layer in self._host.layer_ids]
+            raise CaptureError(f"tap {tap.name} is not among those the server captures: {', '.join(served) or 'none'}")
+        return self._host.layer_ids.index(tap.to_layer_output())
+
+    def _embedded(self, part: Part) -> Tensor:
+        if self._embedding is None:
+            if self._read_embedding is None:
+                raise EngineError("this engine was loaded without the target's embeddings, and has no tap hf0")
+            self._embedding = self._read_embedding()
+        return self._embedding[part.input_ids].to(part.last.dtype)
+
+    def _parts(self, rows: Sequence[Sequence[int]], with_logits: bool = False) -> list[Part]:
+        """The hidden states of every row, checked."""
+        check_token_rows(rows, self._target.context, self._target.vocab_size)
+        taps = tuple(LayerTap.from_layer_output(layer).hf_index for layer in self._host.layer_ids)
+        expected = CaptureConfig(taps, self._target.hidden_size, str(self._dtype).removeprefix("torch."))
+
+        def attempt() -> list[Part]:
+            requests = [GenerateRequest(new_request_id(with_logits), row, PREFILL_ONLY) for row in rows]
+            spool = self._host.spool
+            try:
+                answers = self._host.client.generate(requests)
+                return [
+                    whole_part(take_parts(spool, request.request_id), row, answer.cached_tokens, expected)
+                    for request, row, answer in zip(requests, rows, answers, strict=True)
+                ]
+            finally:
+                discard_parts(spool, [request.request_id for request in requests])
+
+        return self._retried(attempt)
+
+    def _answers(self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]]) -> list[Generation]:
+        def attempt() -> list[Generation]:
+            requests = [
+                GenerateRequest(uuid.uuid4().hex, prompt, own) for prompt, own in zip(prompts, parameters, strict=True)
+            ]
+            return self._host.client.generate(requests)
+
+        return self._retried(attempt) if prompts else []
+
+    def _retried(self, attempt: Callable[[], Result]) -> Result:
+        """What `attempt` returns, after as many attempts as are allowed, with a revival of the server between them."""
+        begun = 0
+
+        def noted() -> Result:
+            nonlocal begun
+            begun = self._revivals
+            return attempt()
+
+        retrying = Retrying(
+            stop=self._has_tried_enough,
+            wait=wait_exponential(max=_LONGEST_WAIT_S),
+            retry=retry_if_exception(lambda error: _passes(error) and not self._closed),
+            before_sleep=lambda state: self._revive(state, begun),
+            reraise=True,
+        )
+        try:
+            return retrying(noted)
+        except AbortedRequestError as error:
+            raise CaptureError(f"{error} ({self._attempts} times)") from error
+
+    def _has_tried_enough(self, state: RetryCallState) -> bool:
+        """A server that is busy, or whose disk is full, gets more time than one that is gone."""
+        error = state.outcome.exception() if state.outcome else None
+        waits = isinstance(error, PassingTroubleError) and not isinstance(error, AbortedRequestError)
+        return state.attempt_number >= self._attempts + (_MORE_ATTEMPTS if waits else 0)
+
+    def _revive(self, state: RetryCallState, begun: int) -> None:
+        """Revive the server, if no other thread has done it since the failed attempt began."""
+        error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, PassingTroubleError):
+            log.warning("%s. Trying again", error)
+            return
+        with self._reviving:
+            if isinstance(error, EngineError) and self._revivals == begun:
+                self._host.revive(error)
+                self._revivals += 1
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether a failed request may do better when it is tried again."""
+    return isinstance(error, EngineError) and not isinstance(error, UnsoundEngineError)
+
+
+def whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int, expected: CaptureConfig) -> Part:
+    """The one part that holds a row's hidden states.
+
+    Args:
+        expected: all that the server captures, beside each other in a part.
+
+    Raises:
+        UnsoundEngineError: it has another width or dtype.
+        PassingTroubleError: there is none.
+        CaptureError: rows are missing, from a prefix cache or a prompt in chunks, or they are of other tokens.
+    """
+    if not parts:
+        raise PassingTroubleError(
+            f"SGLang wrote no hidden states of a row of {len(row)} tokens: expected a file from its forward hook. Is the "
+            "hook loaded, the spool the one it writes to, and is there room on its disk?"
+        )
+    if cached_tokens or parts[0].start:
+        raise CaptureError(
+            f"SGLang took {cached_tokens or parts[0].start} of a row's {len(row)} tokens from its prefix cache and has no "
+            "hidden states of them. Start the server with --disable-radix-cache"
+        )
+    if len(parts) > 1 or len(parts[0].input_ids) != len(row):
+        lengths = [len(part.input_ids) for part in parts]
+        raise CaptureError(
+            f"SGLang computed a row of {len(row)} tokens in chunks of {lengths}, and loses hidden states between them. "
+            "Start the server with --chunked-prefill-size -1"
+        )
+    part = parts[0]
+    if part.input_ids.tolist() != list(row):
+        raise CaptureError(f"SGLang computed other tokens than the {len(row)} it was asked for")
+    if len(part.taps) != len(row) or len(part.last) != len(row):
+        raise CaptureError(
+            f"expected {len(row)} rows, one per token, found {len(part.taps)} and {len(part.last)} (last)"
+        )
+    for name, found, width in (("taps", part.taps, expected.aux_width), ("last", part.last, expected.hidden_size)):
+        dtype = str(found.dtype).removeprefix("torch.")
+        if (found.shape[1], dtype) != (width, expected.dtype):
+            raise UnsoundEngineError(
+                f"SGLang wrote {name} of {found.shape[1]} columns in {dtype}, expected {width} in {expected.dtype}: of "
+                f"{', '.join(expected.names)}, {expected.hidden_size} each"
+            )
+    return part
+
+
+def sampling_parameters(sampling: ResponseSpec, seed_key: str, room: int, end_ids: Collection[int]) -> dict[str, Any]:
+    """SGLang's names for our sampling options.
+
+    Args:
+        seed_key: with the seed, what a row's random numbers derive from.
+        room: most new tokens, whatever `sampling` allows.
+    """
+    parameters = {
+        "max_new_tokens": min(sampling.max_new_tokens, room),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": sorted(end_ids),
+    }
+    if sampling.temperature > 0:
+        parameters["sampling_seed"] = request_seed(sampling.seed, seed_key)
+    return parameters

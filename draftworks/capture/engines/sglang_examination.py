@@ -1,0 +1,147 @@
+"""A look at an SGLang server we did not start: is it the version, the model and the set-up that a capture can trust?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from draftworks.capture.engine import TargetEngine
+from draftworks.capture.verify import check_head
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import CaptureError, ConfigError, EngineError
+from draftworks.sglang.client import ServerInfo, SGLangClient
+from draftworks.sglang.environment import check_version
+from draftworks.sglang.hook import hook_option
+from draftworks.sglang.layers import architecture_of, capture_convention, captured_layers
+
+PROBE_TOKENS = 64
+PROBE_TEXT = "Zwölf naïve def f(x):\n\treturn x**2  # 3.14159 — 你好, 12345"
+
+
+def require_server(
+    client: SGLangClient, target: TargetFiles, capture: CaptureSpec, layer_ids: tuple[int, ...], longest: int = 0
+) -> ServerInfo:
+    """What the server says of itself, if that is what the registry asks for.
+
+    Args:
+        longest: tokens of the longest sequence that it will be asked for; 0 if that is not known.
+
+    Raises:
+        EngineError: it serves another model or in another dtype, or is set up so that hidden states get lost. The
+            message names every difference and the argument that puts it right.
+    """
+    info = client.info()
+    where = f"SGLang at {client.url}"
+    check_version(info.version, where)
+    if info.layer_ids:
+        layers = captured_layers(info.layer_ids, info.convention, architecture_of(target))
+        info = replace(info, layer_ids=layers)
+    problems = _served_problems(info, target, capture)
+    if info.context is not None and info.context <= longest:
+        problems.append(
+            f"its context is {info.context} tokens, expected more than {longest}: --context-length {longest + 16}"
+        )
+    if layer_ids:
+        convention = capture_convention(architecture_of(target))
+        problems += _capture_problems(info, Path(capture.server.spool or ""), layer_ids, convention)
+    if problems:
+        raise EngineError(
+            "\n".join([f"{where} cannot be used for target {target.name}:", *(f"  {p}" for p in problems)])
+        )
+    return info
+
+
+def probe_server(engine: TargetEngine, client: SGLangClient, target: TargetFiles, captures: bool) -> None:
+    """Ask it something to which only the right server has the right answer.
+
+    Raises:
+        EngineError: its tokenizer gives other ids, it lost rows of a prompt it had seen before, or its logits are not
+            those of the registry's head on its own hidden states.
+    """
+    where = f"SGLang at {client.url} cannot be used for target {target.name}"
+    expected, found = _tokenized(target), client.tokenize(PROBE_TEXT)
+    if expected != found:
+        raise EngineError(
+            f"{where}: its tokenizer gives {found[:8]}… for {PROBE_TEXT[:12]!r}…, that of the registry ({target.tokenizer}) "
+            f"{expected[:8]}…"
+        )
+    if not captures:
+        return
+    row = [(7919 * (index + 1)) % target.vocab_size for index in range(min(PROBE_TOKENS, target.context))]
+    try:
+        engine.capture([row], [])
+        again = engine.capture([row], [])[0]  # now its beginning could be in a cache
+        check_head(engine, ["probe"], [row], [again["last"]])
+    except CaptureError as error:
+        raise EngineError(f"{where}: {error}") from error
+
+
+def _served_problems(info: ServerInfo, target: TargetFiles, capture: CaptureSpec) -> list[str]:
+    problems = []
+    expected = capture.server.model or target.model
+    if not _same_model(info.model, expected):
+        started = f" (it was started with {info.started_with})" if info.started_with != info.model else ""
+        problems.append(
+            f"it serves the model {info.model}{started}, expected {expected}. If that is the same under another name, say so "
+            "in capture.server.model: what it captures is compared with the registry's weights all the same"
+        )
+    elif capture.server.model is None and info.revision != target.revision:
+        problems.append(f"it serves revision {info.revision}, expected {target.revision}: --revision {target.revision}")
+    if info.dtype != capture.compute_dtype:
+        problems.append(
+            f"it computes in {info.dtype}, expected {capture.compute_dtype}: --dtype {capture.compute_dtype}"
+        )
+    undeclared = {
+        name: value for name, value in info.numerics.items() if not {name, f"{name}={value}"} & {*capture.server.args}
+    }
+    for name, value in undeclared.items():
+        problems.append(
+            f"it runs with {name} {value}, which changes its numbers: start it without, or make it part of what is captured by "
+            f"capture.server.args: [{name}, {value}]"
+        )
+    return problems
+
+
+def _capture_problems(info: ServerInfo, spool: Path, layer_ids: tuple[int, ...], convention: str) -> list[str]:
+    problems = []
+    if info.radix_cache:
+        problems.append("its prefix cache is on, and a cached prefix has no hidden states: --disable-radix-cache")
+    if info.chunked_prefill:
+        problems.append("it cuts long prompts into chunks and loses rows between them: --chunked-prefill-size -1")
+    if info.attention_dp > 1:
+        problems.append(
+            f"it has {info.attention_dp} groups of attention data parallelism, and only the first rank of all writes hidden "
+            "states: start it without --attn-dp-size and --enable-dp-attention"
+        )
+    lacking = sorted(set(layer_ids) - set(info.layer_ids or ()))
+    if lacking:
+        problems.append(
+            f"it captures the layers {list(info.layer_ids or ())}, expected {list(layer_ids)} among them: "
+            f"--enable-return-aux-hidden-states --speculative-algorithm {convention} --return-aux-hidden-state-layer-ids "
+            + " ".join(map(str, layer_ids))
+        )
+    if info.spool is None or info.spool.resolve() != spool.resolve():
+        problems.append(
+            f"its hook writes to {info.spool or 'nowhere: it has not loaded it'}, expected {spool}: "
+            f"--forward-hooks '{hook_option(spool)}', with the package draftworks on its PYTHONPATH"
+        )
+    if not spool.is_dir():
+        problems.append(f"the folder capture.server.spool, {spool}, is not there: create it")
+    return problems
+
+
+def _same_model(found: str, expected: str) -> bool:
+    return found == expected or (Path(expected).is_dir() and Path(found).resolve() == Path(expected).resolve())
+
+
+def _tokenized(target: TargetFiles) -> list[int]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            target.tokenizer, revision=target.tokenizer_revision or "main", trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"target {target.name}: tokenizer {target.tokenizer} cannot be read: {error}") from error
+    return tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]

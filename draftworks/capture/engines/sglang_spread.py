@@ -1,0 +1,200 @@
+"""Several SGLang servers behind one engine: each batch is shared among them, and a server that fails is done without."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from draftworks.capture.background import in_background
+from draftworks.capture.engines.sglang_hosts import SGLangHost
+from draftworks.endpoints.circuit_breaker import CircuitBreaker
+from draftworks.endpoints.spreading import Spread
+from draftworks.errors import DraftworksError, EngineError
+from draftworks.sglang.client import GenerateRequest, Generation
+from draftworks.sglang.environment import SGLANG_VERSIONS
+
+_CLOSE_AGAIN_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+class SpreadHost(SGLangHost):
+    """Servers that run the same target and capture the same layers.
+
+    Args:
+        hosts: closed by `close`.
+        spool: where the hidden states of all of them are found; the folder they write to, or one on the same disk.
+        max_outstanding: requests that one server has at a time.
+        mends: whether the hosts' own `revive` brings a server back that ended. Then it is called for one that failed too
+            often, while the others go on, and for all of them when none is left.
+        new_breaker: makes the breaker of each.
+
+    Raises:
+        EngineError: they capture different layers.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[SGLangHost],
+        spool: Path,
+        max_outstanding: int,
+        mends: bool,
+        new_breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
+    ) -> None:
+        self.layer_ids = _common_layers(hosts)
+        self.spool = spool
+        self.replicas = len(hosts)
+        self.version = next((host.version for host in hosts if host.version not in SGLANG_VERSIONS), hosts[0].version)
+        self.client = _SpreadClient(self)
+        self._hosts = tuple(hosts)
+        self._mends = mends
+        self._closing = False
+        named = {f"server {number} of {len(hosts)}": host for number, host in enumerate(hosts, start=1)}
+        self._spread = Spread(named, max_outstanding, new_breaker, self._note_open)
+        self._lock = threading.RLock()
+        self._mending: dict[SGLangHost, Future[DraftworksError | None]] = {}
+
+    def members(self) -> Sequence[SGLangHost]:
+        return self._hosts
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(host.client.url for host in self._hosts)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """Answers in the order of the requests, which are shared out by their tokens. Errors as `Spread.run`."""
+        if self._closing:
+            raise EngineError("SGLang is no longer ours to ask: the engine was closed")
+        shares = balanced([len(request.input_ids) for request in requests], self.replicas)
+        if len(shares) == 1:
+            return self._generate(requests)
+        futures = [in_background(self._generate, [requests[index] for index in share]) for share in shares]
+        wait(futures)  # all of them: nothing may appear in the spool after an error
+        answers: list[Generation | None] = [None] * len(requests)
+        for share, future in zip(shares, futures, strict=True):
+            for index, answer in zip(share, future.result(), strict=True):
+                answers[index] = answer
+        return [answer for answer in answers if answer is not None]
+
+    def revive(self, error: EngineError) -> None:
+        """All have failed, and whoever asked has waited: start those of ours again and wait for them, ask others again.
+
+        Raises:
+            EngineError: none of ours came back.
+        """
+        if not self._mends:
+            log.warning("%s\nTrying all of them again", error)
+            self._spread.reopen()
+            return
+        with self._lock:
+            if self._spread.some_are_sound:
+                return  # one has come back, or has answered others, since the request failed that we are asked for
+            mending = [future for host in self._hosts if (future := self._mend(host, error)) is not None]
+        failures = [failure for future in mending if (failure := future.result()) is not None]
+        if len(failures) == len(mending):
+            reasons = "\n".join(f"  {failure}" for failure in failures) or "  the engine was closed"
+            raise EngineError(f"none of {self.replicas} servers could be started again:\n{reasons}")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            mending = tuple(self._mending.values())
+        close_all(self._hosts, mending)
+
+    def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        def ask(host: SGLangHost) -> list[Generation]:
+            answers = host.client.generate(requests)
+            if host.spool != self.spool:
+                _gather(host.spool, self.spool, [request.request_id for request in requests])
+            return answers
+
+        return self._spread.run(ask, len(requests))
+
+    def _note_open(self, host: SGLangHost, error: EngineError) -> None:
+        if self._mends:
+            self._mend(host, error)
+
+    def _mend(self, host: SGLangHost, error: EngineError) -> Future[DraftworksError | None] | None:
+        """What will come of mending it: a failure or None. It is begun once, however many ask; not after `close`."""
+        with self._lock:
+            if self._closing:
+                return None
+            if host not in self._mending:
+                self._spread.hold(host)
+                self._mending[host] = in_background(self._mended, host, error)
+            return self._mending[host]
+
+    def _mended(self, host: SGLangHost, error: EngineError) -> DraftworksError | None:
+        came_back = False
+        try:
+            host.revive(error)
+            came_back = True
+        except DraftworksError as failure:
+            log.error("a server could not be started again: %s", failure)
+            return failure
+        finally:
+            with self._lock:  # at once, or somebody would find it neither sound nor being mended
+                if came_back:
+                    self._spread.reopen(host)
+                self._spread.release(host)
+                del self._mending[host]
+        return None
+
+
+class _SpreadClient:
+    """What an engine takes for a server's client."""
+
+    def __init__(self, host: SpreadHost) -> None:
+        self._host = host
+
+    @property
+    def url(self) -> str:
+        return ", ".join(self._host.urls)
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        return self._host.generate(requests)
+
+
+def close_all(hosts: Sequence[SGLangHost], starting: Sequence[Future[Any]]) -> None:
+    """Close hosts some of which are being started; none is left, also of those that came up meanwhile."""
+    while True:
+        for host in hosts:
+            host.close()
+        if not wait(starting, _CLOSE_AGAIN_S).not_done:
+            break  # before, one may not have had the process yet that is to be stopped
+    for host in hosts:
+        host.close()
+
+
+def balanced(weights: Sequence[int], shares: int) -> list[list[int]]:
+    """Indices of the weights in at most `shares` groups of about the same sum, none empty; one empty group for no weights."""
+    groups: list[list[int]] = [[] for _ in range(max(min(shares, len(weights)), 1))]
+    sums = [0] * len(groups)
+    for index in sorted(range(len(weights)), key=lambda each: -weights[each]):
+        lightest = sums.index(min(sums))
+        groups[lightest].append(index)
+        sums[lightest] += weights[index]
+    return groups
+
+
+def _gather(source: Path, spool: Path, request_ids: Sequence[str]) -> None:
+    spool.mkdir(parents=True, exist_ok=True)
+    for request_id in request_ids:
+        for path in source.glob(f"{request_id}.*"):
+            os.replace(path, spool / path.name)
+
+
+def _common_layers(hosts: Sequence[SGLangHost]) -> tuple[int, ...]:
+    found = {host.layer_ids for host in hosts}
+    if len(found) > 1:
+        each = "; ".join(f"{host.client.url}: {list(host.layer_ids)}" for host in hosts)
+        raise EngineError(
+            f"servers that share the work have to capture the same layers, found {each}. Start all of them with the same "
+            "--return-aux-hidden-state-layer-ids"
+        )
+    return found.pop()

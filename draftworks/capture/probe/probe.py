@@ -1,0 +1,232 @@
+"""What an engine captures, compared tap by tap with what the target's own weights give for a few short prompts.
+
+An engine's logits agree with its own hidden states whatever weights it has, and whichever layer it calls hf3. So the
+layers are run once more here, from the target's files.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftworks.capture.engine import TargetEngine
+from draftworks.capture.probe.stream_difference import Finding, KnownStream, compare_stream, known_streams
+from draftworks.capture.probe.streamed_forward import StreamedTarget
+from draftworks.capture.verify import verify_capture
+from draftworks.config.run_files import CaptureRun, TargetFiles
+from draftworks.config.sglang import quantizing
+from draftworks.data.token_rows import TokenRow
+from draftworks.errors import CaptureError, StoreError, UnsoundEngineError
+from draftworks.features.contracts import CaptureConfig
+from draftworks.storage.hub import hub_file
+from draftworks.storage.identity import LayerTap
+from draftworks.storage.regular_files import read_json
+
+PROMPT_TOKENS = (64, 24, 24)
+"""Of each prompt, at most."""
+_GB = 1e9
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What a probe found.
+
+    Attributes:
+        differences: of the streams that were compared, as a share of their size; see `KnownStream.difference`.
+        allowed: of the same streams.
+        not_compared: the other streams that are captured.
+        reason: why these were not compared; empty where all were.
+    """
+
+    differences: Mapping[str, float]
+    allowed: Mapping[str, float]
+    not_compared: tuple[str, ...] = ()
+    reason: str = ""
+
+    def describe(self) -> str:
+        left = f"{', '.join(self.not_compared)} not compared with the target's own weights: {self.reason}"
+        if not self.differences:
+            return left
+        worst = max(self.differences, key=lambda name: self.differences[name] / self.allowed[name])
+        told = (
+            f"{', '.join(self.differences)} as the target's own weights give them: {worst} differs most, by "
+            f"{self.differences[worst]:.2g} of its size where {self.allowed[worst]:.2g} is allowed"
+        )
+        return f"{told}; {left}" if self.not_compared else told
+
+    def to_json(self) -> dict[str, Any]:
+        """For the capture's report and the metadata of its check."""
+        return {
+            "probe": self.describe(),
+            "probe_compared": ", ".join(self.differences),
+            "probe_not_compared": ", ".join(self.not_compared),
+            "probe_differences": json.dumps({name: float(f"{found:.3g}") for name, found in self.differences.items()}),
+        }
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Streams by the target's own weights, those to be compared among them, and why not all are."""
+
+    known: Mapping[str, KnownStream]
+    compared: tuple[str, ...]
+    reason: str
+
+
+class EngineProbe:
+    """Compares engines with one target's weights, which are read when the first engine is compared.
+
+    Args:
+        tokens: of the set that is captured; prompts are cut out of some of its samples.
+    """
+
+    def __init__(self, run: CaptureRun, tokens: Sequence[TokenRow]) -> None:
+        self._target = run.target
+        self._capture = run.capture
+        self._rows = probe_rows(tokens)
+        self._taps = tuple(LayerTap(k) for k in sorted(set(run.taps)))
+        self._config = CaptureConfig(
+            tuple(tap.hf_index for tap in self._taps), run.target.hidden_size, run.capture.compute_dtype
+        )
+        self._reference: _Reference | None = None
+
+    def compare(self, engine: TargetEngine) -> ProbeReport:
+        """Ask an engine, each of its servers by itself, for the streams of the prompts, and compare them.
+
+        Raises:
+            UnsoundEngineError: a stream is not what the target's weights give, or that cannot be known and
+                `capture.allow_unprobed` is not set.
+            EngineError: the engine gives no answer.
+            StoreError: the target's files are damaged or lack a tensor.
+        """
+        reason = unjudgeable(self._target, self._capture.server.args)
+        if reason:
+            return self._unprobed(reason, engine)
+        try:
+            reference = self._reference = self._reference or self._read()
+        except StoreError:
+            raise
+        except Exception as error:  # a family that transformers does not know, or whose code needs a GPU
+            return self._unprobed(f"its layers cannot be run here: {type(error).__name__}: {error}", engine)
+        if not reference.compared:
+            return self._unprobed(reference.reason, engine)
+        findings = [finding for each in engine.members() for finding in self._findings(each, reference)]
+        worst = {name: max((f for f in findings if f.name == name), key=_excess) for name in reference.compared}
+        left = tuple(name for name in self._config.names if name not in reference.compared)
+        report = ProbeReport(
+            {name: finding.difference for name, finding in worst.items()},
+            {name: finding.allowed for name, finding in worst.items()},
+            left,
+            reference.reason if left else "",
+        )
+        log.info("probe: %s", report.describe())
+        return report
+
+    def confirm(self, engine: TargetEngine) -> None:
+        """Once more, if it could be compared at all. Raises as `compare`."""
+        if self._reference is not None and self._reference.compared:
+            self.compare(engine)
+
+    def _unprobed(self, reason: str, engine: TargetEngine) -> ProbeReport:
+        if not engine.tried:
+            raise UnsoundEngineError(
+                f"target {self._target.name}: {engine.where} is of a version that Draftworks was not tried with, and what it "
+                f"captures cannot be compared with the target's own weights: {reason}. Use a version that docs/sglang.md names"
+            )
+        if not self._capture.allow_unprobed:
+            raise UnsoundEngineError(
+                f"target {self._target.name}: what the engine captures cannot be compared with the target's own weights: "
+                f"{reason}. If it is to be trusted all the same, set capture.allow_unprobed: true; the check of the "
+                "features will say so"
+            )
+        report = ProbeReport({}, {}, self._config.names, reason)
+        log.warning("probe: %s", report.describe())
+        return report
+
+    def _read(self) -> _Reference:
+        target = StreamedTarget(self._target)
+        sizes = [nbytes / _GB for nbytes in target.layer_bytes()]
+        budget = self._capture.probe_gb
+        layers = max(count for count in range(len(sizes) + 1) if sum(sizes[:count]) <= budget)
+        reason = (
+            f"capture.probe_gb = {budget:g} reaches {layers} of {len(sizes)} layers, which take {sum(sizes):.3g} GB"
+        )
+        compared = tuple(tap.name for tap in self._taps if tap.hf_index <= layers)
+        if layers == len(sizes):
+            compared += ("last",)
+        if not compared:
+            return _Reference({}, (), reason)
+        if layers < len(sizes):
+            layers = min(layers, max(tap.hf_index for tap in self._taps if tap.hf_index <= layers) + 1)
+        log.info(
+            "probe: comparing %s of %d prompts with the target's own weights: reads %.3g GB of them (capture.probe_gb = %g)",
+            *(", ".join(compared), len(self._rows), sum(sizes[:layers]), budget),
+        )
+        dtype = getattr(torch, self._capture.compute_dtype)
+        return _Reference(known_streams(target.run(self._rows, layers, dtype), dtype), compared, reason)
+
+    def _findings(self, engine: TargetEngine, reference: _Reference) -> list[Finding]:
+        told = (
+            f"target {self._target.name}: {engine.where} does not capture what the weights in {self._target.model} give"
+        )
+        try:
+            captured = engine.capture(self._rows, self._taps)
+            for row, streams in zip(self._rows, captured, strict=True):
+                verify_capture(self._config, "of the probe", streams, len(row))
+        except CaptureError as error:
+            raise UnsoundEngineError(f"{told}: {error}") from error
+        findings = [
+            compare_stream(name, [streams[name] for streams in captured], reference.known)
+            for name in reference.compared
+        ]
+        wrong = [f"  {finding.describe()}" for finding in findings if not finding.sound]
+        if wrong:
+            advice = (
+                "It has other weights, other layers or other numbers than the registry says: start it with what the registry "
+                "names, or correct the registry"
+            )
+            raise UnsoundEngineError("\n".join([f"{told}:", *wrong, advice]))
+        return findings
+
+
+def probe_rows(tokens: Sequence[TokenRow]) -> list[list[int]]:
+    """A few short prompts: the beginning of the longest sample and the ends of others, which begin alike."""
+    longest = sorted(range(len(tokens)), key=lambda index: (-len(tokens[index]), index))
+    chosen = [tokens[index].input_ids.tolist() for index in longest[:: -(-len(longest) // len(PROMPT_TOKENS))]]
+    return [
+        row[:length] if number == 0 else row[-length:]
+        for number, (row, length) in enumerate(zip(chosen, PROMPT_TOKENS, strict=False))
+    ]
+
+
+def unjudgeable(target: TargetFiles, engine_args: Sequence[str]) -> str:
+    """Why no comparison with the target's files can say whether an engine is right; empty if one can."""
+    changed = quantizing(engine_args)
+    if changed:
+        return f"capture.server.args has {', '.join(changed)}, which changes the numbers"
+    method = _checkpoint_quantization(target)
+    return f"the checkpoint is quantised ({method}), and its layers are not run here" if method else ""
+
+
+def _checkpoint_quantization(target: TargetFiles) -> str:
+    path = Path(target.model) / "config.json"
+    if target.revision is not None:
+        path = hub_file(f"target {target.name}", target.model, target.revision, "config.json") or path
+    try:
+        config = read_json(path)
+    except (OSError, ValueError):
+        return ""  # whoever builds the model from it says what is wrong
+    found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
+    return str(found.get("quant_method", "quantization_config")) if isinstance(found, dict) else ""
+
+
+def _excess(finding: Finding) -> float:
+    return finding.difference / finding.allowed

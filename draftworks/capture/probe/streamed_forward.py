@@ -1,0 +1,273 @@
+"""A target's own forward pass on a CPU with one layer in memory at a time, its weights read from the safetensors files.
+
+transformers' modules are built on the meta device from config.json as it is, so that whatever a family does by a layer's
+index stays right. Each decoder layer is filled by transformers' own conversion of the checkpoint's names just before it
+runs, and emptied after it. So it is known what the checkpoint computes, without an engine and without the memory for it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import logging as transformers_logging
+
+from draftworks.capture.engines.hf import decoder_layers
+from draftworks.capture.probe.weight_files import WeightFiles
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError, StoreError
+from draftworks.storage.identity import LayerTap
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Residual streams of some rows of tokens.
+
+    Attributes:
+        exact: by stream name ("hf0", "hf1", ..., and "last" where all layers ran), for each row (S, H).
+        rounded: the same, with the output of every module rounded to the dtype that was asked for: how far rounding
+            alone leads away.
+    """
+
+    exact: dict[str, list[Tensor]]
+    rounded: dict[str, list[Tensor]]
+
+
+class StreamedTarget:
+    """A target whose layers are read from its files as they are reached.
+
+    Args:
+        dtype: of the computation.
+
+    Raises:
+        ConfigError: no causal language model that transformers knows.
+        StoreError: a weight file is missing or damaged.
+    """
+
+    def __init__(self, target: TargetFiles, dtype: torch.dtype = torch.float32) -> None:
+        self._where = f"target {target.name}: {target.model}"
+        self._dtype = dtype
+        self._model = _empty_model(target, dtype, self._where)
+        self._layers = decoder_layers(self._model)
+        self._name_of = {module: name for name, module in self._model.named_modules()}
+        self._files = WeightFiles(target)
+        self._sources = _sources_by_parameter(self._model, self._files)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def layer_bytes(self) -> list[int]:
+        """Bytes that each decoder layer takes in the files."""
+        return [
+            sum(self._files.nbytes(source) for name in self._states_of(layer) for source in self._sources[name])
+            for layer in self._layers
+        ]
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Sequence[int]], layers: int, rounding: torch.dtype) -> Streams:
+        """The streams hf0 to hf{layers} of rows of token ids; `last` instead of the one after the final layer.
+
+        Args:
+            layers: how many of the lowest are run.
+            rounding: of `Streams.rounded`.
+
+        Raises:
+            StoreError: tensors are missing in the files, damaged, or of another shape than config.json says.
+        """
+        rounds = rounding != self._dtype
+        inputs = _padded([*rows, *rows] if rounds else rows)
+        found: dict[str, Tensor] = {}
+        with ExitStack() as stack:
+            stack.enter_context(_no_progress_bars())
+            stack.enter_context(self._embedding(inputs["input_ids"]))
+            stack.enter_context(self._streaming(found, layers))
+            if rounds:
+                stack.enter_context(_second_half_rounded(self._layers, inputs["input_ids"].shape, rounding))
+            self._fill(self._frame())
+            with suppress(_StoppedError):  # enough layers ran
+                found["last"] = self._model.base_model(**inputs, use_cache=False).last_hidden_state
+        exact = {name: _cut(states, rows) for name, states in found.items()}
+        rounded = {name: _cut(states[len(rows) :], rows) for name, states in found.items()} if rounds else exact
+        return Streams(exact, rounded)
+
+    @contextmanager
+    def _streaming(self, found: dict[str, Tensor], layers: int) -> Iterator[None]:
+        """Each layer is filled when its input arrives, which is kept, and emptied when it is done."""
+
+        def arriving(index: int) -> Callable[..., None]:
+            def arrive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                found[LayerTap(index).name] = (args[0] if args else kwargs["hidden_states"]).clone()
+                if index == layers:
+                    raise _StoppedError
+                self._fill(self._states_of(layer))
+
+            return arrive
+
+        hooks = [
+            layer.register_forward_pre_hook(arriving(index), with_kwargs=True)
+            for index, layer in enumerate(self._layers)
+        ]
+        hooks += [layer.register_forward_hook(lambda layer, args, output: _empty(layer)) for layer in self._layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def _embedding(self, input_ids: Tensor) -> Iterator[None]:
+        """The input matrix has those rows alone that the tokens need."""
+        module = self._model.get_input_embeddings()
+        (source,) = self._sources[f"{self._name_of[module]}.weight"] or (None,)
+        if source is None:
+            raise StoreError(f"{self._where}: expected the input embeddings in its safetensors, found none")
+        numbers = input_ids.unique()
+        empty = module.weight
+        module.weight = nn.Parameter(self._files.rows(source, numbers).to(self._dtype), requires_grad=False)
+        hook = module.register_forward_pre_hook(lambda module, args: (torch.searchsorted(numbers, args[0]), *args[1:]))
+        try:
+            yield
+        finally:
+            hook.remove()
+            module.weight = empty
+
+    def _states_of(self, module: nn.Module) -> list[str]:
+        return [f"{self._name_of[module]}.{name}" for name in module.state_dict()]
+
+    def _frame(self) -> list[str]:
+        """What the language model has beside its layers and its embedding, such as the final norm."""
+        layers = next(name for module, name in self._name_of.items() if module is self._layers)
+        text_model = self._model.get_submodule(layers.rpartition(".")[0])
+        within = {name for layer in self._layers for name in self._states_of(layer)}
+        within.add(f"{self._name_of[self._model.get_input_embeddings()]}.weight")
+        return [name for name in self._states_of(text_model) if name not in within]
+
+    def _fill(self, names: Sequence[str]) -> None:
+        """Load parameters and buffers of the model by their names in it.
+
+        Raises:
+            StoreError: some are not in the files, or of another shape.
+        """
+        parts = {source: self._files.part(source) for name in names for source in self._sources[name]}
+        plan = self._model._get_dtype_plan(self._dtype)
+        mapping = get_model_conversion_mapping(self._model)
+        loading = LoadStateDictConfig(dtype=self._dtype, dtype_plan=plan, weight_mapping=mapping)
+        info, _ = convert_and_load_state_dict_in_model(self._model, parts, loading)
+        wrong = sorted(info.missing_keys & set(names)) + sorted(map(str, info.mismatched_keys))
+        wrong += [f"{name}: {reason}" for name, reason in info.conversion_errors.items()]
+        if wrong:
+            raise StoreError(
+                f"{self._where}: {len(wrong)} tensors are missing in its safetensors or do not fit config.json, the first "
+                f"{wrong[0]}"
+            )
+
+
+def _empty_model(target: TargetFiles, dtype: torch.dtype, where: str) -> PreTrainedModel:
+    """On device meta, but for the buffers that no file holds, such as a rope's frequencies."""
+    try:
+        config = AutoConfig.from_pretrained(target.model, revision=target.revision or "main", trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{where}: not a causal language model that transformers knows: {error}") from error
+    if dtype == torch.float64 and hasattr(config.get_text_config(), "num_experts_per_tok"):
+        model.set_experts_implementation("eager")  # grouped products know no float64
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        module, _, own = name.rpartition(".")
+        model.get_submodule(module)._buffers[own] = torch.empty_like(buffer, device="cpu")
+    with torch.random.fork_rng(devices=[]):
+        model.initialize_weights()
+    return model.requires_grad_(False)
+
+
+def _sources_by_parameter(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[str]]:
+    """Names in the files that a parameter or buffer is made of, by its name in the model."""
+    states = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    targets_of = {source: each.target_patterns for each in converters for source in each.source_patterns}
+    sources: dict[str, list[str]] = defaultdict(list)
+    for source in files:
+        name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, states)
+        if name not in states and source in states:
+            name, pattern = rename_source_key(source, [], [], model.base_model_prefix, states)
+        patterns = targets_of.get(pattern, ())
+        for target in patterns or (name,):
+            sources[name.replace(patterns[0], target) if patterns else name].append(source)
+    return sources
+
+
+def _empty(layer: nn.Module) -> None:
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    """Padded on the right: what follows a causal model's tokens does not change them."""
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
+
+
+def _cut(states: Tensor, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    return [states[index, : len(row)].clone() for index, row in enumerate(rows)]
+
+
+@contextmanager
+def _second_half_rounded(layers: Sequence[nn.Module], shape: torch.Size, dtype: torch.dtype) -> Iterator[None]:
+    """What the modules of the layers that hold weights put out is rounded to a dtype, for the second half of a batch.
+
+    Only where rows or tokens of the batch come one after another: experts sort them otherwise in between.
+    """
+
+    def rounded(states: Tensor) -> Tensor:
+        if states.is_floating_point() and states.dim() > 1 and len(states) in (shape[0], shape.numel()):
+            half = len(states) // 2
+            states = torch.cat([states[:half], states[half:].to(dtype).to(states.dtype)])
+        return states
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return tree_map_only(Tensor, rounded, output)
+
+    modules = [module for layer in layers for module in layer.modules() if next(module.parameters(), None) is not None]
+    hooks = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Transformers would show one for every layer."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+class _StoppedError(Exception):
+    """Ends a forward pass before the layers that are not needed."""

@@ -1,0 +1,100 @@
+"""What a user says of capture: by which engine the target's hidden states are taken, and how they are stored. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from draftworks.config.base import Dtype, Spec
+from draftworks.config.sglang import ServerSpec
+
+_SAME_NUMBERS = {"sglang": "sglang_server"}
+"""SGLang is SGLang, in this process or behind HTTP: the one backend's results are good for the other."""
+
+
+class CustomEngineSpec(Spec):
+    """An engine of yours, for `backend: custom`: where it is, and what it calls itself in the keys of its features."""
+
+    entry_point: str = Field(
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="`module:callable`, importable by this Python; called with target, capture, device and place.",
+    )
+    engine: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Name of the engine, part of every feature's key."
+    )
+    numerics: int = Field(
+        1, ge=1, description="Raise it when the engine's numbers change: features from before no longer count."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="For your entry point, which finds them in capture.custom.options."
+    )
+
+
+class CaptureSpec(Spec):
+    """How the target's hidden states are captured. `backend`, `dtype` and `compute_dtype` decide what they are."""
+
+    backend: Literal["hf", "sglang", "sglang_server", "custom"] = Field(
+        "hf",
+        description="The engine that runs the target: hf is transformers, sglang is SGLang in the capturing process, "
+        "sglang_server SGLang behind HTTP, custom an engine of yours. A capture that was interrupted and goes on equals the "
+        "undisturbed one bit for bit with hf, to rounding with the others.",
+    )
+    server: ServerSpec = Field(default_factory=ServerSpec)
+    custom: CustomEngineSpec | None = Field(None, description="The engine of `backend: custom`.")
+    dtype: Dtype = Field("bfloat16", description="Of the stored features. The target runs in `compute_dtype`.")
+    compute_dtype: Dtype = Field("bfloat16", description="Of the target's weights and activations.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one.")
+    batch_tokens: int = Field(16384, gt=0, description="Tokens, padding included, of one forward pass.")
+    processes: int = Field(1, ge=1, description="Ranks that share the work; each writes its own shards.")
+    shard_mb: int = Field(256, gt=0, description="A shard is published when it has grown to this size.")
+    budget_gb: float = Field(
+        100.0, gt=0, allow_inf_nan=True, description="A capture that would store more is refused before it starts."
+    )
+    probe_gb: float = Field(
+        16.0,
+        gt=0,
+        allow_inf_nan=True,
+        description="GB of the target's weights that are read to compare what the engine captures with them; where all its "
+        "layers are more, the lowest are compared.",
+    )
+    allow_unprobed: bool = Field(
+        False, description="Capture also what no such comparison can judge, such as a quantised server; checks name it."
+    )
+    max_failed_share: float = Field(
+        0.0, ge=0, lt=1, description="More samples than this without sound features stop the run; others are left out."
+    )
+
+    @model_validator(mode="after")
+    def _engine_of_the_backend(self) -> CaptureSpec:
+        if self.backend == "custom" and self.custom is None:
+            raise ValueError("backend custom needs the key custom, with entry_point and engine")
+        if self.backend != "custom" and self.custom is not None:
+            raise ValueError(f"the key custom is for backend custom, found backend {self.backend}")
+        if self.backend == "sglang" and (self.server.external or self.server.replicas > 1):
+            raise ValueError(
+                "backend sglang starts one SGLang in the capturing process: server.url, urls, spool and replicas are for "
+                "backend sglang_server"
+            )
+        return self
+
+    @property
+    def engine(self) -> str:
+        """Who computes, for the identities of results."""
+        if self.custom is not None:
+            return f"custom:{self.custom.engine}/{self.custom.numerics}"
+        return _SAME_NUMBERS.get(self.backend, self.backend)
+
+    @property
+    def inside_sglang(self) -> bool:
+        """Whether the program that loads the engine has to be run by SGLang's own Python."""
+        return self.backend == "sglang"
+
+    @property
+    def engine_args(self) -> list[str]:
+        """What SGLang is told beyond what it is always told: it may change its numbers."""
+        return self.server.args if self.backend in ("sglang", "sglang_server") else []
+
+    def identity(self) -> dict[str, Any]:
+        decided = {"backend": self.engine, "dtype": self.dtype, "compute_dtype": self.compute_dtype}
+        return decided | ({"args": self.engine_args} if self.engine_args else {})

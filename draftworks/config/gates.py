@@ -1,0 +1,27 @@
+"""Which failed checks of a target fail its run. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from draftworks.config.base import Spec
+
+Outcome = Literal["warn", "error"]
+
+
+class GateSpec(Spec):
+    """What a failed check does: `warn` shows it and goes on, `error` fails the run and lets nothing be exported.
+
+    Only what is a matter of judgement is listed. Checks of which a failure means that something is broken (features that
+    are not the target's, exports that do not compute the draft's logits) always end the run.
+    """
+
+    loss_falls: Outcome = Field("error", description="Training loss ends below where it began.")
+    beats_baselines: Outcome = Field(
+        "warn", description="The draft accepts more than a bigram table and than itself untrained."
+    )
+    not_worse: Outcome = Field("warn", description="The draft accepts no less than the one that it replaces.")
+    agrees_with_walk: Outcome = Field("warn", description="The live server accepts what the walk said it would.")
+    answers_finished: Outcome = Field("warn", description="Most answers end before max_new_tokens cuts them off.")

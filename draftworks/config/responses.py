@@ -1,0 +1,105 @@
+"""What a user says of the assistant's words that a draft learns from: whose they are, and how they are generated. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from draftworks.config.base import Spec
+from draftworks.config.urls import checked_urls
+
+ENVIRONMENT_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
+
+
+class EndpointSpec(Spec):
+    """An OpenAI-compatible server that runs the target, asked at `/chat/completions`: SGLang, vLLM, a gateway.
+
+    `server` says which fields beyond OpenAI's it understands. Servers drop unknown fields without a word, so an option of
+    the responses that it cannot be told is refused.
+    """
+
+    base_urls: list[str] = Field(
+        min_length=1, description="Up to and with `/v1`; several run the same target, and share the work."
+    )
+    model: str | None = Field(None, description="What the target is called there; None = as in the registry.")
+    server: Literal["sglang", "vllm", "openai"] = Field(
+        description="sglang and vllm take top_k, repetition_penalty and thinking; openai is any other: it takes none of them."
+    )
+    token_ids: bool = Field(
+        True, description="The server tells the very tokens; false = its text, tokenized again. openai has text only."
+    )
+    api_key_env: str | None = Field(
+        None, pattern=ENVIRONMENT_NAME, description="Name of the environment variable that holds the API key."
+    )
+    timeout_s: float = Field(600.0, gt=0, allow_inf_nan=True, description="Until an answer has to be there.")
+    attempts: int = Field(5, ge=1, description="How often an answer is asked for before the run stops.")
+    max_outstanding: int = Field(64, ge=1, description="Requests that one server has at a time; others wait.")
+
+    @field_validator("base_urls")
+    @classmethod
+    def _valid_urls(cls, value: list[str]) -> list[str]:
+        return checked_urls(value)
+
+    @model_validator(mode="after")
+    def _ids_of_servers_that_have_them(self) -> EndpointSpec:
+        if self.server == "openai" and self.token_ids:
+            raise ValueError(
+                "server openai gives no token ids: set token_ids to false, and labels are the answer's text, tokenized again"
+            )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the answers: not where the servers are, nor how patiently they are asked."""
+        return self.model_dump(include={"model", "server", "token_ids"})
+
+
+class ResponseSpec(Spec):
+    """Where the assistant's words come from. Drafts learn what the *target* says, so `regenerate` is the default."""
+
+    mode: Literal["regenerate", "passthrough"] = Field(
+        "regenerate", description="The target answers the prompts, or the data's own answers are taken."
+    )
+    endpoint: EndpointSpec | None = Field(
+        None, description="Who generates, if it is not the engine of `capture`: an OpenAI-compatible server."
+    )
+    thinking: bool | None = Field(
+        None,
+        description="Whether the target thinks before it answers, for chat templates with such a switch; None = theirs.",
+    )
+    max_new_tokens: int = Field(512, gt=0, description="Of one answer, its thoughts included.")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this mass; 1 = all.")
+    top_k: int = Field(0, ge=0, description="0 = no limit.")
+    repetition_penalty: float = Field(1.0, gt=0, description="Multiplicative, as in transformers; 1 = off.")
+    seed: int = Field(0, description="Of sampling.")
+    batch_size: int = Field(
+        64,
+        ge=1,
+        description="Sequences decoded together, of each server if there are several; not part of any identity.",
+    )
+
+    @model_validator(mode="after")
+    def _asked_for_what_can_be_said(self) -> ResponseSpec:
+        if self.endpoint is None:
+            return self
+        if self.mode == "passthrough":
+            raise ValueError("mode passthrough asks nobody: leave the endpoint out, or set mode to regenerate")
+        if self.endpoint.server == "openai":
+            beyond = {"top_k": 0, "repetition_penalty": 1.0, "thinking": None}
+            asked = [name for name, default in beyond.items() if getattr(self, name) != default]
+            if asked:
+                raise ValueError(
+                    f"OpenAI's interface has no field for {', '.join(asked)}, and a server of that kind would drop it without "
+                    "a word: leave it out, or set endpoint.server to what runs there"
+                )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the answers. Options that are newer than results that are kept count only where they are used."""
+        decided = self.model_dump(exclude={"batch_size", "endpoint", "thinking"})
+        if self.endpoint is not None:
+            decided["endpoint"] = self.endpoint.identity()
+        if self.thinking is not None:
+            decided["thinking"] = self.thinking
+        return decided

@@ -1,0 +1,230 @@
+"""Run files: what a program under `draftworks.programs` is asked to do, as one YAML file. Torch-free.
+
+A Dagster asset writes one and launches the program on it; a person can write the same file and start the same program
+by hand. Paths are absolute, or relative to the folder of the run file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, field_validator, model_validator
+
+from draftworks.config.base import Spec, SpecType
+from draftworks.config.capture import CaptureSpec, CustomEngineSpec
+from draftworks.config.registry_files import (
+    EvaluationSpec,
+    ExportSettings,
+    ResponseSpec,
+    StoreKind,
+    TrainingSpec,
+    load_yaml,
+)
+from draftworks.config.serving import ServingSpec
+from draftworks.config.sglang import ServerSpec, SGLangSpec
+from draftworks.storage.names import checked_name
+
+TOKENS_FOLDER = "tokens"
+"""The tokenized set in the folder of a `responses` result."""
+EVAL_PART = "all"
+"""The one part of a named eval set's conversations."""
+VOCAB_FILE = "vocab.safetensors"
+"""The mapping in the folder of a `vocab_mapping` result, and of a draft that was trained with it."""
+
+
+CHECKPOINTS_FOLDER = "checkpoints"
+"""A training's checkpoints in the folder of its draft."""
+
+
+class TargetFiles(Spec):
+    """A resolved target: where its files are and what they are."""
+
+    name: str
+    model: str = Field(description="Directory or hub id.")
+    revision: str | None = None
+    tokenizer: str = Field(description="Directory or hub id.")
+    tokenizer_revision: str | None = None
+    chat_template: str | None = Field(None, description="Path of a Jinja file that replaces the tokenizer's template.")
+    digest: str = Field(description="Content digest of the weights, or of hub id and commit.")
+    tokenizer_digest: str = Field(description="Content digest of tokenizer files and chat template.")
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context: int = Field(description="Longest sequence the model takes.")
+    num_heads: int | None = Field(None, description="Of attention, as the config says.")
+    digests: Path | None = Field(
+        None, description="File of remembered digests, so that a program need not read large files to know them."
+    )
+
+
+class StoreSpec(Spec):
+    """A feature store, as run files name it; a bare path is a local one."""
+
+    kind: StoreKind = "local"
+    root: Path = Field(description="Folder of the store.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_path(cls, value: Any) -> Any:
+        return {"root": value} if isinstance(value, (str, Path)) else value
+
+
+class RunFile(Spec):
+    """Base of all run files. `out` is where the program writes its results: it must exist and be empty or resumable."""
+
+    out: Path
+
+    @classmethod
+    def load(cls: type[SpecType], path: Path) -> SpecType:
+        """Read and validate; relative paths are taken from the folder of `path`."""
+        return _anchored(load_yaml(path, cls), path.resolve().parent)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long the program may rightly do nothing but wait for a server, in seconds."""
+        sglang, endpoint = getattr(self, "sglang", None), getattr(getattr(self, "responses", None), "endpoint", None)
+        waits = [0.0] if sglang is None else [sglang.start_timeout_s, sglang.request_timeout_s]
+        return max(waits if endpoint is None else [*waits, endpoint.timeout_s])
+
+    def save(self, path: Path) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+        return path
+
+
+class TargetRun(RunFile):
+    """Base of the run files of programs that work on a target: they begin only if its files are those of the digests."""
+
+    target: TargetFiles
+
+
+class RegenerateRun(TargetRun):
+    """Let the target answer the conversations: writes the sets `out/conversations` and `out/tokens`."""
+
+    conversations: Path = Field(description="Folder of a conversations set.")
+    answers: Path = Field(
+        description="Folder of finished answers, kept across runs: only new conversations are answered."
+    )
+    earlier_answers: list[Path] = Field(
+        [], description="Files of answers kept elsewhere; those of this run's kind are taken over."
+    )
+    responses: ResponseSpec
+    only_last_turn: bool = False
+    max_rejected_share: float = Field(
+        0.05, ge=0, le=1, description="More conversations without a response than this stop the run."
+    )
+    max_length: int
+    device: str = "auto"
+    compute_dtype: str = "float32"
+    backend: str = Field("hf", description="The engine that runs the target, as in `capture`.")
+    server: ServerSpec = Field(default_factory=ServerSpec)
+    custom: CustomEngineSpec | None = None
+    sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+
+
+class CaptureRun(TargetRun):
+    """Capture hidden states of a tokenized set into the feature store: writes refs.jsonl and manifest.json into `out`."""
+
+    tokens: Path = Field(description="Folder of a tokenized set.")
+    taps: list[int] = Field(description="hf_index of every tap, ascending; `last` is always captured too.")
+    capture: CaptureSpec
+    store: StoreSpec
+    sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+
+
+class FeatureSet(Spec):
+    """A tokenized set together with its captured features."""
+
+    tokens: Path
+    features: Path = Field(description="Folder with refs.jsonl and manifest.json.")
+
+
+class TrainRun(TargetRun):
+    """Train one draft: writes model.safetensors, config.json and history.json into `out`, checkpoints into `out/checkpoints`.
+
+    Where `out` has a checkpoint of this run, the training goes on from the newest.
+    """
+
+    strategy: str
+    options: dict[str, Any]
+    training: TrainingSpec
+    train: FeatureSet
+    heldout: FeatureSet
+    store: StoreSpec
+    vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
+    run_id: str = Field("draft", description="Name of the training among others with the same checkpoints folder.")
+    resume_from: Path | None = Field(None, description="A checkpoint to begin from, where `out` has none yet.")
+    start_from: Path | None = Field(None, description="Folder of a draft whose weights the first step begins with.")
+
+    @field_validator("run_id")
+    @classmethod
+    def _valid_name(cls, value: str) -> str:
+        return checked_name(value)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / CHECKPOINTS_FOLDER
+
+
+class EvaluateRun(TargetRun):
+    """Measure a draft, the same draft untrained, and a bigram table on an eval set: writes report.json into `out`."""
+
+    strategy: str
+    options: dict[str, Any]
+    draft: Path = Field(description="Folder of a trained draft.")
+    train_tokens: Path = Field(description="Tokenized training set, for the bigram table.")
+    heldout: FeatureSet
+    store: StoreSpec
+    vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
+    loop_cache: Path | None = Field(
+        None, description="Folder of rung 4's measurements, shared by all drafts and targets; None measures every time."
+    )
+    eval_set: str = "heldout"
+    max_new_tokens: int = Field(512, gt=0, description="Where the eval set's answers end at the latest.")
+    max_length: int | None = Field(
+        None, gt=2, description="Where its samples were cut, prompt included; None = nowhere."
+    )
+    micro_batch_size: int = Field(8, ge=1, description="Samples per forward pass of one rank.")
+    device: str = "auto"
+    seed: int = 42
+
+
+class ExportRun(TargetRun):
+    """Write a draft in the formats of servers: a folder for each in `out`."""
+
+    draft: Path = Field(description="Folder of a trained draft.")
+    export: ExportSettings = Field(default_factory=ExportSettings)
+    card: Path | None = Field(None, description="File of the draft's model card, to go beside the weights.")
+
+
+class ServeRun(TargetRun):
+    """Load an exported draft in a live SGLang server and count what it accepts: writes serving.json into `out`."""
+
+    command: str = Field(description="As the export tells it to people; DRAFT_FOLDER in it stands for `draft`.")
+    draft: Path = Field(description="Folder of the draft in a format that SGLang loads.")
+    tokens: Path = Field(description="Folder of the tokenized eval set.")
+    report: Path = Field(description="Folder of the draft's report on it, for the walk to compare with.")
+    draft_tokens: int = Field(ge=1, description="Proposals per pass of that walk.")
+    serving: ServingSpec
+    logs: Path = Field(description="Folder for the server's log.")
+    sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    max_new_tokens: int = Field(512, gt=0, description="Where the eval set's answers end at the latest.")
+    max_length: int = Field(gt=2, description="Where its samples were cut, prompt included.")
+    confidence: float = Field(0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")
+    resamples: int = Field(2000, ge=100, description="Of the bootstrap.")
+
+
+def _anchored(spec: SpecType, base: Path) -> SpecType:
+    """The spec with every relative path in it, nested ones too, taken from `base`."""
+    moved: dict[str, Any] = {}
+    for name, value in spec:
+        if isinstance(value, Path):
+            moved[name] = base / value  # an absolute path stays as it is
+        elif isinstance(value, Spec):
+            moved[name] = _anchored(value, base)
+        elif isinstance(value, list) and all(isinstance(each, Path) for each in value):
+            moved[name] = [base / each for each in value]
+    return spec.model_copy(update=moved)

@@ -1,0 +1,131 @@
+"""What a user says of SGLang: how a target is served, and where SGLang is on this machine. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import Field, field_validator, model_validator
+
+from draftworks.config.base import Spec
+from draftworks.config.urls import checked_url, checked_urls
+
+OURS = (
+    *(
+        "--model-path",
+        "--model",
+        "--revision",
+        "--tokenizer-path",
+        "--host",
+        "--port",
+        "--device",
+        "--dtype",
+        "--context-length",
+    ),
+    *("--tp-size", "--tp", "--tensor-parallel-size", "--dp-size", "--dp", "--data-parallel-size", "--base-gpu-id"),
+    *("--mem-fraction-static", "--max-total-tokens", "--chunked-prefill-size", "--forward-hooks"),
+    *("--enable-return-aux-hidden-states", "--return-aux-hidden-state-layer-ids"),
+)
+"""Arguments of SGLang that follow from the registry; given once more, they would win, and results have keys of something else."""
+
+
+_FULL_PRECISION = ("auto", "bfloat16", "bf16")
+_QUANTIZING = ("--quantization", "--torchao-config", "--lora-paths", "--enable-lora", "--kv-cache-dtype")
+
+
+def quantizing(args: Sequence[str]) -> list[str]:
+    """Those of some arguments of SGLang, as they are written, that make its numbers others than the checkpoint's."""
+    named = []
+    for index, word in enumerate(args):
+        name, _, value = word.partition("=")
+        plain = name == "--kv-cache-dtype" and (value or "".join(args[index + 1 : index + 2])) in _FULL_PRECISION
+        if name in _QUANTIZING and not plain:
+            named.append(word)
+    return named
+
+
+class StartedServer(Spec):
+    """An SGLang server that we start."""
+
+    tp_size: int = Field(1, ge=1, description="GPUs that share the target, of each server we start.")
+    dp_size: int = Field(1, ge=1, description="Copies of the target in each such server, on `tp_size` GPUs each.")
+    mem_fraction: float | None = Field(
+        None, gt=0, lt=1, description="Of a GPU's memory, for weights and cache; None = SGLang's own choice."
+    )
+    max_total_tokens: int | None = Field(None, gt=0, description="Tokens of the cache; None = what memory allows.")
+    args: list[str] = Field(
+        default_factory=list,
+        description="More arguments of sglang.launch_server, each a part of what is captured; of a server of yours, those "
+        "that change its numbers, such as --quantization.",
+    )
+
+    @field_validator("args")
+    @classmethod
+    def _none_of_ours(cls, value: list[str]) -> list[str]:
+        taken = [word for word in value if word.split("=")[0] in OURS]
+        if taken:
+            raise ValueError(
+                f"{', '.join(taken)}: follows from the other keys of the target, and would contradict them: leave it out"
+            )
+        return value
+
+
+class ServerSpec(StartedServer):
+    """The SGLang server that runs a target for `backend: sglang_server`, or several of them that share the work: started by
+    us, or yours by their addresses.
+    """
+
+    url: str | None = Field(None, description="Of a server that is running; None = each process starts its own.")
+    urls: list[str] = Field(default_factory=list, description="Of several such servers, instead of `url`.")
+    spool: str | None = Field(
+        None, description="The folder, on this machine, that the servers at `url` or `urls` write hidden states to."
+    )
+    model: str | None = Field(
+        None, description="Path or hub id under which your servers know the target, if it is another there."
+    )
+    replicas: int = Field(
+        1, ge=1, description="Servers that each process starts, side by side, each on GPUs of its own."
+    )
+    max_outstanding: int = Field(
+        256, ge=1, description="Requests that one of several servers has at a time; others wait, or go elsewhere."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _valid_url(cls, value: str | None) -> str | None:
+        return None if value is None else checked_url(value)
+
+    @field_validator("urls")
+    @classmethod
+    def _valid_urls(cls, value: list[str]) -> list[str]:
+        return checked_urls(value)
+
+    @model_validator(mode="after")
+    def _yours_or_ours(self) -> ServerSpec:
+        if self.url is not None and self.urls:
+            raise ValueError("url and urls say the same thing: put every address into urls")
+        if bool(self.external) != (self.spool is not None):
+            raise ValueError("url and spool go together: without the folder its hidden states cannot be had")
+        if self.external and self.replicas > 1:
+            raise ValueError("replicas are servers that we start: leave it out where url or urls names yours")
+        return self
+
+    @property
+    def external(self) -> tuple[str, ...]:
+        """Addresses of servers that are running; empty where we start our own."""
+        return (self.url,) if self.url is not None else tuple(self.urls)
+
+
+class SGLangSpec(Spec):
+    """Where SGLang is on this machine, and how patient we are with it."""
+
+    python: str = Field(
+        "../.venv-sglang/bin/python", description="Of the environment with SGLang, relative to the registry."
+    )
+    start_timeout_s: float = Field(
+        900.0, gt=0, allow_inf_nan=True, description="Until a server we started has to be ready."
+    )
+    request_timeout_s: float = Field(
+        600.0, gt=0, allow_inf_nan=True, description="Until it has to have answered a batch."
+    )
+    attempts: int = Field(3, ge=1, description="How often a batch is tried before the run stops.")
+    grace_s: float = Field(15.0, ge=0, allow_inf_nan=True, description="Seconds between terminate and kill.")

@@ -1,0 +1,135 @@
+"""An OpenAI-compatible server's `/chat/completions`, as far as we use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from draftworks.errors import CaptureError, ConfigError, EngineError
+from draftworks.sglang.client import CONNECT_TIMEOUT_S
+
+SHOWN = 500
+"""Characters of a server's own message in ours."""
+PATH = "/chat/completions"
+_TRY_AGAIN = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.CONFLICT, httpx.codes.TOO_MANY_REQUESTS)
+_NEVER = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a server answered.
+
+    Attributes:
+        text: of the answer.
+        reasoning: what the server took out of the text as thoughts; empty if nothing.
+        finish: the server's reason: `stop`, `length`, or something that makes it no answer.
+        token_ids: of the answer, if the server told them.
+        prompt_ids: of the prompt as the server rendered it, if it told them.
+        prompt_tokens, completion_tokens: how many there were, if it told that.
+    """
+
+    text: str
+    reasoning: str
+    finish: str
+    token_ids: tuple[int, ...] | None
+    prompt_ids: tuple[int, ...] | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+
+
+class ChatClient:
+    """Talks to one server, for any number of threads. No error repeats the key.
+
+    Args:
+        base_url: up to and with `/v1`.
+        api_key: sent as a bearer token.
+    """
+
+    def __init__(self, base_url: str, timeout_s: float, api_key: str | None = None) -> None:
+        self.url = base_url
+        self._timeout_s = timeout_s
+        self._key = api_key
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http = httpx.Client(timeout=timeout, limits=httpx.Limits(max_connections=None), headers=headers)
+
+    def __enter__(self) -> ChatClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def complete(self, body: Mapping[str, Any]) -> Completion:
+        """The answer to a request.
+
+        Raises:
+            ConfigError: the key is refused, or there is no such model or address.
+            CaptureError: the server refuses this request.
+            EngineError: no connection, no answer in time, too busy, an error of the server, or an answer of another shape.
+        """
+        response = self._sent(body)
+        status = response.status_code
+        if status in _NEVER:
+            raise ConfigError(
+                f"{self._where} refuses to serve us ({status}): {self._shown(response)}. Look at responses.endpoint: "
+                "base_urls, model, api_key_env"
+            )
+        if response.is_client_error and status not in _TRY_AGAIN:
+            raise CaptureError(f"{self._where} refuses a request ({status}): {self._shown(response)}")
+        if not response.is_success:
+            raise EngineError(f"{self._where} failed ({status}): {self._shown(response)}")
+        try:
+            return _completion(response.json())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise EngineError(
+                f"{self._where} gave something else than a chat completion ({type(error).__name__}): {self._shown(response)}"
+            ) from error
+
+    @property
+    def _where(self) -> str:
+        return f"the endpoint {self.url}"
+
+    def _sent(self, body: Mapping[str, Any]) -> httpx.Response:
+        if self._http.is_closed:
+            raise EngineError(f"{self._where} is no longer ours to ask: it was closed")
+        try:
+            return self._http.post(f"{self.url}{PATH}", json=body)
+        except httpx.TimeoutException as error:
+            raise EngineError(
+                f"{self._where} gave no answer within {self._timeout_s:g} s (endpoint.timeout_s)"
+            ) from error
+        except httpx.HTTPError as error:
+            reason = self._without_key(f"{type(error).__name__}: {error}")
+            raise EngineError(f"{self._where} cannot be reached: {reason}") from None
+
+    def _shown(self, response: httpx.Response) -> str:
+        return self._without_key(response.text)[:SHOWN]
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _completion(body: dict[str, Any]) -> Completion:
+    """SGLang and vLLM give token ids under different names, in different places."""
+    choice = body["choices"][0]
+    message, usage = choice["message"], body.get("usage") or {}
+    return Completion(
+        text=message.get("content") or "",
+        reasoning=message.get("reasoning_content") or message.get("reasoning") or "",
+        finish=str(choice.get("finish_reason")),
+        token_ids=_ids(choice.get("response_token_ids"), choice.get("token_ids")),
+        prompt_ids=_ids(choice.get("prompt_token_ids"), body.get("prompt_token_ids")),
+        prompt_tokens=usage.get("prompt_tokens"),
+        completion_tokens=usage.get("completion_tokens"),
+    )
+
+
+def _ids(*found: list[int] | None) -> tuple[int, ...] | None:
+    return next((tuple(map(int, ids)) for ids in found if ids is not None), None)

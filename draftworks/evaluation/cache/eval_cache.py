@@ -1,0 +1,248 @@
+"""Features of an evaluation, made once per `EvalConfig` and kept: `{cache_dir}/eval_cache/{key}/`. No torch.
+
+Key, staging by rename and the names follow `EvalCache` of SpecForge (pull request 639). Beyond it, an entry records
+content digests of what it was made from and of its own files, so one that no longer fits is made again, saying why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from filelock import FileLock, Timeout
+
+from draftworks.errors import StoreError
+from draftworks.evaluation.cache.eval_config import EvalConfig
+from draftworks.evaluation.cache.eval_entry import problem_with, write_meta
+from draftworks.storage.atomic import fsync_tree
+from draftworks.storage.identity import digest
+from draftworks.storage.replaced_folders import (
+    NoFolder,
+    move_aside,
+    publish_folder,
+    remove,
+    staging_of,
+    sweep,
+    undisturbed,
+)
+
+T = TypeVar("T")
+Producer = Callable[[Path], object]
+"""Fills the empty folder it is given."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A published entry.
+
+    Attributes:
+        hit: it was there already, or another process published it while this one waited.
+        data_version: digest of key and inputs.
+        rebuilt_because: what was wrong with the entry that this one replaced; None where it replaced none.
+    """
+
+    path: Path
+    key: str
+    hit: bool
+    data_version: str
+    rebuilt_because: str | None = None
+
+
+@dataclass(frozen=True)
+class EvalCache:
+    """Entries are complete or absent at any moment, for any number of processes, killed at any point.
+
+    It knows nothing of ranks: the caller produces on one and lets the others wait.
+    """
+
+    cache_dir: Path
+
+    @classmethod
+    def for_config(cls, config: EvalConfig) -> EvalCache:
+        """The cache a config asks for.
+
+        Raises:
+            ValueError: its `cache_dir` is not set.
+        """
+        if not config.cache_dir:
+            raise ValueError("EvalConfig.cache_dir is not set: expected the folder of the evaluation cache")
+        return cls(Path(config.cache_dir))
+
+    @staticmethod
+    def key(config: EvalConfig) -> str:
+        return config.cache_key
+
+    @property
+    def root(self) -> Path:
+        return self.cache_dir / "eval_cache"
+
+    def dir_for(self, config: EvalConfig) -> Path:
+        """Where the entry of a config is, if there is one."""
+        return self.root / config.cache_key
+
+    def try_get(
+        self, config: EvalConfig, inputs: Mapping[str, str] | None = None, *, verify: bool = False
+    ) -> Path | None:
+        """The folder of a config's entry if its files are there in their sizes.
+
+        The entry may be replaced while its path is in use; `read` is safe from that.
+
+        Args:
+            inputs: what it has to be made from; None for whatever.
+            verify: also compare digests, and raise where an entry is there but not what is asked for.
+
+        Raises:
+            StoreError: `verify` is set, and a file is missing, truncated or altered, or the inputs are others.
+        """
+        finding = self._examine(config, inputs, verify)
+        if verify and finding.problem is not None:
+            raise _not_whole(finding.problem)
+        return self.dir_for(config) if finding.usable else None
+
+    def read(self, config: EvalConfig, read: Callable[[Path], T]) -> T | None:
+        """What `read` makes of a config's entry, None where there is none.
+
+        `read` sees the files of one entry: if that was replaced meanwhile, it is called again, with the new one.
+
+        Raises:
+            StoreError: a file of the entry is missing, truncated or altered.
+        """
+
+        def checked(folder: Path) -> T:
+            problem = problem_with(folder, config, None, verify=True)
+            if problem is not None:
+                raise _not_whole(problem)
+            return read(folder)
+
+        try:
+            return undisturbed(self.dir_for(config), checked)
+        except NoFolder:
+            return None
+
+    def get_or_produce(
+        self, config: EvalConfig, produce: Producer, inputs: Mapping[str, str], *, rebuild: bool = True
+    ) -> CacheEntry:
+        """The entry of a config made from these inputs: found intact, or produced once and published by one rename.
+
+        Whoever comes while another process produces it waits. What a crashed producer of the same key left is removed
+        first. If `produce` raises, nothing changes.
+
+        Args:
+            inputs: content digests by name: eval data, target, tokenizer, template, ...
+            rebuild: replace an entry that was made from other inputs or is damaged.
+
+        Raises:
+            StoreError: `rebuild` is off and the entry would have to be replaced; or `cache_dir` cannot be written to.
+        """
+        path, version = self.dir_for(config), digest([config.cache_key, sorted(inputs.items())])
+        hit = CacheEntry(path, config.cache_key, hit=True, data_version=version)
+        if self._found(config, inputs, rebuild).usable:
+            return hit
+        with self._locked(path):
+            finding = self._found(config, inputs, rebuild)
+            if finding.usable:
+                return hit
+            if finding.problem is not None:
+                log.warning("%s is produced again: %s", path, finding.problem)
+            if self._produce(config, produce, inputs, replace=finding.exists):
+                return CacheEntry(path, config.cache_key, False, version, finding.problem)
+        return self._entry_of_the_winner(config, inputs, hit)
+
+    def invalidate(self, config: EvalConfig) -> bool:
+        """Take a config's entry away by one rename, then delete it. Returns whether there was one.
+
+        A production under way goes on, and will publish.
+
+        Raises:
+            StoreError: `cache_dir` cannot be written to.
+        """
+        with self._writing():
+            aside = move_aside(self.dir_for(config))
+        if aside is not None:
+            remove(aside)
+        return aside is not None
+
+    def _examine(self, config: EvalConfig, inputs: Mapping[str, str] | None, verify: bool) -> _Finding:
+        try:
+            problem = undisturbed(self.dir_for(config), lambda folder: problem_with(folder, config, inputs, verify))
+        except NoFolder:
+            return _Finding(exists=False)
+        return _Finding(exists=True, problem=problem)
+
+    def _found(self, config: EvalConfig, inputs: Mapping[str, str], rebuild: bool) -> _Finding:
+        finding = self._examine(config, inputs, verify=True)
+        if finding.problem is not None and not rebuild:
+            raise StoreError(
+                f"{self.dir_for(config)} does not fit, and rebuilding is off: {finding.problem}. "
+                f"Allow rebuilding, or bring back what it was made from"
+            )
+        return finding
+
+    def _produce(self, config: EvalConfig, produce: Producer, inputs: Mapping[str, str], replace: bool) -> bool:
+        """Publish a new entry; False where another process was quicker."""
+        final = self.dir_for(config)
+        sweep(final)
+        staging = staging_of(final)
+        with self._writing():
+            staging.mkdir()
+        try:
+            produce(staging)
+            write_meta(staging, config, inputs)
+            fsync_tree(staging)
+            return publish_folder(staging, final, replace)
+        finally:
+            remove(staging)
+
+    def _entry_of_the_winner(self, config: EvalConfig, inputs: Mapping[str, str], hit: CacheEntry) -> CacheEntry:
+        """Only a file system on which locks do not work leads here."""
+        finding = self._examine(config, inputs, verify=True)
+        if not finding.usable:
+            raise StoreError(f"{hit.path}: another process published an entry that does not fit: {finding.problem}")
+        return hit
+
+    @contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        lock = FileLock(path.with_name(f"{path.name}.lock"))
+        with self._writing():
+            self.root.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                log.info("%s is being produced by another process: waiting for it", path)
+                lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"cache_dir {self.cache_dir}: expected a folder that this user may write to, found: {error}. "
+                f"Choose another one, or correct its permissions"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """What there is of an entry, and why it cannot be used."""
+
+    exists: bool
+    problem: str | None = None
+
+    @property
+    def usable(self) -> bool:
+        return self.exists and self.problem is None
+
+
+def _not_whole(problem: str) -> StoreError:
+    return StoreError(f"{problem}. Produce the entry again, or invalidate it")

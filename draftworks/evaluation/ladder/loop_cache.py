@@ -1,0 +1,147 @@
+"""Measurements of rung 4, kept by what decides them: `{folder}/{key}.json`.
+
+Decoding with the target is the one rung that runs the target, so it is done once per draft, prompts and temperature,
+however often a report is made of it. Speeds are of the machine and hour of the measurement; an entry says which.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+
+from draftworks.config.registry_files import describe
+from draftworks.errors import DraftworksError, StoreError
+from draftworks.evaluation.ladder.measurement import LoopMeasurement
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.storage.atomic import publish_json
+from draftworks.storage.identity import digest
+from draftworks.storage.regular_files import MOST_JSON_BYTES, read_bytes
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class LoopIdentity:
+    """What decides what a loop says at one temperature, and nothing else: not the report it is for, not the machine.
+
+    Attributes:
+        weights_digest: of the draft; with `strategy` and `options` what proposes.
+        prompts: digest of sample ids and tokens, and of the walks that the loop is compared with.
+        stop_ids, max_new_tokens, max_length: where answers end.
+        seed: of what is drawn above temperature 0.
+        revision: of the loop's own code.
+    """
+
+    weights_digest: str
+    strategy: str
+    options: Mapping[str, Any]
+    target_digest: str
+    prompts: str
+    temperature: float
+    draft_tokens: int
+    stop_ids: tuple[int, ...]
+    max_new_tokens: int
+    max_length: int | None
+    compute_dtype: str
+    seed: int
+    revision: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "options": dict(self.options), "stop_ids": list(self.stop_ids)}
+
+    @property
+    def key(self) -> str:
+        return digest(self.to_json())
+
+
+@dataclass(frozen=True)
+class Found:
+    """A measurement that was kept; without one, what is wrong with the entry if there is any."""
+
+    measurement: LoopMeasurement | None = None
+    problem: str | None = None
+
+
+class LoopEntry(BaseModel):
+    """What an entry's file holds. `digest` is of `measurement`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    identity: dict[str, Any]
+    measurement: dict[str, Any]
+    digest: str
+
+
+@dataclass(frozen=True)
+class LoopCache:
+    """Entries are complete or absent at any moment; of two writers of one the last wins. It knows nothing of ranks."""
+
+    folder: Path
+
+    @classmethod
+    def open(cls, folder: Path) -> LoopCache:
+        """Made on demand.
+
+        Raises:
+            StoreError: it is a file, or cannot be written to: better known before hours of decoding than after.
+        """
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"{folder}: expected the folder of the loop cache, which cannot be made: {error}"
+            ) from error
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise StoreError(
+                f"{folder}: the loop cache cannot be written to: give this user the right, or another folder"
+            )
+        return cls(folder)
+
+    def path(self, identity: LoopIdentity) -> Path:
+        return self.folder / f"{identity.key}.json"
+
+    def find(self, identity: LoopIdentity) -> Found:
+        """What was kept under this identity; an entry that is damaged or another's is as good as none."""
+        path = self.path(identity)
+        try:
+            entry = LoopEntry.model_validate_json(read_bytes(path, MOST_JSON_BYTES))
+            if entry.identity != identity.to_json():
+                return Found(problem=f"{path} is of another loop: {_changes(identity.to_json(), entry.identity)}")
+            if entry.digest != digest(entry.measurement):
+                return Found(problem=f"{path} is altered: expected {entry.digest}, found {digest(entry.measurement)}")
+            return Found(_measurement(entry.measurement))
+        except FileNotFoundError:
+            return Found()
+        except ValidationError as error:
+            return Found(problem=describe(error, LoopEntry, str(path)))
+        except (OSError, ValueError, LookupError, TypeError, DraftworksError) as error:
+            return Found(problem=f"{path} cannot be read: {error!r}")
+
+    def keep(self, identity: LoopIdentity, measured: LoopMeasurement) -> Path:
+        """Publish an entry, in place of one that is there.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        path = self.path(identity)
+        values = {**measured.to_json(), "prompts": [asdict(prompt) for prompt in measured.prompts]}
+        entry = LoopEntry(identity=identity.to_json(), measurement=values, digest=digest(values))
+        try:
+            publish_json(path, entry.model_dump(mode="json"))
+        except OSError as error:
+            raise StoreError(f"{path}: a measured loop cannot be kept: {error}") from error
+        return path
+
+
+def _measurement(values: Mapping[str, Any]) -> LoopMeasurement:
+    prompts = (PromptAcceptance(**{**each, "histogram": tuple(each["histogram"])}) for each in values["prompts"])
+    return LoopMeasurement.from_json(values, tuple(prompts))
+
+
+def _changes(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    return "; ".join(f"{name}: expected {expected.get(name)}, found {found.get(name)}" for name in names)

@@ -1,0 +1,200 @@
+"""How sure an acceptance is: intervals by bootstrap, the comparison of two drafts, the summary of one.
+
+Prompts, not passes, are what is drawn again: passes of one prompt resemble each other, and drawn one by one they would
+make the interval far too narrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from draftworks.errors import ConfigError, DataError
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, histogram, macro_mean, micro_mean, ratio
+
+Statistic = Literal["micro", "macro"]
+CELLS = 2**20  # draws held at once: 8 MiB each for the draws and for what they pick
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How intervals are made: level, number of resamples, seed."""
+
+    confidence: float = 0.95
+    resamples: int = 2000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.confidence < 1:
+            raise ConfigError(f"confidence: expected a level between 0 and 1 such as 0.95, found {self.confidence}")
+        if self.resamples < 1:
+            raise ConfigError(f"resamples: expected 1 or more, found {self.resamples}")
+
+
+BY_DEFAULT = Resampling()
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A confidence interval at the level `confidence`."""
+
+    low: float
+    high: float
+    confidence: float
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """How much more draft a is accepted than draft b, on the prompts that were measured with both.
+
+    Attributes:
+        difference: a's statistic minus b's.
+        prompts: how many were measured with both; the others, whose numbers follow, are left out.
+    """
+
+    difference: float
+    interval: Interval
+    prompts: int
+    only_in_a: int
+    only_in_b: int
+
+
+@dataclass(frozen=True)
+class AcceptanceSummary:
+    """One draft on one set of prompts. A ratio over no passes is None.
+
+    Attributes:
+        prompts: all of them, also those without a pass, which no average sees.
+        micro: accepted tokens per pass; low, high: its interval at the level `confidence`.
+        macro: the mean over prompts of their accepted tokens per pass.
+        tokens_per_pass: emitted tokens per pass.
+    """
+
+    prompts: int
+    passes: int
+    accepted: int
+    emitted: int
+    micro: float | None
+    macro: float | None
+    low: float | None
+    high: float | None
+    confidence: float
+    histogram: tuple[int, ...]
+    tokens_per_pass: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "histogram": list(self.histogram)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> AcceptanceSummary:
+        return cls(**{**values, "histogram": tuple(values["histogram"])})
+
+
+def bootstrap_interval(
+    prompts: Iterable[PromptAcceptance], statistic: Statistic = "micro", resampling: Resampling = BY_DEFAULT
+) -> Interval | None:
+    """Percentile bootstrap over prompts (Efron 1979; Efron & Tibshirani 1993, chapter 13); None without a pass.
+
+    It does not depend on the order of the prompts. Over one prompt it has no width: that says nothing of certainty.
+    """
+    measured = list(_measured(prompts).values())
+    if not measured:
+        return None
+    [resampled] = _resample([_Terms.of(measured, statistic)], resampling)
+    return _percentiles(resampled, resampling.confidence)
+
+
+def paired_difference(
+    a: Iterable[PromptAcceptance],
+    b: Iterable[PromptAcceptance],
+    statistic: Statistic = "micro",
+    resampling: Resampling = BY_DEFAULT,
+) -> PairedDifference:
+    """Draft a against draft b on the prompts measured with both, drawn together.
+
+    What makes a prompt easy for both drafts cancels out, so the interval is narrower than the two apart suggest.
+
+    Raises:
+        DataError: no prompt was measured with both.
+    """
+    of_a, of_b = _measured(a), _measured(b)
+    shared = [sample_id for sample_id in of_a if sample_id in of_b]
+    if not shared:
+        raise DataError(
+            f"two drafts to compare: expected prompts measured with both, found none among {len(of_a)} and {len(of_b)}:"
+            " evaluate both on the same eval set"
+        )
+    pairs = [[draft[sample_id] for sample_id in shared] for draft in (of_a, of_b)]
+    resampled_a, resampled_b = _resample([_Terms.of(prompts, statistic) for prompts in pairs], resampling)
+    interval = _percentiles(resampled_a - resampled_b, resampling.confidence)
+    mean_a, mean_b = map(micro_mean if statistic == "micro" else macro_mean, pairs)
+    difference = mean_a - mean_b
+    return PairedDifference(difference, interval, len(shared), len(of_a) - len(shared), len(of_b) - len(shared))
+
+
+def summary(prompts: Iterable[PromptAcceptance], resampling: Resampling = BY_DEFAULT) -> AcceptanceSummary:
+    """Everything there is to say about one draft on these prompts."""
+    prompts = list(prompts)
+    interval = bootstrap_interval(prompts, "micro", resampling)
+    passes, emitted = sum(prompt.passes for prompt in prompts), sum(prompt.emitted for prompt in prompts)
+    return AcceptanceSummary(
+        prompts=len(prompts),
+        passes=passes,
+        accepted=sum(prompt.accepted for prompt in prompts),
+        emitted=emitted,
+        micro=micro_mean(prompts),
+        macro=macro_mean(prompts),
+        low=interval.low if interval else None,
+        high=interval.high if interval else None,
+        confidence=resampling.confidence,
+        histogram=histogram(prompts),
+        tokens_per_pass=ratio(emitted, passes),
+    )
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """A statistic as a ratio of sums over prompts, which is what both averages are and resampling needs."""
+
+    numerators: np.ndarray
+    denominators: np.ndarray
+
+    @classmethod
+    def of(cls, prompts: Sequence[PromptAcceptance], statistic: Statistic) -> _Terms:
+        accepted = np.array([prompt.accepted for prompt in prompts], dtype=np.float64)
+        passes = np.array([prompt.passes for prompt in prompts], dtype=np.float64)
+        if statistic == "micro":
+            return cls(accepted, passes)
+        if statistic == "macro":
+            return cls(accepted / passes, np.ones_like(passes))
+        raise ConfigError(f"statistic: expected micro or macro, found {statistic!r}")
+
+
+def _measured(prompts: Iterable[PromptAcceptance]) -> dict[str, PromptAcceptance]:
+    """Those with a pass, by sample id and in its order: the draws must not depend on the order in which ranks report."""
+    by_id: dict[str, PromptAcceptance] = {}
+    for prompt in sorted(prompts, key=lambda prompt: prompt.sample_id):
+        if prompt.sample_id in by_id:
+            raise DataError(f"sample {prompt.sample_id}: expected once among the evaluated prompts, found twice")
+        by_id[prompt.sample_id] = prompt
+    return {sample_id: prompt for sample_id, prompt in by_id.items() if prompt.passes}
+
+
+def _resample(statistics: Sequence[_Terms], resampling: Resampling) -> np.ndarray:
+    """Each statistic on the same draws of prompts with replacement: one row per statistic, one column per resample."""
+    prompts = len(statistics[0].numerators)
+    rng = np.random.default_rng(resampling.seed)
+    at_once = max(1, CELLS // prompts)
+    chunks = []
+    for start in range(0, resampling.resamples, at_once):
+        drawn = rng.integers(prompts, size=(min(at_once, resampling.resamples - start), prompts))
+        chunks.append([terms.numerators[drawn].sum(1) / terms.denominators[drawn].sum(1) for terms in statistics])
+    return np.concatenate(chunks, axis=1)
+
+
+def _percentiles(resampled: np.ndarray, confidence: float) -> Interval:
+    low, high = np.quantile(resampled, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(low), float(high), confidence)

@@ -1,0 +1,179 @@
+"""A draft against the one it replaces: the walks of two reports, on the prompts that are the same in both. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftworks.config.run_files import TOKENS_FOLDER
+from draftworks.data.tokenized import TokenizedSet
+from draftworks.errors import StoreError
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
+from draftworks.evaluation.report.files import REPORT, checked_prompts, read_report, reading
+from draftworks.evaluation.report.findings import WALK
+from draftworks.evaluation.report.summary import TRAINED
+from draftworks.evaluation.report.tables import read_prompts
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.targets.registry import HELDOUT
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What came of comparing a draft with the one it replaces, on the walk (rung 3).
+
+    Attributes:
+        new, old: the reports; `old` is None for a first draft.
+        paired: accepted tokens per pass, the new draft's minus the old one's; None where nothing can be compared.
+        why_not: the reason then.
+    """
+
+    new: Artifact
+    old: Artifact | None
+    paired: PairedDifference | None = None
+    why_not: str = ""
+
+    @property
+    def worse(self) -> bool:
+        """Whether the whole interval of the difference lies below 0."""
+        return self.paired is not None and self.paired.interval.high < 0
+
+    def describe(self) -> str:
+        if self.paired is None:
+            return f"nothing to compare: {self.why_not}"
+        low, high = self.paired.interval.low, self.paired.interval.high
+        verdict = "accepted less" if self.worse else "accepted more" if low > 0 else "no difference can be told"
+        return (
+            f"{self.paired.difference:+.3f} accepted tokens per pass ({low:+.3f} to {high:+.3f}) against the draft before "
+            f"it, on {self.paired.prompts} prompts that both were measured on: {verdict}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures and identities; what there is none of is absent."""
+        drafts = {"draft": self.new.identity["draft"], "report": str(self.new.path)}
+        if self.old is not None:
+            drafts |= {"draft_before": self.old.identity["draft"], "report_before": str(self.old.path)}
+        if self.paired is None:
+            return drafts
+        return {
+            "metric": WALK,
+            "difference": self.paired.difference,
+            "low": self.paired.interval.low,
+            "high": self.paired.interval.high,
+            "confidence": self.paired.interval.confidence,
+            "prompts": self.paired.prompts,
+            **drafts,
+        }
+
+
+def against_replaced(artifacts: ArtifactStore, asset: str, target: str) -> Replacement:
+    """The draft of the current report against that of the newest report before it with other weights, on `heldout`.
+
+    A prompt counts if its tokens and loss mask are the same in both: an answer that was generated anew keeps the id of its
+    conversation, and is another thing to be measured on. Reports that proposed different numbers of tokens per pass do not
+    compare: of more proposals more are accepted, by the same draft.
+
+    Raises:
+        StoreError: there is no report, or the current one, or what it was measured on, is missing or damaged.
+    """
+    new = artifacts.current(asset, target)
+    old = report_before(artifacts, new)
+    if old is None:
+        return Replacement(new, None, why_not=_why_none_before(artifacts, new))
+    measured = _Measured.of(artifacts, new)
+    try:
+        before = _Measured.of(artifacts, old)
+    except StoreError as error:
+        return Replacement(new, old, why_not=f"the report before it cannot be used: {error}")
+    if measured.draft_tokens != before.draft_tokens:
+        return Replacement(new, old, why_not=_other_count(measured.draft_tokens, before.draft_tokens))
+    same = same_samples(measured.tokens, before.tokens)
+    pair = [[prompt for prompt in one.walk if prompt.sample_id in same] for one in (measured, before)]
+    if not _with_a_pass(pair[0]) & _with_a_pass(pair[1]):
+        return Replacement(
+            new, old, why_not="no held-out prompt has the same tokens in both reports and a pass in both"
+        )
+    return Replacement(new, old, paired_difference(*pair, resampling=measured.resampling))
+
+
+def report_before(artifacts: ArtifactStore, report: Artifact) -> Artifact | None:
+    """The newest report, made before this one, of a draft with other weights."""
+    earlier = (found for found in artifacts.all(report.asset, report.target) if found.created < report.created)
+    return next((found for found in earlier if found.identity["draft"] != report.identity["draft"]), None)
+
+
+def walk_of(folder: Path) -> tuple[PromptAcceptance, ...]:
+    """What was accepted of the trained draft, prompt by prompt, in a saved report; empty where it has no walk.
+
+    Raises:
+        StoreError: missing, damaged, altered, or of another schema.
+    """
+    path = checked_prompts(folder)
+    with reading(path):
+        return read_prompts(path).get((TRAINED, WALK), ())
+
+
+def same_samples(left: TokenizedSet, right: TokenizedSet) -> set[str]:
+    """Ids of the samples that have the same tokens and the same loss mask in both sets."""
+    rows = {row.sample_id: row for row in left}
+    return {
+        row.sample_id
+        for row in right
+        if (twin := rows.get(row.sample_id)) is not None
+        and np.array_equal(row.input_ids, twin.input_ids)
+        and np.array_equal(row.loss_mask, twin.loss_mask)
+    }
+
+
+def _eval_tokens(artifacts: ArtifactStore, report: Artifact) -> Path:
+    """The tokenized answers that a report was measured on, which need not be the newest."""
+    wanted, asset = report.identity[HELDOUT][0], f"{HELDOUT}_responses"
+    for responses in artifacts.all(asset, report.target):
+        if responses.data_version == wanted:
+            return responses.path / TOKENS_FOLDER
+    raise StoreError(f"{report.path}: the {asset} {wanted} that it was measured on are not there any more")
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What of a report is compared.
+
+    Attributes:
+        draft_tokens: proposed per pass.
+        tokens: what the walk was measured on.
+    """
+
+    walk: tuple[PromptAcceptance, ...]
+    draft_tokens: int
+    resampling: Resampling
+    tokens: TokenizedSet
+
+    @classmethod
+    def of(cls, artifacts: ArtifactStore, report: Artifact) -> _Measured:
+        """Raises StoreError where the report, or what it was measured on, is missing or damaged."""
+        folder = report.path / HELDOUT
+        values = read_report(folder)
+        with reading(folder / REPORT):
+            draft_tokens, resampling = values["draft_tokens"], Resampling(**values["resampling"])
+        return cls(walk_of(folder), draft_tokens, resampling, TokenizedSet.open(_eval_tokens(artifacts, report)))
+
+
+def _why_none_before(artifacts: ArtifactStore, report: Artifact) -> str:
+    if any(found.identity["draft"] != report.identity["draft"] for found in artifacts.all(report.asset, report.target)):
+        return "it was measured before every other draft that is known: an older draft is the current one again"
+    return "it is the first draft of this target and strategy"
+
+
+def _other_count(now: int, before: int) -> str:
+    return (
+        f"{now} tokens per pass were proposed now, {before} in the report before it. Set evaluation.draft_tokens to "
+        "compare drafts that propose different numbers by themselves"
+    )
+
+
+def _with_a_pass(prompts: Sequence[PromptAcceptance]) -> set[str]:
+    return {prompt.sample_id for prompt in prompts if prompt.passes}

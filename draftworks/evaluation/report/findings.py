@@ -1,0 +1,113 @@
+"""Every number of a report, draft by draft and rung by rung, under the name it is published by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from draftworks.errors import ConfigError
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.ladder.statistics import (
+    AcceptanceSummary,
+    PairedDifference,
+    Resampling,
+    paired_difference,
+    summary,
+)
+from draftworks.evaluation.report.summary import TRAINED
+
+if TYPE_CHECKING:
+    from draftworks.evaluation.ladder.measurement import DraftMeasurement  # it imports torch
+
+SIMULATED = "simulated_acc_len"
+BLOCK, WALK, LOOP = "rung2_block_acc_len", "rung3_walk_acc_len", "rung4_loop_acc_len"
+
+
+@dataclass(frozen=True)
+class CountedRung:
+    """Prompts on a rung that counts passes, and what was measured with them."""
+
+    rung: int
+    metric: str
+    prompts: tuple[PromptAcceptance, ...]
+    temperature: float | None = None
+    speed_up: float | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One draft on one rung; without `acceptance` on rungs 0 and 1, which count no passes."""
+
+    draft: str
+    rung: int
+    metric: str
+    value: float | None
+    acceptance: AcceptanceSummary | None = None
+    temperature: float | None = None
+    speed_up: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rung": self.rung,
+            "metric": self.metric,
+            "value": self.value,
+            "temperature": self.temperature,
+            "speed_up": self.speed_up,
+            "acceptance": None if self.acceptance is None else self.acceptance.to_json(),
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The trained draft against another on the walk."""
+
+    other: str
+    paired: PairedDifference
+
+    def to_json(self) -> dict[str, Any]:
+        return {"metric": WALK, "rung": 3, "draft": TRAINED, "other": self.other, **asdict(self.paired)}
+
+
+def metric_name(rung: int, temperature: float = 0.0) -> str:
+    """Of a rung that counts passes; `temperature` is of rung 4 only."""
+    names = {2: BLOCK, 3: WALK, 4: f"{LOOP}_t{temperature:g}"}
+    if rung not in names:
+        raise ConfigError(f"rung: expected 2, 3 or 4, found {rung}: the others count no passes")
+    return names[rung]
+
+
+def counted_rungs(measured: DraftMeasurement) -> tuple[CountedRung, ...]:
+    """Those that were measured, from the lowest."""
+    rungs = [CountedRung(2, BLOCK, measured.blocks), CountedRung(3, WALK, measured.walk)]
+    for loop in measured.loops:
+        if loop.prompts:
+            name = metric_name(4, loop.temperature)
+            rungs.append(CountedRung(4, name, loop.prompts, loop.temperature, loop.speed_up))
+    return tuple(rung for rung in rungs if rung.prompts)
+
+
+def findings_of(drafts: Mapping[str, DraftMeasurement], resampling: Resampling) -> tuple[Finding, ...]:
+    """Of every draft, from the lowest rung; rung 0 has one per position."""
+    return tuple(found for name, measured in drafts.items() for found in _of_draft(name, measured, resampling))
+
+
+def compared_on_walk(drafts: Mapping[str, DraftMeasurement], resampling: Resampling) -> tuple[Comparison, ...]:
+    """The trained draft against each that has a walk too."""
+    walked = {name: measured.walk for name, measured in drafts.items() if any(p.passes for p in measured.walk)}
+    trained = walked.pop(TRAINED, None)
+    if trained is None:
+        return ()
+    return tuple(
+        Comparison(name, paired_difference(trained, walk, resampling=resampling)) for name, walk in walked.items()
+    )
+
+
+def _of_draft(name: str, measured: DraftMeasurement, resampling: Resampling) -> Iterable[Finding]:
+    result = measured.result
+    for position, accuracy in enumerate(result.per_position_acc, start=1):
+        yield Finding(name, 0, f"per_position_acc_{position}", accuracy)
+    yield Finding(name, 1, SIMULATED, result.simulated_acc_len)
+    for rung in counted_rungs(measured):
+        acceptance = summary(rung.prompts, resampling)
+        yield Finding(name, rung.rung, rung.metric, acceptance.micro, acceptance, rung.temperature, rung.speed_up)

@@ -1,0 +1,101 @@
+"""Pictures as PNG bytes, without a display. Colours are Okabe and Ito's, which colour-blind people can tell apart."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING, TypeAlias
+
+from draftworks.evaluation.ladder.prompt_acceptance import histogram
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from draftworks.evaluation.ladder.measurement import DraftMeasurement
+    from draftworks.evaluation.result import EvalResult
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+Look: TypeAlias = tuple[str, str]  # colour, marker
+
+
+def acceptance_plot(drafts: Mapping[str, DraftMeasurement], draft_tokens: int, title: str) -> bytes:
+    """Teacher-forced accuracy by draft position; beside it, if there is a walk, how many tokens its passes accepted."""
+    walked = {name: counts for name, measured in drafts.items() if any(counts := histogram(measured.walk))}
+    looks = dict(zip(drafts, cycle(zip(COLOURS, MARKERS))))
+    figure = new_figure(10.4 if walked else 6.4, 3.8)
+    axes = figure.subplots(1, 2 if walked else 1, squeeze=False)[0]
+    _accuracies(axes[0], {name: measured.result for name, measured in drafts.items()}, looks)
+    label(axes[0], title, "draft position", "equal to the target's argmax (%)")
+    if walked:
+        _accepted_lengths(axes[1], walked, draft_tokens, looks)
+        label(axes[1], "", "draft tokens accepted by a pass", "passes of the walk (%)")
+    return as_png(figure)
+
+
+def slices_plot(slices: pd.DataFrame, title: str) -> bytes:
+    """The walk of each slice that has a pass, with its interval, in the order of the table."""
+    measured = slices[slices["passes"] > 0]
+    rows = range(len(measured))
+    figure = new_figure(6.4, 1.4 + 0.26 * len(measured))
+    axes = figure.add_subplot()
+    axes.hlines(rows, measured["low"], measured["high"], color=COLOURS[0], alpha=0.5)
+    axes.plot(measured["micro"], rows, color=COLOURS[0], marker=MARKERS[0], linestyle="")
+    names = [f"{one.column} = {one.value:.30}  (n = {one.prompts:,})" for one in measured.itertuples()]
+    axes.set_yticks(rows, [name.replace("$", r"\$") for name in names])  # a dollar would start a formula
+    axes.set_ylim(len(measured) - 0.5, -0.5)
+    axes.set_xlim(0, max(1.05 * measured["high"].max(), 0.1))
+    label(axes, title, "rung3_walk_acc_len (draft tokens per pass)", "")
+    return as_png(figure)
+
+
+def _accuracies(axes: Axes, results: Mapping[str, EvalResult], looks: Mapping[str, Look]) -> None:
+    for name, result in results.items():
+        colour, marker = looks[name]
+        percents = [100 * accuracy for accuracy in result.per_position_acc]
+        text = f"{name} ({result.simulated_acc_len:.2f})"
+        axes.plot(range(1, len(percents) + 1), percents, color=colour, marker=marker, label=text)
+    axes.set_xticks(range(1, 1 + max((len(result.correct) for result in results.values()), default=0)))
+    axes.set_ylim(bottom=0)
+    axes.legend(title="draft (simulated_acc_len, rung 1)", frameon=False)
+
+
+def _accepted_lengths(
+    axes: Axes, walked: Mapping[str, Sequence[int]], draft_tokens: int, looks: Mapping[str, Look]
+) -> None:
+    """Bars of all drafts beside each other, at each length."""
+    width = 0.8 / len(walked)
+    for index, (name, counts) in enumerate(walked.items()):
+        passes = sum(counts)
+        mean = sum(length * count for length, count in enumerate(counts)) / passes
+        places = [length + (index - (len(walked) - 1) / 2) * width for length in range(len(counts))]
+        heights = [100 * count / passes for count in counts]
+        axes.bar(places, heights, width, color=looks[name][0], label=f"{name} ({mean:.2f})")
+    axes.set_xticks(range(max(draft_tokens + 1, *map(len, walked.values()))))
+    axes.legend(title="draft (rung3_walk_acc_len)", frameon=False)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches, that belongs to no window."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def label(axes: Axes, title: str, x: str, y: str) -> None:
+    """Title, axis labels with units, a quiet grid."""
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_axisbelow(True)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def as_png(figure: Figure) -> bytes:
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=110)
+    return stream.getvalue()

@@ -1,0 +1,215 @@
+"""What came of an evaluation, for people and for programs: JSON, tables in Parquet, markdown, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from draftworks.errors import ConfigError, StoreError
+from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, ratio
+from draftworks.evaluation.ladder.statistics import BY_DEFAULT, Resampling
+from draftworks.evaluation.report.findings import Comparison, Finding, compared_on_walk, findings_of, metric_name
+from draftworks.evaluation.report.markdown import report_markdown
+from draftworks.evaluation.report.plots import acceptance_plot, slices_plot
+from draftworks.evaluation.report.report import files
+from draftworks.evaluation.report.slices import slices
+from draftworks.evaluation.report.summary import TRAINED
+from draftworks.evaluation.report.tables import (
+    PromptsByRung,
+    differences_table,
+    prompts_table,
+    publish_table,
+    read_prompts,
+    slices_table,
+    summary_table,
+    worth_showing,
+)
+from draftworks.evaluation.result import EvalResult
+from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.identity import file_digest
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured of several drafts on one eval set of one target.
+
+    Attributes:
+        drafts: by name: trained, and what it is compared with, e.g. untrained, bigram.
+        draft_tokens: tokens proposed per pass on rungs 2 to 4.
+        label_agreement: share of answer tokens that are the target's own argmax, None if it is not known: rungs 2 and 3 are
+            exact only at 1.
+        columns: what is known of the samples (task, length, ...), indexed by sample id: slices are made by all of them.
+        resampling: how intervals are made.
+        provenance: digests and settings worth knowing.
+    """
+
+    target: str
+    strategy: str
+    eval_set: str
+    drafts: Mapping[str, DraftMeasurement]
+    draft_tokens: int
+    label_agreement: float | None = None
+    columns: pd.DataFrame | None = field(default=None, compare=False)
+    resampling: Resampling = BY_DEFAULT
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    created: datetime = field(default_factory=_now)
+
+    def __post_init__(self) -> None:
+        if TRAINED not in self.drafts:
+            raise ConfigError(f"drafts of a report: expected {TRAINED!r} among them, found {', '.join(self.drafts)}")
+        if self.label_agreement is not None and not 0 <= self.label_agreement <= 1:
+            raise ConfigError(f"label_agreement: expected a share between 0 and 1, found {self.label_agreement}")
+
+    @property
+    def title(self) -> str:
+        return f"{self.strategy} draft of {self.target}, {self.eval_set}"
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """Every draft on every rung; made once, since the intervals of large eval sets take seconds."""
+        return findings_of(self.drafts, self.resampling)
+
+    @cached_property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """The trained draft against the others on the walk."""
+        return compared_on_walk(self.drafts, self.resampling)
+
+    @cached_property
+    def walk_slices(self) -> pd.DataFrame:
+        """The walk of the trained draft by every column of the eval data."""
+        if self.columns is None:
+            return slices((), pd.DataFrame(), ())
+        return slices(self.drafts[TRAINED].walk, self.columns, list(self.columns), self.resampling)
+
+    @property
+    def headline(self) -> Finding:
+        """The trained draft's walk; without one, its highest greedy rung that has a value."""
+        known = [found for found in self.findings if found.draft == TRAINED and found.value is not None]
+        greedy = [found for found in known if not found.temperature]
+        return max(greedy, key=lambda found: (found.rung == 3, found.rung))
+
+    def markdown(self) -> str:
+        return report_markdown(self)
+
+    def save(self, folder: Path) -> None:
+        """Write all forms into `folder`, each atomically, report.json last."""
+        folder.mkdir(parents=True, exist_ok=True)
+        heading = {"target": self.target, "strategy": self.strategy, "eval_set": self.eval_set}
+        publish_table(folder / files.TABLE, summary_table(heading, self.findings))
+        publish_table(folder / files.PROMPTS, prompts_table(self.drafts))
+        publish_table(folder / files.SLICES, slices_table(self.walk_slices))
+        publish_table(folder / files.DIFFERENCES, differences_table(self.drafts))
+        with published(folder / files.MARKDOWN) as staging:
+            staging.write_text(self.markdown(), encoding="utf-8")
+        with published(folder / files.PLOT) as staging:
+            staging.write_bytes(acceptance_plot(self.drafts, self.draft_tokens, self.title))
+        self._save_slices_plot(folder / files.SLICES_PLOT)
+        tables = (files.TABLE, files.PROMPTS, files.SLICES, files.DIFFERENCES)
+        digests = {name: file_digest(folder / name) for name in tables}
+        publish_json(folder / files.REPORT, {**self.to_json(), "files": digests})
+
+    def _save_slices_plot(self, path: Path) -> None:
+        """None where there is nothing to compare."""
+        shown = worth_showing(self.walk_slices)
+        if not shown["passes"].any():
+            path.unlink(missing_ok=True)
+            return
+        with published(path) as staging:
+            staging.write_bytes(slices_plot(shown, self.title))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": files.SCHEMA_VERSION,
+            "created": self.created.isoformat(),
+            "target": self.target,
+            "strategy": self.strategy,
+            "eval_set": self.eval_set,
+            "draft_tokens": self.draft_tokens,
+            "label_agreement": self.label_agreement,
+            "resampling": asdict(self.resampling),
+            "drafts": {name: self._draft_json(name, measured) for name, measured in self.drafts.items()},
+            "comparisons": [comparison.to_json() for comparison in self.comparisons],
+            "provenance": dict(self.provenance),
+        }
+
+    def _draft_json(self, name: str, measured: DraftMeasurement) -> dict[str, Any]:
+        return {
+            "result": measured.result.to_json(),
+            "metrics": measured.result.metrics(),
+            "rungs": [found.to_json() for found in self.findings if found.draft == name],
+            "loops": [_loop_json(loop) for loop in measured.loops if loop.prompts],
+        }
+
+    @classmethod
+    def load(cls, folder: Path) -> Report:
+        """All of a saved report except the columns of the eval data, which it does not hold.
+
+        Raises:
+            StoreError: missing, damaged, altered, or of another schema.
+        """
+        values = files.read_report(folder)
+        prompts = _saved_prompts(folder)
+        with files.reading(folder / files.REPORT):
+            return cls(
+                target=values["target"],
+                strategy=values["strategy"],
+                eval_set=values["eval_set"],
+                drafts={name: _measurement(name, draft, prompts) for name, draft in values["drafts"].items()},
+                draft_tokens=values["draft_tokens"],
+                label_agreement=values["label_agreement"],
+                resampling=Resampling(**values["resampling"]),
+                provenance=values["provenance"],
+                created=datetime.fromisoformat(values["created"]),
+            )
+
+    @staticmethod
+    def load_prompts(folder: Path, draft: str, rung: int, temperature: float = 0.0) -> tuple[PromptAcceptance, ...]:
+        """One draft's prompts on rung 2, 3 or 4, for `paired_difference` with another draft's.
+
+        Args:
+            temperature: of rung 4.
+
+        Raises:
+            StoreError: missing, damaged, altered, of another schema, or not measured.
+        """
+        prompts = _saved_prompts(folder)
+        wanted = (draft, metric_name(rung, temperature))
+        if wanted not in prompts:
+            measured = ", ".join(map(" ".join, prompts)) or "none"
+            raise StoreError(f"{folder / files.PROMPTS}: expected prompts of {' '.join(wanted)}, found {measured}")
+        return prompts[wanted]
+
+
+def _saved_prompts(folder: Path) -> PromptsByRung:
+    path = files.checked_prompts(folder)
+    with files.reading(path):
+        return read_prompts(path)
+
+
+def _loop_json(loop: LoopMeasurement) -> dict[str, Any]:
+    """The measurement, and what follows from it and from the prompts."""
+    passes, emitted = (sum(getattr(prompt, name) for prompt in loop.prompts) for name in ("passes", "emitted"))
+    return {**loop.to_json(), "speed_up": loop.speed_up, "tokens_per_pass": ratio(emitted, passes)}
+
+
+def _measurement(name: str, values: Mapping[str, Any], prompts: PromptsByRung) -> DraftMeasurement:
+    return DraftMeasurement(
+        result=EvalResult.from_json(values["result"]),
+        blocks=prompts.get((name, metric_name(2)), ()),
+        walk=prompts.get((name, metric_name(3)), ()),
+        loops=tuple(
+            LoopMeasurement.from_json(loop, prompts[name, metric_name(4, loop["temperature"])])
+            for loop in values["loops"]
+        ),
+    )

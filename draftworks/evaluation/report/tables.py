@@ -1,0 +1,119 @@
+"""The tables of a report, as programs read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
+from draftworks.evaluation.report.findings import Finding, counted_rungs
+from draftworks.storage.atomic import published
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from draftworks.evaluation.ladder.measurement import DraftMeasurement  # it imports torch
+
+SHOWN_PER_COLUMN = 12
+COUNTED = ("low", "high", "confidence", "prompts", "passes", "tokens_per_pass")
+SUMMARY_SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("target", "strategy", "eval_set", "draft")),
+        ("rung", pa.int64()),
+        ("metric", pa.string()),
+        ("temperature", pa.float64()),
+        *((name, pa.float64()) for name in ("value", "low", "high", "confidence")),
+        *((name, pa.int64()) for name in ("prompts", "passes")),
+        *((name, pa.float64()) for name in ("tokens_per_pass", "speed_up")),
+    ]
+)
+PROMPTS_SCHEMA = pa.schema(
+    [
+        ("draft", pa.string()),
+        ("rung", pa.int64()),
+        *((name, pa.string()) for name in ("metric", "sample_id")),
+        *((name, pa.int64()) for name in ("passes", "accepted", "emitted")),
+        ("histogram", pa.list_(pa.int64())),
+    ]
+)
+SLICES_SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("column", "value")),
+        *((name, pa.int64()) for name in ("prompts", "passes", "accepted")),
+        *((name, pa.float64()) for name in ("micro", "macro", "low", "high")),
+    ]
+)
+DIFFERENCES_SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("draft", "sample_id", "whose")),
+        *((name, pa.int64()) for name in ("position", "walk", "loop", "pass_number", "place")),
+        ("gap", pa.float64()),
+    ]
+)
+
+PromptsByRung: TypeAlias = dict[tuple[str, str], tuple[PromptAcceptance, ...]]
+
+
+def summary_table(heading: Mapping[str, str], findings: Iterable[Finding]) -> pa.Table:
+    """One row per finding: `heading` says of which target, strategy and eval set."""
+    return pa.Table.from_pylist([{**heading, **_summary_row(found)} for found in findings], SUMMARY_SCHEMA)
+
+
+def prompts_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
+    """One row per draft, rung and prompt: what two drafts are compared by later."""
+    rows = [
+        {"draft": name, "rung": rung.rung, "metric": rung.metric, **vars(prompt)}
+        for name, measured in drafts.items()
+        for rung in counted_rungs(measured)
+        for prompt in rung.prompts
+    ]
+    return pa.Table.from_pylist(rows, PROMPTS_SCHEMA)
+
+
+def slices_table(slices: pd.DataFrame) -> pa.Table:
+    """With types of its own, also without a row."""
+    return pa.Table.from_pandas(slices, SLICES_SCHEMA, preserve_index=False)
+
+
+def differences_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
+    """One row per prompt on which the loop did not do what the walk did; see `Difference`."""
+    rows = [
+        {"draft": name, **vars(difference)}
+        for name, measured in drafts.items()
+        for loop in measured.loops
+        for difference in loop.differences or ()
+    ]
+    return pa.Table.from_pylist(rows, DIFFERENCES_SCHEMA)
+
+
+def worth_showing(slices: pd.DataFrame) -> pd.DataFrame:
+    """Slices of the columns that have more than one, the largest of those that have many."""
+    several = slices[slices.groupby("column")["value"].transform("size") > 1]
+    largest = several.sort_values("prompts", ascending=False, kind="stable").groupby("column").head(SHOWN_PER_COLUMN)
+    return several.loc[sorted(largest.index)]
+
+
+def read_prompts(path: Path) -> PromptsByRung:
+    """By draft and metric, in the order of writing."""
+    found: dict[tuple[str, str], list[PromptAcceptance]] = {}
+    for row in pq.read_table(path, schema=PROMPTS_SCHEMA).to_pylist():
+        prompt = PromptAcceptance(
+            row["sample_id"], row["passes"], row["accepted"], row["emitted"], tuple(row["histogram"])
+        )
+        found.setdefault((row["draft"], row["metric"]), []).append(prompt)
+    return {name: tuple(prompts) for name, prompts in found.items()}
+
+
+def publish_table(path: Path, table: pa.Table) -> None:
+    with published(path) as staging:
+        pq.write_table(table, staging)
+
+
+def _summary_row(found: Finding) -> dict[str, Any]:
+    counted = {} if found.acceptance is None else {name: getattr(found.acceptance, name) for name in COUNTED}
+    names = ("draft", "rung", "metric", "temperature", "value", "speed_up")
+    return {**{name: getattr(found, name) for name in names}, **counted}

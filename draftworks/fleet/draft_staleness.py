@@ -1,0 +1,152 @@
+"""Whether a draft was trained for what is there now: its target's weights and tokenizer, training data, recipe. Torch-free.
+
+A report may be new and the draft old: `staleness` says which reports are not of what is there, this which drafts are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from draftworks.config.draft_config import read_config
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.strategies import resolve_strategy
+from draftworks.data.sources import dataset_version, matching_files
+from draftworks.errors import DraftworksError
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.identity import FileDigests, canonical_json
+from draftworks.targets.registry import Registry, with_overrides
+
+OVERRIDES = "overrides"
+"""In a draft's summary: the options and training settings that its run gave instead of the registry's."""
+UNSAID = object()
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is not as it was when a draft was trained.
+
+    Attributes:
+        since: seconds since the epoch at which the newer one is first seen; None where nobody knows.
+    """
+
+    what: str
+    since: float | None = None
+
+    def __str__(self) -> str:
+        if self.since is None:
+            return self.what
+        return f"{self.what} (since {datetime.fromtimestamp(self.since, UTC):%Y-%m-%d})"
+
+
+@dataclass(frozen=True)
+class TrainedFor:
+    """A draft, and what a training of its target would be made from now."""
+
+    draft: Artifact
+    target: TargetSpec
+    files: TargetFiles
+    registry: Registry
+    artifacts: ArtifactStore
+    digests: FileDigests
+
+    def changes(self) -> tuple[Change, ...]:
+        """What is not as it was, in words; empty where the draft is of what is there. What its record does not say, or
+        cannot be looked at now, is named as not known.
+        """
+        found = [*self._weights(), *self._data(), *self._recipe()]
+        return tuple({change.what: change for change in found}.values())
+
+    def _weights(self) -> Iterator[Change]:
+        trained_for = self.draft.identity.get("target", UNSAID)
+        if trained_for is UNSAID:
+            yield Change("weights of the target: not known, its record does not say for which it was trained")
+        elif trained_for != self.files.digest:
+            yield Change("weights of the target", self._first_seen("heldout_responses", "target", self.files.digest))
+
+    def _data(self) -> Iterator[Change]:
+        tokens = self._current("tokenized_train")
+        trained_on = self.draft.identity.get("tokens", UNSAID)
+        if trained_on is UNSAID:
+            yield Change("training data: not known, its record does not say on which it was trained")
+        elif tokens is not None and tokens.data_version != trained_on:
+            yield Change("training data", tokens.created)
+        answers = self._current("responses")
+        if answers is not None and answers.identity.get("tokenizer") != self.files.tokenizer_digest:
+            yield Change("tokenizer or chat template")
+        yield from self._files()
+
+    def _files(self) -> Iterator[Change]:
+        """New data that nobody has prepared yet."""
+        prepared = self._current("conversations")
+        try:
+            spec = self.registry.dataset(self.target.dataset)
+            now = dataset_version(spec, self.registry.root, self.digests)
+        except DraftworksError as error:
+            yield Change(f"training data: not known, {str(error).splitlines()[0]}")
+            return
+        if prepared is not None and prepared.identity.get("dataset") != now:
+            yield Change("training data", self._later(matching_files(spec.files, self.registry.root)))
+
+    def _recipe(self) -> Iterator[Change]:
+        differing = [*self._data_settings(), *self._settings()]
+        if differing:
+            entry = self.registry.root / "targets" / f"{self.target.name}.yaml"
+            yield Change(f"recipe: {', '.join(differing)}", self._later([entry]))
+
+    def _data_settings(self) -> Iterator[str]:
+        prepared, answers = self._current("conversations"), self._current("responses")
+        if prepared is not None:
+            yield from _differing("data", prepared.identity.get("data"), self.target.data.identity())
+        if answers is not None:
+            wanted = {"max_length": self.target.max_length, "only_last_turn": self.target.data.only_last_turn}
+            recorded = {name: answers.identity[name] for name in wanted if name in answers.identity}
+            yield from _differing("", recorded, wanted)
+            yield from _differing("responses", answers.identity.get("responses"), self.target.responses.identity())
+
+    def _settings(self) -> Iterator[str]:
+        recorded = self.draft.identity
+        strategy = resolve_strategy(recorded.get("strategy", self.draft.asset.removesuffix("_draft")))
+        entry = self.target.strategies[strategy.name]
+        overrides = self.draft.summary.get(OVERRIDES, {})
+        chosen = with_overrides(
+            self.target.name, strategy, entry, overrides.get("options", {}), overrides.get("training", {})
+        )
+        options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}").identity()
+        yield from _differing("options", recorded.get("options"), options)
+        yield from _differing("training", recorded.get("training"), chosen.training.identity())
+        start = entry.start_from
+        began = None if start is None else read_config(self.registry.located(start)).weights_digest
+        if recorded.get("start_from") != began:
+            yield "start_from"
+
+    def _current(self, asset: str) -> Artifact | None:
+        return self.artifacts.find(asset, self.target.name)
+
+    def _first_seen(self, asset: str, name: str, value: str) -> float | None:
+        made = [
+            each.created for each in self.artifacts.all(asset, self.target.name) if each.identity.get(name) == value
+        ]
+        return min(made, default=None)
+
+    def _later(self, paths: list[Path]) -> float | None:
+        """When the newest of the files was written, if that was after the training."""
+        newest = max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
+        return newest if newest > self.draft.created else None
+
+
+def _differing(group: str, recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) -> Iterator[str]:
+    """Settings with another value than was recorded; one that is newer than the record had no value then."""
+    as_recorded = json.loads(canonical_json(dict(now)))
+    for name, before in (recorded or {}).items():
+        if name in now and as_recorded[name] != before:
+            yield f"{group}.{name} {_short(before)} → {_short(as_recorded[name])}".removeprefix(".")
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,150 @@
+"""Where every draft of the fleet stands: acceptance, interval, age, the best there ever was, what it is stale against.
+
+Reads records only, never features or weights, and imports no torch: a thousand targets take seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import DraftworksError
+from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
+from draftworks.fleet.draft_staleness import TrainedFor
+from draftworks.fleet.staleness import Subject
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.identity import FileDigests
+from draftworks.targets.registry import HELDOUT, Registry
+from draftworks.targets.resolve import resolve_target
+
+WALK_RUNG, SIMULATED_RUNG = 3, 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one published report says of its draft.
+
+    Attributes:
+        created: seconds since the epoch.
+        draft: data version of the draft.
+    """
+
+    eval_set: str
+    score: RungScore
+    created: float
+    draft: str
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One strategy of one target; or a target whose registry entry cannot be read, with no strategy.
+
+    Attributes:
+        latest: the newest report; None where there is none that can be read.
+        best: the report with the highest value of the same metric, among all that were ever published.
+        stale_against: what is not as it was for the newest report, in words.
+        draft_changes: what is not as it was when the draft was trained, in words; a new report does not change that.
+        problem: why there is no `latest`, or why it is not known what it is stale against.
+    """
+
+    target: str
+    strategy: str
+    latest: Measured | None = None
+    best: Measured | None = None
+    stale_against: tuple[str, ...] = ()
+    draft_changes: tuple[str, ...] = ()
+    problem: str | None = None
+
+    @property
+    def value(self) -> float | None:
+        return None if self.latest is None else self.latest.score.value
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Everything that standings are read from."""
+
+    registry: Registry
+    artifacts: ArtifactStore
+    digests: FileDigests
+
+    @classmethod
+    def of(cls, registry: Registry) -> Fleet:
+        var = registry.var()
+        return cls(registry, ArtifactStore(var), FileDigests(var / "digests.json"))
+
+    def standings(self) -> list[Standing]:
+        """Every strategy of every target, the most accepted first, those without a value last."""
+        found = [standing for name in self.registry.target_names() for standing in self._of_target(name)]
+        return sorted(found, key=lambda one: (one.value is None, -(one.value or 0), one.target, one.strategy))
+
+    def _of_target(self, name: str) -> Iterator[Standing]:
+        try:
+            target = self.registry.target(name)
+        except DraftworksError as error:
+            yield Standing(name, strategy="", problem=str(error))
+            return
+        for strategy in target.strategies:
+            try:
+                yield self._of_strategy(target, strategy)
+            except DraftworksError as error:
+                yield Standing(name, strategy, problem=str(error))
+
+    def _of_strategy(self, target: TargetSpec, strategy: str) -> Standing:
+        report = self.artifacts.find(f"{strategy}_report", target.name)
+        draft = self.artifacts.find(f"{strategy}_draft", target.name)
+        if report is None:
+            problem = "no draft yet" if draft is None else "no report of its draft yet: run the job `evaluate`"
+            return Standing(target.name, strategy, problem=problem)
+        latest = measured(report)
+        best = best_of(latest, self.artifacts.all(report.asset, target.name))
+        try:
+            files = resolve_target(target, self.registry, self.digests)
+            stale_against = self._stale_against(target, files, {} if draft is None else {strategy: draft})
+            draft_changes = () if draft is None else self.changes_of_draft(draft, target, files)
+        except DraftworksError as error:
+            return Standing(target.name, strategy, latest, best, problem=str(error))
+        return Standing(target.name, strategy, latest, best, stale_against, draft_changes)
+
+    def changes_of_draft(self, draft: Artifact, target: TargetSpec, files: TargetFiles) -> tuple[str, ...]:
+        """What is not as it was when a draft was trained, in words."""
+        trained_for = TrainedFor(draft, target, files, self.registry, self.artifacts, self.digests)
+        return tuple(map(str, trained_for.changes()))
+
+    def _stale_against(self, target: TargetSpec, files: TargetFiles, drafts: dict[str, Artifact]) -> tuple[str, ...]:
+        """Of the built-in eval set only: what is shown was measured on nothing else."""
+        responses = {HELDOUT: self.artifacts.find(f"{HELDOUT}_responses", target.name)}
+        subject = Subject(files, drafts, responses, sources={})
+        return tuple(subject.changes(self.artifacts))
+
+
+def measured(report: Artifact) -> Measured:
+    """The walk, which is the nearest to serving that needs no target; without one, simulated_acc_len.
+
+    Raises:
+        StoreError: the report is damaged, or of another schema.
+    """
+    summary = ReportSummary.load(report.path / HELDOUT)
+    walks = [score for score in summary.of(TRAINED, WALK_RUNG) if score.value is not None]
+    score = (walks or summary.of(TRAINED, SIMULATED_RUNG))[0]
+    return Measured(summary.eval_set, score, summary.created.timestamp(), report.identity["draft"])
+
+
+def best_of(latest: Measured, reports: Sequence[Artifact]) -> Measured:
+    """The highest of the same metric, since others do not compare; of equals the earliest."""
+    comparable = [found for found in map(_readable, reports) if found and found.score.metric == latest.score.metric]
+    return max([latest, *comparable], key=lambda found: (found.score.value, -found.created))
+
+
+def _readable(report: Artifact) -> Measured | None:
+    """None for a report of another schema, or a damaged one: that is no reason to show nothing."""
+    try:
+        return measured(report)
+    except DraftworksError as error:
+        log.info("not among the best: %s", error)
+        return None

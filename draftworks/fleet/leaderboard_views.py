@@ -1,0 +1,165 @@
+"""The leaderboard as programs read it (a table in Parquet) and as people do: markdown, lines of a terminal, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftworks.fleet.leaderboard import Measured, Standing
+from draftworks.storage.atomic import published
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TABLE, MARKDOWN, PLOT = "leaderboard.parquet", "leaderboard.md", "leaderboard.png"
+MOST_BARS = 30
+AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+LONGEST_REASON = 120
+TEXTS = ("target", "strategy", "eval_set", "metric", "age", "draft", "stale_against", "draft_changes", "problem")
+NUMBERS = ("value", "low", "high", "confidence", "age_s", "best")
+TIMES = ("measured", "best_measured")
+CAPTION = (
+    "Draft tokens accepted per pass of the target; the metric names the rung of the acceptance ladder, and values of "
+    "different metrics do not compare. Intervals are by bootstrap over prompts. The best is of the same metric, over all "
+    "reports ever published; its eval data may have been others. Stale numbers are measured again by the job `evaluate`; a "
+    "stale draft was trained for something else than is there now, and stays so until it is trained again."
+)
+
+
+def save(folder: Path, standings: Sequence[Standing], now: float) -> None:
+    """Write all forms into `folder`, each atomically; without a value in it there is no picture."""
+    with published(folder / TABLE) as staging:
+        frame(standings, now).to_parquet(staging)
+    with published(folder / MARKDOWN) as staging:
+        staging.write_text(markdown(standings), encoding="utf-8")
+    picture = plot(standings)
+    if picture is None:
+        (folder / PLOT).unlink(missing_ok=True)
+        return
+    with published(folder / PLOT) as staging:
+        staging.write_bytes(picture)
+
+
+def frame(standings: Sequence[Standing], now: float) -> pd.DataFrame:
+    """A row for each standing. `now` in seconds since the epoch; `draft` is a data version."""
+    import pandas as pd
+
+    columns = ("target", "strategy", "eval_set", "metric", "value", "low", "high", "confidence", "prompts")
+    columns += ("measured", "age_s", "age", "best", "best_measured", "draft")
+    columns += ("stale_against", "draft_changes", "problem")
+    found = pd.DataFrame([_row(standing, now) for standing in standings], columns=columns)
+    kinds = {**dict.fromkeys(TEXTS, "string"), **dict.fromkeys(NUMBERS, "float64"), "prompts": "Int64"}
+    times = {name: pd.to_datetime(found[name], unit="s", utc=True) for name in TIMES}
+    return found.astype(kinds).assign(**times)
+
+
+def _row(standing: Standing, now: float) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "target": standing.target,
+        "strategy": standing.strategy,
+        "stale_against": ", ".join(standing.stale_against),
+        "draft_changes": ", ".join(standing.draft_changes),
+        "problem": standing.problem,
+    }
+    latest, best = standing.latest, standing.best
+    if latest is not None and best is not None:
+        names = ("metric", "value", "low", "high", "confidence", "prompts")
+        row |= {name: getattr(latest.score, name) for name in names}
+        row |= {"eval_set": latest.eval_set, "draft": latest.draft, "measured": latest.created}
+        row |= {"age_s": now - latest.created, "age": readable_age(now - latest.created)}
+        row |= {"best": best.score.value, "best_measured": best.created}
+    return row
+
+
+def cells(standing: Standing, now: float | None = None) -> dict[str, str]:
+    """A row as a person reads it: with its age at `now`, or without, for what is looked at later, with when it was measured."""
+    latest, best = standing.latest, standing.best
+    known = latest is not None and best is not None
+    return {
+        "target": standing.target,
+        "strategy": standing.strategy,
+        "accepted": _with_interval(latest) if known else "",
+        "metric": f"{latest.score.metric}, {latest.eval_set}" if known else "",
+        "prompts": "" if not known or latest.score.prompts is None else f"{latest.score.prompts:,}",
+        **_when(latest.created if known else None, now),
+        "best ever": f"{best.score.value:.2f} ({_day(best.created)})" if known else "",
+        "draft": latest.draft[:16] if known else "",
+        "stale against": _stale(standing),
+    }
+
+
+def _when(created: float | None, now: float | None) -> dict[str, str]:
+    if now is None:
+        return {"measured": "" if created is None else f"{datetime.fromtimestamp(created, UTC):%Y-%m-%d %H:%M} UTC"}
+    return {"age": "" if created is None else readable_age(now - created)}
+
+
+def markdown(standings: Sequence[Standing]) -> str:
+    """The table, in the order given, and what its numbers are."""
+    from tabulate import tabulate
+
+    if not standings:
+        return "No target in the registry.\n"
+    rows = [{name: text.replace("|", "\\|") for name, text in cells(one).items()} for one in standings]
+    return f"{tabulate(rows, headers='keys', tablefmt='pipe', disable_numparse=True)}\n\n{CAPTION}\n"
+
+
+def plot(standings: Sequence[Standing]) -> bytes | None:
+    """A bar with its interval for each of the first drafts that have a value, coloured by metric; None without one."""
+    from draftworks.evaluation.report.plots import COLOURS, as_png, label, new_figure
+
+    measured = [one for one in standings if one.latest is not None]
+    shown = measured[:MOST_BARS]
+    if not shown:
+        return None
+    figure = new_figure(6.4, 1.4 + 0.26 * len(shown))
+    axes = figure.add_subplot()
+    metrics = sorted({one.latest.score.metric for one in shown})
+    for metric, colour in zip(metrics, COLOURS):
+        places = [place for place, one in enumerate(shown) if one.latest.score.metric == metric]
+        axes.barh(places, [shown[place].value for place in places], color=colour, label=metric)
+    for place, one in enumerate(shown):
+        if _has_interval(one.latest):
+            axes.plot([one.latest.score.low, one.latest.score.high], [place, place], color="black", linewidth=1.5)
+    axes.set_yticks(range(len(shown)), [f"{one.target} · {one.strategy}" for one in shown])
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    figure.legend(loc="outside lower center", frameon=False)
+    title = (
+        "leaderboard" if len(shown) == len(measured) else f"leaderboard: the first {len(shown)} of {len(measured):,}"
+    )
+    label(axes, title, "draft tokens accepted per pass", "")
+    return as_png(figure)
+
+
+def readable_age(seconds: float) -> str:
+    """In its largest unit: 7300 -> '2 h'. A clock that is behind makes no negative age."""
+    whole = max(int(seconds), 0)
+    unit, length = next(((unit, length) for unit, length in AGES if whole >= length), AGES[-1])
+    return f"{whole // length} {unit}"
+
+
+def _has_interval(measured: Measured) -> bool:
+    """Over one prompt an interval has no width, which would look like certainty."""
+    return measured.score.low is not None and measured.score.prompts != 1
+
+
+def _with_interval(measured: Measured) -> str:
+    score = measured.score
+    return f"{score.value:.2f}" + (f" ({score.low:.2f}–{score.high:.2f})" if _has_interval(measured) else "")
+
+
+def _day(created: float) -> str:
+    return f"{datetime.fromtimestamp(created, UTC):%Y-%m-%d}"
+
+
+def _stale(standing: Standing) -> str:
+    """What the numbers and what the draft is stale against, or the first line of why that is not known."""
+    reasons = [f"numbers: {', '.join(standing.stale_against)}"] if standing.stale_against else []
+    if standing.draft_changes:
+        reasons.append(f"draft: {', '.join(standing.draft_changes)}")
+    if standing.problem is not None:
+        line = standing.problem.splitlines()[0]
+        reasons.append(line if len(line) <= LONGEST_REASON else f"…{line[1 - LONGEST_REASON :]}")
+    return "; ".join(reasons)

@@ -1,0 +1,265 @@
+"""The README.md that goes with a draft: what it is of, how it was made, what it is worth and how that was measured.
+
+Generated from lineage alone, so the same draft, reports and target give the same text. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
+from typing import Any
+
+import yaml
+
+from draftworks.config.registry_files import DatasetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.config.strategies import resolve_strategy
+from draftworks.evaluation.ladder.rungs import MEANINGS
+from draftworks.evaluation.own_figures import own_figures
+from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
+from draftworks.storage.artifacts import Artifact
+
+FENCE = "---\n"
+
+
+@dataclass(frozen=True)
+class CardSubject:
+    """A draft and what a card says of it.
+
+    Attributes:
+        reports: by eval set, the main one first.
+        dataset: what the draft was trained on.
+        changes: what is not as it was when the draft was trained, in words.
+    """
+
+    draft: Artifact
+    reports: Sequence[ReportSummary]
+    target: TargetFiles
+    dataset: DatasetSpec
+    changes: Sequence[str] = ()
+
+    @property
+    def strategy(self) -> str:
+        return self.draft.identity["strategy"]
+
+    @property
+    def base(self) -> str:
+        """The hub id, or the name of a target that lies in a folder: where that is concerns nobody else."""
+        return self.target.name if self.target.revision is None else self.target.model
+
+
+def model_card(subject: CardSubject) -> str:
+    """Front matter as the Hugging Face hub reads it, and a page for people."""
+    parts = [_front_matter(subject), _introduction(subject), _target(subject), _strategy(subject), _training(subject)]
+    parts += [_acceptance(subject), _rungs(subject), _measuring(subject), _limits(subject), _provenance(subject)]
+    return "\n\n".join(parts) + "\n"
+
+
+def page_of(card: str) -> str:
+    """A card without its front matter, which is for programs."""
+    return card.removeprefix(FENCE).partition(FENCE)[2].lstrip()
+
+
+def _front_matter(subject: CardSubject) -> str:
+    """`base_model` is for hub ids only: the hub takes every name for one of its own."""
+    metrics = dict.fromkeys(score.metric for report in subject.reports for score in _lengths(report))
+    values: dict[str, Any] = {} if subject.target.revision is None else {"base_model": subject.target.model}
+    values |= {"tags": ["speculative-decoding", "draft-model", subject.strategy], "metrics": list(metrics)}
+    return f"{FENCE}{yaml.safe_dump(values, sort_keys=False)}{FENCE}".rstrip()
+
+
+def _introduction(subject: CardSubject) -> str:
+    report = subject.reports[0]
+    best = (*_known(report, 3), *_known(report, 1))[0]
+    return (
+        f"# {subject.strategy} draft of {subject.base}\n\n"
+        "A draft model for speculative decoding: it proposes tokens, the target verifies them in one forward pass. It is of no use "
+        f"without its target, and where the server verifies exactly, it changes how fast the target answers, not what.\n\n**{_value(best)}** draft tokens are accepted "
+        f"per pass of the target, of {report.draft_tokens} proposed (`{best.metric}` on {report.eval_set})."
+        f"{_staleness(subject)}"
+    )
+
+
+def _staleness(subject: CardSubject) -> str:
+    if not subject.changes:
+        return ""
+    changes = "\n".join(f"* {change}" for change in subject.changes)
+    return (
+        f"\n\n**This draft is stale.** The numbers are of the target as it was when they were measured; the draft was trained "
+        f"before these changed, and stays stale until it is trained again:\n\n{changes}"
+    )
+
+
+def _target(subject: CardSubject) -> str:
+    target = subject.target
+    rows = {
+        "model": subject.base,
+        "revision": target.revision or "a local directory, known by its digest",
+        "weights digest": target.digest,
+        "tokenizer digest (with chat template)": target.tokenizer_digest,
+        "layers": target.num_layers,
+        "hidden size": target.hidden_size,
+        "vocabulary": target.vocab_size,
+    }
+    return _section("Target", _pairs(rows))
+
+
+def _strategy(subject: CardSubject) -> str:
+    options = {name: "default" if value is None else value for name, value in subject.draft.identity["options"].items()}
+    return _section("Strategy", resolve_strategy(subject.strategy).description, _pairs(options, "option"))
+
+
+def _training(subject: CardSubject) -> str:
+    identity, summary = subject.draft.identity, subject.draft.summary
+    rows = {
+        "data set": subject.dataset.name,
+        "what it is": subject.dataset.description or "not said",
+        "licence of the data": subject.dataset.licence or "not said",
+        "steps": f"{summary['steps']:,}, published: step {summary['published_step']:,}",
+        "tokens": f"{summary['tokens']:,}",
+        "ranks": summary["world_size"],
+        "loss": f"{_number(summary['first_loss'])} at first, {_number(summary['last_loss'])} at last",
+        **{f"held-out {name}": _numbers(value) for name, value in own_figures(summary["heldout"]).items()},
+    }
+    settings = {name: value for name, value in identity["training"].items() if value is not None}
+    return _section("Training", _pairs(rows), _pairs(settings, "setting"))
+
+
+def _acceptance(subject: CardSubject) -> str:
+    """A table per eval set: a row per metric, a column per draft."""
+    return _section("Acceptance", *chain.from_iterable(map(_acceptance_on, subject.reports)))
+
+
+def _acceptance_on(report: ReportSummary) -> tuple[str, str]:
+    drafts = list(dict.fromkeys(score.draft for score in report.scores))
+    shown = sorted(dict.fromkeys((score.rung, score.metric) for score in report.scores), key=itemgetter(0))
+    found = {(score.draft, score.metric): score for score in report.scores}
+    rows = [
+        {"rung": rung, "metric": f"`{metric}`", **{draft: _cell(found.get((draft, metric))) for draft in drafts}}
+        for rung, metric in shown
+    ]
+    return f"On `{report.eval_set}`, with {_confidence(report)}:", _table(rows)
+
+
+def _rungs(subject: CardSubject) -> str:
+    measured = sorted({score.rung for report in subject.reports for score in report.scores})
+    lines = [f"* **Rung {rung}**: {MEANINGS[rung]}" for rung in measured]
+    lengths = "Lengths are draft tokens accepted per pass of the target; the token that the target adds itself is not counted."
+    return _section("What the rungs mean", "\n".join(lines), lengths)
+
+
+def _measuring(subject: CardSubject) -> str:
+    rows = [
+        {
+            "eval set": report.eval_set,
+            "prompts": _prompts(report),
+            "draft tokens proposed (k)": report.draft_tokens,
+            "answer tokens that are the target's argmax": _share(report.label_agreement),
+            "measured": f"{report.created:%Y-%m-%d}",
+        }
+        for report in subject.reports
+    ]
+    drafts = "`untrained` is the same draft before training, `bigram` a table of pairs of tokens: both cost nothing."
+    return _section("How it was measured", _table(rows), drafts)
+
+
+def _limits(subject: CardSubject) -> str:
+    limits = [
+        "Made for the target above and its tokenizer. With another model, a fine-tuned one too, acceptance has to be measured anew.",
+        "Measured on the eval sets above: other tasks and languages are accepted at other rates.",
+    ]
+    vocabulary = subject.draft.identity["options"].get("draft_vocab_size")
+    if vocabulary is not None and vocabulary < subject.target.vocab_size:
+        limits.append(
+            f"Proposes {vocabulary:,} of the target's {subject.target.vocab_size:,} tokens, the others never."
+        )
+    if any(report.label_agreement is None or report.label_agreement < 1 for report in subject.reports):
+        limits.append(
+            "Rungs 2 and 3 are exact only if all answer tokens are the target's argmax, which is not so, or not known, here."
+        )
+    if any(score.rung == 4 for report in subject.reports for score in report.scores):
+        limits.append("Speed-ups are of one prompt at a time on the machine that measured, not of a server under load.")
+    return _section("Limits", "\n".join(f"* {limit}" for limit in limits))
+
+
+def _provenance(subject: CardSubject) -> str:
+    """Digests by which everything that went in is found again."""
+    identity = subject.draft.identity
+    rows = {
+        "draft weights": subject.draft.data_version,
+        "draft, by all that it was made from": subject.draft.path.name,
+        "target weights": identity["target"],
+        "training tokens": identity["tokens"],
+        "training features": identity["features"],
+        "vocabulary mapping": identity["vocab_mapping"],
+    }
+    for report in subject.reports:
+        for name in ("eval_tokens", "eval_features"):
+            rows[f"{name.replace('_', ' ')} of {report.eval_set}"] = report.provenance.get(name)
+    return _section("Provenance", _pairs({name: digest for name, digest in rows.items() if digest}, "digest of"))
+
+
+def _lengths(report: ReportSummary) -> list[RungScore]:
+    """The trained draft on the rungs that count tokens."""
+    return [score for score in report.scores if score.draft == TRAINED and score.rung > 0]
+
+
+def _known(report: ReportSummary, rung: int) -> list[RungScore]:
+    return [score for score in report.of(TRAINED, rung) if score.value is not None]
+
+
+def _cell(score: RungScore | None) -> str:
+    if score is None or score.value is None:
+        return ""
+    return _value(score) + ("" if score.speed_up is None else f", {score.speed_up:.2f}× plain decoding")
+
+
+def _value(score: RungScore) -> str:
+    """Over one prompt an interval has no width, which would look like certainty."""
+    if score.low is None or score.high is None or score.prompts == 1:
+        return _number(score.value)
+    return f"{_number(score.value)} ({score.low:.2f}–{score.high:.2f})"
+
+
+def _confidence(report: ReportSummary) -> str:
+    levels = {score.confidence for score in report.scores if score.confidence is not None}
+    return (
+        f"{max(levels):.0%} intervals by bootstrap over prompts" if levels else "no intervals: no passes were counted"
+    )
+
+
+def _prompts(report: ReportSummary) -> str:
+    counts = {score.rung: f"{score.prompts:,}" for score in _lengths(report) if score.prompts is not None}
+    return ", ".join(f"{count} (rung {rung})" for rung, count in counts.items()) or "not counted"
+
+
+def _share(share: float | None) -> str:
+    """Rounded down, so that nothing but all of them is called 100%."""
+    return "not known" if share is None else f"{int(share * 10_000) / 100:.2f}%"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}"
+
+
+def _numbers(value: float | list[float]) -> str:
+    """One, or one per position."""
+    return ", ".join(map(_number, value)) if isinstance(value, list) else _number(value)
+
+
+def _section(title: str, *parts: str) -> str:
+    return "\n\n".join([f"## {title}", *parts])
+
+
+def _pairs(rows: Mapping[str, Any], name: str = "") -> str:
+    return _table([{name or "what": key, "value": value} for key, value in rows.items()])
+
+
+def _table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Registry texts may hold what would break a table."""
+    from tabulate import tabulate
+
+    cells = [{name: " ".join(str(value).split()).replace("|", "\\|") for name, value in row.items()} for row in rows]
+    return tabulate(cells, headers="keys", tablefmt="pipe", disable_numparse=True)

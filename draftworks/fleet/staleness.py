@@ -1,0 +1,91 @@
+"""Which reports of a target were made from something else than what is there now. Torch-free, reads records only.
+
+Dagster's own staleness is not transitive and is never shown for many targets at once, so this compares the
+identities that results carry, at any number of targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.identity import digest
+from draftworks.targets.registry import HELDOUT
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What an evaluation of a target would measure now.
+
+    Attributes:
+        files: the target itself.
+        drafts: the newest of each strategy that has one.
+        responses: the newest of each eval set; None where it was never made.
+        sources: content digests of the files behind the named eval sets.
+    """
+
+    files: TargetFiles
+    drafts: dict[str, Artifact]
+    responses: dict[str, Artifact | None]
+    sources: dict[str, str]
+
+    @property
+    def identity(self) -> str:
+        """Equal for two evaluations that would come to the same."""
+        drafts = {name: [draft.data_version, draft.path.name] for name, draft in self.drafts.items()}
+        made = [drafts, {name: _version(artifact) for name, artifact in self.responses.items()}]
+        return digest([self.files.digest, self.files.tokenizer_digest, self.sources, made])
+
+    def changes(self, artifacts: ArtifactStore) -> list[str]:
+        """What is not as it was for the newest reports, in words; empty when every report is of what is there."""
+        found: list[str] = []
+        for name in self.responses:
+            found += self._changes_of_eval_set(name, artifacts)
+        for strategy, draft in self.drafts.items():
+            report = artifacts.find(f"{strategy}_report", self.files.name)
+            if report is None or not _is_of(report, draft):
+                found.append(f"{strategy} draft")
+        return list(dict.fromkeys(found))
+
+    def _changes_of_eval_set(self, name: str, artifacts: ArtifactStore) -> list[str]:
+        # Records of an earlier version lack some keys: what they were made from is then another thing, as it should be.
+        target, found = self.files.name, []
+        features = artifacts.find(f"{name}_eval_features", target)
+        if features is not None and features.identity.get("target") != self.files.digest:
+            found.append("weights of the target")
+        if features is not None and features.identity.get("tokenizer") != self.files.tokenizer_digest:
+            found.append("tokenizer or chat template")
+        reports = [artifacts.find(f"{strategy}_report", target) for strategy in self.drafts]
+        if any(report and not _measured_on(report, name, self.responses[name], features) for report in reports):
+            found.append(f"eval set {name}")
+        prepared = artifacts.find(f"{name}_set", target) if name in self.sources else None
+        if prepared is not None and prepared.identity.get("dataset") != self.sources[name]:
+            found.append(f"eval set {name}")
+        return found
+
+
+def published_drafts(artifacts: ArtifactStore, target: TargetSpec) -> dict[str, Artifact]:
+    """The newest draft of every strategy that the target uses, where there is one."""
+    found = {strategy: artifacts.find(f"{strategy}_draft", target.name) for strategy in target.strategies}
+    return {strategy: draft for strategy, draft in found.items() if draft is not None}
+
+
+def _version(artifact: Artifact | None) -> str | None:
+    return None if artifact is None else artifact.data_version
+
+
+def _is_of(report: Artifact, draft: Artifact) -> bool:
+    """Weights alone do not say it: a draft published as it began may have the weights of another, and other options."""
+    return (report.identity["draft"], report.identity.get("draft_identity")) == (draft.data_version, draft.path.name)
+
+
+def _measured_on(report: Artifact, name: str, responses: Artifact | None, features: Artifact | None) -> bool:
+    """Whether a report is of these answers of an eval set, and of these features as far as its draft reads them."""
+    measured = report.identity["heldout"] if name == HELDOUT else report.identity.get("evals", {}).get(name)
+    if measured is None or responses is None or features is None:
+        return False
+    answers, streams = measured
+    known = features.summary.get("stream_versions", {})
+    return answers == responses.data_version and isinstance(streams, dict) and streams.items() <= known.items()

@@ -1,0 +1,171 @@
+"""What the strategies of a target ask of it together: taps and a draft vocabulary. Torch-free, checked before any cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from draftworks.config.draft_config import read_config
+from draftworks.config.layer_shape import embedding_scale
+from draftworks.config.registry_files import ExportSettings, TargetSpec
+from draftworks.config.run_files import VOCAB_FILE, TargetFiles
+from draftworks.config.strategies import StrategyOptions, StrategySpec, TargetSizes, resolve_strategy
+from draftworks.errors import ConfigError, StoreError
+from draftworks.sglang.families import refuse_on_cpu
+from draftworks.sglang.layers import architecture_of, check_capture, eagle3_ids
+from draftworks.targets.registry import Registry
+from draftworks.targets.resolve import text_config
+
+SGLANG_EAGLE3 = "sglang_eagle3"
+
+
+def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) -> None:
+    """ConfigError if the model cannot give what its strategies need, or a draft to begin from is not one of them."""
+    _check_serving(target)
+    refuse_on_cpu(target, files)
+    if target.capture.backend in ("sglang", "sglang_server") and not target.capture.server.external:
+        check_capture(f"target {target.name}", architecture_of(files), target.capture.server.args)
+    union_of_taps(target, files.num_layers)
+    sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size, target.max_length)
+    for name, entry in target.strategies.items():
+        strategy = resolve_strategy(name)
+        options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
+        if strategy.check is not None:
+            with _told_of(target):
+                strategy.check(options, sizes)
+        if entry.training.device == "cpu" and getattr(options, "attention", None) == "flex":
+            raise ConfigError(
+                f"target {target.name}: {name}: attention flex has no gradients on a CPU, and training.device is cpu: "
+                "set options.attention to sdpa or auto"
+            )
+        if entry.training.pack_tokens is not None:
+            strategy.check_packing(options, f"target {target.name}: strategies.{name}.training")
+        _check_export(strategy, options, files, entry.export, f"target {target.name}: strategies.{name}.export")
+        _check_served_taps(target, files, name, entry.export)
+        if entry.start_from is not None:
+            where = f"target {target.name}: strategies.{name}.start_from"
+            _check_start(registry.located(entry.start_from), strategy, options, files, where)
+    size = draft_vocab_size(target)
+    if size is not None and size > files.vocab_size:
+        raise ConfigError(
+            f"target {target.name}: draft_vocab_size {size} is larger than the model's vocabulary of {files.vocab_size}. "
+            f"Set options.draft_vocab_size to at most that"
+        )
+
+
+def _check_served_taps(target: TargetSpec, files: TargetFiles, name: str, export: ExportSettings) -> None:
+    """ConfigError for an EAGLE-3 draft that SGLang could only serve with other layers than it is trained on."""
+    written = [made.name for made in resolve_strategy(name).exports]
+    if SGLANG_EAGLE3 not in (written if export.formats is None else export.formats):
+        return
+    options = resolve_strategy(name).parse_options(
+        target.strategies[name].options, where=f"target {target.name}: {name}"
+    )
+    with _told_of(target):
+        eagle3_ids(resolve_strategy(name).taps(files.num_layers, options), architecture_of(files))
+
+
+@contextmanager
+def _told_of(target: TargetSpec) -> Iterator[None]:
+    """A strategy's error names the strategy; here it says whose entry it is in, too."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"target {target.name}: {error}") from error
+
+
+def _check_serving(target: TargetSpec) -> None:
+    """A format that no strategy of the target writes would be missed only when all else is made."""
+    wanted = target.evaluation.serving.format
+    known = [made.name for name in target.strategies for made in resolve_strategy(name).exports]
+    if wanted is not None and wanted not in known:
+        raise ConfigError(
+            f"target {target.name}: evaluation.serving.format: expected one of {', '.join(known) or 'no format'}, "
+            f"found {wanted}"
+        )
+
+
+def _check_export(
+    strategy: StrategySpec, options: StrategyOptions, files: TargetFiles, settings: ExportSettings, where: str
+) -> None:
+    """Who wants no export says so; any other draft has to have one in the end."""
+    refused = strategy.refusals(options, strategy.taps(files.num_layers, options), settings.formats)
+    exports = [strategy.export(name) for name in settings.formats or ()]
+    if any(export.embeds_rows for export in exports):
+        scale = embedding_scale(text_config(files).get("model_type"), files.hidden_size)
+        refused |= {export.name: why for export in exports if (why := export.embedding_refusal(scale))}
+    useless = settings.formats is None and bool(refused) and len(refused) == len(strategy.exports)
+    if refused and (useless or settings.formats is not None):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise ConfigError(
+            f"{where}: the draft could not be written as {reasons}. Train without this option, or set formats to those "
+            "that can hold it, [] for none"
+        )
+
+
+def _check_start(
+    folder: Path, strategy: StrategySpec, options: StrategyOptions, files: TargetFiles, where: str
+) -> None:
+    try:
+        found = read_config(folder)
+    except StoreError as error:
+        raise ConfigError(f"{where}: {error}. `draftworks import` makes a draft of a peer's checkpoint") from error
+    if found.strategy != strategy.name:
+        raise ConfigError(f"{where}: {folder}: expected a draft of {strategy.name}, found one of {found.strategy}")
+    theirs = strategy.parse_options(found.draft.get("options", {}), where=str(folder))
+    wanted = {"hidden_size": files.hidden_size, "vocab_size": files.vocab_size, **options.structure()}
+    given = {**found.draft, **theirs.structure()}
+    if strategy.uses_vocab_mapping:
+        wanted["draft_vocab_size"] = options.draft_vocab_size
+    wanted |= {key: value for key, value in _inputs(strategy, options, files).items() if key in found.draft}
+    wrong = [
+        f"{key}: expected {value}, found {given.get(key)}" for key, value in wanted.items() if given.get(key) != value
+    ]
+    if wrong:
+        raise ConfigError(f"{where}: {folder}: {'; '.join(wrong)}")
+    if strategy.uses_vocab_mapping and not (folder / VOCAB_FILE).is_file():
+        raise ConfigError(f"{where}: {folder}: {VOCAB_FILE} is missing. Import the draft again")
+
+
+def _inputs(strategy: StrategySpec, options: StrategyOptions, files: TargetFiles) -> dict[str, object]:
+    """What a draft of these options reads, under the names that it has in a draft's config."""
+    inputs: dict[str, object] = {"feature_names": list(strategy.features(files.num_layers, options))}
+    if "mask_token_id" in type(options).model_fields:
+        inputs["mask_token_id"] = files.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
+    return inputs
+
+
+def union_of_taps(target: TargetSpec, num_layers: int) -> list[int]:
+    """hf_index of every tap that any strategy of the target needs, ascending.
+
+    Raises:
+        ConfigError: a strategy's taps lie outside the target or collide.
+    """
+    taps: set[int] = set()
+    for name, entry in target.strategies.items():
+        strategy = resolve_strategy(name)
+        options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
+        with _told_of(target):
+            taps.update(tap.hf_index for tap in strategy.taps(num_layers, options))
+    return sorted(taps)
+
+
+def draft_vocab_size(target: TargetSpec) -> int | None:
+    """The one reduced vocabulary that the target's strategies share; None if none of them reduces it.
+
+    Raises:
+        ConfigError: two strategies of the target ask for different sizes.
+    """
+    sizes: dict[str, int] = {}
+    for name, entry in target.strategies.items():
+        strategy = resolve_strategy(name)
+        if strategy.uses_vocab_mapping:
+            options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
+            sizes[name] = options.draft_vocab_size
+    if len(set(sizes.values())) > 1:
+        raise ConfigError(
+            f"target {target.name}: strategies share one draft vocabulary, but ask for sizes {sizes}. "
+            "Set the same options.draft_vocab_size for all of them"
+        )
+    return next(iter(sizes.values()), None)

@@ -1,0 +1,218 @@
+"""SGLang's HTTP interface, as far as we use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError
+from draftworks.sglang.hook import capture_hook
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """How a running server is set up, as it says itself.
+
+    Attributes:
+        model: what it serves now; `started_with` is what it was started with, before any update of its weights.
+        convention: how `layer_ids` are counted: `eagle3`, `dflash` or `dspark`; None if it does not say.
+        attention_dp: groups of ranks with requests of their own; our hook writes on the first rank alone.
+        layer_ids: layers whose outputs are captured; None if it captures none.
+        spool: where our hook writes; None if it has not loaded it.
+        numerics: arguments that change its numbers and are not at their default, by name.
+    """
+
+    version: str
+    model: str
+    revision: str | None
+    dtype: str
+    context: int | None
+    radix_cache: bool
+    chunked_prefill: bool
+    layer_ids: tuple[int, ...] | None
+    spool: Path | None
+    numerics: dict[str, str] = field(default_factory=dict)
+    started_with: str = ""
+    convention: str | None = None
+    attention_dp: int = 1
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A prompt, and SGLang's own sampling parameters for it."""
+
+    request_id: str
+    input_ids: Sequence[int]
+    sampling: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What SGLang answered to a prompt.
+
+    Attributes:
+        finish: SGLang's reason: `stop` (an end token, which is part of `output_ids`) or `length`.
+        cached_tokens: of the prompt, found in the prefix cache and not computed.
+    """
+
+    output_ids: tuple[int, ...]
+    finish: str
+    cached_tokens: int
+
+
+class SGLangClient:
+    """Talks to one server, for any number of threads.
+
+    Raises (all methods):
+        EngineError: no connection, no answer in time, or an error of the server.
+        CaptureError: the server refuses a request (too long, for example).
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        # As many connections as there are callers: how many requests run together is theirs to say.
+        limits = httpx.Limits(max_connections=None)
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
+        self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=limits)
+
+    def __enter__(self) -> SGLangClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def info(self) -> ServerInfo:
+        found = self._object("GET", "/server_info")
+        capturing = bool(found.get("enable_return_aux_hidden_states"))
+        layers = found.get("return_aux_hidden_state_layer_ids")
+        return ServerInfo(
+            version=str(found.get("version")),
+            model=str(self._served_now().get("model_path") or found.get("model_path")),
+            started_with=str(found.get("model_path")),
+            convention=found.get("aux_hidden_state_capture"),
+            attention_dp=_attention_dp(found),
+            revision=found.get("revision"),
+            dtype=str(found.get("dtype")),
+            context=found.get("context_length"),
+            radix_cache=not found.get("disable_radix_cache"),
+            chunked_prefill=found.get("chunked_prefill_size") != -1,
+            layer_ids=tuple(layers) if capturing and layers else None,
+            spool=_spool(found.get("forward_hooks") or []),
+            numerics=_numerics(found),
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a text by the server's tokenizer, without special tokens."""
+        found = self._object("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).get("tokens")
+        if not isinstance(found, list):
+            raise EngineError(f"SGLang at {self.url} answered /tokenize without tokens: {str(found)[:200]}")
+        return found
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """One answer for each request, in their order; the server works on them together."""
+        answers = self._call(
+            "POST",
+            "/generate",
+            {
+                "rid": [request.request_id for request in requests],
+                "input_ids": [list(request.input_ids) for request in requests],
+                "sampling_params": [request.sampling for request in requests],
+            },
+        )
+        if not isinstance(answers, list) or len(answers) != len(requests):
+            found = f"{len(answers)} of them" if isinstance(answers, list) else str(answers)[:200]
+            raise EngineError(
+                f"SGLang at {self.url} answered /generate with something else than {len(requests)} answers: {found}"
+            )
+        return [generation_of(answer) for answer in answers]
+
+    def _served_now(self) -> dict[str, Any]:
+        """Its answer to /model_info: weights may have been replaced since it was started. Empty where it does not know that."""
+        try:
+            return self._object("GET", "/model_info")
+        except CaptureError:
+            return {}
+
+    def _object(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        found = self._call(method, path, body)
+        if not isinstance(found, dict):
+            raise EngineError(
+                f"SGLang at {self.url} answered {path} with something else than an object: {str(found)[:200]}"
+            )
+        return found
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        where = f"SGLang at {self.url}"
+        if self._http.is_closed:
+            raise EngineError(f"{where} is no longer ours to ask ({path}): the engine was closed")
+        try:
+            response = self._http.request(method, path, json=body)
+        except httpx.TimeoutException as error:
+            raise EngineError(
+                f"{where} gave no answer to {path} within {self._timeout_s:g} s (sglang.request_timeout_s of the deployment)"
+            ) from error
+        except httpx.HTTPError as error:
+            raise EngineError(f"{where} cannot be reached ({path}): {type(error).__name__}: {error}") from error
+        if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+            raise PassingTroubleError(f"{where} has too much to do ({path}, 429): {response.text[:500]}")
+        if response.is_client_error:
+            raise CaptureError(f"{where} refuses {path} ({response.status_code}): {response.text[:500]}")
+        try:
+            response.raise_for_status()
+            return response.json()
+        except (httpx.HTTPStatusError, ValueError) as error:
+            raise EngineError(f"{where} failed on {path}: {error}: {response.text[:500]}") from error
+
+
+def generation_of(answer: Any) -> Generation:
+    """Raises AbortedRequestError for a request that was given up, EngineError for an answer of another form."""
+    try:
+        meta = answer["meta_info"]
+        finish = meta["finish_reason"]
+        if finish["type"] != "abort":
+            return Generation(tuple(answer["output_ids"]), finish["type"], meta["cached_tokens"])
+        reason = finish.get("message") or "it does not say why"
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"SGLang's answer is not of the form that is expected of /generate ({type(error).__name__}: {error}): "
+            f"{str(answer)[:300]}"
+        ) from error
+    raise AbortedRequestError(f"SGLang gave up a request: {reason}")
+
+
+def _attention_dp(found: dict[str, Any]) -> int:
+    groups = max(found.get("attn_dp_size") or 1, 1)
+    return groups if groups > 1 or not found.get("enable_dp_attention") else max(found.get("dp_size") or 1, 2)
+
+
+def _numerics(found: dict[str, Any]) -> dict[str, str]:
+    """Of those that are easily set and forgotten."""
+    defaults: dict[str, tuple[Any, ...]] = {
+        "quantization": (None,),
+        "kv_cache_dtype": ("auto",),
+        "torchao_config": ("", None),
+        "lora_paths": (None, [], {}),
+        "json_model_override_args": ("{}", "", None),
+    }
+    return {
+        f"--{name.replace('_', '-')}": str(found[name])
+        for name, usual in defaults.items()
+        if found.get(name, usual[0]) not in usual
+    }
+
+
+def _spool(hooks: list[dict[str, Any]]) -> Path | None:
+    ours = f"{capture_hook.__module__}:{capture_hook.__name__}"
+    spools = [hook["config"]["spool"] for hook in hooks if hook.get("hook_factory") == ours]
+    return Path(spools[0]) if spools else None

@@ -1,0 +1,210 @@
+"""SGLang inside this process: one `sglang.Engine` on a thread of its own, and the processes it starts."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+import psutil
+
+from draftworks.errors import CaptureError, ConfigError, DraftworksError, EngineError
+from draftworks.sglang.client import GenerateRequest, Generation, generation_of
+from draftworks.sglang.environment import LAUNCHER_VARIABLES, check_version
+from draftworks.sglang.mortal_children import mortal_children
+from draftworks.sglang.server import ServerOptions, free_port
+
+WHERE = "SGLang in this process"
+_POLL_S = 0.5
+"""How soon a thread that waits for an answer notices that there will be none."""
+
+
+def require_sglang_here() -> str:
+    """The version of SGLang that the Python which runs this has; ConfigError if it has none."""
+    where = f"this Python, {sys.executable},"
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            f"backend sglang runs SGLang in the process that captures, but {where} has none. Run the program with the "
+            "Python of SGLang's environment (sglang.python of the deployment, as Dagster does), or choose backend "
+            "sglang_server, which starts it as a process of its own"
+        ) from error
+    check_version(version, where)
+    return version
+
+
+class EmbeddedSGLang:
+    """One Engine, to be asked by any number of threads. Nothing of it outlives this process.
+
+    It lives on a thread of its own: an Engine belongs to the event loop it is made in, on the main thread it would put its
+    own handlers in the place of this process's, and the kernel ends its processes with the thread that started them.
+
+    Args:
+        options: what a server would be started with.
+        start_timeout_s: until it has to be ready.
+        request_timeout_s: until it has to have answered.
+        grace_s: for its orderly end, before its processes are killed.
+    """
+
+    def __init__(
+        self, options: ServerOptions, start_timeout_s: float, request_timeout_s: float, grace_s: float
+    ) -> None:
+        self._options = options
+        self._start_timeout_s = start_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._grace_s = grace_s
+        self._loop = asyncio.new_event_loop()
+        self._engine: Future[Any] = Future()
+        self._thread = threading.Thread(target=self._live, name="sglang-engine", daemon=True)
+        self._others = set(psutil.Process().children(recursive=True))
+        self._fault: str | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it is ready.
+
+        Raises:
+            ConfigError: SGLang does not know one of the arguments.
+            EngineError: it failed, or was not ready in time.
+        """
+        self._options.spool.mkdir(parents=True, exist_ok=True)
+        self._thread.start()
+        try:
+            self._engine.result(self._start_timeout_s)
+        except TimeoutError as error:
+            self.close()
+            raise EngineError(
+                f"{WHERE} was not ready within {self._start_timeout_s:g} s (sglang.start_timeout_s of the deployment)"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
+        """One answer for each request, in their order; the Engine works on them together.
+
+        Raises:
+            EngineError: it failed, was closed, or did not answer in time.
+            CaptureError: it refuses a request.
+        """
+        self._require_sound()
+        asked = self._engine.result(0).async_generate(
+            input_ids=[list(request.input_ids) for request in requests],
+            sampling_params=[request.sampling for request in requests],
+            rid=[request.request_id for request in requests],
+        )
+        answer = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        try:
+            self._await(answer)
+            return [generation_of(each) for each in answer.result()]
+        except DraftworksError:
+            answer.cancel()
+            raise
+        except ValueError as error:
+            raise CaptureError(f"{WHERE} refuses a request: {error}") from error
+        except Exception as error:
+            self._require_sound()  # its end cancels what is still asked
+            raise EngineError(f"{WHERE} failed: {type(error).__name__}: {error}") from error
+
+    def fail(self, reason: str) -> None:
+        """From now on it answers nobody, and who waits is told the reason; the first one counts."""
+        self._fault = self._fault or reason
+
+    def close(self) -> None:
+        """End it and all its processes."""
+        self.fail("the engine was closed")
+        if not self._thread.is_alive():
+            return
+        if self._engine.done():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(self._grace_s)
+        deadline = time.monotonic() + self._grace_s
+        while self._thread.is_alive() and time.monotonic() < deadline:  # a start under way may start more of them
+            self._kill_processes()
+            self._thread.join(_POLL_S)
+        self._kill_processes()
+
+    def _live(self) -> None:
+        """All that the thread does."""
+        asyncio.set_event_loop(self._loop)
+        try:
+            with _sglang_surroundings(self._options.environment()), mortal_children(self._options.spool.parent):
+                engine = _make_engine(self._options)
+        except DraftworksError as error:
+            self._engine.set_exception(error)
+            return
+        except BaseException as error:
+            told = f"{WHERE} did not start: {type(error).__name__}: {error}. What it said itself is above, in this log"
+            self._engine.set_exception(EngineError(told))
+            return
+        self._engine.set_result(engine)
+        self._loop.run_forever()
+        engine.shutdown()
+        waiting = asyncio.all_tasks(self._loop)
+        for task in waiting:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*waiting, return_exceptions=True))
+
+    def _await(self, answer: Future[Any]) -> None:
+        deadline = time.monotonic() + self._request_timeout_s
+        while not wait([answer], timeout=_POLL_S).done:
+            self._require_sound()
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"{WHERE} gave no answer within {self._request_timeout_s:g} s (sglang.request_timeout_s of the deployment)"
+                )
+
+    def _require_sound(self) -> None:
+        if self._fault is not None:
+            raise EngineError(f"{WHERE} answers no more: {self._fault}")
+
+    def _kill_processes(self) -> None:
+        """Whatever this process has started since: it starts nothing else while an Engine lives."""
+        processes = set(psutil.Process().children(recursive=True)) - self._others
+        for process in processes:
+            with suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(processes, timeout=self._grace_s)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"capture.server.args: {message}")
+
+
+def _make_engine(options: ServerOptions) -> Any:
+    """An Engine that is set up by the very arguments a server would be started with."""
+    import sglang
+
+    logging.getLogger("sglang").setLevel(logging.WARNING)  # here; the log level below is for its processes
+    parser = _Parser(prog="sglang")
+    sglang.ServerArgs.add_cli_args(parser)
+    parsed = vars(parser.parse_args(["--log-level", "warning", *options.arguments(free_port())]))
+    return sglang.Engine(**{name: value for name, value in parsed.items() if value != parser.get_default(name)})
+
+
+@contextmanager
+def _sglang_surroundings(environment: Mapping[str, str]) -> Iterator[None]:
+    """What SGLang's processes inherit as they are started; afterwards it is ours again, and so is our logging."""
+    hidden = [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]
+    before = {name: os.environ.pop(name, None) for name in {*hidden, *environment}}
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name in environment:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+        root.handlers[:] = handlers
+        root.setLevel(level)

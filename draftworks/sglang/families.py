@@ -1,0 +1,62 @@
+"""What SGLang is known not to do with a family of models: found by running 0.5.23, see docs/sglang.md. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError
+from draftworks.targets.resolve import text_config
+
+_TRIED = "SGLang 0.5.23"
+_DELTA_NET = "its kernels for gated DeltaNet are Triton's, which interpreted stop at a data type"
+_NOT_ON_CPU = {
+    "gpt_oss": "its attention for a CPU has no sinks",
+    "deepseek_v3": "its attention for a CPU takes no compressed keys and values (MLA)",
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NET),
+}
+"""Model types that it does not run there, with the reason."""
+_SUBLAYERS = ("gemma3", "gemma3_text")
+"""Model types of which it hands out what the last sublayer added instead of the residual stream."""
+_WINDOWLESS = ("mistral",)
+"""Model types that it runs with full attention, whatever window their config names."""
+
+
+def refuse_on_cpu(spec: TargetSpec, files: TargetFiles) -> None:
+    """ConfigError for a target that SGLang would have to run on a CPU and cannot."""
+    if not _asks_sglang(spec) or spec.capture.device != "cpu":
+        return
+    kind = text_config(files).get("model_type")
+    if kind in _NOT_ON_CPU:
+        raise ConfigError(
+            f"target {spec.name}: capture.backend {spec.capture.backend} on a CPU: {_TRIED} does not run {kind} there: "
+            f"{_NOT_ON_CPU[kind]}. Set capture.backend to hf, or capture on a GPU"
+        )
+
+
+def sglang_remarks(spec: TargetSpec, files: TargetFiles) -> list[str]:
+    """What a person should know before SGLang captures or serves this target; other versions may do better."""
+    config, said = text_config(files), []
+    kind, window = config.get("model_type"), _window(config)
+    if kind in _SUBLAYERS:
+        said.append(
+            f"target {spec.name}: {_TRIED} hands out of {kind} what the last sublayer added, not the residual stream: capture "
+            "with backend hf (a capture through it is refused by its probe), and expect drafts to accept little in that version"
+        )
+    if kind in _WINDOWLESS and window is not None and window < spec.max_length and _asks_sglang(spec):
+        said.append(
+            f"target {spec.name}: {_TRIED} runs {kind} without its sliding window of {window} tokens, and max_length is "
+            f"{spec.max_length}: answers and features of longer samples are of another model. Capture with backend hf"
+        )
+    return said
+
+
+def _asks_sglang(spec: TargetSpec) -> bool:
+    return spec.capture.backend in ("sglang", "sglang_server")
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    window = config.get("sliding_window")
+    return window if isinstance(window, int) else None

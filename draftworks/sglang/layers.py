@@ -1,0 +1,125 @@
+"""How SGLang counts layers and what it cannot capture, by the architecture of a target. Torch-free.
+
+SGLang's ids name the layer whose output is captured, and each model class turns them into "layers passed" by adding 1.
+The classes of DeepSeek's kind do so for an EAGLE-3 draft only if the first id is 1, else they take the ids as layers
+passed already; for DFlash they always add 1, as all others do. (SGLang 0.5.23, `set_eagle3_layers_to_capture` of
+models/deepseek_v2.py and models/glm4_moe_lite.py, and what inherits or delegates to them.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError
+from draftworks.storage.hub import hub_file
+from draftworks.storage.identity import LayerTap
+
+COUNTED_BY_THE_FIRST = frozenset(
+    {
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "KimiK25ForConditionalGeneration",
+        "MistralLarge3ForCausalLM",
+    }
+)
+"""Architectures whose EAGLE-3 ids are counted so."""
+
+
+ATTENTION_DP = ("--enable-dp-attention", "--attn-dp-size")
+
+_EAGLE3 = (
+    "Apertus BailingMoE BailingMoe BailingMoeV2 DeepseekV2 DeepseekV3 DeepseekV32 ExaoneMoE ExaoneMoe Gemma3 Gemma4 Glm4Moe "
+    "Glm4MoeLite GlmMoeDsa GptOss IQuestCoder InternLM3 Llama4 Llama LongcatFlash Mellum MiniMaxM2 MiniMaxM3Sparse Ministral3 "
+    "Mistral MistralLarge3 Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe SarvamMoE TeleFLM"
+)
+_EAGLE3_WRAPPERS = (
+    "Cosmos3 Gemma3 Gemma4 Gemma4Unified Glm5Next InternS1Pro InternS2Mobius InternS2Preview KimiK25 Llama4 MiniMaxM3Sparse "
+    "Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe Qwen4Exp"
+)
+_DFLASH = "Beam KimiK3Linear Laguna Lfm2 Lfm2Moe MiMoV2 MiMoV2Flash MuseGlimmer Nanbeige NemotronH NemotronHPuzzle"
+_DFLASH_WRAPPERS = "Inkling KimiK3 Lfm2Vl MuseGlimmer MuseSpark"
+
+
+def _classes(of_text: str, of_wrappers: str) -> frozenset[str]:
+    text = {f"{name}ForCausalLM" for name in of_text.split()}
+    return frozenset(text | {f"{name}ForConditionalGeneration" for name in of_wrappers.split()})
+
+
+CAPTURED_FOR_EAGLE3 = _classes(_EAGLE3, _EAGLE3_WRAPPERS)
+"""Architectures whose class in SGLang 0.5.23 can be told which layers to capture for an EAGLE-3 draft."""
+CAPTURED_FOR_DFLASH_ONLY = _classes(_DFLASH, _DFLASH_WRAPPERS)
+
+
+def architecture_of(target: TargetFiles) -> str:
+    """The first of `architectures` in the target's config.json; empty where it names none."""
+    path: Path | None = Path(target.model) / "config.json"
+    if target.revision is not None:
+        path = hub_file(f"target {target.name}", target.model, target.revision, "config.json")
+    try:
+        named = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path is not None else None
+    except (OSError, ValueError, AttributeError):
+        return ""  # whoever loads the target says what is wrong with it
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
+def capture_convention(architecture: str) -> str:
+    """The algorithm by whose convention SGLang adds 1 to every id, whatever they are."""
+    return "DFLASH" if architecture in COUNTED_BY_THE_FIRST | CAPTURED_FOR_DFLASH_ONLY else "EAGLE3"
+
+
+def check_capture(where: str, architecture: str, args: Sequence[str]) -> None:
+    """ConfigError where a server that we would start cannot capture a target: its family, or a set-up in `args`.
+
+    Args:
+        where: "target mine", for messages.
+    """
+    if architecture and architecture not in CAPTURED_FOR_EAGLE3 | CAPTURED_FOR_DFLASH_ONLY:
+        raise ConfigError(
+            f"{where}: capture.backend: SGLang 0.5.23 has no way to capture layers of a {architecture}. Use backend hf, or, if "
+            "your SGLang is a newer one that has, start the server yourself and name it as capture.server.url"
+        )
+    groups = [word for word in args if word.partition("=")[0] in ATTENTION_DP]
+    if groups:
+        raise ConfigError(
+            f"{where}: capture.server.args: {', '.join(groups)}: with attention data parallelism only the first rank of all "
+            "writes hidden states, and most samples would have none. Leave it out; dp_size makes copies of the target"
+        )
+
+
+def captured_layers(ids: Sequence[int], convention: str | None, architecture: str) -> tuple[int, ...]:
+    """The layers (0-based) whose outputs SGLang captures when it is told these ids; -1 is the embeddings.
+
+    Args:
+        convention: as its server says, `eagle3` or `dflash`; None where it does not.
+    """
+    as_passed = architecture in COUNTED_BY_THE_FIRST and convention != "dflash" and bool(ids) and ids[0] != 1
+    return tuple(sorted(layer - 1 if as_passed else layer for layer in ids))
+
+
+def eagle3_ids(taps: Sequence[LayerTap], architecture: str) -> list[int]:
+    """Ids in an EAGLE-3 draft by which SGLang gives it these taps.
+
+    Raises:
+        ConfigError: there are none for them.
+    """
+    outputs = [tap.to_layer_output() for tap in taps]
+    if architecture not in COUNTED_BY_THE_FIRST or outputs[0] == 1:
+        return outputs
+    passed = [tap.hf_index for tap in taps]
+    if passed[0] == 1:
+        raise ConfigError(
+            f"SGLang cannot serve an EAGLE-3 draft of {', '.join(tap.name for tap in taps)} beside a {architecture}: it adds 1 "
+            "to all ids if the first is 1, and to none otherwise. Choose taps that do not begin with hf1"
+        )
+    return passed
+
+
+def eagle3_taps(ids: Sequence[int], architecture: str) -> tuple[LayerTap, ...]:
+    """The taps that SGLang gives an EAGLE-3 draft with these ids: the inverse of `eagle3_ids`."""
+    return tuple(LayerTap.from_layer_output(layer) for layer in captured_layers(ids, "eagle3", architecture))

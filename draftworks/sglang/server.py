@@ -1,0 +1,297 @@
+"""SGLang as a process of ours: started, watched, stopped, and never left behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from draftworks.distributed import parent_death
+from draftworks.errors import ConfigError, EngineError
+from draftworks.sglang import mortal_children
+from draftworks.sglang.environment import LAUNCHER_VARIABLES, linked_package, require_version
+from draftworks.sglang.hook import hook_option
+from draftworks.sglang.speculation import Speculation
+
+LOG_TAIL_LINES = 30
+_LOG_TAIL_BYTES = 32 << 10
+_POLL_S = 0.25
+_ANSWER_TIMEOUT_S = 10
+_TOLD_EVERY_S = 30.0
+_SPARE_CONTEXT = 16
+"""SGLang keeps some positions for itself; a sample as long as the target's context has to fit all the same."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a server serves and how; an Engine in this process takes the same.
+
+    Attributes:
+        layer_ids: layers (0-based) whose outputs are captured, ascending; empty for a server that only generates.
+        spool: where hidden states are written; see draftworks.sglang.spool.
+        device: `cpu` or `cuda`.
+        dp_size: copies of the target in the server, on `tp_size` GPUs each.
+        first_gpu: the first of all its GPUs.
+        draft: to speculate with; not on a server that captures.
+        convention: by which SGLang counts `layer_ids`: the algorithm whose drafts count them so.
+    """
+
+    model: str
+    revision: str | None
+    tokenizer: str
+    context: int
+    dtype: str
+    device: str
+    layer_ids: tuple[int, ...]
+    spool: Path
+    tp_size: int = 1
+    dp_size: int = 1
+    first_gpu: int = 0
+    mem_fraction: float | None = None
+    max_total_tokens: int | None = None
+    extra: tuple[str, ...] = ()
+    draft: Speculation | None = None
+    convention: str = "EAGLE3"
+
+    def __post_init__(self) -> None:
+        if self.draft is not None and self.layer_ids:
+            raise ConfigError("a server captures hidden states or speculates, not both: SGLang has one option for both")
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of the server; on a CPU each of them has a core."""
+        return self.tp_size * self.dp_size
+
+    def arguments(self, port: int) -> list[str]:
+        """Of `sglang.launch_server`. A cached prefix or a prompt in chunks would lose hidden states, so both are off."""
+        values: dict[str, str | int | float | None] = {
+            "--model-path": self.model,
+            "--revision": self.revision,
+            "--tokenizer-path": self.tokenizer,
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--device": self.device,
+            "--dtype": self.dtype,
+            "--context-length": self.context + _SPARE_CONTEXT,
+            "--tp-size": self.tp_size,
+            "--dp-size": self.dp_size if self.dp_size > 1 else None,
+            "--base-gpu-id": self.first_gpu if self.device == "cuda" else None,
+            "--mem-fraction-static": self.mem_fraction,
+            "--max-total-tokens": self.max_total_tokens,
+            "--chunked-prefill-size": -1,
+        }
+        words = [str(word) for name, value in values.items() if value is not None for word in (name, value)]
+        served = self._capture() if self.draft is None else self.draft.arguments(self.device)
+        return [*words, "--disable-radix-cache", "--sleep-on-idle", *served, *self.extra]
+
+    def environment(self) -> dict[str, str]:
+        """Variables that SGLang's processes need beside those that are there."""
+        own = {
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        }
+        if self.revision is None:
+            own["HF_HUB_OFFLINE"] = "1"
+        if self.device == "cpu" and self.gpus > 1:
+            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.gpus)))  # a core for each rank
+        return own if self.draft is None else own | self.draft.environment(self.device)
+
+    def _capture(self) -> list[str]:
+        if not self.layer_ids:
+            return []
+        named = ["--enable-return-aux-hidden-states", "--speculative-algorithm", self.convention]  # no draft
+        layers = ["--return-aux-hidden-state-layer-ids", *map(str, self.layer_ids)]
+        # A replayed graph runs no hook, and prompts are where hidden states are taken.
+        graphs = ["--disable-prefill-cuda-graph"] if self.device == "cuda" else []
+        return [*named, *layers, *graphs, "--forward-hooks", hook_option(self.spool)]
+
+
+class SGLangServer:
+    """One server on the loopback interface.
+
+    Args:
+        python: of the environment SGLang is installed in.
+        folder: for its log, a link to this package and what its processes are started through; created if absent, and of
+            no other server at the same time.
+        port: None is one that is free when it starts.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        options: ServerOptions,
+        folder: Path,
+        start_timeout_s: float,
+        grace_s: float,
+        port: int | None = None,
+    ) -> None:
+        self._python = python
+        self._options = options
+        self._folder = folder
+        self._start_timeout_s = start_timeout_s
+        self._grace_s = grace_s
+        self._port = port
+        self._process: subprocess.Popen[bytes] | None = None
+        # The kernel ends a server when the *thread* that started it ends, so that thread is one of our own.
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang-starter")
+        self.url = ""
+        self.version = ""
+
+    @property
+    def log(self) -> Path:
+        return self._folder / "sglang.log"
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start it and wait until it serves.
+
+        Raises:
+            ConfigError: there is no SGLang of a supported version at `python`.
+            EngineError: it ended or was not ready in time, with the end of its log; or another server has its port.
+        """
+        self.version = require_version(self._python)
+        port = self._port or free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        for folder in (self._folder, self._options.spool):
+            folder.mkdir(parents=True, exist_ok=True)
+        launching = mortal_children.command(self._folder.resolve(), "sglang.launch_server")
+        command = [str(self._python), *launching, *self._options.arguments(port)]
+        self._process = self._starter.submit(self._spawn, command).result()
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def runs(self) -> bool:
+        process = self._process  # another thread may be ending it
+        return process is not None and process.poll() is None
+
+    def stop(self) -> None:
+        """End it and all its processes: asked first, killed after the grace."""
+        process = self._process
+        if process is None:
+            return
+        tree = _descendants(process.pid)
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(self._grace_s)
+        except subprocess.TimeoutExpired:
+            tree = {*tree, *_descendants(process.pid)}
+            process.kill()
+            process.wait()
+        for left in tree:
+            with suppress(psutil.Error):
+                left.kill()
+        psutil.wait_procs(tree, timeout=self._grace_s)
+        self._process = None
+
+    def log_tail(self) -> str:
+        """The last lines of its log, indented."""
+        with self.log.open("rb") as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LOG_TAIL_BYTES))
+            lines = stream.read().decode("utf-8", errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
+
+    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(
+                [*parent_death.shim(), *command],
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _wait_until_ready(self) -> None:
+        began = told = time.monotonic()
+        while time.monotonic() < began + self._start_timeout_s:
+            if time.monotonic() > told + _TOLD_EVERY_S:
+                told = time.monotonic()
+                log.info("SGLang has been starting for %.0f s; what it says is in %s", told - began, self.log)
+            if not self.runs():
+                code = self._process.returncode if self._process else None
+                raise EngineError(
+                    f"SGLang ended with code {code} before it served. The end of {self.log}:\n{self.log_tail()}"
+                )
+            if self._serves():
+                return
+            time.sleep(_POLL_S)
+        raise EngineError(
+            f"SGLang was not ready within {self._start_timeout_s:g} s (sglang.start_timeout_s of the deployment). "
+            f"The end of {self.log}:\n{self.log_tail()}"
+        )
+
+    def _serves(self) -> bool:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{self.url}/health", timeout=_ANSWER_TIMEOUT_S).status_code == httpx.codes.OK:
+                self._require_ours(httpx.get(f"{self.url}/server_info", timeout=_ANSWER_TIMEOUT_S))
+                return True
+        return False
+
+    def _require_ours(self, answer: httpx.Response) -> None:
+        """Its port was free when it was chosen, but another server may have taken it before SGLang did.
+
+        Raises:
+            EngineError: what answers serves another model, or writes elsewhere, as another server of the same model does.
+        """
+        found = _json_object(answer)
+        expected: dict[str, Any] = {"model_path": self._options.model}
+        if self._options.layer_ids:
+            expected["forward_hooks"] = json.loads(hook_option(self._options.spool))
+        served = {name: found.get(name) for name in expected}
+        if served != expected:
+            raise EngineError(
+                f"{self.url} is answered by another server than the one that was started: expected {expected}, found "
+                f"{served}. It took the port before SGLang could: start again, on a port that is free then"
+            )
+
+    def _environment(self) -> dict[str, str]:
+        """Ours, without what speaks of our own process group, and with this package where SGLang finds its hook.
+
+        The package is reached through a folder with nothing but a link to it, so that SGLang sees none of the libraries
+        that are installed beside it.
+        """
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+        package = linked_package(self._folder / "package")
+        return {**ours, "PYTHONPATH": str(package), **self._options.environment()}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _json_object(answer: httpx.Response) -> dict[str, Any]:
+    """Empty if it is none."""
+    try:
+        found = answer.json()
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _descendants(pid: int) -> set[psutil.Process]:
+    try:
+        return set(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return set()

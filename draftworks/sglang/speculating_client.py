@@ -1,0 +1,32 @@
+"""SGLang's HTTP interface where a draft is at work: answers with their counters, and the server's own figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from draftworks.errors import EngineError
+from draftworks.sglang.client import GenerateRequest, SGLangClient
+from draftworks.sglang.server_figures import Counters, SpeculatedAnswer
+
+
+class SpeculatingClient(SGLangClient):
+    """Talks to one server that speculates, for any number of threads. Raises as `SGLangClient` does."""
+
+    def answer(self, request: GenerateRequest) -> SpeculatedAnswer:
+        """What the server says to one prompt."""
+        body = {"rid": request.request_id, "input_ids": list(request.input_ids), "sampling_params": request.sampling}
+        return SpeculatedAnswer.of(self._call("POST", "/generate", body))
+
+    def raw_info(self) -> dict[str, Any]:
+        """All of /server_info."""
+        return self._call("GET", "/server_info")
+
+    def counters(self) -> Counters:
+        """What the server has done so far."""
+        try:
+            response = self._http.get("/metrics").raise_for_status()
+        except httpx.HTTPError as error:
+            raise EngineError(f"SGLang at {self.url} tells no metrics: {type(error).__name__}: {error}") from error
+        return Counters.of_metrics(response.text)

@@ -1,0 +1,239 @@
+"""Where results live: `root/{asset}/{target}/{digest}/`, complete or absent, and `current.json` beside the digests.
+
+A result is built in `{digest}.partial/`, which survives a crash so that the next attempt can continue in it, and becomes
+visible by one rename. The digest is that of the *identity*: what went in. The data version says what came out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from draftworks.errors import StoreError
+from draftworks.storage.atomic import fsync, fsync_tree, publish_json
+from draftworks.storage.identity import digest, file_digest
+from draftworks.storage.names import checked_name
+from draftworks.storage.regular_files import read_json
+from draftworks.storage.turns import held
+
+SCHEMA_VERSION = 1
+RECORD = "artifact.json"
+POINTER = "current.json"
+PARTIAL, REPLACED = ".partial", ".old"
+UNPUBLISHED = (PARTIAL, REPLACED)
+"""Endings of folders that are not results: one being built, and one that another has taken the place of."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build says of its result.
+
+    Attributes:
+        data_version: of its content.
+        summary: figures worth keeping.
+        own_digests: folders inside it whose files carry digests of their own, and are not read again for every hit.
+    """
+
+    data_version: str
+    summary: dict[str, Any] = field(default_factory=dict)
+    own_digests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A published result."""
+
+    asset: str
+    target: str
+    path: Path
+    identity: dict[str, Any]
+    data_version: str
+    summary: dict[str, Any]
+    files: dict[str, str]
+    """Digest of every file, by path inside the folder."""
+    created: float
+    seconds: float
+    hit: bool = False
+    """Whether this call found it already made."""
+
+    def damage(self) -> str | None:
+        """What is wrong with the files, if anything."""
+        for name, expected in self.files.items():
+            path = self.path / name
+            if not path.is_file():
+                return f"{path} is missing"
+            if file_digest(path) != expected:
+                return f"{path} is truncated or altered"
+        return None
+
+
+Check = Callable[[Artifact], bool]
+
+
+@dataclass(frozen=True)
+class ArtifactStore:
+    """All results below one root folder."""
+
+    root: Path
+
+    def obtain(
+        self,
+        asset: str,
+        target: str,
+        identity: dict[str, Any],
+        build: Callable[[Path], Built],
+        start_over: bool = False,
+        rebuild: bool = False,
+        still_good: Check | None = None,
+    ) -> Artifact:
+        """The result of this identity: found intact, or built once and published atomically.
+
+        While another process is building the same asset of the same target it is waited for; what it has made is found then.
+
+        Args:
+            build: fills the folder it is given. What an interrupted attempt left there is still there.
+            start_over: discard what an interrupted attempt left, and rebuild even what exists.
+            rebuild: build even what exists, going on from what an interrupted attempt left.
+            still_good: asked of a result that exists, where it refers to something outside its folder; if it says no,
+                the result is built again.
+        """
+        folder = self._folder(asset, target)
+        final = folder / digest(identity)
+        artifact = None if start_over or rebuild else self._found(final, still_good)
+        if artifact is None:
+            with self._locked(folder, asset, target) as waited:
+                if waited and not (start_over or rebuild):
+                    artifact = self._found(final, still_good)
+                if artifact is None:
+                    artifact = self._build(final, asset, target, identity, build, start_over)
+        publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
+        return artifact
+
+    def current(self, asset: str, target: str) -> Artifact:
+        """The newest result of an asset for a target.
+
+        Raises:
+            StoreError: there is none, or it is damaged.
+        """
+        pointer = self._folder(asset, target) / POINTER
+        try:
+            name = checked_name(read_json(pointer)["digest"])
+        except FileNotFoundError:
+            raise StoreError(
+                f"{asset} of target {target} does not exist yet: materialize it first ({pointer})"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{pointer}: not a pointer to a result: {error}. Materialize {asset} again") from error
+        return self._read(pointer.parent / name)
+
+    def find(self, asset: str, target: str) -> Artifact | None:
+        """As `current`, but None where there is no result."""
+        return self.current(asset, target) if (self._folder(asset, target) / POINTER).exists() else None
+
+    def all(self, asset: str, target: str) -> list[Artifact]:
+        """Every result of an asset for a target, newest first; one whose record cannot be read is left out."""
+        found = []
+        for folder in sorted(self._folder(asset, target).glob("*/")):
+            if folder.suffix in UNPUBLISHED:
+                continue
+            try:
+                found.append(self._read(folder))
+            except StoreError as error:
+                log.warning("%s", error)
+        return sorted(found, key=lambda artifact: -artifact.created)
+
+    def _folder(self, asset: str, target: str) -> Path:
+        return self.root / checked_name(asset) / checked_name(target)
+
+    def _found(self, final: Path, still_good: Check | None) -> Artifact | None:
+        """The result in `final` if it is whole; what is not will be built again, saying why."""
+        if not final.exists():
+            return None
+        try:
+            artifact = replace(self._read(final), hit=True)
+            problem = artifact.damage()
+        except StoreError as error:
+            artifact, problem = None, str(error)
+        if problem is not None:
+            log.warning("%s: making it again", problem)
+            return None
+        return artifact if still_good is None or still_good(artifact) else None
+
+    @contextmanager
+    def _locked(self, folder: Path, asset: str, target: str) -> Iterator[bool]:
+        folder.mkdir(parents=True, exist_ok=True)
+        busy = (
+            f"{asset} of target {target} is being materialized by another run (lock {folder / '.lock'}): waiting for it. "
+            "Cancel one of the two if this is not wanted; the lock goes with its process"
+        )
+        with held(folder / ".lock", busy) as waited:
+            yield waited
+
+    def _build(
+        self,
+        final: Path,
+        asset: str,
+        target: str,
+        identity: dict[str, Any],
+        build: Callable[[Path], Built],
+        start_over: bool,
+    ) -> Artifact:
+        partial = final.with_name(final.name + PARTIAL)
+        if start_over:
+            shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(exist_ok=True)
+        started = time.time()
+        built = build(partial)
+        record = {
+            "schema": SCHEMA_VERSION,
+            "asset": asset,
+            "target": target,
+            "identity": identity,
+            "files": _swept_files(partial, built.own_digests),
+            "created": time.time(),
+            "seconds": round(time.time() - started, 3),
+            **asdict(built),
+        }
+        publish_json(partial / RECORD, record)
+        fsync_tree(partial)
+        _replace_folder(partial, final)
+        return self._read(final)
+
+    def _read(self, folder: Path) -> Artifact:
+        try:
+            record = read_json(folder / RECORD)
+            if record["schema"] != SCHEMA_VERSION:
+                raise StoreError(f"{folder / RECORD}: schema {record['schema']}, expected {SCHEMA_VERSION}")
+            names = ("asset", "target", "identity", "data_version", "summary", "files", "created", "seconds")
+            return Artifact(path=folder, **{name: record[name] for name in names})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{folder}: not a complete result ({error}). Materialize it again") from error
+
+
+def _swept_files(folder: Path, own_digests: tuple[str, ...]) -> dict[str, str]:
+    """Digests of what was built; staging files of writers that died on the way are removed first."""
+    for leftover in folder.rglob("*.tmp"):
+        leftover.unlink()
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    counted = (name for name in files if name != Path(RECORD) and name.parts[0] not in own_digests)
+    return {name.as_posix(): file_digest(folder / name) for name in counted}
+
+
+def _replace_folder(partial: Path, final: Path) -> None:
+    """`partial` becomes `final`; an old `final` is whole until it is out of the way, so none is ever half there."""
+    old = final.with_name(final.name + REPLACED)
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.replace(final, old)
+    os.replace(partial, final)
+    fsync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)

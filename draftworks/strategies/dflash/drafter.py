@@ -1,0 +1,67 @@
+"""DFlash at work on one sequence: cached keys and values of what the target said, one block after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from draftworks.drafts.anchors import Blocks
+from draftworks.drafts.sampling import distribution, draw
+from draftworks.drafts.strategy import Drafter, Proposal
+from draftworks.strategies.dflash.attention import BlockAttention, KeyValue
+from draftworks.strategies.dflash.model import DFlashDraft
+
+
+class DFlashDrafter(Drafter):
+    """The target's features up to a position are the context, the token after it is the anchor.
+
+    Args:
+        taps: names of the features, in the order in which `fc` reads them.
+    """
+
+    def __init__(self, model: DFlashDraft, taps: Sequence[str]) -> None:
+        self._model = model
+        self._taps = tuple(taps)
+        self._rows = 0
+        self._context: list[KeyValue] = []
+        self._anchor: Tensor | None = None
+
+    @torch.no_grad()
+    def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
+        model, count = self._model, len(next_tokens)
+        context = model.context(torch.cat([features[tap] for tap in self._taps], dim=-1)[None])
+        rotation = model.rotary(self._rows + count, context.dtype).window(self._rows, count)
+        news = [layer.self_attn.key_value(context, rotation) for layer in model.layers]
+        self._context = [_appended(old, new) for old, new in zip(self._context, news)] if self._context else news
+        self._rows += count
+        self._anchor = next_tokens[-1:]
+
+    @torch.no_grad()
+    def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
+        model = self._model
+        logits = F.linear(model.norm(self.states()[1 : 1 + count]), model.target_head)
+        if temperature == 0:
+            return Proposal(logits.argmax(-1))
+        probabilities = distribution(logits, temperature)
+        return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
+
+    @torch.no_grad()
+    def states(self) -> Tensor:
+        """Of the block after the last token that is known, (size, H), not normed."""
+        if self._anchor is None:
+            raise RuntimeError("nothing to propose after: extend has not been called")
+        model = self._model
+        where = torch.tensor([[self._rows]], device=self._anchor.device)
+        block = Blocks(where, torch.ones_like(where, dtype=torch.bool), model.block_size)
+        rotation = model.rotation_at(block.positions, self._rows + model.block_size)
+        hidden, attend = model.embed_blocks(self._anchor[None]), BlockAttention(block, self._rows)
+        for layer, context in zip(model.layers, self._context, strict=True):
+            hidden = layer.over(hidden, context, rotation, attend)
+        return hidden[0]
+
+
+def _appended(old: KeyValue, new: KeyValue) -> KeyValue:
+    return KeyValue(torch.cat([old.key, new.key], dim=2), torch.cat([old.value, new.value], dim=2))

@@ -1,0 +1,236 @@
+"""The DFlash draft model (arXiv 2602.06036): a few layers in which blocks read fused layers of the target as context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftworks.drafts.anchors import Blocks, all_blocks
+from draftworks.drafts.documents import Documents
+from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded_linear
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.strategies.dflash.attention import BlockAttention, KeyValue
+from draftworks.strategies.dflash.loss import BlockLosses, Weigh, block_cross_entropy
+
+PROPOSED_AT_ONCE = 64
+"""Blocks that `propose` holds at a time, for each sample of a row: every time goes over the whole row's context."""
+SPOKEN_AT_ONCE = 128
+"""Blocks that get logits at a time there, of whatever samples."""
+
+Speak = Callable[[Tensor, Tensor], Tensor]
+"""From states (n, size, H) of blocks, not normed, and their anchors' tokens (n,), to what each proposes, (n, count)."""
+
+
+class CastHead(NamedTuple):
+    """A head (V, H) in some dtype, and the tensor that it was made of."""
+
+    of: Tensor
+    head: Tensor
+
+
+class DFlashSizes(NamedTuple):
+    """Sizes of the draft; the rest is the target's. `windows` has an entry for every layer; `strategy` is for errors."""
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    taps: int
+    block_size: int
+    mask_token_id: int
+    windows: tuple[int | None, ...]
+    backend: str = "auto"
+    strategy: str = "dflash"
+
+
+class DFlashAttention(nn.Module):
+    """Queries of the blocks over keys of context and blocks; queries and keys normed per head, as in Qwen3."""
+
+    def __init__(self, target: TargetParts, sizes: DFlashSizes, generator: torch.Generator) -> None:
+        super().__init__()
+        width, self.head_dim = target.hidden_size, target.head_dim
+        self.q_proj = seeded_linear(width, sizes.num_heads * self.head_dim, generator)
+        self.k_proj = seeded_linear(width, sizes.num_kv_heads * self.head_dim, generator)
+        self.v_proj = seeded_linear(width, sizes.num_kv_heads * self.head_dim, generator)
+        self.o_proj = seeded_linear(sizes.num_heads * self.head_dim, width, generator)
+        self.q_norm = RmsNorm(self.head_dim, target.rms_norm_eps)
+        self.k_norm = RmsNorm(self.head_dim, target.rms_norm_eps)
+
+    def query(self, x: Tensor, rotation: Rotation) -> Tensor:
+        return rotation.apply(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2))
+
+    def key_value(self, x: Tensor, rotation: Rotation) -> KeyValue:
+        key = rotation.apply(self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2))
+        return KeyValue(key, self._heads(self.v_proj(x)).transpose(1, 2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+class DFlashLayer(nn.Module):
+    def __init__(self, target: TargetParts, sizes: DFlashSizes, window: int | None, generator: torch.Generator) -> None:
+        super().__init__()
+        width, eps = target.hidden_size, target.rms_norm_eps
+        self.self_attn = DFlashAttention(target, sizes, generator)
+        self.mlp = GatedMlp(width, sizes.intermediate_size, generator)
+        self.input_layernorm = RmsNorm(width, eps)
+        self.post_attention_layernorm = RmsNorm(width, eps)
+        self._window = window
+
+    def forward(
+        self, hidden: Tensor, context: Tensor, at_context: Rotation, at_blocks: Rotation, attend: BlockAttention
+    ) -> Tensor:
+        """(B, A · size, H), the blocks' states, over the context (B, S, H)."""
+        return self.over(hidden, self.self_attn.key_value(context, at_context), at_blocks, attend)
+
+    def over(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, attend: BlockAttention) -> Tensor:
+        """The same over a context whose keys and values are known."""
+        normed, attention = self.input_layernorm(hidden), self.self_attn
+        query, own = attention.query(normed, at_blocks), attention.key_value(normed, at_blocks)
+        attended = attend(query, context, own, self._window)
+        hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DFlashDraft(nn.Module):
+    """The trainable draft. Embedding and head are the target's, buffers outside the checkpoint.
+
+    Args:
+        generator: the only source of randomness of the initial weights.
+    """
+
+    def __init__(self, target: TargetParts, sizes: DFlashSizes, generator: torch.Generator) -> None:
+        super().__init__()
+        width, eps = target.hidden_size, target.rms_norm_eps
+        self.fc = seeded_linear(sizes.taps * width, width, generator)
+        self.hidden_norm = RmsNorm(width, eps)
+        self.layers = nn.ModuleList(DFlashLayer(target, sizes, window, generator) for window in sizes.windows)
+        self.norm = RmsNorm(width, eps)
+        self.rotary = Rotary(target)
+        self.block_size, self.mask_token_id = sizes.block_size, sizes.mask_token_id
+        self._backend, self._strategy = sizes.backend, sizes.strategy
+        self.register_buffer("embed_tokens", target.embedding, persistent=False)
+        self._embedding_scale = target.embedding_scale
+        self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
+        self._cast_head = CastHead(self.target_head_as_stored, self.target_head_as_stored)
+
+    @property
+    def target_head(self) -> Tensor:
+        """(V, H) in the draft's dtype. Where the target's files have another, it is cast once, not at every step."""
+        stored, dtype = self.target_head_as_stored, self.fc.weight.dtype
+        if self._cast_head.of is not stored or self._cast_head.head.dtype != dtype:
+            self._cast_head = CastHead(stored, stored.to(dtype))
+        return self._cast_head.head
+
+    @property
+    def target_head_as_stored(self) -> Tensor:
+        """(V, H) in the dtype of the target's files."""
+        return self.embed_tokens if self.own_target_head is None else self.own_target_head
+
+    def context(self, features: Tensor) -> Tensor:
+        """What the layers read of the target: (B, S, taps · H) to (B, S, H)."""
+        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+
+    def embed_blocks(self, known: Tensor) -> Tensor:
+        """From the anchors' tokens (B, A) to (B, A · size, H): the token, then masks."""
+        tokens = known.new_full((*known.shape, self.block_size), self.mask_token_id)
+        tokens[..., 0] = known
+        return self.embed(tokens.flatten(1))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """As the target embeds them, its scale included: servers ask the target's own module. (…) to (…, H)."""
+        rows = F.embedding(tokens, self.embed_tokens).to(self.fc.weight.dtype)
+        return rows if self._embedding_scale == 1 else rows * self._embedding_scale
+
+    def rotation_at(self, positions: Tensor, longest: int) -> Rotation:
+        """For every position (B, n), all below `longest`."""
+        return self.rotary(longest, self.fc.weight.dtype).at(positions[:, None])
+
+    def states(self, input_ids: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
+        """States of all blocks after the last layer, not normed: (B, A, size, H)."""
+        length = context.shape[1]
+        table = self.rotary(length + self.block_size, context.dtype)
+        documents = blocks.documents
+        at_context = table.window(0, length) if documents is None else table.at(documents.positions)
+        at_blocks = table.at(blocks.positions[:, None])
+        hidden = self.embed_blocks(input_ids.gather(1, blocks.anchors))
+        attend = BlockAttention(blocks, length, self._backend, self._strategy)
+        for layer in self.layers:
+            hidden = layer(hidden, context, at_context, at_blocks, attend)
+        return hidden.unflatten(1, (-1, self.block_size))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        blocks: Blocks,
+        labels: Tensor,
+        counts: Tensor,
+        weigh: Weigh,
+        chunk_blocks: int,
+    ) -> BlockLosses:
+        """Loss of every label that counts; one call per micro-batch.
+
+        Args:
+            labels, counts: (B, A, size - 1).
+        """
+        states = self.states(input_ids, self.context(features), blocks)[:, :, 1:]
+        return block_cross_entropy(
+            self.norm(states[counts]),
+            self.target_head,
+            labels.flatten(0, 1),
+            counts.flatten(0, 1),
+            weigh,
+            chunk_blocks,
+        )
+
+    @torch.no_grad()
+    def propose(
+        self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents | None = None
+    ) -> Tensor:
+        """Blocks from many rows at once, each as a server would make it there.
+
+        Args:
+            rows: (B, S) bool: row t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
+            documents: of the batch; None where each of its rows is one.
+
+        Returns:
+            (B, S, count) int64 ids of the target; -1 in other rows.
+        """
+        head = self.target_head
+
+        def first_choices(states: Tensor, known: Tensor) -> Tensor:
+            return F.linear(self.norm(states[:, 1 : 1 + count]), head).argmax(-1)
+
+        return self.spoken(input_ids, features, rows, count, first_choices, documents)
+
+    @torch.no_grad()
+    def spoken(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        rows: Tensor,
+        count: int,
+        speak: Speak,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """`propose` for any way to make tokens of a block's states."""
+        context = self.context(features)
+        anchored = F.pad(rows[:, :-1], (1, 0))
+        if documents is not None:
+            anchored = anchored & (documents.positions > 0)
+        blocks = all_blocks(anchored, self.block_size, documents)
+        proposals = input_ids.new_full((*rows.shape, count), -1)
+        at_once = PROPOSED_AT_ONCE * (1 if documents is None else len(documents.lengths))
+        for start in range(0, blocks.count, at_once):
+            part = blocks.part(start, start + at_once)
+            states = self.states(input_ids, context, part)[part.live]
+            sample, place = part.live.nonzero().T
+            anchors = part.anchors[sample, place]
+            known = input_ids[sample, anchors]
+            pieces = zip(states.split(SPOKEN_AT_ONCE), known.split(SPOKEN_AT_ONCE), strict=True)
+            proposals[sample, anchors - 1] = torch.cat([speak(*piece) for piece in pieces])
+        return proposals

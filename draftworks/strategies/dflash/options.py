@@ -1,0 +1,143 @@
+"""DFlash: its options, and what it needs of a target."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from draftworks.config.head_sizes import check_heads
+from draftworks.config.layer_options import LayerOptions
+from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, always_packable, register_strategy
+from draftworks.config.taps import checked_taps
+from draftworks.errors import ConfigError
+from draftworks.storage.identity import LayerTap
+
+OTHER_WINDOW = "speculators counts a window from the anchor for the whole block, here every token has its own"
+
+
+class DFlashOptions(LayerOptions):
+    """DFlash (arXiv 2602.06036): a whole block of tokens proposed in one pass, over several fused taps of the target."""
+
+    strategy: ClassVar[str] = "dflash"
+    """Whose options these are, for errors."""
+    structural = (*LayerOptions.structural, "block_size", "sliding_window", "sliding_layers")
+    execution = ("attention", "objective_chunk_blocks")
+
+    block_size: int = Field(16, ge=2, le=64, description="Tokens of a block: the last known one, then the proposals.")
+    num_anchors: int = Field(512, ge=1, description="Blocks trained on per sample, drawn anew at every step.")
+    num_layers: int = Field(5, ge=1, description="Decoder layers of the draft.")
+    num_taps: int = Field(
+        5, ge=1, description="Layers of the target to fuse, spread evenly; layer_ids names them instead."
+    )
+    layer_ids: list[int] | None = Field(None, min_length=1, description="Taps as hf_index, ascending.")
+    intermediate_size: int | None = Field(None, gt=0, description="Of the MLPs; default the target's.")
+    num_heads: int | None = Field(None, gt=0, description="Default the target's.")
+    num_kv_heads: int | None = Field(None, gt=0, description="Default the target's.")
+    mask_token_id: int | None = Field(
+        None, ge=0, description="Stands where a token is to be proposed: one that no text has. Default the last id."
+    )
+    gamma: float | None = Field(
+        None, gt=0, description="Label k of a block weighs exp(-(k - 1) / gamma); default all alike. Recipes take 7."
+    )
+    weighting: Literal["uniform", "dpace", "dpace_cumulative_confidence", "dpace_continuation_value"] = Field(
+        "uniform", description="D-PACE weighs a label by how likely a server gets to it, and what follows from it."
+    )
+    dpace_alpha: float = Field(0.5, ge=0, le=1, description="Smooths the confidences of D-PACE: 1 trusts none of them.")
+    loss: Literal["token_mean", "specforge"] = Field(
+        "token_mean",
+        description="Labels up to the end of an answer, per label; or the reference's rule and normalisation.",
+    )
+    sliding_window: int | None = Field(None, gt=1, description="Of the draft's attention, in tokens; default none.")
+    sliding_layers: list[int] | None = Field(
+        None, description="Draft layers with the window; default all, where there is one."
+    )
+    attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
+        "auto", description="How it is computed, equal to rounding: auto is flex on a GPU, else sdpa."
+    )
+    objective_chunk_blocks: int = Field(128, ge=1, description="Blocks whose logits are held at a time.")
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> DFlashOptions:
+        if self.sliding_layers is not None:
+            if self.sliding_window is None:
+                raise ValueError("sliding_layers names layers with a window, but sliding_window is not set")
+            outside = [k for k in self.sliding_layers if not 0 <= k < self.num_layers]
+            if outside:
+                raise ValueError(f"sliding_layers {outside} outside 0..{self.num_layers - 1}, the layers of the draft")
+        check_heads(self.num_heads, self.num_kv_heads)
+        if self.weighting != "uniform" and self.gamma is not None:
+            raise ValueError(f"weighting {self.weighting} and gamma both weigh the labels of a block: set one of them")
+        return self
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Of every draft layer; None for full attention."""
+        sliding = range(self.num_layers) if self.sliding_layers is None else self.sliding_layers
+        return tuple(self.sliding_window if layer in sliding else None for layer in range(self.num_layers))
+
+
+def dflash_taps(num_layers: int, options: DFlashOptions) -> tuple[LayerTap, ...]:
+    """Taps spread evenly from after the second layer to after the third last, as z-lab's drafts have them.
+
+    Raises:
+        ConfigError: a tap is not inside the target, or taps collide.
+    """
+    count = options.num_taps if options.layer_ids is None else len(options.layer_ids)
+    if count == 1:
+        default = [num_layers // 2 + 1]
+    else:
+        default = [1 + round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
+    return checked_taps(options.strategy, options.layer_ids, default, num_layers, count)
+
+
+def check_dflash(options: DFlashOptions, target: TargetSizes) -> None:
+    """ConfigError for a mask token that the target does not have, or a block that no sample can hold."""
+    if options.block_size >= target.max_length:
+        raise ConfigError(
+            f"{options.strategy}: block_size {options.block_size} does not fit into samples of at most {target.max_length} tokens: "
+            "lower it, or raise max_length"
+        )
+    if options.mask_token_id is not None and options.mask_token_id >= target.vocab_size:
+        raise ConfigError(
+            f"{options.strategy}: mask_token_id {options.mask_token_id} is outside the target's vocabulary, "
+            f"0..{target.vocab_size - 1}. Set options.mask_token_id to the id of a token that no text has"
+        )
+
+
+def refuse_windows(options: DFlashOptions, taps: tuple[LayerTap, ...]) -> str | None:
+    """What speculators cannot hold."""
+    if options.sliding_window is not None:
+        return f"sliding_window: {OTHER_WINDOW}"
+    return None
+
+
+DFLASH = register_strategy(
+    StrategySpec(
+        name="dflash",
+        description="DFlash: a block of tokens proposed in one pass of a few layers over fused layers of the target.",
+        options=DFlashOptions,
+        taps=dflash_taps,
+        factory="draftworks.strategies.dflash.strategy:DFlashStrategy",
+        uses_last_hidden=False,
+        check=check_dflash,
+        unpackable=always_packable,
+        exports=(
+            ExportSpec(
+                name="zlab_dflash",
+                description="z-lab's own code, and SGLang with DFlash.",
+                factory="draftworks.strategies.dflash.export_zlab:ZlabDFlash",
+                reader="draftworks.strategies.dflash.reader_layouts:read_zlab_dflash",
+                counting="layer_output",
+            ),
+            ExportSpec(
+                name="speculators_dflash",
+                description="speculators 0.9.0 and vLLM with DFlash; no sliding windows.",
+                factory="draftworks.strategies.dflash.export_speculators:SpeculatorsDFlash",
+                reader="draftworks.strategies.dflash.reader_layouts:read_speculators_dflash",
+                counting="layers_passed",
+                refuses=refuse_windows,
+                embeds_rows=True,
+            ),
+        ),
+    )
+)

@@ -1,0 +1,151 @@
+"""The Domino draft model: a DFlash backbone, and a correction of each proposal by the tokens before it in the block.
+
+As SpecForge trains it and SGLang serves it (`domino_greedy_rollout` of SGLang 0.5.23). Place i of a block, i from 0,
+proposes token anchor + 1 + i. With z_i the backbone's state for it, normed as the head reads it, and
+
+    g_i = GRU(embeddings of the tokens anchor … anchor + i)        the state after the last of them, begun with 0
+    logits_i = head·z_i + [i ≥ pure_draft_prefix_len] · embed_proj.2 · silu(embed_proj.0 · cat(z_i, g_i))
+
+a block is made by one pass of the backbone and then token after token, each chosen from its corrected logits. With `shift_label`
+z_i is the state of row i of the block, so that the anchor's own row proposes too; without, that of row i + 1, as in DFlash.
+
+A correction begins as none: `embed_proj.2` is 0 at first, so an untrained Domino proposes what its backbone does. (SpecForge
+draws it at random. No page says how it should begin; from 0 no noise has to be unlearned.)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftworks.drafts.anchors import Blocks
+from draftworks.drafts.layers import seeded_linear, unset
+from draftworks.strategies.dflash.block_drafter import Choose, SpeakingDraft
+from draftworks.strategies.dflash.model import DFlashDraft
+from draftworks.strategies.domino.loss import DominoLosses, DominoObjective, DominoRows, domino_cross_entropy
+
+
+class DominoSizes(NamedTuple):
+    """Of the correction; `first_row` of a block is the one that proposes first."""
+
+    emb_dim: int
+    gru_hidden_dim: int
+    pure_draft_prefix_len: int
+    first_row: int
+
+
+class DominoCorrection(nn.Module):
+    """What the tokens before a proposal add to its logits. Parameter names are the peers'."""
+
+    def __init__(self, hidden: int, vocab: int, sizes: DominoSizes, generator: torch.Generator) -> None:
+        super().__init__()
+        self.prefix_gru = _seeded_gru(hidden, sizes.gru_hidden_dim, generator)
+        narrow = seeded_linear(hidden + sizes.gru_hidden_dim, sizes.emb_dim, generator)
+        out = unset(nn.Linear, sizes.emb_dim, vocab, bias=False)
+        nn.init.zeros_(out.weight)
+        self.embed_proj = nn.Sequential(narrow, nn.SiLU(), out)
+
+    @property
+    def projection(self) -> Tensor:
+        """(V, E)."""
+        return self.embed_proj[2].weight
+
+    def prefixes(self, embedded: Tensor) -> Tensor:
+        """GRU states after each of the tokens: (N, k, H) to (N, k, G)."""
+        return self.prefix_gru(embedded)[0]
+
+    def read(self, embedded: Tensor, prefix: Tensor | None) -> Tensor:
+        """The GRU state (n, G) after one token more, (n, H), than `prefix` (n, G)."""
+        return self.prefix_gru(embedded[:, None], None if prefix is None else prefix[None])[1][0]
+
+    def bottleneck(self, states: Tensor, prefixes: Tensor) -> Tensor:
+        """(R, E) from rows of states (R, H) and GRU states (R, G)."""
+        narrow, activation, _ = self.embed_proj
+        return activation(narrow(torch.cat([states, prefixes], dim=-1)))
+
+
+class DominoDraft(SpeakingDraft):
+    """The trainable draft.
+
+    Args:
+        backbone: lends its norm, and the target's embedding and head.
+        generator: the only source of randomness of the correction's initial weights.
+    """
+
+    def __init__(self, backbone: DFlashDraft, sizes: DominoSizes, generator: torch.Generator) -> None:
+        super().__init__()
+        self.backbone = backbone
+        vocab, hidden = backbone.embed_tokens.shape
+        self.correction = DominoCorrection(hidden, vocab, sizes, generator)
+        self._first_row = sizes.first_row
+        self._pure_prefix = sizes.pure_draft_prefix_len
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        blocks: Blocks,
+        labels: Tensor,
+        counts: Tensor,
+        objective: DominoObjective,
+    ) -> DominoLosses:
+        """Loss of every label that counts, each fed the true tokens before it; one call per micro-batch.
+
+        Args:
+            labels, counts: (B, A, k), k labels of a block.
+        """
+        backbone = self.backbone
+        states = backbone.states(input_ids, backbone.context(features), blocks)[:, :, self._first_row :]
+        rows = backbone.norm(states[counts])
+        known = input_ids.gather(1, blocks.anchors)[..., None]
+        read = torch.cat([known, labels[..., :-1]], dim=-1)
+        prefixes = self.correction.prefixes(self._embedded(read.flatten(0, 1)))[counts.flatten(0, 1)]
+        is_corrected = torch.arange(labels.shape[-1], device=labels.device) >= self._pure_prefix
+        bottlenecks = self.correction.bottleneck(rows, prefixes) * is_corrected.expand_as(counts)[counts][:, None]
+        return domino_cross_entropy(
+            DominoRows(rows, bottlenecks),
+            backbone.target_head,
+            self.correction.projection,
+            labels.flatten(0, 1),
+            counts.flatten(0, 1),
+            objective,
+        )
+
+    @torch.no_grad()
+    def say(self, states: Tensor, known: Tensor, count: int, choose: Choose) -> Tensor:
+        rows = self.backbone.norm(states[:, self._first_row : self._first_row + count])
+        base = F.linear(rows, self.backbone.target_head)
+        said, token, prefix = [], known, None
+        for place in range(count):
+            logits = base[:, place]
+            prefix = self.correction.read(self._embedded(token), prefix)
+            if place >= self._pure_prefix:
+                bottleneck = self.correction.bottleneck(rows[:, place], prefix)
+                logits = logits + F.linear(bottleneck, self.correction.projection)
+            token = choose(logits)
+            said.append(token)
+        return torch.stack(said, dim=1)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return self.backbone.embed(tokens).to(self.correction.projection.dtype)
+
+
+class _Gru(nn.GRU):
+    def flatten_parameters(self) -> None:
+        """Nothing. On CUDA torch's own moves the weights into another buffer, at the first forward after they are replaced.
+        FSDP replaces them by views of what it gathers into at every step: once moved they would see none of it, and
+        the GRU would compute with its first weights for ever. cuDNN copies scattered weights together itself.
+        """
+
+
+def _seeded_gru(inputs: int, hidden: int, generator: torch.Generator) -> nn.GRU:
+    """Without biases, uniform in ±1/sqrt(hidden), drawn from `generator` alone."""
+    gru = _Gru(inputs, hidden, batch_first=True, bias=False, device="meta").to_empty(device=torch.get_default_device())
+    bound = 1 / math.sqrt(hidden)
+    for weight in gru.parameters():
+        nn.init.uniform_(weight, -bound, bound, generator=generator)
+    return gru

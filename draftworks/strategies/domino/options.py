@@ -1,0 +1,85 @@
+"""Domino: its options, and what it needs of a target."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field, model_validator
+
+from draftworks.config.strategies import ExportSpec, StrategySpec, always_packable, register_strategy
+from draftworks.storage.identity import LayerTap
+from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, dflash_taps
+
+
+class DominoOptions(DFlashOptions):
+    """Domino: a block of DFlash, whose later tokens are corrected by those before them (SpecForge, ModelOpt, SGLang)."""
+
+    strategy: ClassVar[str] = "domino"
+    structural = (*DFlashOptions.structural, "shift_label", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim")
+
+    shift_label: bool = Field(
+        True,
+        description="The anchor's own place in a block proposes too, so that a block of n tokens learns n labels, not n - 1.",
+    )
+    pure_draft_prefix_len: int = Field(
+        1, ge=0, description="Proposals at the start of a block that are not corrected. SGLang takes 1 only."
+    )
+    emb_dim: int = Field(256, ge=1, description="Width through which the correction passes.")
+    gru_hidden_dim: int = Field(1024, ge=1, description="State of the GRU that reads the tokens before a proposal.")
+    lambda_base_start: float = Field(
+        1.0, ge=0, le=1, description="Share of the loss that is of the uncorrected proposals, at the first step."
+    )
+    lambda_base_decay_ratio: float = Field(
+        0.5, ge=0, le=1, description="Part of the training in which that share falls to 0."
+    )
+
+    @model_validator(mode="after")
+    def _something_is_corrected(self) -> DominoOptions:
+        if self.pure_draft_prefix_len >= self.labels:
+            raise ValueError(
+                f"pure_draft_prefix_len {self.pure_draft_prefix_len} leaves none of the {self.labels} proposals of a block "
+                f"to correct: expected 0..{self.labels - 1}"
+            )
+        return self
+
+    @property
+    def labels(self) -> int:
+        """Of a block; as many tokens as it can propose."""
+        return self.block_size if self.shift_label else self.block_size - 1
+
+    def lambda_base(self, step: int, total_steps: int) -> float:
+        """Share of the base loss: λ_start · (1 - step / ⌊total_steps · ratio⌋), at least 0; 0 without a horizon (SpecForge)."""
+        if total_steps <= 0:
+            return 0.0
+        falling = max(1, int(total_steps * self.lambda_base_decay_ratio))
+        return self.lambda_base_start * (1 - min(step / falling, 1.0))
+
+
+def _sglang_refuses(options: DominoOptions, taps: tuple[LayerTap, ...]) -> str | None:
+    if options.pure_draft_prefix_len != 1:
+        return f"pure_draft_prefix_len {options.pure_draft_prefix_len}: SGLang, which alone serves Domino, takes 1 only"
+    return None
+
+
+DOMINO = register_strategy(
+    StrategySpec(
+        name=DominoOptions.strategy,
+        description="Domino: a block of DFlash, corrected token after token by a GRU over what it has proposed so far.",
+        options=DominoOptions,
+        taps=dflash_taps,
+        factory="draftworks.strategies.domino.strategy:DominoStrategy",
+        uses_last_hidden=False,
+        check=check_dflash,
+        unpackable=always_packable,
+        exports=(
+            ExportSpec(
+                name="zlab_domino",
+                description="SGLang 0.5.23 with Domino: z-lab's layout with the correction; SpecForge calls its class DominoDraftModel.",
+                factory="draftworks.strategies.domino.export:ZlabDomino",
+                reader="draftworks.strategies.domino.reader_layouts:read_zlab_domino",
+                counting="layer_output",
+                refuses=_sglang_refuses,
+            ),
+        ),
+    )
+)

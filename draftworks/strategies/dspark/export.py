@@ -1,0 +1,116 @@
+"""What the export formats of DSpark add to those of DFlash: the tensors of its heads, and the keys that tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from draftworks.errors import ConfigError
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import DraftShape, Shapes
+from draftworks.export.layer_keys import require
+from draftworks.strategies.dflash.export import DFlashFormat
+
+_KEYS = {
+    "markov_head_type": "markov_head_type",
+    "markov_rank": "markov_rank",
+    "confidence_head": "enable_confidence_head",
+    "confidence_with_markov": "confidence_head_with_markov",
+}
+"""What DeepSpec, SpecForge, speculators and SGLang call our options."""
+MODELOPT_CONFIDENCE, MODELOPT_FROM_ANCHOR = "use_confidence_head", "shift_label"
+HEAD_KEYS = (*_KEYS.values(), MODELOPT_CONFIDENCE, "sample_from_anchor", MODELOPT_FROM_ANCHOR)
+"""All keys of the heads; `read_heads` asks for these."""
+_BACKBONE, _OF_BACKBONE = "backbone.", ("fc", "hidden_norm", "layers", "norm")
+_MARKOV, _OF_MARKOV = "markov_head.", ("markov_w1", "markov_w2", "gate_proj", "joint_proj")
+
+
+class DSparkHeads(DFlashFormat):
+    """Comes before a format of DFlash among the bases of one of DSpark. Peers' names have no prefix for the backbone."""
+
+    strategy = "dspark"
+
+    def described(self, draft: CanonicalDraft) -> DraftShape:
+        backbone = super().described(draft)
+        heads = {option: getattr(draft.options, option) for option in _KEYS}
+        return replace(backbone, options={**backbone.options, **heads})
+
+    def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+        return {name.removeprefix(_BACKBONE): tensor for name, tensor in draft.weights.items()}
+
+    def expected_tensors(self, shape: DraftShape) -> Shapes:
+        return super().expected_tensors(shape) | _markov_tensors(shape) | _confidence_tensors(shape)
+
+    def canonical_name(self, name: str) -> str:
+        """ModelOpt has the tensors of the heads without the names of the heads."""
+        name = super().canonical_name(name)
+        part, _, rest = name.partition(".")
+        if part in _OF_MARKOV:
+            return f"{_MARKOV}{name}"
+        if part == "confidence_proj":
+            return f"confidence_head.proj.{rest}"
+        return f"{_BACKBONE}{name}" if part in _OF_BACKBONE else name
+
+
+def head_keys(draft: CanonicalDraft) -> dict[str, Any]:
+    """The heads of a draft of ours as a config.json tells of them."""
+    return {key: getattr(draft.options, option) for option, key in _KEYS.items()}
+
+
+def read_heads(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Options of the heads from the keys of a config.json. What is left out is what SGLang takes it for.
+
+    Raises:
+        ConfigError: no `markov_rank`, an unknown head; or a draft whose first proposal comes from the place after the anchor's.
+    """
+    for key in ("sample_from_anchor", MODELOPT_FROM_ANCHOR):
+        if settings.get(key) is False:
+            raise ConfigError(f"{where}: {key}: false: DSpark drafts here propose from the anchor's own place on")
+    rank, kind = require(settings, _KEYS["markov_rank"], where), settings.get(_KEYS["markov_head_type"], "vanilla")
+    if not isinstance(rank, int) or rank < 0:
+        raise ConfigError(f"{where}: {_KEYS['markov_rank']}: expected an integer from 0, found {rank!r}")
+    if kind not in _MARKOV_TENSORS:
+        expected = ", ".join(_MARKOV_TENSORS)
+        raise ConfigError(f"{where}: {_KEYS['markov_head_type']}: expected one of {expected}, found {kind!r}")
+    return {
+        "markov_head_type": kind,
+        "markov_rank": rank,
+        "confidence_head": settings.get(_KEYS["confidence_head"], settings.get(MODELOPT_CONFIDENCE, True)),
+        "confidence_with_markov": settings.get(_KEYS["confidence_with_markov"], rank != 0),
+    }
+
+
+def _vanilla(rank: int, hidden: int) -> Shapes:
+    return {}
+
+
+def _gated(rank: int, hidden: int) -> Shapes:
+    return {"gate_proj.weight": (rank, hidden + rank), "gate_proj.bias": (rank,)}
+
+
+def _rnn(rank: int, hidden: int) -> Shapes:
+    return {"joint_proj.weight": (3 * rank, 2 * rank + hidden), "joint_proj.bias": (3 * rank,)}
+
+
+_MARKOV_TENSORS = {"vanilla": _vanilla, "gated": _gated, "rnn": _rnn}
+"""What each kind of Markov head has beside the two matrices of all."""
+
+
+def _markov_tensors(shape: DraftShape) -> Shapes:
+    rank, kind = shape.options["markov_rank"], shape.options["markov_head_type"]
+    if rank == 0:
+        return {}
+    matrix = (shape.vocab_size, rank)
+    names = {"markov_w1.weight": matrix, "markov_w2.weight": matrix, **_MARKOV_TENSORS[kind](rank, shape.hidden_size)}
+    return {f"{_MARKOV}{name}": size for name, size in names.items()}
+
+
+def _confidence_tensors(shape: DraftShape) -> Shapes:
+    options = shape.options
+    if not options["confidence_head"]:
+        return {}
+    inputs = shape.hidden_size + (options["markov_rank"] if options["confidence_with_markov"] else 0)
+    return {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}

@@ -1,0 +1,106 @@
+"""The DSpark draft model: a DFlash backbone, a Markov head on its logits, and a confidence for every proposal.
+
+As DeepSpec and SpecForge train it, and SGLang and vLLM serve it. Row i of a block, i from 0, proposes token anchor + 1 + i: the
+anchor's own row speaks too. Its logits are head·z_i + w2·n_i, with z_i the backbone's state, normed as the head reads it, and
+n_i what the Markov head makes of z_i and the token anchor + i (see draftworks.strategies.dspark.heads): in training the true one,
+at work the draft's own. So a block is made by one pass of the backbone and then token after token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftworks.drafts.anchors import Blocks
+from draftworks.strategies.dflash.block_drafter import Choose, SpeakingDraft
+from draftworks.strategies.dflash.model import DFlashDraft
+from draftworks.strategies.dspark.heads import MARKOV_HEADS, ConfidenceHead, NoMarkovHead
+from draftworks.strategies.dspark.loss import DSparkLosses, DSparkObjective, DSparkRows, dspark_losses
+
+
+class DSparkSizes(NamedTuple):
+    """Of the heads; `markov_rank` 0 for none of that kind."""
+
+    markov_head_type: str
+    markov_rank: int
+    confidence_head: bool
+    confidence_with_markov: bool
+
+
+class DSparkDraft(SpeakingDraft):
+    """The trainable draft.
+
+    Args:
+        backbone: lends its norm, and the target's embedding and head.
+        generator: the only source of randomness of the heads' initial weights.
+    """
+
+    def __init__(self, backbone: DFlashDraft, sizes: DSparkSizes, generator: torch.Generator) -> None:
+        super().__init__()
+        self.backbone = backbone
+        vocab, hidden = backbone.embed_tokens.shape
+        rank = sizes.markov_rank
+        make = MARKOV_HEADS[sizes.markov_head_type]
+        self.markov_head = make(hidden, vocab, rank, generator) if rank else NoMarkovHead(vocab)
+        self._with_markov = sizes.confidence_with_markov
+        inputs = hidden + rank if self._with_markov else hidden
+        self.confidence_head = ConfidenceHead(inputs) if sizes.confidence_head else None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        last: Tensor,
+        blocks: Blocks,
+        labels: Tensor,
+        counts: Tensor,
+        objective: DSparkObjective,
+    ) -> DSparkLosses:
+        """Loss of every label that counts, each fed the true token before it; one call per micro-batch.
+
+        Args:
+            last: (B, S, H), the target's last hidden states.
+            labels, counts: (B, A, size); of a block the first ones count.
+        """
+        backbone, markov = self.backbone, self.markov_head
+        taught = counts.any(-1)
+        states = backbone.states(input_ids, backbone.context(features), blocks)[taught]
+        known = input_ids.gather(1, blocks.anchors)[taught]
+        labels, counts = labels[taught], counts[taught]
+        normed = backbone.norm(states)
+        embedded = markov.embed(torch.cat([known[:, None], labels[:, :-1]], dim=1)).to(normed.dtype)
+        rows = DSparkRows(
+            states=normed[counts],
+            narrow=markov.over_block(embedded, normed)[counts],
+            confidences=self._confidences(normed[counts], embedded[counts]),
+            positions=_said_at(blocks, input_ids.shape[1])[taught][counts],
+        )
+        projection = markov.projection.to(normed.dtype)
+        return dspark_losses(rows, backbone.target_head, projection, last.flatten(0, 1), labels, counts, objective)
+
+    @torch.no_grad()
+    def say(self, states: Tensor, known: Tensor, count: int, choose: Choose) -> Tensor:
+        markov = self.markov_head
+        head, projection = self.backbone.target_head, markov.projection.to(states.dtype)
+        said, token, memory = [], known, None
+        for row in self.backbone.norm(states[:, :count]).unbind(1):
+            narrow, memory = markov.step(markov.embed(token).to(row.dtype), row, memory)
+            token = choose(F.linear(row, head) + F.linear(narrow, projection))
+            said.append(token)
+        return torch.stack(said, dim=1)
+
+    def _confidences(self, normed: Tensor, embedded: Tensor) -> Tensor | None:
+        """Logits (R,) from rows of states (R, H) and of what the tokens before them embed to (R, r)."""
+        if self.confidence_head is None:
+            return None
+        return self.confidence_head(torch.cat([normed, embedded], dim=-1) if self._with_markov else normed)
+
+
+def _said_at(blocks: Blocks, length: int) -> Tensor:
+    """(B, A, size) int64: where in the flattened batch of (B, length) positions the target says what row i of a block
+    proposes. The label at place anchor + 1 + i is said at anchor + i, the place of the row itself."""
+    places = blocks.places.unflatten(1, (-1, blocks.size))
+    return places + torch.arange(len(places), device=places.device)[:, None, None] * length

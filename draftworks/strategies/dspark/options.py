@@ -1,0 +1,94 @@
+"""DSpark: its options, and what it needs of a target."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from draftworks.config.strategies import ExportSpec, StrategySpec, always_packable, register_strategy
+from draftworks.storage.identity import LayerTap
+from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, dflash_taps, refuse_windows
+
+
+class DSparkOptions(DFlashOptions):
+    """DSpark: a block of DFlash whose tokens know the one before them, and how likely each is to be accepted (DeepSpec, SpecForge)."""
+
+    strategy: ClassVar[str] = "dspark"
+    structural = (
+        *DFlashOptions.structural,
+        *("markov_head_type", "markov_rank", "confidence_head", "confidence_with_markov"),
+    )
+
+    block_size: int = Field(
+        7, ge=2, le=64, description="Tokens that a block proposes; the place of the last known one proposes the first."
+    )
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = Field(
+        "vanilla",
+        description="What adds to a proposal's logits: the token before it alone, gated by the state, or a recurrent state over the block.",
+    )
+    markov_rank: int = Field(256, ge=0, description="Width through which the token before passes; 0: no Markov head.")
+    confidence_head: bool = Field(
+        True, description="Whether the draft says how likely each proposal is to be accepted."
+    )
+    confidence_with_markov: bool = Field(
+        True, description="The confidence head also reads the Markov embedding of the token before."
+    )
+    ce_weight: float = Field(0.1, ge=0, description="Of the cross-entropy with the label.")
+    tv_weight: float = Field(
+        0.9, ge=0, description="Of the distance |q - p| between the target's distribution and the draft's."
+    )
+    confidence_weight: float = Field(1.0, ge=0, description="Of the confidence head's cross-entropy.")
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> DSparkOptions:
+        if self.markov_rank == 0 and self.markov_head_type != "vanilla":
+            raise ValueError(
+                f"markov_head_type {self.markov_head_type}, but markov_rank 0 is no Markov head: set a rank above 0, "
+                "or leave markov_head_type out"
+            )
+        if self.markov_rank == 0 and self.confidence_head and self.confidence_with_markov:
+            raise ValueError(
+                "markov_rank 0 leaves no Markov embedding for the confidence head to read: set confidence_with_markov: false"
+            )
+        if self.ce_weight == self.tv_weight == 0:
+            raise ValueError("ce_weight and tv_weight are both 0: no proposal would learn anything, set one above 0")
+        return self
+
+
+def _sglang_refuses(options: DSparkOptions, taps: tuple[LayerTap, ...]) -> str | None:
+    if options.markov_rank == 0:
+        return "markov_rank 0: SGLang takes no DSpark draft without a Markov head"
+    return None
+
+
+DSPARK = register_strategy(
+    StrategySpec(
+        name=DSparkOptions.strategy,
+        description="DSpark: a block of DFlash, each token biased by the one before it, with a confidence for each.",
+        options=DSparkOptions,
+        taps=dflash_taps,
+        factory="draftworks.strategies.dspark.strategy:DSparkStrategy",
+        check=check_dflash,
+        unpackable=always_packable,
+        exports=(
+            ExportSpec(
+                name="zlab_dspark",
+                description="SGLang 0.5.23 with DSpark, and SpecForge: z-lab's layout with the heads.",
+                factory="draftworks.strategies.dspark.export_zlab:ZlabDSpark",
+                reader="draftworks.strategies.dspark.reader_layouts:read_zlab_dspark",
+                counting="layer_output",
+                refuses=_sglang_refuses,
+            ),
+            ExportSpec(
+                name="speculators_dspark",
+                description="speculators 0.9.0 and, with a vanilla Markov head, vLLM; no sliding windows.",
+                factory="draftworks.strategies.dspark.export_speculators:SpeculatorsDSpark",
+                reader="draftworks.strategies.dspark.reader_layouts:read_speculators_dspark",
+                counting="layers_passed",
+                refuses=refuse_windows,
+                embeds_rows=True,
+            ),
+        ),
+    )
+)

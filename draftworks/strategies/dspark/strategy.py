@@ -1,0 +1,130 @@
+"""DSpark as a draft strategy: DFlash's batches and anchors, a loss towards the target's distributions, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from draftworks.drafts.anchors import label_mask, labels_of, sample_seed
+from draftworks.drafts.collation import Layout, collate_feature, lengths_of
+from draftworks.drafts.documents import Documents
+from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import ConfigError
+from draftworks.features.contracts import TrainBatch
+from draftworks.strategies.dflash.block_drafter import BlockDrafter
+from draftworks.strategies.dflash.drafter import DFlashDrafter
+from draftworks.strategies.dflash.strategy import DFlashStrategy
+from draftworks.strategies.dspark.loss import DSparkLosses, DSparkObjective
+from draftworks.strategies.dspark.model import DSparkDraft, DSparkSizes
+from draftworks.strategies.dspark.options import DSPARK, DSparkOptions
+
+if TYPE_CHECKING:
+    from draftworks.data.vocab import VocabMapping
+
+
+class DSparkStrategy(DraftStrategy):
+    """Blocks at DFlash's anchors, where each label is predicted knowing the true token before it.
+
+    What a label costs is in draftworks.strategies.dspark.loss. Its weight w is DFlash's: by place (`gamma`), or D-PACE, which takes
+    its confidences from the cross-entropies of the corrected logits. (speculators leaves its confidence head out of D-PACE;
+    here w weighs all that a label costs, as in SpecForge's formula.)
+
+    The labels of a block are those up to the end of the anchor's answer in both modes of `options.loss`, as SpecForge has it
+    for DSpark; loss_weight = Σ of the weights by place. So `specforge` differs with D-PACE alone, for which no page gives a
+    normaliser of DSpark: it takes DFlash's, the number of samples.
+
+    Beside `acc_*`, `loss_*` (what labels cost, before w) and `acceptance_*` (a, in training too) there are, each with its
+    `_denoms`: by place `confidence_error_sums`, of |σ(confidence) - a|, where there is a confidence head; and (1,), over the
+    blocks with a label that counts, `accept_len_sums`, leading labels that are the first choice, and `tau_sums`, the
+    accepted proposals to be expected under rejection sampling (SpecForge's `tau_probabilistic` is one more). All of them are fed
+    the true tokens: as long as a prefix is right, the draft's own words are these.
+    """
+
+    name = DSPARK.name
+    model_methods = ("propose",)
+
+    def __init__(self, options: DSparkOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
+        self.options = options
+        self._dflash = DFlashStrategy(options, target, vocab, seed)
+        self.feature_names = DSPARK.features(target.num_layers, options)
+        self.draft_tokens = self.most_draft_tokens = options.block_size
+        self._hidden_size = target.hidden_size
+        sizes = DSparkSizes(
+            markov_head_type=options.markov_head_type,
+            markov_rank=options.markov_rank,
+            confidence_head=options.confidence_head,
+            confidence_with_markov=options.confidence_with_markov,
+        )
+        generator = torch.Generator().manual_seed(sample_seed(seed, "heads"))
+        self.model = DSparkDraft(self._dflash.model, sizes, generator)
+
+    def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
+        """DFlash's batch, and `last` (B, S, H)."""
+        batch = self._dflash.collate(samples, sample_ids)
+        return self._with_last(batch, samples, Layout.padded(lengths_of(samples)))
+
+    def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
+        """The same in one row without padding."""
+        batch = self._dflash.pack(samples, sample_ids)
+        return self._with_last(batch, samples, Layout.packed(lengths_of(samples)))
+
+    def _with_last(self, batch: TrainBatch, samples: Sequence[Mapping[str, Tensor]], layout: Layout) -> TrainBatch:
+        last = collate_feature(samples, batch.sample_ids, "last", self._hidden_size, layout)
+        return replace(batch, tensors={**batch.tensors, "last": last})
+
+    def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
+        """See the class for what the sums mean. The step of `ctx` decides the anchors of a training."""
+        ids, options = batch["input_ids"], self.options
+        blocks = self._dflash.blocks(batch, ctx)
+        labelled = replace(blocks, size=1 + options.block_size)
+        counts = label_mask(labelled, batch["loss_mask"], contiguous=True)
+        objective = DSparkObjective(
+            weigh=self._dflash.weigh,
+            ce_weight=options.ce_weight,
+            tv_weight=options.tv_weight,
+            confidence_weight=options.confidence_weight,
+            chunk_blocks=options.objective_chunk_blocks,
+        )
+        labels = labels_of(labelled, ids)
+        result = self.model(ids, batch["features"], batch["last"], blocks, labels, counts, objective)
+        weight = self._dflash.loss_weight(counts, len(batch["draws"]))
+        return StepOutput(result.loss, weight.to(result.loss.dtype), _sums(result, counts))
+
+    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
+        if count > self.most_draft_tokens:
+            raise ConfigError(
+                f"dspark: a block of {self.options.block_size} proposes {self.most_draft_tokens} tokens, asked for {count}: "
+                f"set evaluation.draft_tokens to at most {self.most_draft_tokens}"
+            )
+        return self.model.propose(batch["input_ids"], batch["features"], rows, count, Documents.of(batch))
+
+    def drafter(self) -> Drafter:
+        return BlockDrafter(self.model, DFlashDrafter(self.model.backbone, self._dflash.feature_names))
+
+    def fsdp_blocks(self) -> Sequence[nn.Module]:
+        return self._dflash.fsdp_blocks()
+
+    def config(self) -> dict[str, Any]:
+        """DFlash's, with the options of the heads among the others."""
+        return {**self._dflash.config(), "strategy": self.name, "feature_names": list(self.feature_names)}
+
+
+def _sums(result: DSparkLosses, counts: Tensor) -> dict[str, Tensor]:
+    labels = counts.sum(dim=(0, 1), dtype=torch.float64)
+    blocks = counts.any(-1).sum(dtype=torch.float64)[None]
+    by_place = {"loss": result.loss_sums, "acceptance": result.acceptance_sums}
+    if result.confidence_errors is not None:
+        by_place["confidence_error"] = result.confidence_errors
+    by_block = {"accept_len": result.accepted[None], "tau": result.tau[None]}
+    return {
+        "acc_corrects": result.corrects,
+        "acc_denoms": labels,
+        **{f"{name}_sums": sums for name, sums in (by_place | by_block).items()},
+        **{f"{name}_denoms": labels for name in by_place},
+        **{f"{name}_denoms": blocks for name in by_block},
+    }

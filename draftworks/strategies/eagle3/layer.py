@@ -1,0 +1,218 @@
+"""The decoder layer of EAGLE-3, and how it is unrolled on its own outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftworks.drafts.documents import Documents
+from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotation, seeded_linear
+from draftworks.drafts.rows import ActiveRows
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.strategies.eagle3.attention import ttt_attention
+from draftworks.strategies.eagle3.masked_attention import per_query_head
+
+
+class StepStates(NamedTuple):
+    """What one step of the unroll hands on, each (…, H): `spoken` to the draft's head, `carried` to the next step."""
+
+    spoken: Tensor
+    carried: Tensor
+
+
+Emerge = Callable[[Tensor], StepStates]
+"""From the layer's residual stream after a step to what that step hands on."""
+Say = Callable[[Tensor], Tensor]
+
+
+class Eagle3Sizes(NamedTuple):
+    """Sizes of the draft layer; the rest is the target's."""
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    taps: int = 3
+
+
+class Eagle3Attending(NamedTuple):
+    """How the layer attends.
+
+    Attributes:
+        backend: of the unroll, see `ttt_attention`.
+        window: of the rows of the text, the newest so many that a chain sees, its own included; None for all.
+    """
+
+    backend: str = "auto"
+    window: int | None = None
+
+
+class Heads(NamedTuple):
+    """Query, key and value, each (B, its heads, S, D)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class ProjectionHalves(NamedTuple):
+    """The joint q, k, v projection for tokens and for states, each (all heads · D, H)."""
+
+    tokens: Tensor
+    states: Tensor
+
+
+class Eagle3Attention(nn.Module):
+    """Attention whose projections read tokens and states side by side: (…, 2H) = [embedding, hidden state]."""
+
+    def __init__(self, target: TargetParts, sizes: Eagle3Sizes, generator: torch.Generator) -> None:
+        super().__init__()
+        width, self.head_dim = target.hidden_size, target.head_dim
+        self.num_heads, self.num_kv_heads = sizes.num_heads, sizes.num_kv_heads
+        self.q_proj = seeded_linear(2 * width, sizes.num_heads * self.head_dim, generator)
+        self.k_proj = seeded_linear(2 * width, sizes.num_kv_heads * self.head_dim, generator)
+        self.v_proj = seeded_linear(2 * width, sizes.num_kv_heads * self.head_dim, generator)
+        self.o_proj = seeded_linear(sizes.num_heads * self.head_dim, width, generator)
+
+    def halves(self) -> ProjectionHalves:
+        """q, k and v as one matrix, cut into the columns that read tokens and those that read states."""
+        joint = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        return ProjectionHalves(*joint.chunk(2, dim=1))
+
+    def attend(self, heads: Heads) -> Tensor:
+        """Plain attention of few queries over all of the keys: (B, S, heads · D)."""
+        out = F.scaled_dot_product_attention(*heads, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+    def heads(self, joint: Tensor, rotation: Rotation) -> Heads:
+        """Split (B, S, all heads · D) into heads; rotate queries and keys."""
+        heads = joint.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        return Heads(rotation.apply(query), rotation.apply(key), value)
+
+
+class StepInputs(NamedTuple):
+    """What a step begins with, (…, H): the normed state, which attention reads, and the residual stream."""
+
+    normed: Tensor
+    residual: Tensor
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer. A step's residual stream begins as what the step before it carried over.
+
+    Args:
+        norm_before_residual: it begins as that, normed.
+    """
+
+    def __init__(
+        self,
+        target: TargetParts,
+        sizes: Eagle3Sizes,
+        generator: torch.Generator,
+        attention: Eagle3Attending,
+        norm_before_residual: bool = False,
+    ) -> None:
+        super().__init__()
+        self.attention, self._norm_before_residual = attention, norm_before_residual
+        width, eps = target.hidden_size, target.rms_norm_eps
+        self.self_attn = Eagle3Attention(target, sizes, generator)
+        self.mlp = GatedMlp(width, sizes.intermediate_size, generator)
+        self.hidden_norm = RmsNorm(width, eps)
+        self.input_layernorm = RmsNorm(width, eps)
+        self.post_attention_layernorm = RmsNorm(width, eps)
+
+    def begin(self, hidden: Tensor) -> StepInputs:
+        """From the states (…, H) that rows begin with."""
+        normed = self.hidden_norm(hidden)
+        return StepInputs(normed, normed if self._norm_before_residual else hidden)
+
+    def unroll(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        rotation: Rotation,
+        steps: int,
+        active: ActiveRows,
+        emerge: Emerge,
+        documents: Documents,
+    ) -> Iterator[Tensor]:
+        """Spoken states (R, H) of the active rows, step after step, on tokens that are known beforehand.
+
+        Step i reads the tokens from i on, so what the projections make of a token serves all steps. Other rows
+        matter only for the keys and values of step 0.
+
+        Args:
+            embedded: (B, S, H), tokens of step 0. The last one of each document stands for those beyond it, which no
+                supervised row reads.
+            hidden: (B, S, H), input of step 0.
+            rotation: as many positions as the longest document has, and steps - 1 more.
+        """
+        halves = self.self_attn.halves()
+        tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
+
+        def known(step: int, _: Tensor) -> Tensor:
+            return active.ahead(step, documents).take(tokens)
+
+        yield from self._steps(halves, tokens, hidden, rotation, steps, active, emerge, documents, known)
+
+    def run_free(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        rotation: Rotation,
+        steps: int,
+        active: ActiveRows,
+        emerge: Emerge,
+        documents: Documents,
+        say: Say,
+    ) -> None:
+        """The same on the draft's own words.
+
+        Args:
+            embedded: (B, S, H), tokens of step 0.
+            say: from the spoken states of a step (R, H) to the embeddings (R, H) of what they propose, which the
+                next step reads. Called `steps` times.
+        """
+        halves = self.self_attn.halves()
+        tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
+
+        def said(step: int, spoken: Tensor) -> Tensor:
+            return F.linear(self.input_layernorm(say(spoken)), halves.tokens)
+
+        *_, last = self._steps(halves, tokens, hidden, rotation, steps, active, emerge, documents, said)
+        say(last)
+
+    def _steps(
+        self,
+        halves: ProjectionHalves,
+        tokens: Tensor,
+        hidden: Tensor,
+        rotation: Rotation,
+        steps: int,
+        active: ActiveRows,
+        emerge: Emerge,
+        documents: Documents,
+        next_tokens: Callable[[int, Tensor], Tensor],
+    ) -> Iterator[Tensor]:
+        """`next_tokens`: from a step's number and the states spoken before it to its tokens, projected, (R, all heads · D)."""
+        normed, residual = self.begin(hidden)
+        joint = F.linear(normed, halves.states) + tokens
+        spoken = residual = active.take(residual)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(steps):
+            if step > 0:
+                normed, residual = self.begin(hidden)
+                joint = active.spread(F.linear(normed, halves.states) + next_tokens(step, spoken))
+            heads = self.self_attn.heads(joint, rotation.at(documents.positions + step))
+            keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
+            values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
+            attended = ttt_attention(heads.query, keys, values, documents, *self.attention)
+            hidden = residual + self.self_attn.o_proj(active.take(attended.transpose(1, 2).flatten(2)))
+            hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+            spoken, hidden = emerge(hidden)
+            yield spoken

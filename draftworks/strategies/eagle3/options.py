@@ -1,0 +1,150 @@
+"""EAGLE-3: its options, and what it needs of a target."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from draftworks.config.head_sizes import check_heads, check_served_heads
+from draftworks.config.layer_options import LayerOptions
+from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, register_strategy
+from draftworks.config.taps import eagle_taps
+from draftworks.storage.identity import LayerTap
+
+
+class Eagle3Options(LayerOptions):
+    """EAGLE-3: one decoder layer over fused taps of the target, trained on its own outputs (test-time training)."""
+
+    structural = (
+        *LayerOptions.structural,
+        *("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "feedback", "sliding_window"),
+    )
+    execution = ("attention",)
+    added = (*LayerOptions.added, "norm_before_fc", "norm_before_residual", "sliding_window")
+
+    ttt_length: int = Field(
+        7, ge=1, le=32, description="Draft steps unrolled in training; what one proposal can accept."
+    )
+    draft_vocab_size: int = Field(32000, ge=8, description="Most frequent supervised tokens the head predicts.")
+    layer_ids: list[int] | None = Field(
+        None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
+    )
+    intermediate_size: int | None = Field(None, gt=0, description="Of the MLP; default the target's.")
+    num_heads: int | None = Field(None, gt=0, description="Default the target's.")
+    num_kv_heads: int | None = Field(None, gt=0, description="Default the target's.")
+    step_decay: float = Field(0.8, gt=0, le=1, description="Weight of step i's loss is step_decay ** i.")
+    loss: Literal["token_mean", "specforge"] = Field(
+        "token_mean", description="Normalisation: by supervised tokens, or the reference's mean over all positions."
+    )
+    fc_norm: bool = Field(False, description="EAGLE-3.1: every tap gets a norm of its own before they are fused.")
+    norm_before_fc: bool = Field(
+        False, description="One norm over all taps side by side before they are fused; not together with fc_norm."
+    )
+    norm_before_residual: bool = Field(
+        False, description="The layer's residual stream begins with the normed state, not with the state itself."
+    )
+    norm_output: bool = Field(
+        True, description="The head reads the normed state. False as SpecForge means it; no server can be told so."
+    )
+    feedback: Literal["pre_norm", "post_norm"] = Field(
+        "pre_norm",
+        description="State that the next step takes over. EAGLE-3.1 of speculators, vLLM and SGLang is post_norm.",
+    )
+    sliding_window: int | None = Field(
+        None,
+        gt=1,
+        description="Rows of the text that a chain sees, its own included, counted from where it begins; default all.",
+    )
+    objective: Literal["ce", "lk_alpha", "lk_lambda"] = Field(
+        "ce", description="Cross-entropy with the target, log acceptance probability, or the two blended (LK losses)."
+    )
+    kl_scale: float = Field(1.0, ge=0, description="lk_lambda: share of cross-entropy where nothing is accepted.")
+    kl_decay: float = Field(1.0, ge=0, description="lk_lambda: how fast that share falls as acceptance grows.")
+    attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
+        "auto",
+        description="How it is computed, equal to rounding: auto is a fused kernel where there is one, else sdpa.",
+    )
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Eagle3Options:
+        check_heads(self.num_heads, self.num_kv_heads)
+        if not self.norm_output and self.feedback == "post_norm":
+            raise ValueError("feedback post_norm feeds back the normed output, but norm_output is false: change one")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc both norm the taps before they are fused: set one of them")
+        if self.objective != "lk_lambda" and (self.kl_scale, self.kl_decay) != (1.0, 1.0):
+            raise ValueError(f"kl_scale and kl_decay belong to objective lk_lambda, but objective is {self.objective}")
+        return self
+
+
+def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]:
+    """The taps of EAGLE-3, ascending: three unless the options name others.
+
+    Raises:
+        ConfigError: a tap is not inside the target, or taps collide.
+    """
+    return eagle_taps("eagle3", options.layer_ids, num_layers)
+
+
+def check_eagle3(options: Eagle3Options, target: TargetSizes) -> None:
+    """ConfigError for heads that no server takes."""
+    check_served_heads("eagle3", options.num_heads, target.hidden_size)
+
+
+def _mean_over_positions(options: Eagle3Options) -> str | None:
+    """The reference's number depends on how samples are batched and padded; a packed row would make another of it."""
+    return "with loss: specforge takes means over padded positions" if options.loss == "specforge" else None
+
+
+def _no_server_computes(options: Eagle3Options, taps: tuple[LayerTap, ...]) -> str | None:
+    if not options.norm_output:
+        return "norm_output: false: servers give the head the normed state, so they would propose other tokens"
+    return None
+
+
+def _sglang_refuses(options: Eagle3Options, taps: tuple[LayerTap, ...]) -> str | None:
+    unknown = [name for name in ("norm_before_fc", "norm_before_residual") if getattr(options, name)]
+    if unknown:
+        return f"{' and '.join(unknown)}: SGLang does not know {'it' if len(unknown) == 1 else 'them'}, and would load the draft as another"
+    if options.sliding_window is not None:
+        return "sliding_window: SGLang reads none from an EAGLE-3 draft's config, so it would attend to everything"
+    if options.feedback == "post_norm":
+        return "feedback: post_norm: SGLang before #24663 would feed back the un-normed state without a word"
+    if len(taps) == 1:
+        return "one tap: SGLang skips `fc` where the target's features are as wide as the embedding"
+    return _no_server_computes(options, taps)
+
+
+EAGLE3 = register_strategy(
+    StrategySpec(
+        name="eagle3",
+        description="EAGLE-3: autoregressive draft of one decoder layer over fused layers of the target.",
+        options=Eagle3Options,
+        taps=eagle3_taps,
+        factory="draftworks.strategies.eagle3.strategy:Eagle3Strategy",
+        uses_vocab_mapping=True,
+        check=check_eagle3,
+        divides_heads=True,
+        unpackable=_mean_over_positions,
+        exports=(
+            ExportSpec(
+                name="sglang_eagle3",
+                description="SGLang, and what reads its layout. fc_norm and other than three taps need its #24663 (May 2026).",
+                factory="draftworks.strategies.eagle3.export_sglang:SglangEagle3",
+                reader="draftworks.strategies.eagle3.reader_layouts:read_sglang_eagle3",
+                # SGLang adds one itself when it is given ids; only its own default list is counted as layers passed.
+                counting="layer_output",
+                refuses=_sglang_refuses,
+            ),
+            ExportSpec(
+                name="speculators_eagle3",
+                description="speculators 0.9.0 and vLLM.",
+                factory="draftworks.strategies.eagle3.export_speculators:SpeculatorsEagle3",
+                reader="draftworks.strategies.eagle3.reader_layouts:read_speculators_eagle3",
+                counting="layers_passed",
+                refuses=_no_server_computes,
+            ),
+        ),
+    )
+)

@@ -1,0 +1,186 @@
+"""EAGLE-3 as a draft strategy (arXiv 2503.01840): batches, loss modes, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from draftworks.drafts.collation import Layout, collate_taught, lengths_of, without_last_positions
+from draftworks.drafts.documents import Documents
+from draftworks.drafts.objectives import (
+    BatchObjective,
+    Blend,
+    CrossEntropy,
+    LogAcceptance,
+    MeanBlend,
+    MeanLogAcceptance,
+    Objective,
+)
+from draftworks.drafts.reduced_vocabulary import checked_draft_ids
+from draftworks.drafts.sizes import head_counts
+from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
+from draftworks.drafts.supervision import specforge_gates, token_mean_gates
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.features.contracts import TrainBatch
+from draftworks.strategies.eagle3.drafter import Eagle3Drafter
+from draftworks.strategies.eagle3.layer import Eagle3Attending, Eagle3Sizes
+from draftworks.strategies.eagle3.model import Eagle3Draft, Eagle3Norms
+from draftworks.strategies.eagle3.options import EAGLE3, Eagle3Options
+
+if TYPE_CHECKING:
+    from draftworks.data.vocab import VocabMapping
+
+
+class Shares(NamedTuple):
+    """How the loss of a batch is made of the sums over rows of its steps, and what it weighs among batches.
+
+    Attributes:
+        step_weights: T factors on the sums in the loss.
+        of_each_step, denoms: factor on the sums, and (T,) denominators, of the losses by step.
+        loss_weight: scalar, of the batch.
+    """
+
+    step_weights: list[float]
+    of_each_step: int
+    denoms: Tensor
+    loss_weight: Tensor
+
+
+class Eagle3Strategy(ChainStrategy):
+    """One decoder layer trained on its own outputs over `ttt_length` steps.
+
+    `options.objective` says what a row costs, with CE and α as in draftworks.drafts.objectives: `ce` CE, `lk_alpha` −log α,
+    `lk_lambda` CE and 1 − α blended. A row whose target argmax is outside the draft vocabulary costs nothing, while
+    accuracy counts it as wrong. The modes of `options.loss`:
+
+    `token_mean`: rows by `token_mean_gates`; loss_sum = Σ_i decay^i Σ_rows cost, loss_weight = rows supervised at step 0.
+        Depends on supervised tokens only, however they are batched and padded; so the blend of `lk_lambda` is each
+        row's own. `loss_denoms` counts the supervised rows of each step, like `acc_denoms`.
+    `specforge`: SpecForge's loss number for number. Rows by `specforge_gates`, the last position of every sample masked
+        out; loss_sum = Σ_i decay^i L_i and loss_weight = 1. For `ce`, L_i = Σ_rows CE / (B·S), padding and prompt counted
+        in B·S, which are the `loss_denoms`; for the others L_i is made of means over the batch, see `MeanLogAcceptance`
+        and `MeanBlend`, and `loss_denoms` are 1 in training.
+
+    With gradients on, `specforge` counts a micro-batch as one; with gradients off it weighs it by its B·S positions, as
+    SpecForge's Evaluator does, so that what an evaluation shows is its number too.
+
+    When gradients are off or the objective needs it, both also count the acceptance rate of each step over the supervised
+    rows whose target argmax is in the draft vocabulary (`acceptance_denoms`): the sum of α. This rate is conditional, and
+    higher the fewer tokens the draft has. With gradients off that over all supervised rows is counted beside it.
+    """
+
+    name = EAGLE3.name
+    model_methods = ("propose",)
+
+    def __init__(self, options: Eagle3Options, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
+        draft_ids = checked_draft_ids(self.name, vocab, options.draft_vocab_size, target)
+        self.options = options
+        self.draft_tokens = options.ttt_length
+        self.feature_names = EAGLE3.features(target.num_layers, options)
+        self._target = target = target.shaped(options)
+        self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
+        norms = Eagle3Norms(**{name: getattr(options, name) for name in Eagle3Norms._fields})
+        generator = torch.Generator().manual_seed(seed)
+        attention = Eagle3Attending(options.attention, options.sliding_window)
+        self.model = Eagle3Draft(target, self._sizes, draft_ids, generator, norms, attention)
+        self._step_weights = [options.step_decay**step for step in range(options.ttt_length)]
+
+    def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
+        """Right-pad with token 0, mask off and features 0; taps side by side in `features` (B, S, taps · H), `last` (B, S, H)."""
+        return self._laid_out(samples, sample_ids, Layout.padded(lengths_of(samples)))
+
+    def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
+        """The same in one row without padding, B = 1."""
+        return self._laid_out(samples, sample_ids, Layout.packed(lengths_of(samples)))
+
+    def _laid_out(
+        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: Layout
+    ) -> TrainBatch:
+        batch = collate_taught(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
+        if self.options.loss == "specforge":
+            batch = without_last_positions(batch, layout)
+        return TrainBatch(batch, tuple(sample_ids), sum(lengths_of(samples)), layout.documents)
+
+    def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
+        """See the class for what the sums mean. `ctx` is not used: the loss follows no schedule."""
+        mask, documents = batch["loss_mask"], Documents.of(batch)
+        gates = self.chain_gates(mask, documents)
+        supervised = gates.sum(dim=(1, 2), dtype=torch.float64)
+        shares = self._shares(supervised, mask.numel())
+        weights, objective = shares.step_weights, self._objective(mask.numel())
+        result = self.model(batch["input_ids"], batch["features"], batch["last"], gates, weights, objective, documents)
+        counts = {
+            "acc_corrects": result.corrects,
+            "acc_denoms": supervised,
+            "loss_sums": result.loss_sums * shares.of_each_step,
+            "loss_denoms": shares.denoms,
+        }
+        if result.accepted is not None:
+            counts |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
+        if result.accepted_anywhere is not None:
+            counts |= {
+                "unconditional_acceptance_sums": result.accepted_anywhere,
+                "unconditional_acceptance_denoms": supervised,
+            }
+        return StepOutput(result.loss, shares.loss_weight.to(result.loss.dtype), counts)
+
+    def _shares(self, supervised: Tensor, positions: int) -> Shares:
+        """For (T,) supervised rows by step, among so many positions of the batch."""
+        if self.options.loss == "token_mean":
+            return Shares(self._step_weights, 1, supervised, supervised[0])
+        batch_weight = 1 if torch.is_grad_enabled() else positions
+        # The LK losses are means over rows already.
+        divisor, each = (positions, 1) if self.options.objective == "ce" else (1, batch_weight)
+        return Shares(
+            step_weights=[weight * batch_weight / divisor for weight in self._step_weights],
+            of_each_step=each,
+            denoms=torch.full_like(supervised, divisor * each),
+            loss_weight=torch.full_like(supervised[0], batch_weight),
+        )
+
+    def chain_gates(self, loss_mask: Tensor, documents: Documents) -> Tensor:
+        gates = specforge_gates if self.options.loss == "specforge" else token_mean_gates
+        return gates(loss_mask, self.options.ttt_length, documents)
+
+    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
+        return self.model.propose(batch["input_ids"], batch["features"], rows, count, Documents.of(batch))
+
+    def drafter(self) -> Drafter:
+        return Eagle3Drafter(self.model, self.feature_names[:-1])
+
+    def fsdp_blocks(self) -> Sequence[nn.Module]:
+        """None: every step of the unroll calls the one layer, so sharding it by itself would gather it T times."""
+        return ()
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "strategy": self.name,
+            "options": self.options.identity(),
+            "feature_names": list(self.feature_names),
+            "hidden_size": self._target.hidden_size,
+            "head_dim": self._target.head_dim,
+            **self._sizes._asdict(),
+            "rms_norm_eps": self._target.rms_norm_eps,
+            "rope_parameters": dict(self._target.rope),
+            "max_position_embeddings": self._target.max_positions,
+            "vocab_size": self._target.vocab_size,
+            "draft_vocab_size": self.model.d2t.numel(),
+        }
+
+    def _objective(self, positions: int) -> Objective | BatchObjective:
+        options = self.options
+        if options.objective == "ce":
+            return CrossEntropy()
+        if options.loss == "specforge":
+            if options.objective == "lk_alpha":
+                return MeanLogAcceptance()
+            return MeanBlend(options.kl_scale, options.kl_decay, positions)
+        return LogAcceptance() if options.objective == "lk_alpha" else Blend(options.kl_scale, options.kl_decay)
+
+
+def _sizes(options: Eagle3Options, target: TargetParts, taps: int) -> Eagle3Sizes:
+    heads = head_counts("eagle3", options, target)
+    return Eagle3Sizes(*heads, options.intermediate_size or target.intermediate_size, taps)

@@ -1,0 +1,98 @@
+"""P-EAGLE at work on one sequence: cached keys and values of what the target said, and masks after it that are forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from draftworks.drafts.layers import Rotation
+from draftworks.drafts.sampling import distribution, draw
+from draftworks.drafts.strategy import Drafter, Proposal
+from draftworks.strategies.dflash.attention import KeyValue
+from draftworks.strategies.peagle.layers import Rows
+from draftworks.strategies.peagle.model import PEagleDraft, RowInputs
+
+
+class PEagleDrafter(Drafter):
+    """Row t reads the target's features at position t and the token after it; masks follow the last row.
+
+    Args:
+        taps: names of the features, in the order in which `fc` reads them.
+    """
+
+    def __init__(self, model: PEagleDraft, taps: Sequence[str]) -> None:
+        self._model = model
+        self._taps = tuple(taps)
+        self._cache = [_LayerCache() for _ in model.layers]
+        self._rows = 0
+        self._last: Tensor | None = None
+
+    @torch.no_grad()
+    def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
+        inputs = self._model.begin(torch.cat([features[tap] for tap in self._taps], dim=-1), next_tokens)
+        self._last = self._through(inputs, keeps=True)[-1:]
+        self._rows += len(next_tokens)
+
+    @torch.no_grad()
+    def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
+        if self._last is None:
+            raise RuntimeError("nothing to propose after: extend has not been called")
+        states = self._last
+        if count > 1:
+            masked = RowInputs(*(x.expand(count - 1, -1) for x in self._model.begin_masked()))
+            states = torch.cat([states, self._through(masked, keeps=False)])
+        logits = self._model.lm_head(states)
+        if temperature == 0:
+            return Proposal(self._model.draft_ids[logits.argmax(-1)])
+        probabilities = self._model.over_target(distribution(logits, temperature))
+        return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
+
+    def _through(self, inputs: RowInputs, keeps: bool) -> Tensor:
+        """Rows (n, H) after those in the cache, in their order, each seeing all before it."""
+        model, count = self._model, len(inputs.hidden)
+        rotation = model.rotary(self._rows + count, inputs.hidden.dtype).window(self._rows, count)
+        rows = [_CachedRows(cache, rotation, model.head_dim, keeps) for cache in self._cache]
+        return model.through_layers(inputs, rows)
+
+
+@dataclass
+class _LayerCache:
+    """Keys and values of all rows of depth 0 so far; None before the first."""
+
+    known: KeyValue | None = None
+
+    def followed_by(self, news: KeyValue) -> KeyValue:
+        if self.known is None:
+            return news
+        return KeyValue(*(torch.cat(both, dim=2) for both in zip(self.known, news, strict=True)))
+
+
+@dataclass(frozen=True)
+class _CachedRows(Rows):
+    """New rows after those in a cache, causal. `keeps`: they stay in it."""
+
+    cache: _LayerCache
+    rotation: Rotation
+    width: int
+    keeps: bool
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.unflatten(-1, (-1, self.width)).transpose(0, 1)[None] for x in (query, key, value))
+        everything = self.cache.followed_by(KeyValue(self.rotation.apply(key), value))
+        if self.keeps:
+            self.cache.known = everything
+        news, total = query.shape[2], everything.key.shape[2]
+        # A prompt is long, and nothing is before it: its mask, which is square, is never written out.
+        begins = news == total
+        seen = None if begins else torch.ones(news, total, dtype=torch.bool, device=query.device).tril(total - news)
+        attended = F.scaled_dot_product_attention(
+            self.rotation.apply(query), *everything, attn_mask=seen, is_causal=begins, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1).flatten(1)
+
+    def each(self, x: Tensor) -> Tensor:
+        return x

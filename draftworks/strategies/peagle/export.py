@@ -1,0 +1,99 @@
+"""P-EAGLE drafts for speculators and vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import DraftShape, Shapes
+from draftworks.export.layer_keys import require
+from draftworks.export.layer_tensors import layer_tensors
+from draftworks.export.speculators_keys import proposed_tokens, vllm_commands
+from draftworks.strategies.eagle3.export_speculators_base import LAYERS, SpeculatorsEagle
+
+_COMPUTED = ("fc_norm", "norm_before_residual", "mask_token_id")
+"""Options that decide what the draft computes, and the config's keys for them. `norm_output` is not one of them: it says what
+a next pass is fed, and here is one pass only."""
+
+
+class SpeculatorsPEagle(SpeculatorsEagle):
+    """With the draft's own embedding where it has one, else the target's."""
+
+    name = "speculators_peagle"
+    strategy = "peagle"
+    algorithm = "peagle"
+    architecture = "PEagleSpeculator"
+
+    def loaders(self, draft: CanonicalDraft) -> str:
+        return (
+            "speculators 0.9.0; and, by its sources alone, vLLM with parallel drafting of speculators' drafts (#41826, May 2026). "
+            "SGLang 0.5.23 has no P-EAGLE."
+        )
+
+    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+        return vllm_commands(draft, folder, "eagle3", self.draft_tokens(draft), parallel=True)
+
+    def draft_tokens(self, draft: CanonicalDraft) -> int:
+        return draft.config["num_depths"]
+
+    def described(self, draft: CanonicalDraft) -> DraftShape:
+        config, options = draft.config, draft.options
+        return replace(
+            super().described(draft),
+            num_layers=config["num_layers"],
+            options={
+                "fc_norm": options.fc_norm,
+                "norm_before_residual": options.norm_before_residual,
+                "mask_token_id": config["mask_token_id"],
+                "num_depths": config["num_depths"],
+            },
+            own_embedding=options.train_embeddings,
+        )
+
+    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        """`fc_norm` is among the keys of the layers too: of those outside, vLLM hands on only some for P-EAGLE."""
+        config = super().config(draft, dtype)
+        if config["fc_norm"]:
+            config[LAYERS]["fc_norm"] = True
+        return config
+
+    def own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
+        shape = self.described(draft)
+        computed = {key: shape.options[key] for key in _COMPUTED}
+        fixed = {"norm_before_fc": False, "norm_output": False}
+        return {**computed, **fixed, "embed_requires_grad": shape.own_embedding}
+
+    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+        where = "config.json"
+        common = self.common_shape(config, target)
+        if any(self.windows(config)):
+            raise ConfigError(f"{where}: {LAYERS}: sliding_attention: peagle drafts here attend to everything before")
+        if config.get("norm_before_fc"):
+            raise ConfigError(f"{where}: norm_before_fc: true: no draft here computes that")
+        return DraftShape(
+            **common,
+            options={
+                "fc_norm": bool(config.get("fc_norm")),
+                "norm_before_residual": bool(config.get("norm_before_residual")),
+                "mask_token_id": require(config, "mask_token_id", where),
+                "num_depths": proposed_tokens(config, where),
+            },
+            own_embedding=bool(config.get("embed_requires_grad", True)),
+        )
+
+    def expected_tensors(self, shape: DraftShape) -> Shapes:
+        hidden = shape.hidden_size
+        names = super().expected_tensors(shape) | {"mask_hidden": (1, 1, len(shape.taps) * hidden)}
+        for layer in range(1, shape.num_layers):
+            names |= layer_tensors(f"layers.{layer}.", shape, inputs=hidden)
+        return names
+
+    def canonical_name(self, name: str) -> str:
+        """Ours are the library's."""
+        return name.removeprefix("model.")

@@ -1,0 +1,177 @@
+"""The P-EAGLE draft model: EAGLE-3's rows, after each of them masks for what follows, and all that in one pass.
+
+As speculators and SpecForge train it and vLLM serves it. Row a knows the target's features up to a and its tokens up to a + 1.
+At depth 0 it reads embed(token a + 1) and fc(features a); at depth d ≥ 1 embed(mask token) and fc(mask_hidden), at the rotary
+position a + d. The state of depth d, normed and through `lm_head`, proposes token a + 2 + d. Who sees whom is in
+draftworks.strategies.peagle.attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftworks.drafts.documents import Documents
+from draftworks.drafts.first_choices import argmax_of_head
+from draftworks.drafts.layers import RmsNorm, Rotary, fuse_taps, seeded_linear, unset
+from draftworks.drafts.objectives import CrossEntropy
+from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
+from draftworks.drafts.rows import ActiveRows
+from draftworks.drafts.supervision import teacher_plan
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.strategies.eagle3.loss import Distilled, distill
+from draftworks.strategies.peagle.chains import ByDepth, Chains
+from draftworks.strategies.peagle.layers import BatchRows, PEagleFirstLayer, PEagleLayer, PEagleSizes, Rows
+
+PROPOSED_AT_ONCE = 2048
+"""Chains that `propose` holds at a time: every time goes over all rows of the batch."""
+
+
+class PEagleTraits(NamedTuple):
+    """What a draft of one size can be; see `PEagleOptions`."""
+
+    train_embeddings: bool = True
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+
+
+class RowInputs(NamedTuple):
+    """What rows begin with, (n, H) each."""
+
+    hidden: Tensor
+    embedded: Tensor
+
+    def then(self, others: RowInputs) -> RowInputs:
+        return RowInputs(*(torch.cat(both) for both in zip(self, others, strict=True)))
+
+
+class PEagleDraft(ReducedVocabularyDraft):
+    """The trainable draft. The target's head is a buffer outside the checkpoint, and so is its embedding where the draft trains
+    none of its own.
+
+    Args:
+        draft_ids: (V_d,) int64 ascending, target ids that the draft's head predicts.
+        generator: the only source of randomness of the initial weights; embeddings and head begin as the target's.
+        attention: back end, see draftworks.strategies.peagle.attention.
+    """
+
+    def __init__(
+        self,
+        target: TargetParts,
+        sizes: PEagleSizes,
+        draft_ids: Tensor,
+        generator: torch.Generator,
+        traits: PEagleTraits,
+        attention: str = "auto",
+    ) -> None:
+        super().__init__()
+        width, eps = target.hidden_size, target.rms_norm_eps
+        if traits.train_embeddings:
+            self.embed_tokens = unset(nn.Embedding, *target.embedding.shape)
+            with torch.no_grad():
+                self.embed_tokens.weight.copy_(target.embedding)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, sizes.taps * width, generator=generator))
+        self.fc_norm = nn.ModuleList(RmsNorm(width, eps) for _ in range(sizes.taps if traits.fc_norm else 0))
+        self.fc = seeded_linear(sizes.taps * width, width, generator)
+        first = PEagleFirstLayer(target, sizes, generator, traits.norm_before_residual)
+        self.layers = nn.ModuleList(
+            [first, *(PEagleLayer(target, sizes, generator) for _ in range(1, sizes.num_layers))]
+        )
+        self.norm = RmsNorm(width, eps)
+        self._speak_over(draft_ids, target)
+        self.rotary = Rotary(target)
+        self.mask_token_id, self.head_dim, self._attention = sizes.mask_token_id, target.head_dim, attention
+        self._trains_embeddings = traits.train_embeddings
+        shared = target.tied and not traits.train_embeddings
+        self.register_buffer(
+            "target_embedding", None if traits.train_embeddings else target.embedding, persistent=False
+        )
+        self.register_buffer("own_target_head", None if shared else target.head, persistent=False)
+
+    @property
+    def target_head(self) -> Tensor:
+        return self.target_embedding if self.own_target_head is None else self.own_target_head
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """In the draft's dtype."""
+        table = self.embed_tokens.weight if self._trains_embeddings else self.target_embedding
+        return F.embedding(ids, table).to(self.fc.weight.dtype)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """From the taps side by side (…, taps · H), ascending, to the state that a row begins with (…, H)."""
+        return fuse_taps(features, self.fc_norm, self.fc)
+
+    def begin(self, features: Tensor, next_tokens: Tensor) -> RowInputs:
+        """Of rows at depth 0, from their features (n, taps · H) and the tokens after them (n,)."""
+        return RowInputs(self.fuse(features), self.embed(next_tokens))
+
+    def begin_masked(self) -> RowInputs:
+        """Of one masked place; they all begin alike."""
+        token = torch.full((1,), self.mask_token_id, device=self.mask_hidden.device)
+        return self.begin(self.mask_hidden[0], token)
+
+    def through_layers(self, inputs: RowInputs, rows: Sequence[Rows], wanted: ActiveRows | None = None) -> Tensor:
+        """What `lm_head` reads of the rows that are wanted, or of all.
+
+        Args:
+            rows: for every layer.
+        """
+        first, *others = zip(self.layers, rows, strict=True)
+        layer, its_rows = first
+        hidden = layer(*inputs, its_rows, None if others else wanted)
+        for number, (layer, its_rows) in enumerate(others, start=1):
+            hidden = layer(hidden, its_rows, wanted if number == len(others) else None)
+        return self.norm(hidden)
+
+    def states(self, input_ids: Tensor, features: Tensor, kept: Tensor, documents: Documents) -> list[Tensor]:
+        """By depth, what `lm_head` reads of the rows that are kept there, by ascending row: (R_d, H) each.
+
+        Args:
+            input_ids: (B, S). Row a reads token a + 1; at the end of the document token 0.
+            features: (B, S, taps · H), the taps in ascending order.
+            kept: (D, B, S) bool, see `drawn_chains`.
+        """
+        chains = Chains.of(kept, documents)
+        by_depth = ByDepth.where(kept, chains)
+        inputs = self.begin(features.flatten(0, 1), documents.ahead(input_ids, 1).flatten()).then(self.begin_masked())
+        rows = BatchRows(chains, self.rotary, self.head_dim, inputs.hidden.dtype, self._attention)
+        wanted = ActiveRows(by_depth.index, 1, input_ids.numel() + chains.count)
+        return list(self.through_layers(inputs, [rows] * len(self.layers), wanted).split(by_depth.sizes))
+
+    def forward(
+        self, input_ids: Tensor, features: Tensor, last: Tensor, kept: Tensor, documents: Documents
+    ) -> Distilled:
+        """Distil all rows that are kept, each weighing 1; one call per micro-batch.
+
+        Args:
+            last: (B, S, H), the target's last hidden state after its final norm.
+        """
+        states = self.states(input_ids, features, kept, documents)
+        plan = teacher_plan(kept)
+        rows = [ActiveRows.where(on).renumber(rows) for on, rows in zip(kept, plan.rows, strict=True)]
+        plan = plan._replace(rows=torch.stack(rows))
+        teacher = self.teacher(last, self.target_head)
+        return distill(states, self.lm_head.weight, teacher, plan, [1.0] * len(kept), CrossEntropy())
+
+    @torch.no_grad()
+    def propose(self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents) -> Tensor:
+        """Whole chains from many rows at once, each as a server would make it there.
+
+        Args:
+            rows: (B, S) bool: row t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
+
+        Returns:
+            (B, S, count) int64 ids of the target; -1 in other rows.
+        """
+        draft_ids = self.draft_ids
+        proposals = input_ids.new_full((input_ids.numel(), count), -1)
+        for some in rows.flatten().nonzero().squeeze(1).split(PROPOSED_AT_ONCE):
+            here = torch.zeros_like(rows).flatten().index_fill(0, some, True).view_as(rows)
+            states = self.states(input_ids, features, here.expand(count, *here.shape), documents)
+            choices = [argmax_of_head(self.lm_head.weight, state) for state in states]
+            proposals[some] = draft_ids[torch.stack(choices, dim=-1)]
+        return proposals.unflatten(0, input_ids.shape)

@@ -1,0 +1,126 @@
+"""P-EAGLE: its options, and what it needs of a target."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from draftworks.config.head_sizes import check_heads, check_served_heads
+from draftworks.config.layer_options import LayerOptions
+from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, register_strategy
+from draftworks.config.taps import eagle_taps
+from draftworks.errors import ConfigError
+from draftworks.storage.identity import LayerTap
+
+
+class PEagleOptions(LayerOptions):
+    """P-EAGLE (speculators, SpecForge): EAGLE-3's inputs, and several tokens proposed in one pass."""
+
+    structural = (
+        *LayerOptions.structural,
+        "num_depths",
+        "num_layers",
+        "fc_norm",
+        "norm_before_residual",
+        "train_embeddings",
+    )
+    execution = ("attention",)
+
+    num_depths: int = Field(8, ge=1, le=32, description="Tokens proposed in one pass; what one proposal can accept.")
+    down_sample_ratio: float = Field(
+        0.8, gt=0, le=1, description="Share of the places trained on at one depth that the next one keeps; 1 keeps all."
+    )
+    down_sample_ratio_min: float = Field(
+        0.2, ge=0, le=1, description="No depth is trained on fewer than this share of the places."
+    )
+    num_layers: int = Field(4, ge=1, description="Decoder layers of the draft; the first reads tokens beside states.")
+    draft_vocab_size: int = Field(32000, ge=8, description="Most frequent supervised tokens the head predicts.")
+    layer_ids: list[int] | None = Field(
+        None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
+    )
+    intermediate_size: int | None = Field(None, gt=0, description="Of the MLPs; default the target's.")
+    num_heads: int | None = Field(None, gt=0, description="Default the target's.")
+    num_kv_heads: int | None = Field(None, gt=0, description="Default the target's.")
+    mask_token_id: int | None = Field(
+        None, ge=0, description="Stands where a token is not known yet: one that no text has. Default the last id."
+    )
+    train_embeddings: bool = Field(
+        True,
+        description="The draft has embeddings of its own, which begin as the target's. False: it reads the target's.",
+    )
+    fc_norm: bool = Field(False, description="Every tap gets a norm of its own before they are fused.")
+    norm_before_residual: bool = Field(
+        False, description="The first layer's residual stream begins with the normed state, not with the state itself."
+    )
+    loss: Literal["token_mean", "specforge"] = Field(
+        "token_mean", description="Chains up to the end of an answer, per token; or the reference's rule and mean."
+    )
+    attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
+        "auto",
+        description="How it is computed, equal to rounding: auto is a fused kernel where there is one, else sdpa.",
+    )
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> PEagleOptions:
+        check_heads(self.num_heads, self.num_kv_heads)
+        return self
+
+
+def peagle_taps(num_layers: int, options: PEagleOptions) -> tuple[LayerTap, ...]:
+    """Those of EAGLE-3.
+
+    Raises:
+        ConfigError: a tap is not inside the target, or taps collide.
+    """
+    return eagle_taps("peagle", options.layer_ids, num_layers)
+
+
+_KNOWN = 2
+"""Tokens of a sample before the first that is proposed: of the row, and the one after it."""
+
+
+def check_peagle(options: PEagleOptions, target: TargetSizes) -> None:
+    """ConfigError for a mask token that the target does not have, a proposal that no sample can hold, or heads that no server
+    takes.
+    """
+    if options.num_depths + _KNOWN > target.max_length:
+        raise ConfigError(
+            f"peagle: num_depths {options.num_depths} does not fit into samples of at most {target.max_length} tokens: "
+            "lower it, or raise max_length"
+        )
+    if options.mask_token_id is not None and options.mask_token_id >= target.vocab_size:
+        raise ConfigError(
+            f"peagle: mask_token_id {options.mask_token_id} is outside the target's vocabulary, "
+            f"0..{target.vocab_size - 1}. Set options.mask_token_id to the id of a token that no text has"
+        )
+    check_served_heads("peagle", options.num_heads, target.hidden_size)
+
+
+def _mean_over_micro_batches(options: PEagleOptions) -> str | None:
+    """A packed row has other samples than a padded micro-batch, and the reference's number is a mean over either."""
+    return "with loss: specforge takes means over micro-batches" if options.loss == "specforge" else None
+
+
+PEAGLE = register_strategy(
+    StrategySpec(
+        name="peagle",
+        description="P-EAGLE: several tokens proposed in one pass of a few layers, EAGLE-3's rows followed by masks.",
+        options=PEagleOptions,
+        taps=peagle_taps,
+        factory="draftworks.strategies.peagle.strategy:PEagleStrategy",
+        uses_vocab_mapping=True,
+        divides_heads=True,
+        check=check_peagle,
+        unpackable=_mean_over_micro_batches,
+        exports=(
+            ExportSpec(
+                name="speculators_peagle",
+                description="speculators 0.9.0 and vLLM with its P-EAGLE (#41826, May 2026).",
+                factory="draftworks.strategies.peagle.export:SpeculatorsPEagle",
+                reader="draftworks.strategies.peagle.reader_layouts:read_speculators_peagle",
+                counting="layers_passed",
+            ),
+        ),
+    )
+)

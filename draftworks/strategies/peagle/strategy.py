@@ -1,0 +1,160 @@
+"""P-EAGLE as a draft strategy: batches, the draw of chains, loss modes, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from draftworks.drafts.anchors import sample_seed
+from draftworks.drafts.collation import Layout, collate_taught, lengths_of, without_last_positions
+from draftworks.drafts.documents import Documents
+from draftworks.drafts.reduced_vocabulary import checked_draft_ids
+from draftworks.drafts.sizes import head_counts, mask_token
+from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
+from draftworks.drafts.supervision import specforge_gates, token_mean_gates
+from draftworks.drafts.target_parts import TargetParts
+from draftworks.errors import ConfigError
+from draftworks.features.contracts import TrainBatch
+from draftworks.strategies.peagle.chains import Thinning, all_chains, drawn_chains
+from draftworks.strategies.peagle.drafter import PEagleDrafter
+from draftworks.strategies.peagle.layers import PEagleSizes
+from draftworks.strategies.peagle.model import PEagleDraft, PEagleTraits
+from draftworks.strategies.peagle.options import PEAGLE, PEagleOptions
+
+if TYPE_CHECKING:
+    from draftworks.data.vocab import VocabMapping
+
+
+class PEagleStrategy(DraftStrategy):
+    """EAGLE-3's rows, each followed by a chain of masks whose length is drawn anew at every step (see `drawn_chains`).
+
+    A row costs its cross-entropy CE with the target's distribution over the draft vocabulary; one whose target argmax is
+    outside costs nothing, while accuracy counts it as wrong. The modes of `options.loss`:
+
+    `token_mean`: row a at depth d counts if tokens a+1 … a+2+d are all supervised, as for EAGLE-3; chains go on from such rows.
+        loss_sum = Σ CE of the rows drawn, loss_weight = how many they are. So a depth weighs as much as it has rows: the
+        fewer are drawn the less, which is the reference's plain mean. (Weighing each row by how unlikely it was to
+        be drawn would teach deep depths as much as shallow ones, by few and noisy rows. Servers ask a depth for
+        something only after all before it have been accepted, so the falling weight is roughly that of its use.)
+    `specforge`: SpecForge's loss number for number, for one sample in a micro-batch as there. Row a at depth d counts if the mask
+        is on at a + d, the last position of every sample masked out, and at all of a + 1 … a + d;
+        loss_sum = Σ CE / number of rows with a label in the draft vocabulary, loss_weight = 1; with gradients off a micro-batch
+        weighs its supervised tokens, as in SpecForge's Evaluator.
+
+    An evaluation draws nothing: it takes every chain that counts, to its full length, so its numbers depend on neither step nor
+    seed. Its depths have more rows than those of a training, so compare losses depth by depth.
+
+    Counts are by depth, as EAGLE-3's are by step; SpecForge's `full_acc` is Σ acc_corrects / Σ acc_denoms, over rows with a label
+    in the draft vocabulary only. No proposal knows the ones before it, so a table of bigrams, which does,
+    would not be a fair comparison: this is no `ChainStrategy`.
+    """
+
+    name = PEAGLE.name
+    model_methods = ("propose",)
+
+    def __init__(self, options: PEagleOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
+        draft_ids = checked_draft_ids(self.name, vocab, options.draft_vocab_size, target)
+        self.options = options
+        self.draft_tokens = self.most_draft_tokens = options.num_depths
+        self.feature_names = PEAGLE.features(target.num_layers, options)
+        self._target = target = target.shaped(options)
+        self._seed = seed
+        self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
+        self._thinning = Thinning(options.down_sample_ratio, options.down_sample_ratio_min)
+        traits = PEagleTraits(options.train_embeddings, options.fc_norm, options.norm_before_residual)
+        generator = torch.Generator().manual_seed(seed)
+        self.model = PEagleDraft(target, self._sizes, draft_ids, generator, traits, options.attention)
+
+    def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
+        """Right-pad; taps side by side in `features` (B, S, taps · H), `last` (B, S, H). `draws` (B,) is where chains come from."""
+        return self._laid_out(samples, sample_ids, Layout.padded(lengths_of(samples)))
+
+    def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
+        """The same in one row without padding, B = 1; `draws` are still one for each sample."""
+        return self._laid_out(samples, sample_ids, Layout.packed(lengths_of(samples)))
+
+    def _laid_out(
+        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: Layout
+    ) -> TrainBatch:
+        batch = collate_taught(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
+        batch["draws"] = torch.tensor([sample_seed(self._seed, name) for name in sample_ids])
+        if self.options.loss == "specforge":
+            batch = without_last_positions(batch, layout)
+        return TrainBatch(batch, tuple(sample_ids), sum(lengths_of(samples)), layout.documents)
+
+    def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
+        """See the class for what the sums mean. The step of `ctx` decides the chains of a training."""
+        kept = self.chains(batch, ctx)
+        result = self.model(batch["input_ids"], batch["features"], batch["last"], kept, Documents.of(batch))
+        supervised = kept.sum(dim=(1, 2), dtype=torch.float64)
+        counts = {
+            "acc_corrects": result.corrects,
+            "acc_denoms": supervised,
+            "loss_sums": result.loss_sums,
+            "loss_denoms": supervised,
+        }
+        if result.accepted is not None:
+            counts |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
+        if result.accepted_anywhere is not None:
+            counts |= {
+                "unconditional_acceptance_sums": result.accepted_anywhere,
+                "unconditional_acceptance_denoms": supervised,
+            }
+        if self.options.loss == "specforge":
+            labelled = result.taught.sum().clamp(min=1).to(result.loss.dtype)
+            answers = batch["loss_mask"].sum().to(labelled.dtype)
+            weight = torch.ones_like(labelled) if torch.is_grad_enabled() else answers
+            return StepOutput(result.loss * (weight / labelled), weight, counts)
+        return StepOutput(result.loss, supervised.sum().to(result.loss.dtype), counts)
+
+    def chains(self, batch: TrainBatch, ctx: StepContext) -> Tensor:
+        """Which rows the loss looks at, (D, B, S) bool; see the class."""
+        documents = Documents.of(batch)
+        gates = specforge_gates if self.options.loss == "specforge" else token_mean_gates
+        counts = gates(batch["loss_mask"], self.options.num_depths, documents)
+        if not torch.is_grad_enabled():
+            return all_chains(counts)
+        return drawn_chains(counts, batch["draws"], ctx.global_step, self._thinning, documents)
+
+    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
+        if count > self.draft_tokens:
+            raise ConfigError(
+                f"peagle: a draft of num_depths {self.draft_tokens} proposes so many tokens, asked for {count}: "
+                f"set evaluation.draft_tokens to at most {self.draft_tokens}"
+            )
+        return self.model.propose(batch["input_ids"], batch["features"], rows, count, Documents.of(batch))
+
+    def drafter(self) -> Drafter:
+        return PEagleDrafter(self.model, self.feature_names[:-1])
+
+    def fsdp_blocks(self) -> Sequence[nn.Module]:
+        return tuple(self.model.layers)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "strategy": self.name,
+            "options": self.options.identity(),
+            "feature_names": list(self.feature_names),
+            "hidden_size": self._target.hidden_size,
+            "head_dim": self._target.head_dim,
+            **self._sizes._asdict(),
+            "num_depths": self.options.num_depths,
+            "rms_norm_eps": self._target.rms_norm_eps,
+            "rope_parameters": dict(self._target.rope),
+            "max_position_embeddings": self._target.max_positions,
+            "vocab_size": self._target.vocab_size,
+            "draft_vocab_size": self.model.d2t.numel(),
+        }
+
+
+def _sizes(options: PEagleOptions, target: TargetParts, taps: int) -> PEagleSizes:
+    return PEagleSizes(
+        **head_counts("peagle", options, target)._asdict(),
+        intermediate_size=options.intermediate_size or target.intermediate_size,
+        taps=taps,
+        num_layers=options.num_layers,
+        mask_token_id=mask_token("peagle", options, target),
+    )

@@ -1,0 +1,209 @@
+"""The registry: the folder of YAML files that a user edits, as validated specs. Torch-free, reads only what it is asked for."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftworks.config.draft_config import read_config
+from draftworks.config.registry_files import (
+    DatasetSpec,
+    DeploymentSpec,
+    EvalSpec,
+    StrategyEntry,
+    TargetSpec,
+    TrainingSpec,
+    load_yaml,
+    validated,
+)
+from draftworks.config.strategies import StrategySpec, resolve_strategy
+from draftworks.errors import ConfigError
+from draftworks.storage.names import checked_name
+
+KINDS = ("targets", "datasets", "evals")
+"""The folders of a registry."""
+DEPLOYMENT = "deployment.yaml"
+_NO_KEY = re.compile(r"\.\.\.|[\x00-\x1f\x7f]|[\ud800-\udfff]")
+"""What Dagster takes in no partition key. Other names that are none are partitions, whose first step says so."""
+HELDOUT = "heldout"
+"""The built-in eval set: rows split off a target's own conversations."""
+
+
+@dataclass(frozen=True)
+class Registry:
+    """`root/targets/*.yaml`, `root/datasets/*.yaml` and `root/deployment.yaml`."""
+
+    root: Path
+
+    def target_names(self) -> list[str]:
+        """Names of all targets, sorted; the files are not opened."""
+        return self._names("targets")
+
+    def target(self, name: str) -> TargetSpec:
+        """One target, its strategies' options checked.
+
+        Raises:
+            ConfigError: unknown target (closest names suggested), unknown key, bad value, unknown strategy, option or
+                export format.
+        """
+        path = self._path("targets", name)
+        spec = load_yaml(path, TargetSpec, name=name)
+        for strategy, entry in spec.strategies.items():
+            try:
+                resolved = resolve_strategy(strategy)
+                resolved.parse_options(entry.options, where=f"{path}: strategies.{strategy}.options")
+                for export_format in entry.export.formats or ():
+                    resolved.export(export_format)
+            except ConfigError as error:
+                raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+        return spec
+
+    def target_file(self, name: str) -> Path:
+        """Where a target is described; not opened. ConfigError for a name that has none, with the closest ones."""
+        return self._path("targets", name)
+
+    def dataset(self, name: str) -> DatasetSpec:
+        return load_yaml(self._path("datasets", name), DatasetSpec, name=name)
+
+    def eval_names(self) -> list[str]:
+        """Names of all eval sets, sorted; `heldout` is built in and not among them."""
+        return self._names("evals")
+
+    def eval(self, name: str) -> EvalSpec:
+        if name == HELDOUT:
+            raise ConfigError(f"{self.root / 'evals'}: {HELDOUT} is the built-in eval set: give yours another name")
+        return load_yaml(self._path("evals", name), EvalSpec, name=name)
+
+    def deployment(self) -> DeploymentSpec:
+        """The deployment; defaults where there is no file."""
+        path = self.root / DEPLOYMENT
+        return load_yaml(path, DeploymentSpec) if os.path.lexists(path) else DeploymentSpec()
+
+    def var(self) -> Path:
+        """Where runs write."""
+        return self.located(self.deployment().var)
+
+    def located(self, path: str) -> Path:
+        """A path of the registry: relative ones start at its root."""
+        return (self.root / path).resolve()
+
+    def problems(self) -> list[str]:
+        """Everything wrong with any entry or file of the registry, as far as it says so itself; a message each."""
+        return self.shared_problems() + self._refusals("targets", self.target)
+
+    def shared_problems(self) -> list[str]:
+        """What is wrong with files that are no target's own; a message each."""
+        found = self.unread_files()
+        found += self._refusals("datasets", self.dataset) + self._refusals("evals", self.eval)
+        try:
+            self.deployment()
+        except ConfigError as error:
+            found.append(str(error))
+        return found
+
+    def _refusals(self, kind: str, load: Callable[[str], object]) -> list[str]:
+        found = []
+        for name in self._names(kind):
+            try:
+                load(name)
+            except ConfigError as error:
+                found.append(str(error))
+        return found
+
+    def unread_files(self) -> list[str]:
+        """Files that look like entries and are none, a message each."""
+        found = []
+        for kind in KINDS:
+            for path in self._visible(kind):
+                if path.suffix.lower() in (".yaml", ".yml") and path.suffix != ".yaml":
+                    found.append(
+                        f"{_shown(path)}: is not read, since its name does not end in .yaml: rename it to {path.stem}.yaml"
+                    )
+                elif path.suffix == ".yaml" and _NO_KEY.search(path.stem):
+                    found.append(f"{_shown(path)}: is not read: {_name_problem(path.stem)}")
+        for path in sorted(self.root.glob("*.y*ml")):
+            if path.name != DEPLOYMENT and not path.name.startswith("."):
+                found.append(f"{_shown(path)}: is not read: only {DEPLOYMENT} and the folders {', '.join(KINDS)} are")
+        return found
+
+    def _names(self, kind: str) -> list[str]:
+        files = [path for path in self._visible(kind) if path.suffix == ".yaml"]
+        return sorted(path.stem for path in files if not _NO_KEY.search(path.stem))
+
+    def _visible(self, kind: str) -> list[Path]:
+        """What is in a folder, sorted, without what editors hide there."""
+        folder = self.root / kind
+        if not folder.is_dir() and kind == "evals":
+            return []
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: expected a folder of YAML files, found none. Is {self.root} a registry?")
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+    def _path(self, kind: str, name: str) -> Path:
+        try:
+            path = self.root / kind / f"{checked_name(name)}.yaml"
+        except ValueError as error:
+            raise ConfigError(f"{self.root / kind}: {error}") from error
+        if not os.path.lexists(path):  # of a link that leads nowhere the reader says so
+            names = self._names(kind)
+            close = difflib.get_close_matches(name, names, n=2)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(names[:20]) or 'none'}"
+            raise ConfigError(f"{path}: no such file; {hint}")
+        return path
+
+
+def _shown(path: Path) -> str:
+    """The path in one line of text, whatever bytes are in it."""
+    return str(path).encode("unicode_escape", "backslashreplace").decode() if _NO_KEY.search(str(path)) else str(path)
+
+
+def _name_problem(name: str) -> str:
+    try:
+        checked_name(name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def with_overrides(
+    target: str, strategy: StrategySpec, entry: StrategyEntry, options: dict[str, Any], training: dict[str, Any]
+) -> StrategyEntry:
+    """A target's strategy with every option filled in: the registry's, and over them those of one run.
+
+    Raises:
+        ConfigError: unknown option or setting, or a bad value.
+    """
+    where = f"target {target}: {strategy.name}"
+    typed = strategy.parse_options({**entry.options, **options}, where=f"{where} options")
+    merged = validated(TrainingSpec, {**entry.training.model_dump(), **training}, where=f"{where} training")
+    return entry.model_copy(update={"options": typed.model_dump(), "training": merged})
+
+
+def resolved_options(target: TargetSpec, registry: Registry) -> dict[str, Any]:
+    """The recipe of a target as JSON: every option that decides a result, with the defaults filled in.
+
+    Raises:
+        StoreError: a draft to begin from is not there.
+    """
+    return {
+        "max_length": target.max_length,
+        "data": target.data.identity(),
+        "responses": target.responses.identity(),
+        "capture": target.capture.identity(),
+        "evals": sorted(target.evals),
+        "evaluation": target.evaluation.identity(),
+        "strategies": {
+            name: {
+                "options": resolve_strategy(name).parse_options(entry.options, f"target {target.name}").identity(),
+                "training": entry.training.identity(),
+                "start_from": entry.start_from and read_config(registry.located(entry.start_from)).weights_digest,
+                "export": entry.export.model_dump(),
+            }
+            for name, entry in target.strategies.items()
+        },
+    }

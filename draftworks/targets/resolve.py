@@ -1,0 +1,232 @@
+"""From a target's registry entry to files with known content. Torch-free; only a hub target reaches for the network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError
+from draftworks.storage.hub import hub_file
+from draftworks.storage.identity import FileDigests, digest
+from draftworks.storage.regular_files import read_json
+from draftworks.targets.registry import Registry
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_NEEDED = ("max_position_embeddings", "num_hidden_layers", "hidden_size", "vocab_size")
+_SHAPE = (*_NEEDED, "num_attention_heads")
+GENERATION_CONFIG = "generation_config.json"
+"""Names the tokens that end an answer, so it counts with the tokenizer's files, though it lies with the model's."""
+
+
+_MOST = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 1 << 20,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 31,
+}
+"""Beyond what any model has: more would be built layer by layer until memory ends."""
+
+
+def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -> TargetFiles:
+    """Locate model and tokenizer, digest them, and read the shape of the model from its config.json.
+
+    A directory is identified by the content of config.json and its safetensors files, a hub model by id and commit.
+    The tokenizer's digest also covers what ends an answer, the model's generation_config.json.
+
+    Raises:
+        ConfigError: a path that is absent or not a model directory, a hub id that cannot be read, a config without the
+            usual fields, or samples that would be longer than the model's context.
+    """
+    model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
+    tokenizer = spec.tokenizer or spec.model
+    tokenizer_revision = spec.tokenizer_revision if spec.tokenizer else spec.revision
+    tokenizer = _locate(tokenizer, tokenizer_revision, registry, f"target {spec.name}: tokenizer")
+    template = _template(spec, registry)
+    config = _model_config(model, spec.revision, f"target {spec.name}")
+    if any(config.get(name) is None for name in _NEEDED):  # only then: it imports transformers, also in a sensor's tick
+        config = _with_defaults(model, spec.revision, config)
+    context = _field(config, model, "max_position_embeddings")
+    if spec.max_length > context:
+        raise ConfigError(
+            f"target {spec.name}: max_length {spec.max_length} is longer than the model's context of {context} tokens "
+            f"({model}). Lower max_length"
+        )
+    return TargetFiles(
+        name=spec.name,
+        model=model,
+        revision=spec.revision,
+        tokenizer=tokenizer,
+        tokenizer_revision=tokenizer_revision,
+        chat_template=None if template is None else str(template),
+        digest=_weights_digest(model, spec.revision, digests),
+        tokenizer_digest=digest(
+            [
+                _tokenizer_digest(tokenizer, tokenizer_revision, template, digests),
+                _answer_end(model, spec.revision, digests),
+            ]
+        ),
+        digests=None if digests.cache_file is None else digests.cache_file.absolute(),
+        num_layers=_field(config, model, "num_hidden_layers"),
+        hidden_size=_field(config, model, "hidden_size"),
+        vocab_size=_field(config, model, "vocab_size"),
+        context=context,
+        num_heads=_heads(config),
+    )
+
+
+def digested(target: TargetFiles) -> TargetFiles:
+    """The target with the digests that its files have now; those that were remembered as they are are not read again.
+
+    Raises:
+        ConfigError: files are absent.
+    """
+    digests = FileDigests(target.digests)
+    template = None if target.chat_template is None else Path(target.chat_template)
+    tokenizer = _tokenizer_digest(target.tokenizer, target.tokenizer_revision, template, digests)
+    return target.model_copy(
+        update={
+            "digest": _weights_digest(target.model, target.revision, digests),
+            "tokenizer_digest": digest([tokenizer, _answer_end(target.model, target.revision, digests)]),
+        }
+    )
+
+
+def require_unchanged(target: TargetFiles) -> None:
+    """What a program asks before it loads the target of a run file: are its files those that were digested?
+
+    Raises:
+        ConfigError: weights, config.json, tokenizer, template or generation_config.json are others, or absent.
+    """
+    found = digested(target)
+    parts = {
+        f"weights and config.json in {target.model}": (target.digest, found.digest),
+        f"tokenizer, template and generation_config.json of {target.tokenizer}": (
+            target.tokenizer_digest,
+            found.tokenizer_digest,
+        ),
+    }
+    for what, (expected, actual) in parts.items():
+        if expected != actual:
+            raise ConfigError(
+                f"target {target.name}: {what} are not those that the run file was written for: expected digest "
+                f"{expected}, found {actual}. They were replaced since, or the run file is wrong: materialize "
+                "target_model again, and what depends on it"
+            )
+
+
+def _locate(model: str, revision: str | None, registry: Registry, where: str) -> str:
+    folder = registry.located(model)
+    if revision is not None:
+        if folder.is_dir():
+            raise ConfigError(
+                f"{where}: {folder} is a directory: leave `revision` out, which is the commit of a Hugging Face id. (Is the id "
+                "meant, and not the directory of that name: move the directory away)"
+            )
+        return model
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{where}: {folder} is not a directory. Give a directory (relative to {registry.root}), "
+            f"or a Hugging Face id together with `revision`, the commit of 40 hex digits"
+        )
+    return str(folder)
+
+
+def _template(spec: TargetSpec, registry: Registry) -> Path | None:
+    if spec.chat_template is None:
+        return None
+    path = registry.located(spec.chat_template)
+    if not path.is_file():
+        raise ConfigError(f"target {spec.name}: chat_template: {path} is not a file")
+    return path
+
+
+def text_config(target: TargetFiles) -> dict[str, Any]:
+    """What config.json says of a target's language model, without the defaults of its class. Raises ConfigError."""
+    return _model_config(target.model, target.revision, f"target {target.name}")
+
+
+def _model_config(model: str, revision: str | None, where: str) -> dict[str, Any]:
+    path = Path(model) / "config.json"
+    if revision is not None:
+        found = hub_file(where, model, revision, "config.json")
+        if found is None:
+            raise ConfigError(
+                f"{where}: {model} at commit {revision} has no config.json: expected a Hugging Face model"
+            )
+        path = found
+    try:
+        config = read_json(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: expected the config.json of a Hugging Face model: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: expected a JSON object, the config.json of a Hugging Face model")
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise ConfigError(f"{path}: expected a JSON object as text_config, found {type(text).__name__}")
+    return text
+
+
+def _with_defaults(model: str, revision: str | None, config: dict[str, Any]) -> dict[str, Any]:
+    """Some wrappers' files, such as Gemma 3's, say of the text model only what is not its class's default."""
+    from transformers import AutoConfig
+
+    try:
+        text = AutoConfig.from_pretrained(model, revision=revision or "main", trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError):
+        return config  # what is missing is told by name
+    return {name: getattr(text, name, None) for name in _SHAPE} | {k: v for k, v in config.items() if v is not None}
+
+
+def _field(config: dict[str, Any], model: str, name: str) -> int:
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{model}/config.json: expected an integer {name}, found {value!r}")
+    if not 1 <= value <= _MOST[name]:
+        found = f"{value:,}" if abs(value) < 10**30 else "a number of more than 30 digits"
+        raise ConfigError(f"{model}/config.json: expected {name} from 1 to {_MOST[name]:,}, found {found}")
+    return value
+
+
+def _heads(config: dict[str, Any]) -> int | None:
+    found = config.get("num_attention_heads")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _weights_digest(model: str, revision: str | None, digests: FileDigests) -> str:
+    """Identity of a model: of its directory's config.json and safetensors files, or of hub id and commit.
+
+    Raises:
+        ConfigError: the directory has no safetensors file or no config.json.
+    """
+    if revision is not None:
+        return digest(["hub", model, revision])
+    weights = sorted(Path(model).glob("*.safetensors"))
+    if not weights:
+        raise ConfigError(f"{model}: expected *.safetensors weights, found none (pickled weights are not read)")
+    try:
+        return digest([[p.name, digests.of_file(p)] for p in [Path(model) / "config.json", *weights]])
+    except OSError as error:
+        raise ConfigError(f"{model}: expected config.json and readable weights: {error}") from error
+
+
+def _tokenizer_digest(tokenizer: str, revision: str | None, template: Path | None, digests: FileDigests) -> str:
+    override = None if template is None else digests.of_file(template)
+    if revision is not None:
+        return digest(["hub", tokenizer, revision, override])
+    files = [Path(tokenizer) / name for name in TOKENIZER_FILES]
+    present = [p for p in files if p.is_file()]
+    if files[0] not in present:
+        raise ConfigError(
+            f"{tokenizer}: expected tokenizer.json (a fast tokenizer), found {sorted(p.name for p in present)}"
+        )
+    return digest([[[p.name, digests.of_file(p)] for p in present], override])
+
+
+def _answer_end(model: str, revision: str | None, digests: FileDigests) -> str | None:
+    """Identity of what ends an answer, as far as the model's files say so; None if they do not."""
+    if revision is not None:
+        return digest(["hub", model, revision])
+    path = Path(model) / GENERATION_CONFIG
+    return digests.of_file(path) if path.is_file() else None

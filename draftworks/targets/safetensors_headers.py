@@ -1,0 +1,227 @@
+"""Names, dtypes and shapes of a model's tensors from the headers of its safetensors files. No weight is read. Torch-free."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError, StoreError
+from draftworks.storage.hub import hub_file, hub_header
+from draftworks.storage.regular_files import open_regular, parse_json, read_json
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LONGEST_HEADER = 100_000_000
+"""Bytes; the limit of the format's own reader."""
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8", "BOOL"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("F4",), 4),
+}
+_SHOWN = 3
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """A tensor as its file's header tells it. `dtype` is the format's name ("BF16"), `file` that of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+
+@dataclass(frozen=True)
+class ModelHeaders:
+    """All tensors that transformers loads for a model, by name, and those of the index that it does not.
+
+    Attributes:
+        beside: tensors in files that the index names beside a whole `model.safetensors`: other engines read them,
+            transformers does not.
+    """
+
+    tensors: Mapping[str, TensorHeader] = field(repr=False)
+    beside: Mapping[str, TensorHeader] = field(default_factory=dict, repr=False)
+
+
+def read_header(path: Path) -> dict[str, TensorHeader]:
+    """Header of one safetensors file.
+
+    Raises:
+        StoreError: it is no such file, is cut off, or describes tensors that it does not hold.
+    """
+    try:
+        with open_regular(path) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            first = stream.read(8)
+            length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+            if not 1 < length <= min(LONGEST_HEADER, size - 8):
+                raise _unreadable(path, f"a file of {size} bytes whose first 8 promise a header of {length}")
+            header = parse_json(stream.read(length))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
+    if not isinstance(header, dict):
+        raise _unreadable(path, "its header is no JSON object")
+    tensors = {name: _tensor(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
+    _check_extent(path, header, size - 8 - length)
+    return tensors
+
+
+def model_headers(target: TargetFiles) -> ModelHeaders:
+    """Headers of a target's weights, of a directory or of a pinned commit of the hub.
+
+    Files are chosen as transformers does: `model.safetensors` if there is one, else those that the index names.
+
+    Raises:
+        ConfigError: the hub cannot be asked.
+        StoreError: there are no weights, a file that the index names is absent, a tensor is not where the index says, or
+            a file is damaged.
+    """
+    files = _Files(target)
+    unasked: list[ConfigError] = []
+
+    def attempt(look: Callable[[], Found | None]) -> Found | None:
+        """One of the two is enough, and out of the network the cache knows of that one only."""
+        try:
+            return look()
+        except ConfigError as error:
+            unasked.append(error)
+            return None
+
+    whole = attempt(lambda: files.header(WEIGHTS))
+    index = attempt(files.index)
+    if whole is None and index is None:
+        if unasked:
+            raise unasked[0]
+        raise StoreError(
+            f"{files.where}: expected {WEIGHTS} or {INDEX}, found neither. Give a folder with safetensors weights"
+        )
+    if index is None:
+        return ModelHeaders(whole)
+    headers = files.headers(sorted(set(index.values()) - ({WEIGHTS} if whole is not None else set())))
+    if whole is None:
+        _check_index(files.where, index, headers)
+        return ModelHeaders({name: tensor for header in headers.values() for name, tensor in header.items()})
+    elsewhere = sorted(name for name, file in index.items() if file != WEIGHTS and name in whole)
+    if elsewhere:
+        raise StoreError(
+            f"{files.where}: {len(elsewhere)} tensors are in {WEIGHTS}, and by {INDEX} in other files too, among them "
+            f"{elsewhere[0]} in {index[elsewhere[0]]}: which count? Remove {WEIGHTS}, or the index and its files"
+        )
+    _check_index(files.where, index, {**headers, WEIGHTS: whole})
+    return ModelHeaders(whole, {name: tensor for header in headers.values() for name, tensor in header.items()})
+
+
+class _Files:
+    """The files of a target by name."""
+
+    def __init__(self, target: TargetFiles) -> None:
+        self._target = target
+        at = "" if target.revision is None else f" at commit {target.revision}"
+        self.where = f"target {target.name}: {target.model}{at}"
+
+    def path(self, filename: str) -> Path | None:
+        target = self._target
+        if target.revision is not None:
+            return hub_file(f"target {target.name}", target.model, target.revision, filename)
+        path = Path(target.model) / filename
+        return path if path.is_file() else None
+
+    def header(self, filename: str) -> dict[str, TensorHeader] | None:
+        """Header of a file, None if there is no such file. Of the hub's, only the header is fetched."""
+        target = self._target
+        if target.revision is None:
+            path = self.path(filename)
+            return None if path is None else read_header(path)
+        found = hub_header(f"target {target.name}", target.model, target.revision, filename)
+        if found is None or isinstance(found, Path):
+            return None if found is None else read_header(found)
+        return {name: TensorHeader(dtype, shape, filename) for name, (dtype, shape) in found.items()}
+
+    def headers(self, filenames: list[str]) -> dict[str, dict[str, TensorHeader]]:
+        found = {name: self.header(name) for name in filenames}
+        absent = [name for name, header in found.items() if header is None]
+        if absent:
+            raise StoreError(
+                f"{self.where}: {INDEX} names {len(found)} files, and {len(absent)} of them are absent: "
+                f"{_some(absent)}. Copy or download the model again, all of its files"
+            )
+        return {name: header for name, header in found.items() if header is not None}
+
+    def index(self) -> dict[str, str] | None:
+        """File of each tensor, as the index says; None if there is no index."""
+        path = self.path(INDEX)
+        if path is None:
+            return None
+        try:
+            weight_map = read_json(path)["weight_map"]
+            plain = all(isinstance(file, str) and Path(file).name == file for file in weight_map.values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise StoreError(f"{path}: not a safetensors index: {error!r}. Copy or download it again") from error
+        if not plain:
+            raise StoreError(f"{path}: not a safetensors index: expected names of files in the same folder")
+        return dict(weight_map)
+
+
+def _check_index(where: str, index: Mapping[str, str], headers: Mapping[str, Mapping[str, TensorHeader]]) -> None:
+    """Each tensor of the index is in its file, and nothing is in two files."""
+    astray = sorted(name for name, file in index.items() if name not in headers[file])
+    if astray:
+        raise StoreError(
+            f"{where}: by {INDEX}, {len(astray)} tensors are in files that do not have them, among them {astray[0]} in "
+            f"{index[astray[0]]}. Copy or download the model again, all of its files"
+        )
+    seen: dict[str, str] = {}
+    for file, header in headers.items():
+        for name in header:
+            if name in seen:
+                raise StoreError(
+                    f"{where}: the tensor {name} is in {seen[name]} and in {file}: which counts? Copy or download the "
+                    "model again"
+                )
+            seen[name] = file
+
+
+def _tensor(path: Path, name: str, entry: Any) -> TensorHeader:
+    try:
+        shape = tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
+        bits = _BITS.get(entry["dtype"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unreadable(path, f"its header describes {name!r} by {entry!r:.80}") from error
+    if not sound or (bits is not None and math.prod(shape) * bits != (end - begin) * 8):
+        raise _unreadable(path, f"its header describes {name!r} by {entry!r:.80}")
+    return TensorHeader(entry["dtype"], shape, path.name)
+
+
+def _check_extent(path: Path, header: Mapping[str, Any], nbytes: int) -> None:
+    spans = sorted(tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__")
+    end = 0
+    for start, stop in spans:
+        if start != end:
+            raise _unreadable(
+                path, f"its tensors leave out or share the bytes from {min(start, end)} to {max(start, end)}"
+            )
+        end = stop
+    if end != nbytes:
+        raise _unreadable(path, f"its header promises {end} bytes of tensors, and {nbytes} are there")
+
+
+def _unreadable(path: Path, problem: str) -> StoreError:
+    return StoreError(f"{path}: not a readable safetensors file: {problem}. Copy or download it again")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,340 @@
+"""Do a target's weights belong to its configuration? Answered from names and shapes, by transformers' own loading without data.
+
+Torch-free to import: torch and transformers are loaded by what needs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError, StoreError
+from draftworks.storage.atomic import publish_json
+from draftworks.storage.hub import hub_file
+from draftworks.storage.identity import digest
+from draftworks.storage.regular_files import read_json
+from draftworks.targets.quantized_headers import without_quantization
+from draftworks.targets.safetensors_headers import INDEX, WEIGHTS, TensorHeader, model_headers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+CHECK_REVISION = 1
+"""Raised when a verdict may come out otherwise: remembered ones then no longer count."""
+_SHOWN = 3
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
+_MASK = re.compile(r"(?:^|\.)(?:attn|attention)\.(?:masked_)?bias$")
+"""Causal masks, which older versions of GPT-2 and GPT-NeoX saved among the weights."""
+_LOOKAHEAD_NAME = re.compile(r"(?:^|\.)(?:mtp|nextn)")
+_LOOKAHEAD_LAYER = re.compile(r"^(.*\blayers\.(\d+)\.)eh_proj\.")
+"""A layer that predicts a further token, in the place after the model's own: DeepSeek's and GLM's layout."""
+
+
+@dataclass(frozen=True)
+class WeightsCheck:
+    """What was found out about a target's weights.
+
+    Attributes:
+        model_class: of transformers, by which the names were expected; None if they were not checked.
+        note: in words what was not checked, or checked by name only; None if there is nothing to say.
+    """
+
+    model_class: str | None
+    tensors: int
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Discrepancies:
+    """How the tensors of some files differ from those of the model that a configuration describes, by name.
+
+    Attributes:
+        mismatched: shape found and shape expected by name.
+        broken: tensors that cannot be put together from the files' ones, and why.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched or self.broken)
+
+
+def check_target_weights(target: TargetFiles, backend: str = "hf", remembered: Path | None = None) -> WeightsCheck:
+    """Compare the names and shapes in a target's files with those of its model class. Reads headers, no weights.
+
+    Args:
+        backend: of capture; with another than `hf`, a family that transformers does not know is no error but a note.
+        remembered: folder of verdicts, by content of what was checked: a second check of the same costs nothing.
+
+    Raises:
+        ConfigError: the configuration is unreadable, needs code of its own or is of an unknown family; the hub cannot be
+            asked.
+        StoreError: a file is absent or damaged; tensors are missing, unexpected or of another shape.
+    """
+    verdict = None if remembered is None else remembered / f"{_verdict_key(target, backend)}.json"
+    known = _known(verdict)
+    if known is not None:
+        return known
+    found = _checked(target, backend)
+    if verdict is not None:
+        publish_json(verdict, asdict(found))
+    return found
+
+
+def require_loaded(target: TargetFiles, model: PreTrainedModel, loading: Mapping[str, Any]) -> None:
+    """StoreError unless every weight came from the files and every tensor of the files went into the model.
+
+    Args:
+        loading: what `from_pretrained` gives with `output_loading_info=True`.
+    """
+    missing = set(loading["missing_keys"]) | set(loading.get("error_msgs") or ())
+    mismatched = {name: (tuple(found), tuple(expected)) for name, found, expected in loading["mismatched_keys"]}
+    found = _judged(missing, set(loading["unexpected_keys"]), mismatched, {}, model.config)
+    if found:
+        raise StoreError(_told(target, type(model).__name__, found, model.config))
+
+
+def _checked(target: TargetFiles, backend: str) -> WeightsCheck:
+    config = read_config(target)
+    _require_plain_files(target, config)
+    headers = model_headers(target)
+    if isinstance(config, str):
+        if backend == "hf":
+            raise ConfigError(f"target {target.name}: {config}. Capture with another backend, or update transformers")
+        return WeightsCheck(
+            None,
+            len(headers.tensors),
+            f"names and shapes of the weights were not checked: {config}; all files are whole",
+        )
+    plain = without_quantization(headers.tensors, getattr(config, "quantization_config", None))
+    with _quiet():
+        model = _empty_model(target, config)
+        found = _compared(model, plain.tensors, plain.unshaped)
+    if found:
+        raise StoreError(_told(target, type(model).__name__, found, model.config))
+    return WeightsCheck(type(model).__name__, len(headers.tensors), plain.note)
+
+
+def _require_plain_files(target: TargetFiles, config: PreTrainedConfig | str) -> None:
+    """Transformers can be told to load something else than the model's own files; other engines would not follow."""
+    elsewhere = getattr(config, "transformers_weights", None)
+    if elsewhere is not None:
+        raise ConfigError(
+            f"target {target.name}: {target.model}/config.json: transformers_weights names {elsewhere!r}, which only "
+            f"transformers would load. Remove it, and call the weights {WEIGHTS}"
+        )
+    if target.revision is None and (Path(target.model) / "adapter_config.json").exists():
+        raise ConfigError(
+            f"target {target.name}: {target.model} has an adapter_config.json: merge the adapter into its model, and "
+            "give the folder of that"
+        )
+
+
+def read_config(target: TargetFiles) -> PreTrainedConfig | str:
+    """The target's configuration as transformers reads it, or in words why it does not know the family.
+
+    Raises:
+        ConfigError: config.json is absent or unreadable, or needs code of its own.
+    """
+    from transformers import AutoConfig
+
+    path = _config_file(target)
+    try:
+        config = read_json(path)
+        kind = config.get("model_type")
+        needs_code = "auto_map" in config
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path}: expected the config.json of a Hugging Face model: {error}") from error
+    try:
+        return AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError) as error:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        if kind in CONFIG_MAPPING:
+            raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
+        code = " without code of its own (auto_map), which is never run" if needs_code else ""
+        return f"transformers {version('transformers')} does not know the model_type {kind!r} of {path}{code}"
+    except Exception as error:  # each configuration class has its own ways
+        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _config_file(target: TargetFiles) -> Path:
+    if target.revision is None:
+        path = Path(target.model) / "config.json"
+        found = path if path.is_file() else None
+    else:
+        found = hub_file(f"target {target.name}", target.model, target.revision, "config.json")
+    if found is None:
+        raise ConfigError(f"target {target.name}: {target.model} has no config.json: expected a Hugging Face model")
+    return found
+
+
+def _empty_model(target: TargetFiles, config: PreTrainedConfig) -> PreTrainedModel:
+    """The class that the loader takes, on device meta."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    loader = AutoModelForCausalLM if known else AutoModelForImageTextToText
+    config = _unquantized(config)
+    try:
+        with torch.device("meta"):
+            return loader.from_config(config, trust_remote_code=False)
+    except Exception as error:  # whatever a model does with a configuration that makes no sense
+        raise ConfigError(
+            f"target {target.name}: no model can be built of {target.model}/config.json: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _unquantized(config: PreTrainedConfig) -> PreTrainedConfig:
+    if getattr(config, "quantization_config", None) is None:
+        return config
+    import copy
+
+    config = copy.deepcopy(config)
+    del config.quantization_config
+    return config
+
+
+def _compared(model: PreTrainedModel, tensors: Mapping[str, TensorHeader], unshaped: Collection[str]) -> Discrepancies:
+    """Load tensors without data into a model without data, as transformers loads: renamed, merged, tied."""
+    import torch
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    state = {name: torch.empty(header.shape, device="meta") for name, header in tensors.items()}
+    how = LoadStateDictConfig(
+        device_map={"": "meta"}, weight_mapping=get_model_conversion_mapping(model), ignore_mismatched_sizes=True
+    )
+    info, _ = type(model)._load_pretrained_model(model, state, None, how)
+    model.mark_tied_weights_as_initialized(info)
+    model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    model._adjust_missing_and_unexpected_keys(info)
+    mismatched = {name: (tuple(found), tuple(expected)) for name, found, expected in info.mismatched_keys}
+    broken = {name: _last_line(error) for name, error in info.conversion_errors.items()}
+    missing = set(info.missing_keys) - set(broken)
+    if unshaped:
+        mismatched = {name: shapes for name, shapes in mismatched.items() if 0 not in shapes[0]}
+        broken = {}
+    broken |= _gaps(tensors)
+    return _judged(missing, set(info.unexpected_keys), mismatched, broken, model.config)
+
+
+def _last_line(error: object) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else "no reason given"
+
+
+def _gaps(tensors: Iterable[str]) -> dict[str, str]:
+    """Experts that are stored one by one are stacked in their order, whatever their numbers: a gap would shift them."""
+    numbers: dict[str, set[int]] = {}
+    for name in tensors:
+        if matched := _EXPERT.match(name):
+            numbers.setdefault(f"{matched[1]}*{matched[3]}", set()).add(int(matched[2]))
+    return {
+        name: f"of the numbers 0 to {max(found)}, absent: {_some(map(str, sorted(set(range(max(found))) - found)))}"
+        for name, found in numbers.items()
+        if found != set(range(len(found)))
+    }
+
+
+def _judged(
+    missing: set[str],
+    unexpected: set[str],
+    mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    broken: Mapping[str, str],
+    config: PreTrainedConfig,
+) -> Discrepancies:
+    """Without layers that predict further tokens, which no causal language model of transformers has, and old masks."""
+    layers = config.get_text_config().num_hidden_layers
+    lookahead = [m for m in map(_LOOKAHEAD_LAYER.match, unexpected) if m and int(m[2]) >= layers]
+    prefixes = tuple(m[1] for m in lookahead)
+    strangers = {
+        name
+        for name in unexpected
+        if not (_LOOKAHEAD_NAME.search(name) or _MASK.search(name) or name.startswith(prefixes))
+    }
+    return Discrepancies(tuple(sorted(missing)), tuple(sorted(strangers)), dict(sorted(mismatched.items())), broken)
+
+
+def _told(target: TargetFiles, model_class: str, found: Discrepancies, config: PreTrainedConfig) -> str:
+    layers = config.get_text_config().num_hidden_layers
+    lines = [
+        f"target {target.name}: the weights in {target.model} do not belong to its config.json ({model_class}, {layers} layers)"
+    ]
+    if found.missing:
+        lines.append(f"{len(found.missing)} tensors are missing: {_some(found.missing)}")
+    if found.unexpected:
+        lines.append(f"{len(found.unexpected)} tensors are unexpected: {_some(found.unexpected)}")
+    if found.mismatched:
+        shapes = [f"{name} is {list(a)}, expected {list(b)}" for name, (a, b) in found.mismatched.items()]
+        lines.append(f"{len(found.mismatched)} tensors have another shape: {_some(shapes)}")
+    if found.broken:
+        reasons = [f"{name} ({reason})" for name, reason in found.broken.items()]
+        lines.append(f"{len(found.broken)} tensors cannot be put together: {_some(reasons)}")
+    return "; ".join(lines) + f". {_advice(found, layers)}"
+
+
+def _advice(found: Discrepancies, layers: int) -> str:
+    """What to do, as far as the names show what happened."""
+    wrapped = [name.split(".")[0] for name in found.unexpected if name.partition(".")[2] in found.missing]
+    if wrapped and len(wrapped) == len(found.unexpected) and len(set(wrapped)) == 1:
+        return (
+            f"All names begin with `{wrapped[0]}.`, those of a wrapper around the model: save the model inside it with "
+            "save_pretrained"
+        )
+    if any(".lora_" in name for name in found.unexpected):
+        return "These are the weights of an adapter: merge it into its model, and give that"
+    there = {int(m[1]) for m in map(_LAYER.search, (*found.unexpected, *found.missing)) if m}
+    if there and min(there) >= layers and not found.missing:
+        return f"config.json says num_hidden_layers {layers}, the files have {max(there) + 1}: give the config.json of these weights"
+    return "Missing weights would be random: copy or download the model again, config.json and weights of one origin"
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _verdict_key(target: TargetFiles, backend: str) -> str:
+    index = None
+    if target.revision is None and (path := Path(target.model) / INDEX).is_file():
+        index = path.read_text(encoding="utf-8", errors="replace")
+    return digest([CHECK_REVISION, version("transformers"), target.digest, index, backend == "hf"])
+
+
+def _known(verdict: Path | None) -> WeightsCheck | None:
+    if verdict is None or not verdict.is_file():
+        return None
+    try:
+        return WeightsCheck(**read_json(verdict))
+    except (OSError, ValueError, TypeError):
+        return None  # it is made again
+
+
+@contextmanager
+def _quiet():
+    """Without transformers' bars and reports: what they say is said once, by us."""
+    from transformers.utils import logging as transformers_logging
+
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
