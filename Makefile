@@ -42,7 +42,7 @@ test: $(VENV)/ready .dagster/ready lint
 test-rounding: $(VENV)/ready
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 \
 		$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile tests/programs/test_programs_train.py tests/training/test_training_best*.py \
-		tests/training/test_training_resume.py tests/evaluation/test_evaluation_comparison.py tests/export/test_export_readers.py
+		tests/training/test_training_resume.py tests/evaluation/report/test_evaluation_comparison.py tests/export/test_export_readers.py
 
 test-speculators: $(VENV)/ready $(SPECULATORS)/ready
 	$(BIN)/python -m pytest -m speculators tests/export

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError
-from draftworks.sglang.hook import capture_hook
+from draftworks.sglang.hook import spool_of
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -108,7 +108,7 @@ class SGLangClient:
             radix_cache=not found.get("disable_radix_cache"),
             chunked_prefill=found.get("chunked_prefill_size") != -1,
             layer_ids=tuple(layers) if capturing and layers else None,
-            spool=_spool(found.get("forward_hooks") or []),
+            spool=spool_of(found.get("forward_hooks") or []),
             numerics=_numerics(found),
         )
 
@@ -210,9 +210,3 @@ def _numerics(found: dict[str, Any]) -> dict[str, str]:
         for name, usual in defaults.items()
         if found.get(name, usual[0]) not in usual
     }
-
-
-def _spool(hooks: list[dict[str, Any]]) -> Path | None:
-    ours = f"{capture_hook.__module__}:{capture_hook.__name__}"
-    spools = [hook["config"]["spool"] for hook in hooks if hook.get("hook_factory") == ours]
-    return Path(spools[0]) if spools else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from draftworks.sglang.spool import Part, is_captured, wants_logits, write_failure, write_part
 
 log = logging.getLogger(__name__)
+FORMER_FACTORY = "draftworks.serving.sglang_hook:capture_hook"
+"""The hook where it was before: a server that was started then runs on with it."""
 
 
 class SGLangCaptureBackend:
@@ -74,6 +76,12 @@ def hook_option(spool: Path) -> str:
         "config": {"spool": str(spool)},
     }
     return json.dumps([hook])
+
+
+def spool_of(hooks: Sequence[Mapping[str, Any]]) -> Path | None:
+    """Where our hook writes, of the hooks that a server says it has loaded; None if ours is not among them."""
+    ours = (f"{__name__}:{capture_hook.__name__}", FORMER_FACTORY)
+    return next((Path(hook["config"]["spool"]) for hook in hooks if hook.get("hook_factory") in ours), None)
 
 
 def _prefill_of(args: Sequence[Any]) -> Any:

@@ -168,7 +168,7 @@ def test_two_targets_of_the_same_weights_capture_a_sample_once(tiny_target, tmp_
 def workers(tiny_target, tmp_path: Path) -> Iterator[list[subprocess.Popen]]:
     run = capture_run(tiny_target, tmp_path, batch_tokens=60, shard_mb=1)
     path = run.save(tmp_path / "run.yaml")
-    worker = Path(__file__).with_name("capture_worker.py")
+    worker = Path(__file__).parents[1] / "toys" / "capture_worker.py"
     command = [sys.executable, worker, path, "150"]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     yield started

@@ -163,7 +163,7 @@ def test_resumed_equals_straight(tiny_target, tmp_path: Path, watched):
 def test_kill_at_any_moment_leaves_a_store_that_completes(tiny_target, tmp_path: Path, watched, batches_seen):
     run = capture_run(tiny_target, tmp_path, shard_mb=1)
     path = run.save(tmp_path / "run.yaml")
-    worker = Path(__file__).with_name("capture_worker.py")
+    worker = Path(__file__).parents[1] / "toys" / "capture_worker.py"
     process = subprocess.Popen([sys.executable, worker, path, "150"], stdout=subprocess.PIPE, text=True)
     for _ in range(1 + batches_seen):
         assert process.stdout.readline()

@@ -15,10 +15,10 @@ from draftworks.errors import ConfigError, StoreError
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, ratio
 from draftworks.evaluation.ladder.statistics import BY_DEFAULT, Resampling
+from draftworks.evaluation.report import files
 from draftworks.evaluation.report.findings import Comparison, Finding, compared_on_walk, findings_of, metric_name
 from draftworks.evaluation.report.markdown import report_markdown
 from draftworks.evaluation.report.plots import acceptance_plot, slices_plot
-from draftworks.evaluation.report.report import files
 from draftworks.evaluation.report.slices import slices
 from draftworks.evaluation.report.summary import TRAINED
 from draftworks.evaluation.report.tables import (

@@ -9,8 +9,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "draftworks"
-ROOMS = ["data", "features", "serving", "capture", "drafts", "evaluation", "training", "preflight", "programs"]
-"""From the ground floor up: a room imports itself and what is below."""
+ROOMS = [
+    *("storage", "config", "distributed", "data", "features", "targets", "sglang", "endpoints", "drafts"),
+    *("capture", "evaluation", "export", "strategies", "training", "fleet", "preflight", "programs"),
+]
+"""From the ground floor up: a room imports itself and what is below, and `errors`."""
 SERVING_DEPENDENCIES = {"torch", "numpy", "safetensors", "pydantic", "draftworks", "sglang"}
 
 
@@ -27,6 +30,11 @@ def imported_modules(path: Path) -> set[str]:
 
 def python_files(*folders: str) -> list[Path]:
     return sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
+
+
+def test_every_module_of_the_engine_is_in_a_room():
+    assert {path.name for path in ENGINE.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(ROOMS)
+    assert {path.name for path in ENGINE.glob("*.py")} == {"__init__.py", "errors.py"}
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -47,7 +55,7 @@ def test_the_engine_never_imports_dagster_or_the_rooms_around_it():
 def test_what_runs_in_a_serving_environment_needs_nothing_it_lacks():
     import sys
 
-    hook = [ENGINE / "serving" / "spool.py", ENGINE / "serving" / "sglang_hook.py"]
+    hook = [ENGINE / "sglang" / "spool.py", ENGINE / "sglang" / "hook.py"]
     for path in [*(ENGINE / "features").rglob("*.py"), *hook]:
         roots = {name.split(".")[0] for name in imported_modules(path)} - set(sys.stdlib_module_names)
         assert roots <= SERVING_DEPENDENCIES, f"{path} imports {roots - SERVING_DEPENDENCIES}"

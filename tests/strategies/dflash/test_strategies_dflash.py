@@ -7,18 +7,14 @@ from dataclasses import replace
 import dflash_reference as reference
 import pytest
 import torch
+from dflash_toys import MASKS, OPTIONS, SAMPLES, anchors_drawn, gradients, sample, side_by_side
 from draft_toys import HIDDEN, VOCAB
-from torch.nn import functional as F
 
-from draftworks.drafts.anchors import drawn_blocks
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy
-
-OPTIONS = {"block_size": 4, "num_layers": 2, "layer_ids": [1, 3, 6], "num_anchors": 5}
-MASKS = [[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1]]
 
 
 @pytest.fixture
@@ -35,33 +31,6 @@ def make(parts):
         return strategy
 
     return make
-
-
-def sample(mask: list[int], seed: int, dtype=torch.float64, taps=("hf1", "hf3", "hf6")) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    features = {tap: torch.randn(len(mask), HIDDEN, generator=generator).to(dtype) for tap in taps}
-    ids = torch.randint(VOCAB, (len(mask),), generator=generator)
-    return {"input_ids": ids, "loss_mask": torch.tensor(mask, dtype=torch.bool), **features}
-
-
-SAMPLES = [sample(mask, seed) for seed, mask in enumerate(MASKS)]
-
-
-def side_by_side(one: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.cat([one["hf1"], one["hf3"], one["hf6"]], dim=-1)
-
-
-def gradients(strategy: DFlashStrategy, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    names, weights = zip(*strategy.model.named_parameters())
-    return dict(zip(names, torch.autograd.grad(loss, weights)))
-
-
-def anchors_drawn(strategy: DFlashStrategy, batch, step: int) -> list[list[int]]:
-    mask = batch["loss_mask"]
-    candidates = mask & F.pad(mask[:, 1:], (0, 1), value=False)
-    options = strategy.options
-    blocks = drawn_blocks(candidates, batch["draws"], step, options.num_anchors, options.block_size)
-    return [row[on].tolist() for row, on in zip(blocks.anchors, blocks.live)]
 
 
 @pytest.mark.parametrize(

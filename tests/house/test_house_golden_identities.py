@@ -3,7 +3,7 @@
 A result whose identity moves is made again, and everything after it: hidden states of a large target cost days. Where that
 is meant, because the old result could be wrong, print the new values and put them in, with the reason in the commit:
 
-    python -m pytest tests/core/test_core_golden_identities.py -vv
+    python -m pytest tests/house/test_house_golden_identities.py -vv
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import torch
 from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, MeanLogAcceptance
 from draftworks.drafts.supervision import teacher_plan, token_mean_gates
 from draftworks.drafts.teacher import Teacher
+from draftworks.strategies.eagle3 import loss as losses
 from draftworks.strategies.eagle3.loss import distill
-from draftworks.strategies.eagle3.options import loss as losses
 
 OBJECTIVES = [CrossEntropy(), LogAcceptance(), Blend(3.0, 2.0), MeanLogAcceptance(), MeanBlend(3.0, 2.0, positions=60)]
 CONSTANT_SHARE = [

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from draftworks.errors import PassingTroubleError
-from draftworks.sglang.hook import SGLangCaptureBackend, hook_option
+from draftworks.sglang.hook import SGLangCaptureBackend, hook_option, spool_of
 from draftworks.sglang.spool import new_request_id, take_parts
 
 LENGTHS = [3, 1, 4]
@@ -78,6 +78,15 @@ def test_rows_that_are_missing_are_told(tmp_path: Path):
     SGLangCaptureBackend(tmp_path).write(batch, output)
     with pytest.raises(PassingTroubleError, match="kept 5 rows of 8 tokens"):
         take_parts(tmp_path, ids[0])
+
+
+@pytest.mark.parametrize(
+    "factory", ["draftworks.sglang.hook:capture_hook", "draftworks.serving.sglang_hook:capture_hook"]
+)
+def test_a_server_that_loaded_the_hook_where_it_is_or_was_is_known(factory: str, tmp_path: Path):
+    others = {"hook_factory": "mylab:hook", "config": {"spool": "/elsewhere"}}
+    assert spool_of([others, {"hook_factory": factory, "config": {"spool": str(tmp_path)}}]) == tmp_path
+    assert spool_of([others]) is None
 
 
 def test_the_hook_is_on_the_layer_that_makes_logits_in_a_wrapper_too(tmp_path: Path):

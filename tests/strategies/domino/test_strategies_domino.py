@@ -7,8 +7,8 @@ from dataclasses import replace
 import domino_reference as reference
 import pytest
 import torch
+from dflash_toys import SAMPLES, anchors_drawn, gradients, sample, side_by_side
 from draft_toys import VOCAB
-from test_drafts_dflash import SAMPLES, anchors_drawn, gradients, sample, side_by_side
 
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext

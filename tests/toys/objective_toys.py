@@ -17,8 +17,8 @@ from draftworks.drafts import first_choices
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
-from draftworks.strategies.dflash.options import model as dflash_model
-from draftworks.strategies.eagle3.options import loss as losses
+from draftworks.strategies.dflash import model as dflash_model
+from draftworks.strategies.eagle3 import loss as losses
 
 HIDDEN = 16
 PROMPT, ANSWER = 3, 36

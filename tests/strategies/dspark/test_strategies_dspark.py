@@ -7,8 +7,8 @@ from dataclasses import replace
 import dspark_reference as reference
 import pytest
 import torch
+from dflash_toys import MASKS, OPTIONS, anchors_drawn, gradients, sample, side_by_side
 from draft_toys import VOCAB
-from test_drafts_dflash import MASKS, OPTIONS, anchors_drawn, gradients, sample, side_by_side
 from torch import Tensor
 from torch.nn import functional as F
 

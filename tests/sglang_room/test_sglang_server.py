@@ -144,12 +144,13 @@ def owner_of(python: Path, folder: Path) -> subprocess.Popen[str]:
     """A process that starts a server and prints its pid once it serves."""
     code = (
         "import sys, time; from pathlib import Path\n"
-        "sys.path[:0] = sys.argv[1:3]; import test_serving_sglang_server as t\n"
+        "sys.path[:0] = sys.argv[1:3]; import test_sglang_server as t\n"
         "s = t.server(Path(sys.argv[3]), Path(sys.argv[4]), timeout_s=300); s.start(); print(s.pid, flush=True)\n"
         "time.sleep(300)"
     )
     here = Path(__file__).parent
-    command = [sys.executable, "-c", code, str(here), str(here.parent), str(python), str(folder)]
+    toys = here.parent / "toys"
+    command = [sys.executable, "-c", code, str(here), str(toys), str(python), str(folder)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

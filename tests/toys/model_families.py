@@ -20,7 +20,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.targets.resolve import digested
 
 VOCAB, HIDDEN, LAYERS, CONTEXT = 2048, 32, 6, 256
-TOKENIZER = Path(__file__).resolve().parents[1] / "registry" / "models" / "tiny"
+TOKENIZER = Path(__file__).resolve().parents[2] / "registry" / "models" / "tiny"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _HYBRID = ["linear_attention", "linear_attention", "full_attention"] * 2
 _ALTERNATING = ["sliding_attention", "full_attention"] * 3

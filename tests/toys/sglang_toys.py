@@ -19,7 +19,7 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.sglang.server import ServerOptions, SGLangServer
 from draftworks.storage.identity import LayerTap
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SGLANG = SGLangSpec(python=str(ROOT / ".venv-sglang" / "bin" / "python"), start_timeout_s=240, grace_s=10)
 CPU = torch.device("cpu")
 CHUNK = 16
