@@ -30,12 +30,10 @@ from draftworks.evaluation.result import EvalResult
 from draftworks.training.backend import FSDPTrainingBackend, process_group_of_one
 from draftworks.training.checkpoint_files import read_record
 from draftworks.training.checkpoint_manager import CheckpointManager
-from draftworks.training.checkpointer import Checkpointer
 from draftworks.training.history import History
-from draftworks.training.optimizer import BF16Optimizer
+from draftworks.training.optimizer import BF16Optimizer, LrSchedule
 from draftworks.training.position import Position
-from draftworks.training.resume import read_resume_state
-from draftworks.training.schedules import LrSchedule
+from draftworks.training.resume import Checkpointer, read_resume_state
 from draftworks.training.snapshot import WEIGHTS
 
 BYTES_PER_PARAMETER = 12  # fp32 weights and two moments

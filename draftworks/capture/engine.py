@@ -7,6 +7,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,6 +19,12 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.config.sglang import SGLangSpec
 from draftworks.errors import CaptureError, ConfigError
 from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap, digest
+
+
+def request_seed(seed: int, key: str) -> int:
+    """A seed for one request, 0 to 2**31 - 1: `key` tells it from the others of a run."""
+    hashed = sha256(f"{seed}/{key}".encode()).digest()
+    return int.from_bytes(hashed[:4], "big") >> 1
 
 
 @dataclass(frozen=True)

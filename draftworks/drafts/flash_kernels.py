@@ -1,6 +1,6 @@
 """Torch's fused kernels of causal attention, with their backward: one adapter per kind of device.
 
-The operators are private to torch, so they may change without notice: draftworks.strategies.eagle3.fused_attention tries them before they are
+The operators are private to torch, so they may change without notice: draftworks.strategies.eagle3.attention tries them before they are
 relied on. The CUDA adapters have been checked against the operators' declarations only, never on a GPU.
 """
 

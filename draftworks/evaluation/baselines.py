@@ -12,7 +12,7 @@ from torch import Tensor
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import supervised_counts
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.first_choices import argmax_of_head
+from draftworks.drafts.layers import argmax_of_head
 from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.drafts.supervision import teacher_plan
 from draftworks.features.contracts import TrainBatch

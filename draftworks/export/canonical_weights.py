@@ -11,7 +11,7 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
 from draftworks.export.checkpoint_files import Checkpoint
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
-from draftworks.export.vocabulary_tensors import vocabulary_problem
+from draftworks.export.gates import vocabulary_problem
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _TARGETS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")

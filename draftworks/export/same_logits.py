@@ -9,11 +9,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftworks.config.strategies import load_dotted, resolve_export
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.export.canonical import CanonicalDraft, rounded_parts
-from draftworks.export.readers.opening import open_export
+from draftworks.export.readers.files import ExportFolder
 from draftworks.export.readers.reader import ExportReader, TargetTensors
 from draftworks.storage.identity import LayerTap
+
+
+def open_export(
+    export_format: str, folder: Path, target: TargetTensors, dtype: torch.dtype = torch.float64
+) -> ExportReader:
+    """The exported draft, checked for everything that loaders pass over in silence.
+
+    Args:
+        dtype: what to compute in, whatever the file holds.
+
+    Raises:
+        ConfigError: no such format.
+        StoreError: the files are not a draft of that format for this target.
+    """
+    read = load_dotted(resolve_export(export_format).reader)
+    return read(ExportFolder.read(folder), target, dtype)
+
 
 CONTEXTS = (1, 2, 7, 24)
 """Lengths of the made-up sequences."""

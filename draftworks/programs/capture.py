@@ -18,7 +18,7 @@ from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.distributed.process_group import distributed
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.opening import open_store
-from draftworks.programs.engine_folder import engine_folder
+from draftworks.programs.assembly import engine_folder
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.storage.identity import LayerTap
 

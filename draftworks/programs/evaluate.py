@@ -20,18 +20,25 @@ from draftworks.drafts.draft_io import load_draft
 from draftworks.drafts.strategy import ChainStrategy, DraftStrategy
 from draftworks.errors import ConfigError
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
-from draftworks.evaluation.evaluator import Evaluator, Forward
-from draftworks.evaluation.labels import collate_labels, label_agreement
+from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, label_agreement
 from draftworks.evaluation.ladder.differences import Course
-from draftworks.evaluation.ladder.measure import first_prompts, replayed
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
+from draftworks.evaluation.ladder.replay import first_prompts, replayed
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.writing import save_report
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader
-from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes
-from draftworks.programs.loaders import evaluation_loader, nothing_to_measure
+from draftworks.programs.assembly import (
+    Draft,
+    Samples,
+    build_draft,
+    evaluation_loader,
+    nothing_to_measure,
+    open_samples,
+    peak_rss_bytes,
+)
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.programs.rung4 import Rung4
 
@@ -75,7 +82,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         provenance=provenance,
     )
     if ctx.is_main:
-        report.save(run.out)
+        save_report(report, run.out)
     return {
         "drafts": {name: measured.metrics() for name, measured in drafts.items()},
         "label_agreement": agreement,

@@ -15,7 +15,7 @@ from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.config.run_files import RegenerateRun
 from draftworks.data.chat import ChatTokenizer
 from draftworks.distributed.process_group import resolve_device
-from draftworks.programs.engine_folder import engine_folder
+from draftworks.programs.assembly import engine_folder
 from draftworks.programs.program import ProgramContext, run_program
 
 

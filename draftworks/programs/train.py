@@ -13,8 +13,18 @@ from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.distributed.process_group import distributed
 from draftworks.distributed.stop_signals import Interrupted, deferred_stop
 from draftworks.drafts.draft_io import DraftConfig, load_draft, save_draft
-from draftworks.programs.assembly import Draft, Samples, build_draft, open_samples, peak_rss_bytes, require_same_dtype
-from draftworks.programs.loaders import evaluation_loader, nothing_to_measure, pack_limits, training_loader
+from draftworks.programs.assembly import (
+    Draft,
+    Samples,
+    build_draft,
+    evaluation_loader,
+    nothing_to_measure,
+    open_samples,
+    pack_limits,
+    peak_rss_bytes,
+    require_same_dtype,
+    training_loader,
+)
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.storage.atomic import published
 from draftworks.training.backend import process_group_of_one

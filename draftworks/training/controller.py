@@ -11,12 +11,11 @@ from draftworks.drafts.strategy import StepContext
 from draftworks.evaluation.evaluator import EvaluationStopped
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader
-from draftworks.training.checkpointer import Checkpointer
 from draftworks.training.core import StepResult, TrainerCore
 from draftworks.training.history import EvalPoint, History, Session, TrainPoint
 from draftworks.training.observers import TrainingObserver
 from draftworks.training.position import Position
-from draftworks.training.resume import ResumeState
+from draftworks.training.resume import Checkpointer, ResumeState
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,14 @@ from draftworks.features.schedule import TrainSchedule
 from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.checkpoint_files import read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager
-from draftworks.training.checkpointer import Checkpointer
 from draftworks.training.compiling import compile_blocks
 from draftworks.training.controller import Hooks, Plan, TrainerController
 from draftworks.training.core import TrainerCore
 from draftworks.training.history import History
 from draftworks.training.observers import TrainingObserver
-from draftworks.training.optimizer import BF16Optimizer
+from draftworks.training.optimizer import BF16Optimizer, LrSchedule
 from draftworks.training.position import Position
-from draftworks.training.resume import read_resume_state
-from draftworks.training.schedules import LrSchedule
+from draftworks.training.resume import Checkpointer, read_resume_state
 from draftworks.training.snapshot import WEIGHTS
 
 

@@ -13,7 +13,7 @@ from objective_toys import ANSWER, HIDDEN, SIZES, Case, batch_of, in_blocks, log
 from torch import Tensor
 
 from draftworks.config.strategies import available_strategies, resolve_strategy
-from draftworks.drafts.first_choices import argmax_of_head
+from draftworks.drafts.layers import argmax_of_head
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.features.contracts import TrainBatch
 

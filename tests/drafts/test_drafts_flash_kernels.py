@@ -18,13 +18,13 @@ from draftworks.drafts.flash_kernels import (
     CudaFlash,
     CudaVarlenFlash,
 )
-from draftworks.strategies.eagle3.fused_attention import (
+from draftworks.strategies.eagle3.attention import (
     _FusedTttAttention,
+    eager_ttt_attention,
     fused_kernel_works,
     fused_ttt_attention,
     packed_kernel_works,
 )
-from draftworks.strategies.eagle3.masked_attention import eager_ttt_attention
 
 CPU = torch.device("cpu")
 ROW = Documents.after_each_other((4, 3, 3))

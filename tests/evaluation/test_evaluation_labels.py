@@ -9,7 +9,7 @@ import torch
 from gloo_ranks import on_ranks
 from torch import Tensor
 
-from draftworks.evaluation.labels import collate_labels, label_agreement
+from draftworks.evaluation.evaluator import collate_labels, label_agreement
 from draftworks.features.contracts import TrainBatch
 
 HEAD = torch.eye(8)

@@ -26,8 +26,8 @@ from random_exports import (
 )
 
 from draftworks.errors import ConfigError, StoreError
-from draftworks.export.readers.opening import open_export
 from draftworks.export.readers.reader import TargetTensors
+from draftworks.export.same_logits import open_export
 
 
 @pytest.fixture(scope="session")

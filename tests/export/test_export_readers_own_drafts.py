@@ -35,7 +35,7 @@ from torch import Tensor
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.strategy import DraftStrategy, Proposal
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.export.readers.opening import open_export
+from draftworks.export.same_logits import open_export
 from draftworks.strategies.dflash.drafter import DFlashDrafter
 from draftworks.strategies.dflash.options import DFlashOptions
 from draftworks.strategies.dflash.strategy import DFlashStrategy

@@ -18,8 +18,8 @@ from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
 from draftworks.export.exporting import export_draft
-from draftworks.export.readers.opening import open_export
 from draftworks.export.readers.reader import TargetTensors
+from draftworks.export.same_logits import open_export
 
 pytestmark = pytest.mark.sglang
 

@@ -9,7 +9,7 @@ import torch
 from random_exports import SAYS, speculators_dflash, speculators_dspark, speculators_eagle3, speculators_peagle
 from speculators_judge import Case
 
-from draftworks.export.readers.opening import open_export
+from draftworks.export.same_logits import open_export
 
 pytestmark = pytest.mark.speculators
 

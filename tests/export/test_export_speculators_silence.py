@@ -11,7 +11,7 @@ from random_exports import SAYS, VOCAB, RandomExport, speculators_dflash, specul
 from speculators_judge import Case
 
 from draftworks.errors import StoreError
-from draftworks.export.readers.opening import open_export
+from draftworks.export.same_logits import open_export
 
 pytestmark = pytest.mark.speculators
 

@@ -20,7 +20,7 @@ from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.checkpoint_files import WEIGHTS
 from draftworks.export.exporting import export_draft
 from draftworks.export.importing import import_draft
-from draftworks.export.readers.opening import open_export
+from draftworks.export.same_logits import open_export
 
 pytestmark = pytest.mark.speculators
 

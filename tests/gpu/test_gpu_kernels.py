@@ -11,8 +11,12 @@ from draftworks.drafts.anchors import Blocks, all_blocks
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.flex import flex_works
 from draftworks.strategies.dflash.attention import BlockAttention, KeyValue
-from draftworks.strategies.eagle3.attention import ttt_attention
-from draftworks.strategies.eagle3.fused_attention import fused_kernel_works, fused_ttt_attention, packed_kernel_works
+from draftworks.strategies.eagle3.attention import (
+    fused_kernel_works,
+    fused_ttt_attention,
+    packed_kernel_works,
+    ttt_attention,
+)
 
 LENGTHS = (170, 65, 65, 40)
 FP32, HALF = 1e-4, 0.03

@@ -13,8 +13,7 @@ from torch import nn
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.training.backend import process_group_of_one
 from draftworks.training.compiling import compile_blocks
-from draftworks.training.optimizer import BF16Optimizer
-from draftworks.training.schedules import LrSchedule
+from draftworks.training.optimizer import BF16Optimizer, LrSchedule
 
 SPEC = TrainingSpec(global_batch_size=2, micro_batch_size=2, epochs=2, lr=1e-3, compute_dtype="float32", save_every=2)
 

@@ -81,3 +81,14 @@ def test_transformers_never_asks_whether_to_run_code_of_a_model():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in loaders:
                 said = {word.arg: ast.unparse(word.value) for word in node.keywords}
                 assert said.get("trust_remote_code") == "False", f"{path}, line {node.lineno}"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Imports for type checkers count: a circle of two is read as one."""
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in python_files("draftworks")}
+    modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    below = {name: imported_modules(path) & set(modules) - {name} for name, path in modules.items()}
+    while leaves := [name for name, imports in below.items() if not imports & set(below)]:
+        for name in leaves:
+            del below[name]
+    assert not below, f"in or above a circle: {sorted(below)}"

@@ -17,8 +17,8 @@ from draftworks.capture.engines import hf
 from draftworks.config.registry_files import EvaluationSpec, LoopSpec
 from draftworks.config.run_files import EvaluateRun, TargetFiles
 from draftworks.errors import StoreError
-from draftworks.evaluation.report.files import DIFFERENCES
 from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.summary import DIFFERENCES
 from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from draftworks.evaluation.report.files import SCHEMA_VERSION
+from draftworks.evaluation.report.summary import SCHEMA_VERSION
 from draftworks.fleet.leaderboard import Fleet, Standing
 from draftworks.storage.artifacts import Artifact, ArtifactStore, Built
 from draftworks.targets.registry import Registry

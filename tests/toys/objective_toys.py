@@ -13,7 +13,7 @@ import torch
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.vocab import VocabMapping
-from draftworks.drafts import first_choices
+from draftworks.drafts import layers
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
@@ -55,7 +55,7 @@ def logits_at_once(elements: int, blocks: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(losses, "CHUNK_ELEMENTS", elements)
         patch.setattr(losses, "MIN_CHUNK_ROWS", 1)
-        patch.setitem(first_choices.LOGITS_AT_ONCE, "cpu", elements)
+        patch.setitem(layers.LOGITS_AT_ONCE, "cpu", elements)
         patch.setattr(dflash_model, "SPOKEN_AT_ONCE", blocks)
         yield
 

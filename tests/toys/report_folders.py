@@ -14,6 +14,7 @@ from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.writing import save_report
 from draftworks.evaluation.result import EvalResult
 from draftworks.storage.artifacts import Artifact, ArtifactStore, Built
 
@@ -52,7 +53,7 @@ class ReportFolders:
             report = Report(
                 TARGET, "eagle3", "heldout", measured, draft_tokens=draft_tokens, resampling=Resampling(resamples=200)
             )
-            report.save(out / "heldout")
+            save_report(report, out / "heldout")
             scores = {name: one.result.metrics() for name, one in measured.items()}
             return Built(f"of {draft}", {"drafts": scores})
 

@@ -16,8 +16,7 @@ from training_toys import ToyStrategy, ragged_samples, train_loader
 from draftworks.drafts.strategy import StepContext
 from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.core import TrainerCore
-from draftworks.training.optimizer import BF16Optimizer
-from draftworks.training.schedules import LrSchedule
+from draftworks.training.optimizer import BF16Optimizer, LrSchedule
 
 CPU = torch.device("cpu")
 STEPS, GLOBAL = 3, 8

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from draftworks.errors import TrainingError
-from draftworks.training.optimizer import BF16Optimizer
-from draftworks.training.schedules import LrSchedule
+from draftworks.training.optimizer import BF16Optimizer, LrSchedule
 
 
 def parameter_with_gradient(*values: float) -> nn.Parameter:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.training.schedules import LrSchedule, ScheduleName
+from draftworks.training.optimizer import LrSchedule, ScheduleName
 
 
 def rates(name: ScheduleName, total: int, steps: range | tuple[int, ...], **options: float) -> list[float]:

@@ -20,8 +20,7 @@ from draftworks.features.contracts import TrainBatch
 from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.core import TrainerCore
 from draftworks.training.history import History
-from draftworks.training.optimizer import BF16Optimizer
-from draftworks.training.schedules import LrSchedule
+from draftworks.training.optimizer import BF16Optimizer, LrSchedule
 from draftworks.training.trainer import Trainer, plan_of
 
 CPU = torch.device("cpu")

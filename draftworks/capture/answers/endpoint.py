@@ -14,10 +14,8 @@ from typing import Any
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
 from draftworks.capture.answers.answerers import Answerer
-from draftworks.capture.answers.chat_request import messages_of, request_fields
 from draftworks.capture.answers.dialogue import Dialogue
-from draftworks.capture.engine import Generated
-from draftworks.capture.seeds import request_seed
+from draftworks.capture.engine import Generated, request_seed
 from draftworks.config.responses import EndpointSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
@@ -25,6 +23,48 @@ from draftworks.data.conversations import Turn
 from draftworks.endpoints.chat_client import ChatClient, Completion
 from draftworks.endpoints.spreading import Spread
 from draftworks.errors import CaptureError, ConfigError, EngineError
+
+
+def request_fields(
+    sampling: ResponseSpec,
+    model: str,
+    end_ids: Sequence[int],
+    template_options: Mapping[str, bool],
+) -> dict[str, Any]:
+    """What all requests have in common.
+
+    Every option that a server knows is sent even where it is off: left out, the model's generation_config.json decides. The
+    penalties that OpenAI knows, presence and frequency, are added to logits; none of them is our multiplicative one.
+
+    Args:
+        sampling: with an endpoint.
+        end_ids: ids that end an answer.
+        template_options: what the chat template is told beside the messages.
+    """
+    endpoint = sampling.endpoint
+    assert endpoint is not None
+    fields: dict[str, Any] = {"model": model, "temperature": sampling.temperature, "top_p": sampling.top_p}
+    if endpoint.server == "openai":
+        return fields
+    fields |= {
+        "top_k": sampling.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": list(end_ids),
+    }
+    if template_options:
+        fields["chat_template_kwargs"] = dict(template_options)
+    if endpoint.token_ids:
+        fields["return_token_ids"] = True
+    if endpoint.server == "sglang":
+        fields["separate_reasoning"] = False
+    return fields
+
+
+def messages_of(turns: Sequence[Turn]) -> list[dict[str, str]]:
+    """Turns as chat servers take them."""
+    return [{"role": turn.role, "content": turn.content} for turn in turns]
+
 
 _LONGEST_WAIT_S = 30.0
 

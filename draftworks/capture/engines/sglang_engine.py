@@ -17,9 +17,8 @@ import torch
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
 from torch import Tensor
 
-from draftworks.capture.engine import Generated, TargetEngine, check_token_rows, find_backend
+from draftworks.capture.engine import Generated, TargetEngine, check_token_rows, find_backend, request_seed
 from draftworks.capture.engines.sglang_hosts import SGLangHost
-from draftworks.capture.seeds import request_seed
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError, UnsoundEngineError

@@ -14,9 +14,8 @@ from draftworks.data.tokenized import TokenizedSet
 from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
-from draftworks.evaluation.report.files import REPORT, checked_prompts, read_report, reading
 from draftworks.evaluation.report.findings import WALK
-from draftworks.evaluation.report.summary import TRAINED
+from draftworks.evaluation.report.summary import REPORT, TRAINED, checked_prompts, read_report, reading
 from draftworks.evaluation.report.tables import read_prompts
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.targets.registry import HELDOUT

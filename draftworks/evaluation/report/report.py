@@ -1,4 +1,4 @@
-"""What came of an evaluation, for people and for programs: JSON, tables in Parquet, markdown, pictures."""
+"""What was measured of several drafts on one eval set, and how it is read back from its files."""
 
 from __future__ import annotations
 
@@ -15,25 +15,19 @@ from draftworks.errors import ConfigError, StoreError
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, ratio
 from draftworks.evaluation.ladder.statistics import BY_DEFAULT, Resampling
-from draftworks.evaluation.report import files
 from draftworks.evaluation.report.findings import Comparison, Finding, compared_on_walk, findings_of, metric_name
-from draftworks.evaluation.report.markdown import report_markdown
-from draftworks.evaluation.report.plots import acceptance_plot, slices_plot
 from draftworks.evaluation.report.slices import slices
-from draftworks.evaluation.report.summary import TRAINED
-from draftworks.evaluation.report.tables import (
-    PromptsByRung,
-    differences_table,
-    prompts_table,
-    publish_table,
-    read_prompts,
-    slices_table,
-    summary_table,
-    worth_showing,
+from draftworks.evaluation.report.summary import (
+    PROMPTS,
+    REPORT,
+    SCHEMA_VERSION,
+    TRAINED,
+    checked_prompts,
+    read_report,
+    reading,
 )
+from draftworks.evaluation.report.tables import PromptsByRung, read_prompts
 from draftworks.evaluation.result import EvalResult
-from draftworks.storage.atomic import publish_json, published
-from draftworks.storage.identity import file_digest
 
 
 def _now() -> datetime:
@@ -99,38 +93,9 @@ class Report:
         greedy = [found for found in known if not found.temperature]
         return max(greedy, key=lambda found: (found.rung == 3, found.rung))
 
-    def markdown(self) -> str:
-        return report_markdown(self)
-
-    def save(self, folder: Path) -> None:
-        """Write all forms into `folder`, each atomically, report.json last."""
-        folder.mkdir(parents=True, exist_ok=True)
-        heading = {"target": self.target, "strategy": self.strategy, "eval_set": self.eval_set}
-        publish_table(folder / files.TABLE, summary_table(heading, self.findings))
-        publish_table(folder / files.PROMPTS, prompts_table(self.drafts))
-        publish_table(folder / files.SLICES, slices_table(self.walk_slices))
-        publish_table(folder / files.DIFFERENCES, differences_table(self.drafts))
-        with published(folder / files.MARKDOWN) as staging:
-            staging.write_text(self.markdown(), encoding="utf-8")
-        with published(folder / files.PLOT) as staging:
-            staging.write_bytes(acceptance_plot(self.drafts, self.draft_tokens, self.title))
-        self._save_slices_plot(folder / files.SLICES_PLOT)
-        tables = (files.TABLE, files.PROMPTS, files.SLICES, files.DIFFERENCES)
-        digests = {name: file_digest(folder / name) for name in tables}
-        publish_json(folder / files.REPORT, {**self.to_json(), "files": digests})
-
-    def _save_slices_plot(self, path: Path) -> None:
-        """None where there is nothing to compare."""
-        shown = worth_showing(self.walk_slices)
-        if not shown["passes"].any():
-            path.unlink(missing_ok=True)
-            return
-        with published(path) as staging:
-            staging.write_bytes(slices_plot(shown, self.title))
-
     def to_json(self) -> dict[str, Any]:
         return {
-            "schema_version": files.SCHEMA_VERSION,
+            "schema_version": SCHEMA_VERSION,
             "created": self.created.isoformat(),
             "target": self.target,
             "strategy": self.strategy,
@@ -158,9 +123,9 @@ class Report:
         Raises:
             StoreError: missing, damaged, altered, or of another schema.
         """
-        values = files.read_report(folder)
+        values = read_report(folder)
         prompts = _saved_prompts(folder)
-        with files.reading(folder / files.REPORT):
+        with reading(folder / REPORT):
             return cls(
                 target=values["target"],
                 strategy=values["strategy"],
@@ -187,13 +152,13 @@ class Report:
         wanted = (draft, metric_name(rung, temperature))
         if wanted not in prompts:
             measured = ", ".join(map(" ".join, prompts)) or "none"
-            raise StoreError(f"{folder / files.PROMPTS}: expected prompts of {' '.join(wanted)}, found {measured}")
+            raise StoreError(f"{folder / PROMPTS}: expected prompts of {' '.join(wanted)}, found {measured}")
         return prompts[wanted]
 
 
 def _saved_prompts(folder: Path) -> PromptsByRung:
-    path = files.checked_prompts(folder)
-    with files.reading(path):
+    path = checked_prompts(folder)
+    with reading(path):
         return read_prompts(path)
 
 

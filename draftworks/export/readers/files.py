@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,3 +114,68 @@ class ExportFolder:
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             self.refuse(key, " or ".join(k.__name__ for k in kinds), self._found(key))
         return value
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The target's ids (V_d,) int64 of what the draft's head predicts, of `size` ids in all."""
+
+    ids: Tensor
+    size: int
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """Logits (k, V_d) to log probabilities (k, V) over the target's ids; -inf for those the draft cannot say."""
+        whole = logits.new_full((len(logits), self.size), -math.inf)
+        whole[:, self.ids] = logits.log_softmax(-1)
+        return whole
+
+
+def vocabulary_tensors(draft_size: int, size: int) -> dict[str, Expected]:
+    return {"d2t": Expected((draft_size,), torch.int64), "t2d": Expected((size,), torch.bool)}
+
+
+def read_vocabulary(folder: ExportFolder, size: int) -> DraftVocabulary:
+    """From d2t and t2d where the file has them (their shapes are checked), else all of the target's.
+
+    Raises:
+        StoreError: the offsets do not lead to the tokens that t2d names, in ascending order.
+    """
+    if "d2t" not in folder.tensors:
+        return DraftVocabulary(torch.arange(size), size)
+    offsets, members = folder.tensors["d2t"], folder.tensors["t2d"].nonzero()[:, 0]
+    ids = offsets + torch.arange(len(offsets))
+    if not torch.equal(ids, members):
+        absolute = "These are the ids themselves, and servers add i to each. " if torch.equal(offsets, members) else ""
+        raise StoreError(
+            f"{folder.path / WEIGHTS}: d2t: expected offsets d2t[i] = id - i to the {len(members)} tokens of t2d, "
+            f"{_ends(members)}, found {len(ids)} that lead to {_ends(ids)}. {absolute}Export the draft again"
+        )
+    return DraftVocabulary(ids, size)
+
+
+def _ends(ids: Tensor) -> str:
+    return f"{ids[:3].tolist()} … {ids[-3:].tolist()}"
+
+
+def check_speculators_header(folder: ExportFolder, algorithm: str) -> None:
+    """StoreError unless speculators 0.9.0 and vLLM find what they look at before they look at the model."""
+    folder.must_be("speculators_model_type", algorithm)
+    folder.must_be("speculators_config.algorithm", algorithm)
+    folder.must_be("speculators_config.default_proposal_method", "greedy")
+    folder.must_not_differ("tie_word_embeddings", False)
+    if not folder.setting("speculators_config.verifier.name_or_path", str):
+        folder.refuse("speculators_config.verifier.name_or_path", "the target's directory or hub id", "an empty string")
+    if speculative_tokens(folder) < 1:
+        folder.refuse(_METHODS, "at least one speculative token", "none")
+
+
+def speculative_tokens(folder: ExportFolder) -> int:
+    """How many tokens a server asks the draft for: vLLM reads the first proposal method."""
+    methods = folder.setting(_METHODS, list)
+    tokens = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], dict) else None
+    if not isinstance(tokens, int):
+        folder.refuse(_METHODS, "a method with its number of speculative_tokens", str(methods))
+    return tokens
+
+
+_METHODS = "speculators_config.proposal_methods"

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export.layer_ids import from_format
-from draftworks.export.readers.files import CONFIG, Expected, ExportFolder
+from draftworks.export.readers.files import CONFIG, DraftVocabulary, Expected, ExportFolder
 from draftworks.export.readers.sizes import LayerSizes
-from draftworks.export.readers.vocabulary import DraftVocabulary
 from draftworks.storage.identity import LayerTap
 
 Features = Mapping[str, Tensor] | Tensor

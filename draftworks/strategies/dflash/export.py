@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
-from draftworks.export.layer_tensors import layer_tensors
+from draftworks.export.layer_ids import from_format, to_format
+from draftworks.export.layer_keys import layer_keys, layer_sizes, layer_tensors, require
+from draftworks.export.speculators_keys import is_speculators, model_path, speculators_keys, vllm_commands
+from draftworks.strategies.dflash.options import OTHER_WINDOW
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 _SAME_NAMES = (
@@ -190,3 +195,117 @@ def _anywhere(config: Mapping[str, Any], key: str) -> Any:
 
 def _is_of(config: Mapping[str, Any], *classes: str) -> bool:
     return any(name in classes for name in config.get("architectures") or [])
+
+
+class SpeculatorsDFlash(DFlashFormat):
+    name = "speculators_dflash"
+
+    def loaders(self, draft: CanonicalDraft) -> str:
+        return "speculators 0.9.0, and vLLM with DFlash."
+
+    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+        return vllm_commands(draft, folder, "dflash", draft.config["block_size"] - 1)
+
+    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        """`sliding_window_non_causal` is left out: by false, the library's default, vLLM makes full attention causal."""
+        config = draft.config
+        layer = {
+            "model_type": "qwen3",
+            "num_hidden_layers": config["num_layers"],
+            **layer_keys(draft, dtype),
+            **layer_type_keys(draft.options.windows()),
+        }
+        return {
+            "architectures": ["DFlashSpeculator"],
+            **speculators_keys("dflash", draft.target, config["block_size"] - 1),
+            "transformer_layer_config": layer,
+            "draft_vocab_size": config["vocab_size"],
+            "block_size": config["block_size"],
+            "aux_hidden_state_layer_ids": to_format(self.name, draft.taps),
+            "mask_token_id": config["mask_token_id"],
+            "sample_from_anchor": False,
+            "tie_word_embeddings": False,
+            "dtype": layer["dtype"],
+            "torch_dtype": layer["dtype"],
+        }
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return config.get("speculators_model_type") == "dflash"
+
+    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+        where = "config.json"
+        layer = require(config, "transformer_layer_config", where)
+        sizes = layer_sizes(layer, f"{where}: transformer_layer_config")
+        windows = read_windows(layer, sizes["num_layers"], f"{where}: transformer_layer_config")
+        if any(windows):
+            raise ConfigError(f"{where}: sliding_window: {OTHER_WINDOW}")
+        if config.get("sample_from_anchor"):
+            raise ConfigError(f"{where}: sample_from_anchor: true: drafts here take the anchor for a known token")
+        refuse_part_of_vocabulary(config, sizes["vocab_size"], self.strategy, where)
+        return DraftShape(
+            strategy=self.strategy,
+            taps=from_format(self.name, require(config, "aux_hidden_state_layer_ids", where)),
+            draft_vocab_size=None,
+            options=block_options(
+                require(config, "block_size", where), require(config, "mask_token_id", where), windows
+            ),
+            **sizes,
+        )
+
+
+class ZlabDFlash(DFlashFormat):
+    name = "zlab_dflash"
+    sglang_algorithm = "DFLASH"
+
+    def loaders(self, draft: CanonicalDraft) -> str:
+        if draft.options.sliding_window is not None:
+            return "SGLang whose DFlash reads `layer_types`: an older one would attend to everything without a word."
+        return "SGLang with DFlash (`--speculative-algorithm DFLASH`), and z-lab's own code."
+
+    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+        return {
+            "SGLang": f"python -m sglang.launch_server --model-path {model_path(draft.target)} "
+            f"--speculative-algorithm {self.sglang_algorithm} --speculative-draft-model-path {folder}"
+        }
+
+    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        config = draft.config
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": config["num_layers"],
+            **layer_keys(draft, dtype),
+            **layer_type_keys(draft.options.windows()),
+            "block_size": config["block_size"],
+            "num_target_layers": config["num_target_layers"],
+            "dflash_config": {
+                "mask_token_id": config["mask_token_id"],
+                "target_layer_ids": to_format(self.name, draft.taps),
+            },
+        }
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        known = "DFlashDraftModel" in (config.get("architectures") or [])
+        return known and not (is_domino(config) or is_dspark(config) or is_speculators(config))
+
+    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+        where = "config.json"
+        refuse_other_strategies(config, where)
+        block = require(config, "dflash_config", where)
+        layers = config.get("num_target_layers", target.num_layers)
+        if layers != target.num_layers:
+            raise ConfigError(f"{where}: num_target_layers {layers}: the target has {target.num_layers} layers")
+        sizes = layer_sizes(config, where)
+        windows = read_windows(config, sizes["num_layers"], where)
+        refuse_other_arithmetic(config, windows, where)
+        return DraftShape(
+            strategy=self.strategy,
+            taps=from_format(self.name, require(block, "target_layer_ids", f"{where}: dflash_config")),
+            draft_vocab_size=None,
+            options=block_options(
+                config.get("block_size") or require(block, "block_size", where),
+                require(block, "mask_token_id", f"{where}: dflash_config"),
+                windows,
+            ),
+            **sizes,
+        )

@@ -6,10 +6,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from draftworks.config.head_sizes import check_heads
 from draftworks.config.layer_options import LayerOptions
+from draftworks.config.option_checks import check_heads, checked_taps
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, always_packable, register_strategy
-from draftworks.config.taps import checked_taps
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 
@@ -125,15 +124,15 @@ DFLASH = register_strategy(
             ExportSpec(
                 name="zlab_dflash",
                 description="z-lab's own code, and SGLang with DFlash.",
-                factory="draftworks.strategies.dflash.export_zlab:ZlabDFlash",
-                reader="draftworks.strategies.dflash.reader_layouts:read_zlab_dflash",
+                factory="draftworks.strategies.dflash.export:ZlabDFlash",
+                reader="draftworks.strategies.dflash.reader:read_zlab_dflash",
                 counting="layer_output",
             ),
             ExportSpec(
                 name="speculators_dflash",
                 description="speculators 0.9.0 and vLLM with DFlash; no sliding windows.",
-                factory="draftworks.strategies.dflash.export_speculators:SpeculatorsDFlash",
-                reader="draftworks.strategies.dflash.reader_layouts:read_speculators_dflash",
+                factory="draftworks.strategies.dflash.export:SpeculatorsDFlash",
+                reader="draftworks.strategies.dflash.reader:read_speculators_dflash",
                 counting="layers_passed",
                 refuses=refuse_windows,
                 embeds_rows=True,

@@ -14,8 +14,7 @@ from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.layer_keys import require
 from draftworks.export.speculators_keys import is_speculators
-from draftworks.strategies.dflash.export import head_settings, is_domino, without_head
-from draftworks.strategies.dflash.export_zlab import ZlabDFlash
+from draftworks.strategies.dflash.export import ZlabDFlash, head_settings, is_domino, without_head
 
 _CLASS_NAMES = ("DFlashDraftModel", "DominoDraftModel")
 """The first is what SGLang loads and what is written; the second is SpecForge's own."""

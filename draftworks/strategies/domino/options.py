@@ -76,7 +76,7 @@ DOMINO = register_strategy(
                 name="zlab_domino",
                 description="SGLang 0.5.23 with Domino: z-lab's layout with the correction; SpecForge calls its class DominoDraftModel.",
                 factory="draftworks.strategies.domino.export:ZlabDomino",
-                reader="draftworks.strategies.domino.reader_layouts:read_zlab_domino",
+                reader="draftworks.strategies.domino.reader:read_zlab_domino",
                 counting="layer_output",
                 refuses=_sglang_refuses,
             ),

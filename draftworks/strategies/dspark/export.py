@@ -6,13 +6,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.layer_keys import require
-from draftworks.strategies.dflash.export import DFlashFormat
+from draftworks.export.speculators_keys import is_speculators, speculators_keys, vllm_commands
+from draftworks.strategies.dflash.export import (
+    DFlashFormat,
+    SpeculatorsDFlash,
+    ZlabDFlash,
+    head_settings,
+    is_dspark,
+    refuse_part_of_vocabulary,
+    without_head,
+)
 
 _KEYS = {
     "markov_head_type": "markov_head_type",
@@ -114,3 +125,88 @@ def _confidence_tensors(shape: DraftShape) -> Shapes:
         return {}
     inputs = shape.hidden_size + (options["markov_rank"] if options["confidence_with_markov"] else 0)
     return {"confidence_head.proj.weight": (1, inputs), "confidence_head.proj.bias": (1,)}
+
+
+class SpeculatorsDSpark(DSparkHeads, SpeculatorsDFlash):
+    name = "speculators_dspark"
+
+    def loaders(self, draft: CanonicalDraft) -> str:
+        if not _vllm_computes(draft):
+            return "speculators 0.9.0. Not vLLM, whose DSpark has the vanilla Markov head and no other."
+        return (
+            "speculators 0.9.0, and vLLM with DSpark that reads `sample_from_anchor` (#48639; 0.26 passed over it and took "
+            "the first proposal from another place)."
+        )
+
+    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+        return vllm_commands(draft, folder, "dspark", draft.config["block_size"]) if _vllm_computes(draft) else {}
+
+    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        return {
+            **super().config(draft, dtype),
+            "architectures": ["DSparkSpeculator"],
+            **speculators_keys("dspark", draft.target, draft.config["block_size"]),
+            **head_keys(draft),
+            "sample_from_anchor": True,
+        }
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return config.get("speculators_model_type") == "dspark"
+
+    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+        heads = read_heads(config, "config.json")
+        backbone = super().shape({**config, "sample_from_anchor": False}, target)
+        return replace(backbone, options={**backbone.options, **heads})
+
+
+def _vllm_computes(draft: CanonicalDraft) -> bool:
+    return draft.options.markov_head_type == "vanilla" and draft.options.markov_rank > 0
+
+
+_CLASS_NAME = "DSparkDraftModel"
+"""Of SpecForge, and one of those that SGLang loads."""
+_MOVED = ("mask_token_id", "target_layer_ids")
+"""DeepSpec has these beside `dflash_config`, which it does not have."""
+
+
+class ZlabDSpark(DSparkHeads, ZlabDFlash):
+    """The keys of the heads are written twice: SGLang builds them by those beside `dflash_config`, others look inside."""
+
+    name = "zlab_dspark"
+    sglang_algorithm = "DSPARK"
+
+    def loaders(self, draft: CanonicalDraft) -> str:
+        modes = (
+            "it looks at the confidences only where SGLANG_RAGGED_VERIFY_MODE is not `static`, the default"
+            if draft.options.confidence_head
+            else "SGLANG_RAGGED_VERIFY_MODE has to stay `static`, the default: the other modes need a confidence head"
+        )
+        return (
+            f"SGLang 0.5.23 with DSpark (`--speculative-algorithm DSPARK`), on CUDA, NPU or XPU only; {modes}. "
+            "SpecForge 0.2.0, to go on training."
+        )
+
+    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        config, heads = super().config(draft, dtype), head_keys(draft)
+        # SpecForge takes heads without grouping for a mistake unless it is told.
+        attention = "mha" if config["num_attention_heads"] == config["num_key_value_heads"] else "gqa"
+        inside = {**config["dflash_config"], "projector_type": "dspark", "attention_mode": attention, **heads}
+        return {
+            **config,
+            "architectures": [_CLASS_NAME],
+            **heads,
+            "sample_from_anchor": True,
+            "dflash_config": inside,
+        }
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return is_dspark(config) and not is_speculators(config)
+
+    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+        where = "config.json"
+        settings = head_settings(config, (*HEAD_KEYS, "projector_type", *_MOVED), where)
+        backbone_config = without_head(config, settings)
+        backbone_config["dflash_config"] |= {key: settings[key] for key in _MOVED if key in settings}
+        backbone = super().shape(backbone_config, target)
+        refuse_part_of_vocabulary(config, backbone.vocab_size, self.strategy, where)
+        return replace(backbone, options={**backbone.options, **read_heads(settings, where)})

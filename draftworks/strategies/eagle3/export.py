@@ -12,15 +12,21 @@ So a file without the key is the same draft to all of them: the head reads the n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
-from draftworks.export.layer_tensors import layer_tensors
+from draftworks.export.layer_ids import from_format, to_format
+from draftworks.export.layer_keys import layer_keys, layer_sizes, layer_tensors, require
+from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
+from draftworks.export.speculators_keys import is_speculators, model_path
+from draftworks.sglang.layers import architecture_of, eagle3_ids, eagle3_taps
 from draftworks.storage.identity import LayerTap
 
 CANONICAL_LAYER = "midlayer."
@@ -108,3 +114,131 @@ def one_layer(shape: DraftShape, where: str) -> DraftShape:
     if shape.num_layers != 1:
         raise ConfigError(f"{where}: num_hidden_layers {shape.num_layers}: EAGLE-3 drafts here have one layer")
     return shape
+
+
+_PARALLEL = ("parallel_drafting", "ptd_token_id", "pard_token")
+"""Keys of vLLM's P-EAGLE drafts, whose class name is EAGLE-3's."""
+_NEWER_SGLANG = "SGLang with pull request #24663 (May 2026) or later"
+
+_MEANINGS = {
+    ("specforge", "true"): "the head reads the normed state, and the next step is fed the un-normed one",
+    ("specforge", "false"): "the head reads the un-normed state",
+    ("sglang", "true"): "the head reads the normed state, and the next step is fed it too",
+    ("sglang", "false"): "the head reads the normed state, and the next step is fed the un-normed one",
+}
+
+
+class SglangEagle3(Eagle3Format):
+    """As SGLang's `LlamaForCausalLMEagle3` reads it; SpecForge's and ModelOpt's checkpoints are near relatives."""
+
+    name = "sglang_eagle3"
+    layer_prefix = CANONICAL_LAYER
+
+    def loaders(self, draft: CanonicalDraft) -> str:
+        news = []
+        if computed_options(draft)["fc_norm"]:
+            news.append("fc_norm")
+        if len(draft.taps) != 3:
+            news.append(f"{len(draft.taps)} taps")
+        if not news:
+            return "Any SGLang with EAGLE-3: one layer under the name `midlayer`, three taps."
+        return (
+            f"{_NEWER_SGLANG}: older ones do not know {' and '.join(news)}, and would load this draft without a word."
+        )
+
+    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+        tokens = draft_tokens(draft)
+        return {
+            "SGLang": f"python -m sglang.launch_server --model-path {model_path(draft.target)} "
+            f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {folder} "
+            f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}"
+        }
+
+    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        """`target_hidden_size` is left out where it is the draft's own: SGLang asks only whether the key is there.
+
+        `norm_output` is left out because it means two things; without it they are the same (see eagle3_format).
+        """
+        to_format(self.name, draft.taps)  # refuses those that no server counts
+        ids = eagle3_ids(draft.taps, architecture_of(draft.target))
+        newer = {"fc_norm": True, "num_aux_hidden_states": len(ids)}
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            **layer_keys(draft, dtype),
+            "draft_vocab_size": draft.config["draft_vocab_size"],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
+            **(newer if computed_options(draft)["fc_norm"] else {}),
+        }
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return "LlamaForCausalLMEagle3" in (config.get("architectures") or []) and not is_speculators(config)
+
+    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+        where, eagle = "config.json", config.get("eagle_config") or {}
+        parallel = [key for key in _PARALLEL if config.get(key) is not None]
+        if parallel:
+            raise ConfigError(
+                f"{where}: {', '.join(parallel)}: a P-EAGLE draft, which can be imported from the speculators format only"
+            )
+        unknown = [key for key in ("norm_before_residual", "norm_before_fc") if config.get(key)]
+        if unknown:
+            raise ConfigError(f"{where}: {', '.join(unknown)}: true: neither SGLang nor SpecForge has such a draft")
+        if config.get("target_hidden_size") not in (None, config.get("hidden_size")):
+            raise ConfigError(
+                f"{where}: target_hidden_size {config['target_hidden_size']}: drafts here are as wide as it"
+            )
+        ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
+        norms = {"fc_norm": bool(config.get("fc_norm") or config.get("use_aux_norm")), **_read_norm_output(config)}
+        return one_layer(
+            DraftShape(
+                strategy=self.strategy,
+                taps=_taps(ids, target) if ids else default_taps(target),
+                draft_vocab_size=config.get("draft_vocab_size") or require(config, "vocab_size", where),
+                options=PLAIN | norms,
+                **layer_sizes(config, where),
+            ),
+            where,
+        )
+
+    def remarks(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+        if config.get("norm_output") is None:
+            return []
+        value = str(bool(config["norm_output"])).lower()
+        if _norm_output_means(config) == "sglang":
+            return [f"norm_output: {value} was read as SGLang means it: {_MEANINGS['sglang', value]}"]
+        said = f"norm_output: {value} was read as SpecForge 0.2.0 means it: {_MEANINGS['specforge', value]}"
+        norm = tensors.get("norm.weight", tensors.get("model.norm.weight"))
+        if value == "false" and norm is not None and bool((norm != 1).any()):
+            said += ", although norm.weight is not 1 as it is where nothing has trained it"
+        return [
+            f"{said}. To SGLang and to SpecForge from its #879 on, {_MEANINGS['sglang', value]}: if such a trainer wrote "
+            "this draft, import it with --norm-output-means sglang"
+        ]
+
+    def expected_tensors(self, shape: DraftShape) -> Shapes:
+        """`d2t` and `t2d` also where the draft says all of the target's tokens: they are the identity then."""
+        return super().expected_tensors(shape) | vocabulary_shapes(shape)
+
+
+def _read_norm_output(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Options for what the key says; by SpecForge 0.2.0, whose layout this is, unless it is said to be SGLang's."""
+    value = config.get("norm_output")
+    if _norm_output_means(config) == "sglang":
+        return {"feedback": "post_norm" if value else "pre_norm"}
+    return {"norm_output": value is None or bool(value)}
+
+
+def _norm_output_means(config: Mapping[str, Any]) -> str:
+    """Our own exports are for SGLang; those of drafts with `fc_norm` once had the key."""
+    ours = "draftworks" in (config.get(PROVENANCE) or {})
+    means = config.get(NORM_OUTPUT_MEANS, "sglang" if ours else "specforge")
+    if means not in ("specforge", "sglang"):
+        raise ConfigError(f"config.json: {NORM_OUTPUT_MEANS}: expected specforge or sglang, found {means!r}")
+    return means
+
+
+def _taps(ids: list[int], target: TargetFiles) -> tuple[LayerTap, ...]:
+    from_format(SglangEagle3.name, ids)  # refuses what is no list of ascending ids
+    return eagle3_taps(ids, architecture_of(target))

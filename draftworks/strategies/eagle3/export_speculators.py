@@ -2,19 +2,126 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftworks.config.run_files import TargetFiles
+from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.export_format import DraftShape
-from draftworks.export.layer_keys import require
-from draftworks.export.speculators_keys import vllm_commands
-from draftworks.strategies.dflash.export import SLIDING
-from draftworks.strategies.eagle3.export import PLAIN, computed_options, draft_tokens, one_layer
-from draftworks.strategies.eagle3.export_speculators_base import LAYERS, SpeculatorsEagle
+from draftworks.export.export_format import DraftShape, Shapes
+from draftworks.export.layer_ids import from_format, to_format
+from draftworks.export.layer_keys import layer_keys, layer_sizes, require
+from draftworks.export.speculators_keys import speculators_keys, vllm_commands
+from draftworks.strategies.dflash.export import SLIDING, read_windows
+from draftworks.strategies.eagle3.export import (
+    NUMBERED_LAYER,
+    PLAIN,
+    Eagle3Format,
+    computed_options,
+    default_taps,
+    draft_tokens,
+    one_layer,
+    vocabulary_shapes,
+)
+
+LAYERS = "transformer_layer_config"
+_VLLM_TAPS = 3
+"""How many vLLM takes where `num_aux_hidden_states` does not say it: it does not count the ids."""
+
+
+class SpeculatorsEagle(Eagle3Format):
+    """As speculators 0.9.0 and vLLM read it: with an embedding, which neither of them misses if it is not there.
+
+    Attributes:
+        algorithm: the library's name for the strategy.
+        architecture: the class name that its files carry.
+    """
+
+    algorithm: str
+    architecture: str
+    layer_prefix = NUMBERED_LAYER
+
+    @abstractmethod
+    def draft_tokens(self, draft: CanonicalDraft) -> int:
+        """How many tokens a server shall ask the draft for."""
+
+    @abstractmethod
+    def own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
+        """Keys of config.json by which the strategies differ."""
+
+    def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+        found = {"embed_tokens.weight": draft.parts.embedding, **super().tensors(draft)}
+        mapping = () if _is_reduced(self.described(draft)) else ("d2t", "t2d")
+        return {name: tensor for name, tensor in found.items() if name not in mapping}
+
+    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        layer = {
+            "model_type": "llama",
+            "num_hidden_layers": self.described(draft).num_layers,
+            **layer_keys(draft, dtype),
+        }
+        if len(draft.taps) != _VLLM_TAPS:
+            layer["num_aux_hidden_states"] = len(draft.taps)
+        return {
+            "architectures": [self.architecture],
+            **speculators_keys(self.algorithm, draft.target, self.draft_tokens(draft)),
+            LAYERS: layer,
+            "draft_vocab_size": draft.config["draft_vocab_size"],
+            **self.own_keys(draft),
+            "eagle_aux_hidden_state_layer_ids": to_format(self.name, draft.taps),
+            "tie_word_embeddings": False,
+            "dtype": layer["dtype"],
+            "torch_dtype": layer["dtype"],
+        }
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return config.get("speculators_model_type") == self.algorithm
+
+    def expected_tensors(self, shape: DraftShape) -> Shapes:
+        embedding: Shapes = {"embed_tokens.weight": (shape.vocab_size, shape.hidden_size)}
+        vocabulary = vocabulary_shapes(shape) if _is_reduced(shape) else {}
+        return super().expected_tensors(shape) | embedding | vocabulary
+
+    def windows(self, config: Mapping[str, Any]) -> list[int | None]:
+        """Of every layer; ConfigError where its keys contradict each other."""
+        layer, where = config[LAYERS], f"config.json: {LAYERS}"
+        return read_windows(layer, require(layer, "num_hidden_layers", where), where)
+
+    def common_shape(self, config: Mapping[str, Any], target: TargetFiles) -> dict[str, Any]:
+        """What a config.json says of both strategies, as fields of a `DraftShape`.
+
+        Raises:
+            ConfigError: a key is missing, or it says what no draft here computes.
+        """
+        where = f"config.json: {LAYERS}"
+        layer = require(config, LAYERS, "config.json")
+        if layer.get("model_type") != "llama":
+            raise ConfigError(
+                f"{where}: layers of model_type {layer.get('model_type')!r}: {self.strategy} drafts here are llama"
+            )
+        sizes = layer_sizes(layer, where)
+        if config.get("target_hidden_size") not in (None, sizes["hidden_size"]):
+            raise ConfigError(
+                f"config.json: target_hidden_size {config['target_hidden_size']}, hidden_size {sizes['hidden_size']}: "
+                "drafts here are as wide as their target"
+            )
+        ids = config.get("eagle_aux_hidden_state_layer_ids")
+        return {
+            "strategy": self.strategy,
+            "taps": from_format(self.name, ids) if ids else default_taps(target),
+            "draft_vocab_size": require(config, "draft_vocab_size", "config.json"),
+            **sizes,
+        }
+
+
+def _is_reduced(shape: DraftShape) -> bool:
+    """speculators has no mapping in a draft that says all of the target's tokens."""
+    return shape.draft_vocab_size != shape.vocab_size
+
 
 _SAME = ("fc_norm", "norm_before_fc", "norm_before_residual")
 """Options that the library's config has under the same names."""

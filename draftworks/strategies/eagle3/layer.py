@@ -13,8 +13,7 @@ from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotation, seeded_linear
 from draftworks.drafts.rows import ActiveRows
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.strategies.eagle3.attention import ttt_attention
-from draftworks.strategies.eagle3.masked_attention import per_query_head
+from draftworks.strategies.eagle3.attention import per_query_head, ttt_attention
 
 
 class StepStates(NamedTuple):

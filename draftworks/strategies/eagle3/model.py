@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.first_choices import argmax_of_head
-from draftworks.drafts.layers import RmsNorm, Rotary, fuse_taps, seeded_linear
+from draftworks.drafts.layers import RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear
 from draftworks.drafts.objectives import BatchObjective, Objective
 from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
 from draftworks.drafts.rows import ActiveRows

@@ -6,10 +6,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from draftworks.config.head_sizes import check_heads, check_served_heads
 from draftworks.config.layer_options import LayerOptions
+from draftworks.config.option_checks import check_heads, check_served_heads, eagle_taps
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, register_strategy
-from draftworks.config.taps import eagle_taps
 from draftworks.storage.identity import LayerTap
 
 
@@ -131,8 +130,8 @@ EAGLE3 = register_strategy(
             ExportSpec(
                 name="sglang_eagle3",
                 description="SGLang, and what reads its layout. fc_norm and other than three taps need its #24663 (May 2026).",
-                factory="draftworks.strategies.eagle3.export_sglang:SglangEagle3",
-                reader="draftworks.strategies.eagle3.reader_layouts:read_sglang_eagle3",
+                factory="draftworks.strategies.eagle3.export:SglangEagle3",
+                reader="draftworks.strategies.eagle3.reader:read_sglang_eagle3",
                 # SGLang adds one itself when it is given ids; only its own default list is counted as layers passed.
                 counting="layer_output",
                 refuses=_sglang_refuses,
@@ -141,7 +140,7 @@ EAGLE3 = register_strategy(
                 name="speculators_eagle3",
                 description="speculators 0.9.0 and vLLM.",
                 factory="draftworks.strategies.eagle3.export_speculators:SpeculatorsEagle3",
-                reader="draftworks.strategies.eagle3.reader_layouts:read_speculators_eagle3",
+                reader="draftworks.strategies.eagle3.reader:read_speculators_eagle3",
                 counting="layers_passed",
                 refuses=_no_server_computes,
             ),

@@ -13,8 +13,7 @@ from draftworks.drafts.layers import Rotation
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
 from draftworks.strategies.dflash.attention import KeyValue
-from draftworks.strategies.peagle.layers import Rows
-from draftworks.strategies.peagle.model import PEagleDraft, RowInputs
+from draftworks.strategies.peagle.model import PEagleDraft, RowInputs, Rows
 
 
 class PEagleDrafter(Drafter):

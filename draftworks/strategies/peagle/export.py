@@ -12,10 +12,9 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
-from draftworks.export.layer_keys import require
-from draftworks.export.layer_tensors import layer_tensors
+from draftworks.export.layer_keys import layer_tensors, require
 from draftworks.export.speculators_keys import proposed_tokens, vllm_commands
-from draftworks.strategies.eagle3.export_speculators_base import LAYERS, SpeculatorsEagle
+from draftworks.strategies.eagle3.export_speculators import LAYERS, SpeculatorsEagle
 
 _COMPUTED = ("fc_norm", "norm_before_residual", "mask_token_id")
 """Options that decide what the draft computes, and the config's keys for them. `norm_output` is not one of them: it says what

@@ -6,10 +6,9 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from draftworks.config.head_sizes import check_heads, check_served_heads
 from draftworks.config.layer_options import LayerOptions
+from draftworks.config.option_checks import check_heads, check_served_heads, eagle_taps
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, register_strategy
-from draftworks.config.taps import eagle_taps
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 
@@ -118,7 +117,7 @@ PEAGLE = register_strategy(
                 name="speculators_peagle",
                 description="speculators 0.9.0 and vLLM with its P-EAGLE (#41826, May 2026).",
                 factory="draftworks.strategies.peagle.export:SpeculatorsPEagle",
-                reader="draftworks.strategies.peagle.reader_layouts:read_speculators_peagle",
+                reader="draftworks.strategies.peagle.reader:read_speculators_peagle",
                 counting="layers_passed",
             ),
         ),

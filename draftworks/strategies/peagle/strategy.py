@@ -20,8 +20,7 @@ from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.peagle.chains import Thinning, all_chains, drawn_chains
 from draftworks.strategies.peagle.drafter import PEagleDrafter
-from draftworks.strategies.peagle.layers import PEagleSizes
-from draftworks.strategies.peagle.model import PEagleDraft, PEagleTraits
+from draftworks.strategies.peagle.model import PEagleDraft, PEagleSizes, PEagleTraits
 from draftworks.strategies.peagle.options import PEAGLE, PEagleOptions
 
 if TYPE_CHECKING:

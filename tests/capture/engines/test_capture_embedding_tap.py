@@ -10,9 +10,9 @@ from fake_sglang import HIDDEN, RevivedHost, fake_sglang
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftworks.capture.engine import EnginePlace, engine_identity, load_engine
-from draftworks.capture.engines.embedding_tap import has_plain_embeddings, require_plain_embeddings
 from draftworks.capture.engines.hf import HFTargetEngine
 from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.capture.engines.sglang_loading import has_plain_embeddings, require_plain_embeddings
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.target_parts import TargetParts

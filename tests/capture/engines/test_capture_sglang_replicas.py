@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from draftworks.capture.engine import EnginePlace
-from draftworks.capture.engines.sglang_replicas import start_replicas
+from draftworks.capture.engines.sglang_loading import start_replicas
 from draftworks.errors import EngineError
 from draftworks.sglang.server import ServerOptions
 

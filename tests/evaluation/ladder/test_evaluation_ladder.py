@@ -24,11 +24,10 @@ from torch import Tensor
 
 from draftworks.drafts.sampling import Verdict, verify
 from draftworks.drafts.strategy import Proposal
-from draftworks.evaluation.labels import collate_labels, label_agreement
+from draftworks.evaluation.evaluator import collate_labels, label_agreement
 from draftworks.evaluation.ladder.decoding import DecodingLimits, decode, speculate
 from draftworks.evaluation.ladder.loop import Loop
-from draftworks.evaluation.ladder.measure import Prompt
-from draftworks.evaluation.ladder.replay import replay
+from draftworks.evaluation.ladder.replay import Prompt, replay
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,10 @@ from ladder_toys import TAPS, TTT, Ladder, build_ladder, eagle3, greedy_answers
 from torch import Tensor
 
 from draftworks.evaluation.ladder import loop as loop_module
-from draftworks.evaluation.ladder.decoding import speculate
+from draftworks.evaluation.ladder.decoding import draft_gap, speculate
 from draftworks.evaluation.ladder.differences import Course, Difference
-from draftworks.evaluation.ladder.gaps import draft_gap
 from draftworks.evaluation.ladder.loop import Loop
-from draftworks.evaluation.ladder.measure import Prompt, replayed
+from draftworks.evaluation.ladder.replay import Prompt, replayed
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ import pytest
 from PIL import Image
 from report_toys import full_report, rungs_0_and_1
 
-from draftworks.evaluation.report.files import PLOT, SLICES_PLOT
 from draftworks.evaluation.report.plots import acceptance_plot, slices_plot
 from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.summary import PLOT, SLICES_PLOT
+from draftworks.evaluation.report.writing import save_report
 
 
 def opened(data: bytes) -> Image.Image:
@@ -32,7 +33,7 @@ def test_histogram_stands_beside_the_accuracies_where_there_is_a_walk() -> None:
 
 
 def test_saved_report_has_its_pictures(tmp_path: Path) -> None:
-    full_report().save(tmp_path)
+    save_report(full_report(), tmp_path)
     for name in (PLOT, SLICES_PLOT):
         assert opened((tmp_path / name).read_bytes()).width > 400
 

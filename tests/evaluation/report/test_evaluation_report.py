@@ -14,7 +14,8 @@ from report_toys import full_report, prompts, rungs_0_and_1
 from draftworks.errors import ConfigError, StoreError
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.statistics import AcceptanceSummary, paired_difference, summary
-from draftworks.evaluation.report.files import (
+from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.summary import (
     DIFFERENCES,
     MARKDOWN,
     PLOT,
@@ -24,7 +25,7 @@ from draftworks.evaluation.report.files import (
     SLICES_PLOT,
     TABLE,
 )
-from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.writing import save_report
 
 RUNGS = {
     (2, 0.0): "rung2_block_acc_len",
@@ -42,7 +43,7 @@ def report() -> Report:
 @pytest.fixture(scope="module")
 def saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    full_report().save(folder)
+    save_report(full_report(), folder)
     return folder
 
 
@@ -54,7 +55,7 @@ def saved(saved_once: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("report", [full_report(), rungs_0_and_1()], ids=["all rungs", "rungs 0 and 1"])
 def test_report_round_trip(report: Report, tmp_path: Path) -> None:
-    report.save(tmp_path)
+    save_report(report, tmp_path)
     assert Report.load(tmp_path) == report
 
 
@@ -137,7 +138,7 @@ def test_slices_of_the_walk_of_the_trained_draft(saved: Path) -> None:
 
 def test_tables_without_rows_have_the_same_types(saved: Path, tmp_path: Path) -> None:
     without = tmp_path / "without"
-    rungs_0_and_1().save(without)
+    save_report(rungs_0_and_1(), without)
     for name in (PROMPTS, SLICES):
         empty, full = pd.read_parquet(without / name), pd.read_parquet(saved / name)
         assert empty.empty
@@ -146,7 +147,7 @@ def test_tables_without_rows_have_the_same_types(saved: Path, tmp_path: Path) ->
 
 def test_saved_again_leaves_no_picture_of_slices_that_are_gone(report: Report, saved: Path) -> None:
     assert (saved / SLICES_PLOT).exists()
-    replace(report, columns=None).save(saved)
+    save_report(replace(report, columns=None), saved)
     kept = [REPORT, TABLE, PROMPTS, SLICES, DIFFERENCES, MARKDOWN, PLOT]
     assert sorted(path.name for path in saved.iterdir()) == sorted(kept)
 
@@ -155,7 +156,7 @@ def test_report_json_is_written_last(report: Report, tmp_path: Path, monkeypatch
     """Whoever finds it finds the rest."""
     (tmp_path / SLICES_PLOT).mkdir()  # cannot be replaced by a file
     with pytest.raises(OSError):
-        report.save(tmp_path)
+        save_report(report, tmp_path)
     assert not (tmp_path / REPORT).exists()
 
 
@@ -188,7 +189,7 @@ def test_missing_file_is_named(gone: str, saved: Path) -> None:
 def test_prompts_of_another_report_are_refused(report: Report, saved: Path, tmp_path: Path) -> None:
     """As a crash between two files of a second save would leave them."""
     drafts = {**report.drafts, "trained": replace(report.drafts["trained"], walk=prompts([1], [1], [1]))}
-    replace(report, drafts=drafts).save(tmp_path / "other")
+    save_report(replace(report, drafts=drafts), tmp_path / "other")
     (tmp_path / "other" / PROMPTS).rename(saved / PROMPTS)
     with pytest.raises(StoreError, match=r"prompts\.parquet: expected the file that report\.json was published with"):
         Report.load_prompts(saved, "trained", 3)

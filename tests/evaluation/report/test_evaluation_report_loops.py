@@ -13,8 +13,10 @@ from report_toys import full_report
 
 from draftworks.evaluation.ladder.differences import Difference
 from draftworks.evaluation.ladder.measurement import Occasion
-from draftworks.evaluation.report.files import DIFFERENCES, REPORT
+from draftworks.evaluation.report.markdown import report_markdown
 from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.summary import DIFFERENCES, REPORT
+from draftworks.evaluation.report.writing import save_report
 
 THEN = Occasion("a GPU", datetime(2026, 3, 1, 22, 0, tzinfo=UTC))
 FOUND = (
@@ -35,12 +37,12 @@ def report_with(differences: tuple[Difference, ...] | None, occasion: Occasion |
 @pytest.mark.parametrize("differences", [None, (), FOUND], ids=["not compared", "none", "two"])
 def test_report_round_trip(differences: tuple[Difference, ...] | None, tmp_path: Path) -> None:
     report = report_with(differences)
-    report.save(tmp_path)
+    save_report(report, tmp_path)
     assert Report.load(tmp_path) == report
 
 
 def test_table_and_json_have_every_difference(tmp_path: Path) -> None:
-    report_with(FOUND).save(tmp_path)
+    save_report(report_with(FOUND), tmp_path)
     table = pd.read_parquet(tmp_path / DIFFERENCES)
     assert table["draft"].tolist() == ["trained", "trained"]
     rows = table.drop(columns="draft").astype(object).where(table.notna(), None).to_dict("records")
@@ -52,14 +54,14 @@ def test_table_and_json_have_every_difference(tmp_path: Path) -> None:
 
 def test_table_without_differences_has_the_same_types(tmp_path: Path) -> None:
     for name, differences in (("some", FOUND), ("none", ())):
-        report_with(differences).save(tmp_path / name)
+        save_report(report_with(differences), tmp_path / name)
     empty = pd.read_parquet(tmp_path / "none" / DIFFERENCES, dtype_backend="pyarrow")
     assert empty.empty
     assert empty.dtypes.equals(pd.read_parquet(tmp_path / "some" / DIFFERENCES, dtype_backend="pyarrow").dtypes)
 
 
 def test_report_of_before_there_were_differences_is_read(tmp_path: Path) -> None:
-    report_with(None, occasion=None).save(tmp_path)
+    save_report(report_with(None, occasion=None), tmp_path)
     values = json.loads((tmp_path / REPORT).read_text())
     for loop in values["drafts"]["trained"]["loops"]:
         del loop["differences"], loop["occasion"]
@@ -68,11 +70,11 @@ def test_report_of_before_there_were_differences_is_read(tmp_path: Path) -> None
 
 
 def test_markdown_says_that_nothing_differs() -> None:
-    assert "none of 3 prompts differ" in report_with(()).markdown()
+    assert "none of 3 prompts differ" in report_markdown(report_with(()))
 
 
 def test_markdown_shows_differences_with_their_gaps() -> None:
-    lines = report_with(FOUND).markdown().splitlines()
+    lines = report_markdown(report_with(FOUND)).splitlines()
     assert any("2 of 3 prompts differ" in line for line in lines)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith(("| s0", "| s2"))]
     assert rows == [
@@ -83,15 +85,15 @@ def test_markdown_shows_differences_with_their_gaps() -> None:
 
 def test_markdown_shows_the_first_of_many_differences_and_says_where_the_others_are() -> None:
     many = tuple(replace(FOUND[0], sample_id=f"many{index}") for index in range(20))
-    text = report_with(many).markdown()
+    text = report_markdown(report_with(many))
     assert text.count("\n| many") == 12
     assert f"8 more are in `{DIFFERENCES}`" in text
 
 
 def test_markdown_without_a_comparison_does_not_speak_of_one() -> None:
-    assert "differ" not in report_with(None).markdown()
+    assert "differ" not in report_markdown(report_with(None))
 
 
 def test_markdown_says_when_and_where_the_speed_was_measured() -> None:
-    assert "Rung 4 was timed: greedy on a GPU, 2026-03-01 22:00 UTC." in report_with(()).markdown()
-    assert "was timed" not in report_with((), occasion=None).markdown()
+    assert "Rung 4 was timed: greedy on a GPU, 2026-03-01 22:00 UTC." in report_markdown(report_with(()))
+    assert "was timed" not in report_markdown(report_with((), occasion=None))

@@ -13,9 +13,8 @@ from report_toys import full_report, prompts, rungs_0_and_1
 
 from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
-from draftworks.evaluation.report.files import REPORT
 from draftworks.evaluation.report.report import Report
-from draftworks.evaluation.report.summary import ReportSummary, RungScore
+from draftworks.evaluation.report.summary import REPORT, ReportSummary, RungScore
 from draftworks.storage.atomic import publish_json
 
 

@@ -15,7 +15,7 @@ from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.readers.files import ExportFolder
 from draftworks.export.readers.reader import ExportReader, TargetTensors, read_taps
 from draftworks.strategies.eagle3.export_speculators import SpeculatorsEagle3
-from draftworks.strategies.eagle3.reader_layouts import read_speculators_eagle3
+from draftworks.strategies.eagle3.reader import read_speculators_eagle3
 from draftworks.strategies.eagle3.strategy import Eagle3Strategy
 
 KIND, LAYER_IDS = "speculators_model_type", "eagle_aux_hidden_state_layer_ids"

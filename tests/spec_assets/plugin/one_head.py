@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from draftworks.config.taps import checked_taps
+from draftworks.config.option_checks import checked_taps
 from draftworks.strategies import StrategyOptions, StrategySpec, register_strategy
 
 

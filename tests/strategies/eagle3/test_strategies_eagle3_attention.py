@@ -8,9 +8,15 @@ from ttt_toys import outputs_and_gradients, random_inputs, sizes
 
 from draftworks.drafts.documents import Documents
 from draftworks.errors import ConfigError
-from draftworks.strategies.eagle3.attention import ttt_attention
-from draftworks.strategies.eagle3.fused_attention import _FusedTttAttention, fused_kernel_works, fused_ttt_attention
-from draftworks.strategies.eagle3.masked_attention import eager_ttt_attention, flex_ttt_attention, sdpa_ttt_attention
+from draftworks.strategies.eagle3.attention import (
+    _FusedTttAttention,
+    eager_ttt_attention,
+    flex_ttt_attention,
+    fused_kernel_works,
+    fused_ttt_attention,
+    sdpa_ttt_attention,
+    ttt_attention,
+)
 
 CPU = torch.device("cpu")
 SIX = Documents.after_each_other((6,))

@@ -1,0 +1,56 @@
+"""The files of a report: JSON, tables in Parquet, markdown, pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftworks.evaluation.report.markdown import report_markdown
+from draftworks.evaluation.report.plots import acceptance_plot, slices_plot
+from draftworks.evaluation.report.report import Report
+from draftworks.evaluation.report.summary import (
+    DIFFERENCES,
+    MARKDOWN,
+    PLOT,
+    PROMPTS,
+    REPORT,
+    SLICES,
+    SLICES_PLOT,
+    TABLE,
+)
+from draftworks.evaluation.report.tables import (
+    differences_table,
+    prompts_table,
+    publish_table,
+    slices_table,
+    summary_table,
+    worth_showing,
+)
+from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.identity import file_digest
+
+
+def save_report(report: Report, folder: Path) -> None:
+    """Write all forms into `folder`, each atomically, report.json last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    heading = {"target": report.target, "strategy": report.strategy, "eval_set": report.eval_set}
+    publish_table(folder / TABLE, summary_table(heading, report.findings))
+    publish_table(folder / PROMPTS, prompts_table(report.drafts))
+    publish_table(folder / SLICES, slices_table(report.walk_slices))
+    publish_table(folder / DIFFERENCES, differences_table(report.drafts))
+    with published(folder / MARKDOWN) as staging:
+        staging.write_text(report_markdown(report), encoding="utf-8")
+    with published(folder / PLOT) as staging:
+        staging.write_bytes(acceptance_plot(report.drafts, report.draft_tokens, report.title))
+    _save_slices_plot(report, folder / SLICES_PLOT)
+    digests = {name: file_digest(folder / name) for name in (TABLE, PROMPTS, SLICES, DIFFERENCES)}
+    publish_json(folder / REPORT, {**report.to_json(), "files": digests})
+
+
+def _save_slices_plot(report: Report, path: Path) -> None:
+    """None where there is nothing to compare."""
+    shown = worth_showing(report.walk_slices)
+    if not shown["passes"].any():
+        path.unlink(missing_ok=True)
+        return
+    with published(path) as staging:
+        staging.write_bytes(slices_plot(shown, report.title))
