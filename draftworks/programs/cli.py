@@ -113,7 +113,7 @@ def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
 
 
 @app.command()
-def keys(file: Annotated[str, typer.Argument(help="target, dataset or deployment")] = "target") -> None:
+def keys(file: Annotated[str, typer.Argument(help="target, dataset, eval or deployment")] = "target") -> None:
     """Every key of a registry file: type, default, meaning."""
     if file not in FILES:
         typer.echo(f"error: {file!r} is no registry file; there are: {', '.join(FILES)}", err=True)

@@ -11,10 +11,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from draftworks.config.registry_files import DatasetSpec, DeploymentSpec, Spec, StrategyEntry, TargetSpec
+from draftworks.config.registry_files import DatasetSpec, DeploymentSpec, EvalSpec, Spec, StrategyEntry, TargetSpec
 from draftworks.config.strategies import available_strategies, resolve_strategy
 
-FILES: dict[str, type[Spec]] = {"target": TargetSpec, "dataset": DatasetSpec, "deployment": DeploymentSpec}
+FILES: dict[str, type[Spec]] = {
+    "target": TargetSpec,
+    "dataset": DatasetSpec,
+    "eval": EvalSpec,
+    "deployment": DeploymentSpec,
+}
 
 
 class Key(NamedTuple):
