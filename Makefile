@@ -6,6 +6,8 @@
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
 # make test-gpu           the engine's tests on a GPU, and
 # make bench-gpu          its speed there (docs/gpu.md): both in the environment of PYTHON, without Dagster
+# make docs               the documents as a site in var/site; a broken link is an error
+# make reference          docs/reference/ written again from the code
 #
 # The others set up their environment first when needed. TORCH_INDEX chooses another build of torch, for example
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -25,7 +27,7 @@ SGLANG := .venv-sglang
 export DAGSTER_HOME := $(CURDIR)/.dagster
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo ui test test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-gpu bench-gpu lint check clean
+.PHONY: demo ui test test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-gpu bench-gpu docs reference lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -66,6 +68,14 @@ test-gpu:
 bench-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/gpu.py $(BENCH)
 
+docs: $(VENV)/docs-ready
+	$(BIN)/python -W ignore -m tools.docs_reference --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "written to var/site"
+
+reference: $(VENV)/ready
+	$(BIN)/python -W ignore -m tools.docs_reference
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -85,6 +95,10 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui,test,tensorboard]'
+	@touch $@
+
+$(VENV)/docs-ready: $(VENV)/ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 $(SPECULATORS)/ready: tools/speculators-requirements.txt
