@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftworks.drafts.attention import SeenKeys
 from draftworks.drafts.documents import Documents
 from draftworks.storage.identity import digest
 
@@ -55,6 +56,13 @@ class Blocks:
     @property
     def count(self) -> int:
         return self.anchors.shape[1]
+
+    def seen_keys(self, length: int) -> SeenKeys:
+        """A token sees its document before the anchor, of `length` positions in all, and all of its own block."""
+        begin, end = (x.repeat_interleave(self.size, dim=1) for x in (self.begins, self.anchors))
+        token = torch.arange(end.shape[1], device=end.device)
+        own_begin = (token - token % self.size).expand_as(end)
+        return SeenKeys(begin, end, own_begin, own_begin + self.size, length)
 
     def part(self, start: int, stop: int) -> Blocks:
         return replace(self, anchors=self.anchors[:, start:stop], live=self.live[:, start:stop])

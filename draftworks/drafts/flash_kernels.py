@@ -1,17 +1,19 @@
-"""Torch's fused kernels of causal attention, with their backward: one adapter per kind of device.
+"""Torch's fused kernels of attention, causal or with a mask, with their backward: one adapter per kind of device.
 
-The operators are private to torch, so they may change without notice: draftworks.strategies.eagle3.attention tries them before they are
-relied on. The CUDA adapters have been checked against the operators' declarations only, never on a GPU.
+The operators are private to torch, so they may change without notice: draftworks.strategies.eagle3.attention tries those of causal
+attention before they are relied on, and `masked_kernel` those with a mask. The CUDA adapters have been checked against the operators' declarations only, never on a GPU.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents, Run
 
@@ -158,3 +160,66 @@ CAUSAL_KERNELS: dict[str, CausalKernel] = {"cpu": CpuFlash(), "cuda": CudaFlash(
 """By type of device; on others there is none."""
 PACKED_KERNELS: dict[str, Callable[[Documents], CausalKernel]] = {"cuda": CudaVarlenFlash}
 """For rows of several documents, by type of device; elsewhere they go `ByDocument`."""
+
+
+class MaskedKernel:
+    """Attention with a mask (B, 1, n, m) bool by the kernel that torch chooses; the backward computes the forward again."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Attended:
+        # Of the kernels of a GPU that take a mask, none takes fewer heads of keys than of queries.
+        if query.device.type == "cuda":
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        fewer = key.shape[1] != query.shape[1]
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=fewer)
+        return Attended(output, query.new_empty(0))
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, attended: Attended
+    ) -> Gradients:
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        with torch.enable_grad():
+            output = self.forward(*inputs, seen).output
+        return Gradients(*torch.autograd.grad(output, inputs, grad))
+
+
+class CpuMaskedFlash(MaskedKernel):
+    """Rebuilds its probabilities from the log-sum-exp instead."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Attended:
+        forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return Attended(*forward(query, key, value, attn_mask=_additive(seen, query.dtype)))
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, attended: Attended
+    ) -> Gradients:
+        backward, mask = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            _additive(seen, grad.dtype),
+        )
+        return Gradients(*backward(grad, query, key, value, attended.output, attended.lse, 0.0, False, attn_mask=mask))
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    nothing = torch.zeros((), dtype=dtype, device=seen.device)
+    return torch.where(seen, nothing, nothing.log())
+
+
+@functools.cache
+def masked_kernel(device_type: str, dtype: torch.dtype, head_size: int) -> MaskedKernel:
+    """The fastest there is; one that is private to torch is tried once."""
+    plain, fast = MaskedKernel(), CpuMaskedFlash()
+    return fast if device_type == "cpu" and _equal(fast, plain, dtype, head_size) else plain
+
+
+def _equal(fast: MaskedKernel, plain: MaskedKernel, dtype: torch.dtype, head_size: int) -> bool:
+    """In output and gradients, on a small row."""
+    tolerance, generator = 0.05 if dtype.itemsize == 2 else 1e-4, torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, heads, 7, head_size, generator=generator).to(dtype) for heads in (4, 2, 2)]
+    seen, results = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril(), []
+    try:
+        for kernel in (fast, plain):
+            attended = kernel.forward(*inputs, seen)
+            results.append([attended.output, *kernel.backward(inputs[0], *inputs, seen, attended)])
+    except (AttributeError, RuntimeError, TypeError):  # an operator that is missing, or has other arguments
+        return False
+    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*results, strict=True))

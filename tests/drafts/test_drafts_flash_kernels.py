@@ -15,8 +15,11 @@ from draftworks.drafts.flash_kernels import (
     Attended,
     ByDocument,
     CpuFlash,
+    CpuMaskedFlash,
     CudaFlash,
     CudaVarlenFlash,
+    MaskedKernel,
+    masked_kernel,
 )
 from draftworks.strategies.eagle3.attention import (
     _FusedTttAttention,
@@ -167,3 +170,36 @@ def test_probe_refuses_a_kernel_that_is_right_for_one_document_alone(dtype, monk
         assert not fused_kernel_works(CPU, dtype, 8)
     finally:
         fused_kernel_works.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_attention_with_a_mask_is_that_of_plain_autograd_where_it_is_taken(dtype):
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, heads, count, 6, generator=generator) for heads, count in ((4, 9), (2, 14), (2, 14))]
+    query, key, value = inputs = [x.to(dtype) for x in inputs]
+    seen = torch.rand(2, 1, 9, 14, generator=generator) < 0.5
+    seen[..., 0] = True
+    kernel = masked_kernel("cpu", dtype, 6)
+    assert isinstance(kernel, CpuMaskedFlash)
+    results = []
+    for one in (kernel, MaskedKernel()):
+        attended = one.forward(*inputs, seen)
+        results.append([attended.output, *one.backward(query.cos(), *inputs, seen, attended)])
+    scores = query.double() @ key.repeat_interleave(2, dim=1).double().mT / 6**0.5
+    plain = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value.repeat_interleave(2, dim=1).double()
+    tolerance = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(results[0], results[1], **tolerance)
+    torch.testing.assert_close(results[0][0].double(), plain, **tolerance)
+
+
+def test_a_private_operator_that_is_missing_or_wrong_is_not_taken(monkeypatch):
+    find = masked_kernel.__wrapped__
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuMaskedFlash, "backward", lambda self, grad, *_: [x * 1.01 for x in (grad, grad, grad)])
+        assert type(find("cpu", torch.float32, 8)) is MaskedKernel
+
+    def missing(*_):
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(CpuMaskedFlash, "forward", missing)
+    assert type(find("cpu", torch.float32, 8)) is MaskedKernel

@@ -8,9 +8,9 @@ from gpu_toys import gpu_only
 from torch import Tensor
 
 from draftworks.drafts.anchors import Blocks, all_blocks
+from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.flex import flex_works
-from draftworks.strategies.dflash.attention import BlockAttention, KeyValue
 from draftworks.strategies.eagle3.attention import (
     fused_kernel_works,
     fused_ttt_attention,
@@ -92,7 +92,7 @@ def test_block_attention_is_the_written_out_one(cuda, backend, dtype, tolerance,
     inputs = [drawn(1, *shape, 64, seed=i).to(cuda, dtype) for i, shape in enumerate(shapes)]
 
     def attend(x: list[Tensor], name: str) -> Tensor:
-        attention = BlockAttention(blocks, sum(LENGTHS), name)
+        attention = DraftAttention(blocks.seen_keys(sum(LENGTHS)), name)
         return attention(x[0], KeyValue(*x[1:3]), KeyValue(*x[3:]), window)
 
     exact = [x.float() for x in inputs]

@@ -9,9 +9,9 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
+from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
-from draftworks.strategies.dflash.attention import BlockAttention, KeyValue
 from draftworks.strategies.dflash.model import DFlashDraft
 
 
@@ -35,7 +35,7 @@ class DFlashDrafter(Drafter):
         context = model.context(torch.cat([features[tap] for tap in self._taps], dim=-1)[None])
         rotation = model.rotary(self._rows + count, context.dtype).window(self._rows, count)
         news = [layer.self_attn.key_value(context, rotation) for layer in model.layers]
-        self._context = [_appended(old, new) for old, new in zip(self._context, news)] if self._context else news
+        self._context = [old.followed_by(new) for old, new in zip(self._context, news)] if self._context else news
         self._rows += count
         self._anchor = next_tokens[-1:]
 
@@ -57,11 +57,7 @@ class DFlashDrafter(Drafter):
         where = torch.tensor([[self._rows]], device=self._anchor.device)
         block = Blocks(where, torch.ones_like(where, dtype=torch.bool), model.block_size)
         rotation = model.rotation_at(block.positions, self._rows + model.block_size)
-        hidden, attend = model.embed_blocks(self._anchor[None]), BlockAttention(block, self._rows)
+        hidden, attend = model.embed_blocks(self._anchor[None]), DraftAttention(block.seen_keys(self._rows))
         for layer, context in zip(model.layers, self._context, strict=True):
             hidden = layer.over(hidden, context, rotation, attend)
         return hidden[0]
-
-
-def _appended(old: KeyValue, new: KeyValue) -> KeyValue:
-    return KeyValue(torch.cat([old.key, new.key], dim=2), torch.cat([old.value, new.value], dim=2))

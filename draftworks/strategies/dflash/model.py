@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks, all_blocks
+from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded_linear
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.strategies.dflash.attention import BlockAttention, KeyValue
 from draftworks.strategies.dflash.loss import BlockLosses, Weigh, block_cross_entropy
 
 PROPOSED_AT_ONCE = 64
@@ -81,12 +81,12 @@ class DFlashLayer(nn.Module):
         self._window = window
 
     def forward(
-        self, hidden: Tensor, context: Tensor, at_context: Rotation, at_blocks: Rotation, attend: BlockAttention
+        self, hidden: Tensor, context: Tensor, at_context: Rotation, at_blocks: Rotation, attend: DraftAttention
     ) -> Tensor:
         """(B, A · size, H), the blocks' states, over the context (B, S, H)."""
         return self.over(hidden, self.self_attn.key_value(context, at_context), at_blocks, attend)
 
-    def over(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, attend: BlockAttention) -> Tensor:
+    def over(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, attend: DraftAttention) -> Tensor:
         """The same over a context whose keys and values are known."""
         normed, attention = self.input_layernorm(hidden), self.self_attn
         query, own = attention.query(normed, at_blocks), attention.key_value(normed, at_blocks)
@@ -157,7 +157,7 @@ class DFlashDraft(nn.Module):
         at_context = table.window(0, length) if documents is None else table.at(documents.positions)
         at_blocks = table.at(blocks.positions[:, None])
         hidden = self.embed_blocks(input_ids.gather(1, blocks.anchors))
-        attend = BlockAttention(blocks, length, self._backend, self._strategy)
+        attend = DraftAttention(blocks.seen_keys(length), self._backend, self._strategy)
         for layer in self.layers:
             hidden = layer(hidden, context, at_context, at_blocks, attend)
         return hidden.unflatten(1, (-1, self.block_size))

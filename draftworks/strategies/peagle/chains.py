@@ -9,13 +9,13 @@ sample, position), as for draftworks.drafts.anchors.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import drawing_order
+from draftworks.drafts.attention import SeenKeys
 from draftworks.drafts.documents import Documents
 
 
@@ -106,16 +106,18 @@ class Chains:
         """(R,) int64: of every masked place in its document."""
         return self.documents.positions[self.anchors % self.length] + self.depths
 
-    @cached_property
+    @property
     def begins(self) -> Tensor:
         """(R,) int64: of the documents, among the N rows."""
         place = self.anchors % self.length
         return self.anchors - place + self.documents.begins[place]
 
-    @cached_property
-    def ends(self) -> tuple[int, ...]:
-        """Of every document in turn, where the next one's rows begin among the R; those without any do not show."""
-        return tuple(self.begins.unique_consecutive(return_counts=True)[1].cumsum(0).tolist())
+    def seen_keys(self) -> SeenKeys:
+        """A masked place sees the N rows of its document up to its anchor, and its own chain up to itself. A chain has no gaps, and its
+        places are next to each other: so of these it sees as many as it is deep."""
+        token = torch.arange(self.count, device=self.anchors.device)
+        bounds = (self.begins, self.anchors + 1, token - self.depths + 1, token + 1)
+        return SeenKeys(*(bound[None] for bound in bounds), context=self.batch * self.length)
 
 
 @dataclass(frozen=True)

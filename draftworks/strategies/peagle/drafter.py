@@ -9,10 +9,10 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from draftworks.drafts.attention import KeyValue
 from draftworks.drafts.layers import Rotation
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
-from draftworks.strategies.dflash.attention import KeyValue
 from draftworks.strategies.peagle.model import PEagleDraft, RowInputs, Rows
 
 
@@ -65,9 +65,7 @@ class _LayerCache:
     known: KeyValue | None = None
 
     def followed_by(self, news: KeyValue) -> KeyValue:
-        if self.known is None:
-            return news
-        return KeyValue(*(torch.cat(both, dim=2) for both in zip(self.known, news, strict=True)))
+        return news if self.known is None else self.known.followed_by(news)
 
 
 @dataclass(frozen=True)

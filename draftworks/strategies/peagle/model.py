@@ -2,8 +2,9 @@
 
 As speculators and SpecForge train it and vLLM serves it. Row a knows the target's features up to a and its tokens up to a + 1.
 At depth 0 it reads embed(token a + 1) and fc(features a); at depth d ≥ 1 embed(mask token) and fc(mask_hidden), at the rotary
-position a + d. The state of depth d, normed and through `lm_head`, proposes token a + 2 + d. Who sees whom is in
-draftworks.strategies.peagle.attention.
+position a + d. The state of depth d, normed and through `lm_head`, proposes token a + 2 + d. A row at depth 0 sees depth 0 of its
+document up to itself, as at the first step of `ttt_attention`; a row at depth d sees what its anchor sees, and of its own chain the
+depths 1 … d (`Chains.seen_keys`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear, unset
 from draftworks.drafts.objectives import CrossEntropy
@@ -23,10 +25,8 @@ from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
 from draftworks.drafts.rows import ActiveRows
 from draftworks.drafts.supervision import teacher_plan
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.strategies.dflash.attention import KeyValue
 from draftworks.strategies.eagle3.attention import ttt_attention
 from draftworks.strategies.eagle3.loss import Distilled, distill
-from draftworks.strategies.peagle.attention import ChainAttention
 from draftworks.strategies.peagle.chains import ByDepth, Chains
 
 
@@ -60,7 +60,7 @@ class BatchRows(Rows):
 
     Args:
         width: of a head.
-        backend: see draftworks.strategies.peagle.attention.
+        backend: of both attentions, see `ttt_attention` and draftworks.drafts.attention.
     """
 
     def __init__(self, chains: Chains, rotary: Rotary, width: int, dtype: torch.dtype, backend: str) -> None:
@@ -68,7 +68,7 @@ class BatchRows(Rows):
         table = rotary(chains.documents.longest + chains.limit, dtype)
         self._at_batch = table.at(chains.documents.positions)
         self._at_chains = table.at(chains.positions)
-        self._attend_chains = ChainAttention(chains, backend)
+        self._attend_chains = DraftAttention(chains.seen_keys(), backend, "peagle")
 
     @torch.compiler.disable  # how many chains there are is new in every batch
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class PEagleDraft(ReducedVocabularyDraft):
     Args:
         draft_ids: (V_d,) int64 ascending, target ids that the draft's head predicts.
         generator: the only source of randomness of the initial weights; embeddings and head begin as the target's.
-        attention: back end, see draftworks.strategies.peagle.attention.
+        attention: back end, of both attentions, see `ttt_attention` and draftworks.drafts.attention.
     """
 
     def __init__(

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftworks.drafts.attention import GROUP_TOKENS, DraftAttention, KeyValue
 from draftworks.drafts.documents import Documents
-from draftworks.strategies.dflash.attention import GROUP_TOKENS, KeyValue
-from draftworks.strategies.peagle.attention import ChainAttention
 from draftworks.strategies.peagle.chains import Chains
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 6
@@ -35,7 +34,7 @@ def inputs_of(chains: Chains) -> list[Tensor]:
 
 def attended(chains: Chains, backend: str, inputs: list[Tensor]) -> Tensor:
     query, *others = inputs
-    return ChainAttention(chains, backend)(query, KeyValue(*others[:2]), KeyValue(*others[2:]))
+    return DraftAttention(chains.seen_keys(), backend)(query, KeyValue(*others[:2]), KeyValue(*others[2:]))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,10 @@ def test_a_compiled_layer_leaves_attention_to_itself(backend):
         return graph.forward
 
     inputs = [x.detach() for x in inputs_of(chains)]
-    layer = torch.compile(lambda query, *others: attended(chains, backend, [query.cos(), *others]), backend=recorded)
+    attend = DraftAttention(chains.seen_keys(), backend)
+    layer = torch.compile(
+        lambda query, *others: attend(query.cos(), KeyValue(*others[:2]), KeyValue(*others[2:])), backend=recorded
+    )
     torch.testing.assert_close(layer(*inputs), attended(chains, backend, [inputs[0].cos(), *inputs[1:]]))
     assert (
         sum(node.op == "call_function" or node.op == "call_method" for graph in graphs for node in graph.graph.nodes)
