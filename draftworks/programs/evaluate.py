@@ -22,9 +22,9 @@ from draftworks.errors import ConfigError
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
 from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, label_agreement
 from draftworks.evaluation.ladder.differences import Course
+from draftworks.evaluation.ladder.measure import first_prompts, replayed
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
-from draftworks.evaluation.ladder.replay import first_prompts, replayed
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.writing import save_report

@@ -17,9 +17,9 @@ from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.differences import Course
 from draftworks.evaluation.ladder.loop import Loop, loop_revision
 from draftworks.evaluation.ladder.loop_cache import Found, LoopCache, LoopIdentity
+from draftworks.evaluation.ladder.measure import Prompt
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
-from draftworks.evaluation.ladder.replay import Prompt
 from draftworks.programs.assembly import Draft
 from draftworks.storage.identity import digest
 

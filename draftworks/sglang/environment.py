@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from draftworks.errors import ConfigError
 
 SGLANG_VERSIONS = ("0.5.23",)
 """Whose inner types the capture hook reads, and whose numbers were compared with those of transformers."""
+FIRST_CAPTURING = (0, 5, 23)
+"""The first with an option to return the hidden states of some layers (`--return-aux-hidden-state-layer-ids`)."""
 PROGRAM_LIBRARIES = {"dagster_pipes": "dagster-pipes", "pyarrow": "pyarrow", "tenacity": "tenacity"}
 """What the programs that run a target import and SGLang does not bring: distributions by module."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "DAGSTER_PIPES_")
@@ -42,6 +45,17 @@ def check_version(version: str, where: str) -> None:
             "%s is SGLang %s; Draftworks was tried with %s. It may answer and serve; what it captures is taken only after it was "
             "compared with the target's own weights",
             *(where, version, " and ".join(SGLANG_VERSIONS)),
+        )
+
+
+def require_capturing(version: str, where: str) -> None:
+    """ConfigError for an SGLang that has no option to return hidden states; it may answer and serve."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    if numbers is not None and tuple(map(int, numbers.groups())) < FIRST_CAPTURING:
+        expected = ".".join(map(str, FIRST_CAPTURING))
+        raise ConfigError(
+            f"{where} is SGLang {version}, which cannot return hidden states: expected {expected} or later. Install that, or "
+            "set capture.backend to hf"
         )
 
 

@@ -21,7 +21,7 @@ import psutil
 from draftworks.distributed import parent_death
 from draftworks.errors import ConfigError, EngineError
 from draftworks.sglang import mortal_children
-from draftworks.sglang.environment import LAUNCHER_VARIABLES, linked_package, require_version
+from draftworks.sglang.environment import LAUNCHER_VARIABLES, linked_package, require_capturing, require_version
 from draftworks.sglang.hook import hook_option
 from draftworks.sglang.speculation import Speculation
 
@@ -162,10 +162,12 @@ class SGLangServer:
         """Start it and wait until it serves.
 
         Raises:
-            ConfigError: there is no SGLang of a supported version at `python`.
+            ConfigError: there is no SGLang at `python`, or one that cannot return the hidden states that are to be captured.
             EngineError: it ended or was not ready in time, with the end of its log; or another server has its port.
         """
         self.version = require_version(self._python)
+        if self._options.layer_ids:
+            require_capturing(self.version, f"{self._python}")
         port = self._port or free_port()
         self.url = f"http://127.0.0.1:{port}"
         for folder in (self._folder, self._options.spool):

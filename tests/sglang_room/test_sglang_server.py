@@ -17,7 +17,7 @@ import pytest
 from processes import ends
 
 from draftworks.errors import ConfigError, EngineError
-from draftworks.sglang.environment import require_version
+from draftworks.sglang.environment import require_capturing, require_version
 from draftworks.sglang.hook import hook_option
 from draftworks.sglang.server import ServerOptions, SGLangServer
 
@@ -202,6 +202,17 @@ def test_nothing_a_starting_server_has_spawned_outlives_the_process_that_started
     owner.wait()
     assert ends(child, within_s=60)
     assert ends(server, within_s=60)
+
+
+def test_a_version_that_cannot_return_hidden_states_is_refused_where_they_are_wanted(tmp_path: Path):
+    serving = server(python_that(tmp_path, serving_as(), version="0.5.22"), tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"is SGLang 0\.5\.22, which cannot return hidden states: expected 0\.5\.23 or later"
+    ):
+        serving.start()
+    assert serving.pid is None
+    for version in ("0.5.23", "0.5.24rc1", "0.6.0", "1.0.0", "main"):
+        require_capturing(version, "here")
 
 
 def test_untried_missing_and_absent_sglang_are_told(tmp_path: Path, caplog):

@@ -11,7 +11,7 @@ from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.sglang.client import ServerInfo, SGLangClient
-from draftworks.sglang.environment import check_version
+from draftworks.sglang.environment import check_version, require_capturing
 from draftworks.sglang.hook import hook_option
 from draftworks.sglang.layers import architecture_of, capture_convention, captured_layers
 
@@ -28,12 +28,15 @@ def require_server(
         longest: tokens of the longest sequence that it will be asked for; 0 if that is not known.
 
     Raises:
+        ConfigError: it is to capture, and cannot return hidden states.
         EngineError: it serves another model or in another dtype, or is set up so that hidden states get lost. The
             message names every difference and the argument that puts it right.
     """
     info = client.info()
     where = f"SGLang at {client.url}"
     check_version(info.version, where)
+    if layer_ids:
+        require_capturing(info.version, where)
     if info.layer_ids:
         layers = captured_layers(info.layer_ids, info.convention, architecture_of(target))
         info = replace(info, layer_ids=layers)

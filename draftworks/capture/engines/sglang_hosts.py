@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import signal
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from draftworks.config.registry_files import SGLangSpec
 from draftworks.errors import EngineError
 from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
 from draftworks.sglang.embedded import EmbeddedSGLang, require_sglang_here
+from draftworks.sglang.environment import require_capturing
 from draftworks.sglang.server import ServerOptions, SGLangServer
 
 log = logging.getLogger(__name__)
@@ -134,6 +136,8 @@ class EmbeddedHost(SGLangHost):
         self.spool = options.spool
         self.layer_ids = options.layer_ids
         self.version = require_sglang_here()
+        if options.layer_ids:
+            require_capturing(self.version, f"this Python, {sys.executable},")
         self.client = self._new()
         self._handler_before = signal.signal(signal.SIGQUIT, self._note_failure)
         try:

@@ -15,9 +15,9 @@ from draftworks.distributed.collectives import from_rank_0, gather_from_ranks, r
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.evaluation.ladder.decoding import DecodingLimits, decode, speculate, with_gap
 from draftworks.evaluation.ladder.differences import Course, Difference, first_difference
+from draftworks.evaluation.ladder.measure import Prompt
 from draftworks.evaluation.ladder.measurement import LoopMeasurement, Occasion
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.ladder.replay import Prompt
 from draftworks.evaluation.ladder.target_session import sums_up
 from draftworks.storage.identity import LayerTap, digest
 

@@ -8,15 +8,13 @@ are exact only where the answer is the target's greedy one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftworks.data.token_rows import TokenRow
-from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.supervision import token_mean_gates
@@ -134,41 +132,3 @@ def answer_spans(mask: np.ndarray) -> Iterator[tuple[int, int]]:
     """[begin, end) of every run of answer tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(np.int8), [0]))))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist())
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A held-out prompt: the tokens before the first answer."""
-
-    sample_id: str
-    tokens: tuple[int, ...]
-
-
-def replayed(
-    strategy: DraftStrategy,
-    batches: Iterable[TrainBatch],
-    count: int,
-    device: torch.device,
-    courses_of: Collection[str] = (),
-) -> list[Replayed]:
-    """Rungs 2 and 3 of every sample of all ranks, by sample id. A collective.
-
-    Args:
-        courses_of: samples of which the walk over the first answer is wanted token by token.
-    """
-    mine: list[Replayed] = []
-    for batch in batches:
-        found = replay(strategy, batch.to(device), count)
-        mine += [one if one.walk.sample_id in courses_of else replace(one, first=None) for one in found]
-    everything = [one for share in gather_from_ranks(mine) for one in share]
-    return sorted(everything, key=lambda one: one.walk.sample_id)
-
-
-def first_prompts(tokens: Iterable[TokenRow], count: int) -> list[Prompt]:
-    """Prompts of the first `count` samples by id, which is a hash: the same choice for every draft."""
-    found = []
-    for row in sorted(tokens, key=lambda row: row.sample_id):
-        begin = next((span[0] for span in answer_spans(row.loss_mask)), 0)
-        if begin > 0 and len(found) < count:
-            found.append(Prompt(row.sample_id, tuple(row.input_ids[:begin].tolist())))
-    return found

@@ -28,6 +28,7 @@ class SlowServer:
     made: list[SlowServer]
     url = "http://127.0.0.1:1"
     log = Path("sglang.log")
+    version = "0.5.23"
     pid = None
     on_wait = staticmethod(lambda: None)
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.evaluation.ladder.loop import Loop, loop_revision
-from draftworks.evaluation.ladder.replay import Prompt, replayed
+from draftworks.evaluation.ladder.measure import Prompt, replayed
 from draftworks.evaluation.ladder.target_session import TargetSession
 
 PROMPT, ANSWER, PROPOSED = 21, 16, 3

@@ -27,7 +27,8 @@ from draftworks.drafts.strategy import Proposal
 from draftworks.evaluation.evaluator import collate_labels, label_agreement
 from draftworks.evaluation.ladder.decoding import DecodingLimits, decode, speculate
 from draftworks.evaluation.ladder.loop import Loop
-from draftworks.evaluation.ladder.replay import Prompt, replay
+from draftworks.evaluation.ladder.measure import Prompt
+from draftworks.evaluation.ladder.replay import replay
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from draftworks.evaluation.ladder import loop as loop_module
 from draftworks.evaluation.ladder.decoding import draft_gap, speculate
 from draftworks.evaluation.ladder.differences import Course, Difference
 from draftworks.evaluation.ladder.loop import Loop
-from draftworks.evaluation.ladder.replay import Prompt, replayed
+from draftworks.evaluation.ladder.measure import Prompt, replayed
 
 
 @pytest.fixture(scope="module")
