@@ -12,7 +12,7 @@ from draftworks.config.draft_config import read_config
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.run_files import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, StoreSpec, TargetFiles, TrainRun
 from draftworks.config.strategies import StrategySpec
-from draftworks.evaluation.result import own_figures, rates_by_position
+from draftworks.evaluation.own_figures import own_figures, rates_by_position
 from draftworks.fleet.draft_staleness import OVERRIDES
 from draftworks.storage.artifacts import Artifact, ArtifactStore, Built
 from draftworks.storage.identity import digest

@@ -17,8 +17,8 @@ from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.evaluation.ladder.rungs import MEANINGS
+from draftworks.evaluation.own_figures import own_figures
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
-from draftworks.evaluation.result import own_figures
 from draftworks.storage.artifacts import Artifact
 
 FENCE = "---\n"

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
-from draftworks.evaluation.result import own_figures
+from draftworks.evaluation.own_figures import own_figures
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.leaderboard_views import CAPTION, cells
 from draftworks.programs import checking, engine, start

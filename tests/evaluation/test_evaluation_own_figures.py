@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from draftworks.evaluation.result import EvalResult, own_figures, rates_by_position
+from draftworks.evaluation.own_figures import own_figures, rates_by_position
+from draftworks.evaluation.result import EvalResult
 
 LADDER = dict.fromkeys(
     ("acc_corrects", "acc_denoms", "loss_sums", "loss_denoms", "acceptance_sums", "acceptance_denoms"), (1.0, 1.0)

@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 
 def test_a_plugged_in_format_passes_every_gate_and_comes_back(tmp_path: Path):
     command = [sys.executable, str(HERE / "plugin_worker.py"), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE / "plugin")}
+    paths = [HERE / "plugin", HERE.parent / "toys"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
