@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import dagster as dg
 
 from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.storage.asset_names import of_eval_set, of_strategy
 
 INPUTS = dg.AssetSelection.groups("inputs")
 SERVING = dg.AssetSelection.groups("serving")
@@ -15,7 +16,7 @@ SERVING = dg.AssetSelection.groups("serving")
 def all_jobs(evals: Sequence[str]) -> list:
     """`resolve`, `prepare`, `train_{strategy}` for each strategy, `evaluate`, `serve`, `leaderboard` and `everything`."""
     prepare = INPUTS | dg.AssetSelection.groups("data", "features")
-    eval_data = [f"{name}_{kind}" for name in ["heldout", *evals] for kind in ("responses", "eval_features")]
+    eval_data = [asset for name in ["heldout", *evals] for asset in of_eval_set(name)[1:]]
     evaluate = INPUTS | dg.AssetSelection.groups("reports") | dg.AssetSelection.assets(*eval_data)
     return [
         _job("resolve", INPUTS, "Look at the inputs again and record what they are now."),
@@ -33,9 +34,9 @@ def all_jobs(evals: Sequence[str]) -> list:
 
 
 def _train_job(strategy: str) -> object:
-    names = [f"{strategy}_draft", f"{strategy}_report"]
+    names = [of_strategy(strategy).draft, of_strategy(strategy).report]
     if resolve_strategy(strategy).exports:
-        names.append(f"{strategy}_export")
+        names.append(of_strategy(strategy).export)
     selection = INPUTS | dg.AssetSelection.assets(*names)
     return _job(
         f"train_{strategy}", selection, f"Train, measure and export the {strategy} draft on features that exist."

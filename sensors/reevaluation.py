@@ -8,6 +8,7 @@ import dagster as dg
 
 from draftworks.errors import DraftworksError
 from draftworks.fleet.staleness import Subject, published_drafts
+from draftworks.storage.asset_names import of_eval_set
 from draftworks.targets.registry import HELDOUT
 from resources.workspace import Workspace
 from sensors.under_way import runs_under_way
@@ -87,7 +88,7 @@ def outdated(workspace: Workspace, target: str) -> Outdated | None:
     registry, artifacts = workspace.registry, workspace.artifacts
     spec = registry.target(target)
     drafts = published_drafts(artifacts, spec)
-    responses = {name: artifacts.find(f"{name}_responses", target) for name in [HELDOUT, *spec.evals]}
+    responses = {name: artifacts.find(of_eval_set(name).responses, target) for name in [HELDOUT, *spec.evals]}
     if not drafts or responses[HELDOUT] is None:
         return None
     sources = {name: workspace.dataset_version(registry.dataset(registry.eval(name).dataset)) for name in spec.evals}

@@ -17,6 +17,7 @@ from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
 from draftworks.sglang.environment import program_environment
 from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.full_disk import full_disk_error
 from draftworks.targets.registry import HELDOUT
 from resources.dead_runs import end_with_run_process
@@ -25,6 +26,7 @@ from resources.torch_launcher import JobResult, TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.course import described
 from spec_assets.metadata import legible, short_path
+from spec_assets.unused import unused_assets
 
 OWNERS = ["team:drafts"]
 
@@ -99,27 +101,16 @@ def clear_errors() -> Generator[None, None, None]:
         raise dg.Failure(description=str(full), allow_retries=False) from error
 
 
-def target_with_strategy(context: dg.AssetExecutionContext, workspace: Workspace, strategy: StrategySpec) -> TargetSpec:
-    """The target of this step, for the assets that exist once per strategy.
+def target_of(context: dg.AssetExecutionContext, workspace: Workspace) -> TargetSpec:
+    """The target of this step, for the assets that not every target has.
 
     Raises:
-        NothingToDo: the target does not use the strategy.
+        NothingToDo: this one has not. Our own executor does not come here for it; Dagster's others do.
     """
     target = workspace.registry.target(context.partition_key)
-    if strategy.name not in target.strategies:
-        raise NothingToDo(f"target {target.name} does not use {strategy.name}")
-    return target
-
-
-def target_with_eval(context: dg.AssetExecutionContext, workspace: Workspace, eval_set: str) -> TargetSpec:
-    """The target of this step, for the assets that exist once per eval set.
-
-    Raises:
-        NothingToDo: the target does not list the eval set.
-    """
-    target = workspace.registry.target(context.partition_key)
-    if eval_set not in eval_names_of(target):
-        raise NothingToDo(f"target {target.name} does not list the eval set {eval_set}")
+    reason = unused_assets(target, workspace.registry).get(context.asset_key.to_user_string())
+    if reason is not None:
+        raise NothingToDo(reason)
     return target
 
 
@@ -134,7 +125,7 @@ def draft_of(workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -
     Raises:
         NothingToDo: there is none yet: to measure what exists is no reason to fail for what does not.
     """
-    draft = workspace.artifacts.find(f"{strategy.name}_draft", target.name)
+    draft = workspace.artifacts.find(of_strategy(strategy.name).draft, target.name)
     if draft is None:
         raise NothingToDo(f"target {target.name} has no {strategy.name} draft yet")
     return draft

@@ -14,7 +14,7 @@ from draftworks.preflight.compatibility import draft_vocab_size
 from draftworks.storage.artifacts import Artifact, Built
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import NothingToDo, asset, launch, obtained, severity_of, shown
+from spec_assets.common import asset, launch, obtained, severity_of, shown, target_of
 from spec_assets.features import GPU_POOL
 from spec_assets.metadata import rejections, summary_figures
 
@@ -123,10 +123,9 @@ def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> 
 @asset(group=GROUP, kinds=["safetensors"], deps=["target_model", "recipe", "tokenized_train"], optional=True)
 def vocab_mapping(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The tokens a draft can say: the most frequent supervised ones, and the way back to the target's ids."""
-    spec = workspace.registry.target(context.partition_key)
+    spec = target_of(context, workspace)
     size = draft_vocab_size(spec)
-    if size is None:
-        raise NothingToDo(f"no strategy of target {spec.name} reduces the vocabulary")
+    assert size is not None
     tokens = workspace.artifacts.current("tokenized_train", spec.name)
     files = workspace.target_files(spec.name)
 

@@ -15,7 +15,9 @@ from draftworks.config.strategies import StrategySpec
 from draftworks.evaluation.own_figures import own_figures, rates_by_position
 from draftworks.fleet.draft_staleness import OVERRIDES
 from draftworks.storage.artifacts import Artifact, ArtifactStore, Built
+from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import digest
+from draftworks.storage.records import EvalData
 from draftworks.targets.registry import HELDOUT, with_overrides
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
@@ -28,10 +30,10 @@ from spec_assets.common import (
     retried,
     severity_of,
     shown,
-    target_with_strategy,
+    target_of,
     told,
 )
-from spec_assets.evals import eval_data_versions, feature_set
+from spec_assets.evals import eval_data, feature_set
 from spec_assets.features import GPU_POOL, current_features, stream_versions
 from spec_assets.metadata import acceptance_figures, human_bytes, picture, short_path, table
 
@@ -62,7 +64,7 @@ class DraftInputs:
     """Everything a draft is made of, resolved.
 
     Attributes:
-        feature_versions: of the streams that this strategy reads, as in `heldout_versions`: a tap that another strategy
+        feature_versions: of the streams that this strategy reads, as in `heldout_data`: a tap that another strategy
             needs beside them is no reason to train again.
     """
 
@@ -73,7 +75,7 @@ class DraftInputs:
     train_features: Artifact
     heldout: FeatureSet
     feature_versions: dict[str, str]
-    heldout_versions: list[Any]
+    heldout_data: EvalData
     vocab_mapping: Artifact | None
     start_from: Path | None
 
@@ -91,7 +93,7 @@ class DraftInputs:
             "tokens": self.train_tokens.data_version,
             "features": digest(self.feature_versions),
             "vocab_mapping": None if self.vocab_mapping is None else self.vocab_mapping.data_version,
-            "heldout": self.heldout_versions,
+            "heldout": self.heldout_data.to_json(),
         }
 
     def vocab_file(self) -> Path | None:
@@ -118,7 +120,7 @@ def draft_inputs(workspace: Workspace, strategy: StrategySpec, target: TargetSpe
         train_features=train_features,
         feature_versions=stream_versions(train_features, streams),
         heldout=feature_set(workspace, target.name, HELDOUT),
-        heldout_versions=eval_data_versions(workspace, target.name, HELDOUT, streams),
+        heldout_data=eval_data(workspace, target.name, HELDOUT, streams),
         vocab_mapping=artifacts.current("vocab_mapping", target.name) if strategy.uses_vocab_mapping else None,
         start_from=None if entry.start_from is None else workspace.registry.located(entry.start_from),
     )
@@ -126,7 +128,7 @@ def draft_inputs(workspace: Workspace, strategy: StrategySpec, target: TargetSpe
 
 def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     """The asset `{strategy}_draft`."""
-    name = f"{strategy.name}_draft"
+    name = of_strategy(strategy.name).draft
 
     @asset(
         group=GROUP,
@@ -152,7 +154,7 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         workspace: Workspace,
         launcher: dg.ResourceParam[TorchLauncher],
     ) -> dg.MaterializeResult:
-        target = target_with_strategy(context, workspace, strategy)
+        target = target_of(context, workspace)
         inputs = draft_inputs(workspace, strategy, target, config)
 
         def build(out: Path) -> Built:
@@ -241,7 +243,7 @@ def session_row(session: dict[str, Any]) -> tuple[Any, ...]:
 
 def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     """A step of its own, so that it is skipped with the draft of a target that does not use the strategy."""
-    name = f"{strategy.name}_draft"
+    name = of_strategy(strategy.name).draft
 
     @dg.asset_check(asset=name, name=LOSS_FALLS, blocking=True, description="Training loss ends below where it began.")
     def loss_falls(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:

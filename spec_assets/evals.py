@@ -15,11 +15,13 @@ from draftworks.evaluation.cache.eval_cache import CacheEntry, EvalCache
 from draftworks.evaluation.cache.eval_config import EvalConfig
 from draftworks.preflight.compatibility import union_of_taps
 from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.asset_names import of_eval_set
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.identity import digest
+from draftworks.storage.records import EvalData
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, launch, obtained, shown, target_with_eval, told
+from spec_assets.common import asset, checked_partition, launch, obtained, shown, target_of, told
 from spec_assets.data import Conversations, answered, greedy, supervised_share
 from spec_assets.features import (
     GPU_POOL,
@@ -44,13 +46,13 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
     @asset(
         group="inputs",
         kinds=["parquet"],
-        name=f"{name}_set",
+        name=of_eval_set(name).conversations,
         description=f"The conversations of the eval set {name}: validated, without repetitions, never trained on.",
         deps=["target_model"],
         optional=True,
     )
     def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
-        target = target_with_eval(context, workspace, name)
+        target = target_of(context, workspace)
         registry = workspace.registry
         spec = registry.eval(name)
         dataset, files = registry.dataset(spec.dataset), workspace.target_files(target.name)
@@ -77,19 +79,21 @@ def _responses_asset(name: str) -> dg.AssetsDefinition:
     @asset(
         group="data",
         kinds=["pytorch", "parquet"],
-        name=f"{name}_responses",
+        name=of_eval_set(name).responses,
         description=f"The eval set {name}, answered greedily by the target.",
-        deps=["target_model", "recipe", f"{name}_set"],
+        deps=["target_model", "recipe", of_eval_set(name).conversations],
         optional=True,
         pool=GPU_POOL,
     )
     def responses(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
     ) -> dg.MaterializeResult:
-        target = target_with_eval(context, workspace, name)
-        source = Conversations(workspace.artifacts.current(f"{name}_set", target.name), EVAL_PART, name)
+        target = target_of(context, workspace)
+        source = Conversations(
+            workspace.artifacts.current(of_eval_set(name).conversations, target.name), EVAL_PART, name
+        )
         artifact = answered(context, workspace, launcher, source, greedy(target, source))
-        check = supervised_share(artifact, f"{name}_responses", target)
+        check = supervised_share(artifact, of_eval_set(name).responses, target)
         if not check.passed:
             raise DataError(f"eval set {name}: {check.description}")
         return shown(context, artifact, {**summary_figures(artifact), **rejections(artifact)})
@@ -103,16 +107,16 @@ def eval_features_asset(name: str) -> dg.AssetsDefinition:
     @asset(
         group="features",
         kinds=["pytorch", "safetensors"],
-        name=f"{name}_eval_features",
+        name=of_eval_set(name).features,
         description=f"Hidden states of the eval set {name}, which every evaluation of every draft reads; cached by EvalConfig.",
-        deps=["target_model", "recipe", f"{name}_responses"],
+        deps=["target_model", "recipe", of_eval_set(name).responses],
         optional=True,
         pool=GPU_POOL,
     )
     def features(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
     ) -> dg.MaterializeResult:
-        target = target_with_eval(context, workspace, name)
+        target = target_of(context, workspace)
         subject = EvalSubject.of(workspace, target, name)
 
         def build(out: Path) -> Built:
@@ -127,7 +131,7 @@ def eval_features_asset(name: str) -> dg.AssetsDefinition:
 
 
 def eval_features_check(name: str) -> dg.AssetChecksDefinition:
-    asset_name = f"{name}_eval_features"
+    asset_name = of_eval_set(name).features
 
     @dg.asset_check(
         asset=asset_name,
@@ -155,7 +159,7 @@ class EvalSubject:
     @classmethod
     def of(cls, workspace: Workspace, target: TargetSpec, name: str) -> "EvalSubject":
         files = workspace.target_files(target.name)
-        responses = workspace.artifacts.current(f"{name}_responses", target.name)
+        responses = workspace.artifacts.current(of_eval_set(name).responses, target.name)
         return cls(workspace, target, files, responses, tuple(union_of_taps(target, files.num_layers)))
 
     @property
@@ -237,20 +241,20 @@ def feature_set(workspace: Workspace, target: str, name: str) -> FeatureSet:
     Raises:
         StoreError: not materialized yet, or for other weights.
     """
-    responses = workspace.artifacts.current(f"{name}_responses", target)
-    features = current_features(workspace, f"{name}_eval_features", target)
+    responses = workspace.artifacts.current(of_eval_set(name).responses, target)
+    features = current_features(workspace, of_eval_set(name).features, target)
     return FeatureSet(tokens=responses.path / TOKENS_FOLDER, features=_entry_path(workspace, features))
 
 
-def eval_data_versions(workspace: Workspace, target: str, name: str, streams: Iterable[str]) -> list[Any]:
-    """Content versions of an eval set: of its answers, and by name of those of its features that are read.
+def eval_data(workspace: Workspace, target: str, name: str, streams: Iterable[str]) -> EvalData:
+    """Content versions of an eval set as it is now.
 
     Raises:
         StoreError: not materialized yet or for other weights, or a stream was not captured.
     """
-    responses = workspace.artifacts.current(f"{name}_responses", target)
-    features = current_features(workspace, f"{name}_eval_features", target)
-    return [responses.data_version, stream_versions(features, streams)]
+    responses = workspace.artifacts.current(of_eval_set(name).responses, target)
+    features = current_features(workspace, of_eval_set(name).features, target)
+    return EvalData(responses.data_version, stream_versions(features, streams))
 
 
 def _recorded(entry: CacheEntry) -> Built:

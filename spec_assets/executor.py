@@ -11,12 +11,14 @@ from typing import Any
 
 import dagster as dg
 from dagster._core.errors import DagsterUserCodeProcessError
+from dagster._core.system_config.objects import ResolvedRunConfig
 from dagster._utils.error import SerializableErrorInfo
 
-from draftworks.errors import ConfigError
+from draftworks.errors import ConfigError, DraftworksError
 from draftworks.targets.registry import Registry
 from spec_assets.course import Course
 from spec_assets.run_record import ended_with_record
+from spec_assets.unused import Recorded, record_unused, unused_assets
 
 PARTITION_TAG = "dagster/partition"
 HOME = "DAGSTER_HOME"
@@ -68,7 +70,7 @@ class TellingExecutor(dg.Executor):
         course = Course()
         try:
             with ended_with_record(plan_context.instance, plan_context.run_id):
-                for event in self._inner.execute(plan_context, execution_plan):
+                for event in self._inner.execute(plan_context, self._used_part(plan_context, execution_plan)):
                     course.note(event)
                     yield event
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
@@ -77,6 +79,36 @@ class TellingExecutor(dg.Executor):
         reason = course.why_failed()
         if reason is not None:
             plan_context.log.error(reason)
+
+    def _used_part(self, plan_context: Any, plan: Any) -> Any:
+        """The plan without the steps of what the run's target does not have, which is on record then."""
+        target = plan_context.dagster_run.tags.get(PARTITION_TAG)
+        reasons = self._reasons(target)
+        asset_of = {step.key: asset for step in plan.steps if (asset := asset_of_step(step)) is not None}
+        unused = {step: asset for step, asset in asset_of.items() if asset.to_user_string() in reasons}
+        if not unused:
+            return plan
+        recorded = [Recorded(asset, target, reasons[asset.to_user_string()]) for asset in set(unused.values())]
+        record_unused(plan_context.instance, recorded)
+        used = [key for key in plan.step_keys_to_execute if key not in unused]
+        job = self._job.get_definition()
+        return plan.build_subset_plan(used, job, ResolvedRunConfig.build(job, plan_context.dagster_run.run_config))
+
+    def _reasons(self, target: str | None) -> dict[str, str]:
+        """By asset, why the target does not have it; nothing for an entry that cannot be read: its first step says so."""
+        if target is None:
+            return {}
+        try:
+            return unused_assets(self._registry.target(target), self._registry)
+        except DraftworksError:
+            return {}
+
+
+def asset_of_step(step: Any) -> dg.AssetKey | None:
+    """The asset that a step makes or checks; None where that is not one asset."""
+    properties = [output.properties for output in step.step_outputs]
+    keys = {found.asset_key or (found.asset_check_key and found.asset_check_key.asset_key) for found in properties}
+    return next(iter(keys)) if len(keys) == 1 else None
 
 
 @contextmanager

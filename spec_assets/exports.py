@@ -11,18 +11,19 @@ from draftworks.config.run_files import ExportRun, TargetFiles
 from draftworks.config.strategies import StrategySpec
 from draftworks.export.names import CARD, DRAFT_FOLDER, GATE_MEANINGS, READABLE
 from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import digest, file_digest
+from draftworks.storage.records import ReportIdentity
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (
-    NothingToDo,
     asset,
     checked_partition,
     draft_of,
     launch,
     obtained,
     shown,
-    target_with_strategy,
+    target_of,
     told,
 )
 from spec_assets.gates import check_export_gates
@@ -38,21 +39,17 @@ def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     @asset(
         group=GROUP,
         kinds=["safetensors"],
-        name=f"{strategy.name}_export",
+        name=of_strategy(strategy.name).export,
         description=f"The {strategy.name} draft as servers load it, a folder for each format that can hold it: {formats}.",
-        deps=["target_model", "recipe", f"{strategy.name}_draft", f"{strategy.name}_report"],
+        deps=["target_model", "recipe", of_strategy(strategy.name).draft, of_strategy(strategy.name).report],
         optional=True,
     )
     def export(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
     ) -> dg.MaterializeResult:
-        target = target_with_strategy(context, workspace, strategy)
+        target = target_of(context, workspace)
         draft = draft_of(workspace, strategy, target)
         files, settings = workspace.target_files(target.name), target.strategies[strategy.name].export
-        if settings.formats == []:
-            raise NothingToDo(
-                f"target {target.name} wants no export of its {strategy.name} draft (export.formats is [])"
-            )
         check_export_gates(workspace, strategy, target)
         card = card_of(workspace, strategy, draft)
 
@@ -72,8 +69,8 @@ def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
 
 def card_of(workspace: Workspace, strategy: StrategySpec, draft: Artifact) -> Path | None:
     """The model card of the draft; None if its report is still that of another draft."""
-    report = workspace.artifacts.find(f"{strategy.name}_report", draft.target)
-    if report is None or report.identity.get("draft_identity") != draft.path.name:
+    report = workspace.artifacts.find(of_strategy(strategy.name).report, draft.target)
+    if report is None or ReportIdentity.of(report).draft_identity != draft.path.name:
         return None
     return report.path / CARD
 
@@ -117,7 +114,7 @@ def _serving(artifact: Artifact) -> Iterator[str]:
 
 def export_checks(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     """A check for each gate, over all formats, in one step, which is skipped with the export of a target that has none."""
-    name = f"{strategy.name}_export"
+    name = of_strategy(strategy.name).export
     specs = [
         dg.AssetCheckSpec(gate, asset=name, blocking=True, description=meaning)
         for gate, meaning in GATE_MEANINGS.items()

@@ -13,6 +13,7 @@ import dagster as dg
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
+from draftworks.storage.asset_names import of_strategy
 from resources.workspace import Workspace
 from spec_assets.common import told
 from spec_assets.reports import scores
@@ -55,7 +56,7 @@ def check_export_gates(workspace: Workspace, strategy: StrategySpec, target: Tar
     """
     for gate, judge in REPORT_JUDGES.items():
         if getattr(target.gates, gate) == "error":
-            result = judge(workspace, f"{strategy.name}_report", target.name)
+            result = judge(workspace, of_strategy(strategy.name).report, target.name)
             if not result.passed:
                 raise GateClosed(f"not exported. {refusal(target, gate, result)}")
 

@@ -15,6 +15,7 @@ from draftworks.preflight.findings import Findings
 from draftworks.preflight.places import check_places
 from draftworks.preflight.remembered import examine_before_run
 from draftworks.sglang.families import sglang_remarks
+from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import digest
 from draftworks.targets.registry import resolved_options, with_overrides
 from draftworks.targets.weights import check_target_weights
@@ -88,7 +89,7 @@ def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Materi
     """
     target = workspace.registry.target(context.partition_key)
     ops = context.run.run_config.get("ops", {})
-    configs = {name: ops.get(f"{name}_draft", {}).get("config", {}) for name in target.strategies}
+    configs = {name: ops.get(of_strategy(name).draft, {}).get("config", {}) for name in target.strategies}
     overridden = {}
     for name, entry in target.strategies.items():
         overrides = (configs[name].get("options", {}), configs[name].get("training", {}))

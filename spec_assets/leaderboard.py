@@ -12,6 +12,7 @@ from filelock import FileLock
 from draftworks.config.strategies import StrategySpec
 from draftworks.fleet.leaderboard import Fleet, Standing
 from draftworks.fleet.leaderboard_views import MARKDOWN, PLOT, markdown, save
+from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import digest
 from resources.dead_runs import end_with_run_process
 from resources.workspace import Workspace
@@ -34,7 +35,7 @@ def leaderboard_asset(strategies: Iterable[StrategySpec]) -> dg.AssetsDefinition
     A graph whose one op takes all reports as *one* input: an asset with a dependency on each would be skipped as soon as the
     target does not use one of the strategies. The graph is not named after the asset, since the job is.
     """
-    reports = [f"{strategy.name}_report" for strategy in strategies]
+    reports = [of_strategy(strategy.name).report for strategy in strategies]
 
     @dg.graph(name="ranking", ins={name: dg.GraphIn() for name in reports}, out=dg.GraphOut())
     def ranking(**published: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import dagster as dg
 
 from draftworks.config.strategies import StrategySpec
+from draftworks.storage.asset_names import of_strategy
 from resources.workspace import Workspace
 from spec_assets.common import checked_partition, clear_errors, told
 from spec_assets.gates import BEATS_BASELINES, NOT_WORSE, REPORT_JUDGES, gated
@@ -22,7 +23,7 @@ MEANINGS = {
 def report_checks(strategy: StrategySpec) -> Sequence[dg.AssetChecksDefinition]:
     """The checks of `{strategy}_report`. The draft is there, and its report is worth reading: they end a run only where the
     target says so (`gates`)."""
-    report = f"{strategy.name}_report"
+    report = of_strategy(strategy.name).report
     return [*gate_checks(report), _draft_is_current(strategy, report)]
 
 
@@ -53,7 +54,7 @@ def _draft_is_current(strategy: StrategySpec, report: str) -> dg.AssetChecksDefi
     def draft_is_current(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
         target = checked_partition(context)
         with clear_errors():
-            draft = workspace.artifacts.current(f"{strategy.name}_draft", target)
+            draft = workspace.artifacts.current(of_strategy(strategy.name).draft, target)
             changes = changes_of_draft(workspace, draft, workspace.registry.target(target))
         result = dg.AssetCheckResult(
             passed=not changes,

@@ -15,13 +15,15 @@ from draftworks.export.names import CARD
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.model_card import CardSubject, model_card, page_of
 from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.asset_names import of_eval_set, of_strategy
 from draftworks.storage.atomic import published
 from draftworks.storage.identity import LastHidden, digest
+from draftworks.storage.records import Limits, ReportIdentity
 from draftworks.targets.registry import HELDOUT
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, draft_of, eval_names_of, launch, obtained, shown, target_with_strategy
-from spec_assets.evals import eval_data_versions, feature_set
+from spec_assets.common import asset, draft_of, eval_names_of, launch, obtained, shown, target_of
+from spec_assets.evals import eval_data, feature_set
 from spec_assets.features import GPU_POOL
 from spec_assets.metadata import acceptance_figures, picture
 
@@ -31,24 +33,24 @@ LAST = LastHidden().name
 
 def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefinition:
     """The asset `{strategy}_report`, over `heldout` and those of the named eval sets that a target lists."""
-    draft_name = f"{strategy.name}_draft"
-    eval_data = [f"{name}_{kind}" for name in [HELDOUT, *evals] for kind in ("responses", "eval_features")]
+    draft_name = of_strategy(strategy.name).draft
+    eval_assets = [asset for name in [HELDOUT, *evals] for asset in of_eval_set(name)[1:]]
 
     @asset(
         group=GROUP,
         kinds=["pytorch", "pandas"],
-        name=f"{strategy.name}_report",
+        name=of_strategy(strategy.name).report,
         description=f"Acceptance of the {strategy.name} draft on every eval set, rung by rung, beside the same draft "
         "untrained and a bigram table.",
         code_version="3",
-        deps=["target_model", "recipe", "tokenized_train", "vocab_mapping", draft_name, *eval_data],
+        deps=["target_model", "recipe", "tokenized_train", "vocab_mapping", draft_name, *eval_assets],
         optional=True,
         pool=GPU_POOL,
     )
     def report(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
     ) -> dg.MaterializeResult:
-        target = target_with_strategy(context, workspace, strategy)
+        target = target_of(context, workspace)
         subject = ReportSubject.of(workspace, strategy, target)
 
         def build(out: Path) -> Built:
@@ -64,7 +66,7 @@ def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefin
                 data_version=digest({name: figures(found) for name, found in reports.items()}), summary=summary
             )
 
-        artifact = obtained(context, workspace, subject.identity(workspace), build)
+        artifact = obtained(context, workspace, subject.identity(workspace).to_json(), build)
         return shown(context, artifact, report_metadata(artifact))
 
     return report
@@ -96,21 +98,18 @@ class ReportSubject:
         typed = self.strategy.parse_options(options, where=f"options of {self.draft.path}")
         return list(dict.fromkeys([*self.strategy.features(files.num_layers, typed), LAST]))
 
-    def identity(self, workspace: Workspace) -> dict[str, Any]:
-        """The draft by its weights and by what it was made from: equal weights may have other options."""
+    def identity(self, workspace: Workspace) -> ReportIdentity:
         streams = self.streams(workspace)
-        versions = {
-            name: eval_data_versions(workspace, self.target.name, name, streams) for name in eval_names_of(self.target)
-        }
-        return {
-            "draft": self.draft.data_version,
-            "draft_identity": self.draft.path.name,
-            "heldout": versions.pop(HELDOUT),
-            "evals": versions,
-            "evaluation": self.target.evaluation.identity(),
-            "limits": [self.target.responses.max_new_tokens, self.target.max_length],
-            "bigram_tokens": self.train_tokens.data_version,
-        }
+        measured = {name: eval_data(workspace, self.target.name, name, streams) for name in eval_names_of(self.target)}
+        return ReportIdentity(
+            draft=self.draft.data_version,
+            draft_identity=self.draft.path.name,
+            heldout=measured.pop(HELDOUT),
+            evals=measured,
+            evaluation=self.target.evaluation.identity(),
+            limits=limits_of(self.target),
+            bigram_tokens=self.train_tokens.data_version,
+        )
 
     def run(self, workspace: Workspace, name: str, out: Path) -> EvaluateRun:
         files, training = workspace.target_files(self.target.name), self.target.strategies[self.strategy.name].training
@@ -141,6 +140,10 @@ class ReportSubject:
         with published(out / CARD) as staging:
             changes = changes_of_draft(workspace, self.draft, self.target)
             staging.write_text(model_card(CardSubject(self.draft, reports, files, dataset, changes)), encoding="utf-8")
+
+
+def limits_of(target: TargetSpec) -> Limits:
+    return Limits(target.responses.max_new_tokens, target.max_length)
 
 
 def changes_of_draft(workspace: Workspace, draft: Artifact, target: TargetSpec) -> tuple[str, ...]:

@@ -13,7 +13,9 @@ from draftworks.config.strategies import StrategySpec
 from draftworks.errors import ConfigError
 from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.asset_names import of_eval_set, of_strategy
 from draftworks.storage.identity import digest
+from draftworks.storage.records import ReportIdentity
 from draftworks.targets.registry import HELDOUT
 from resources.sglang_server import SGLangServer
 from resources.torch_launcher import TorchLauncher
@@ -26,11 +28,12 @@ from spec_assets.common import (
     launch,
     obtained,
     shown,
-    target_with_strategy,
+    target_of,
 )
 from spec_assets.features import GPU_POOL
 from spec_assets.gates import gated
 from spec_assets.metadata import table
+from spec_assets.reports import limits_of
 
 GROUP = "serving"
 AGREES_WITH_WALK = "agrees_with_walk"
@@ -40,15 +43,15 @@ SERVER = "SGLang"
 
 def serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     """The asset `{strategy}_serving`, for the targets that ask for it by `evaluation.serving.prompts`."""
-    names = [f"{strategy.name}_{kind}" for kind in ("draft", "report", "export")]
+    names = of_strategy(strategy.name)
 
     @asset(
         group=GROUP,
         kinds=["sglang"],
-        name=f"{strategy.name}_serving",
+        name=names.serving,
         description=f"The exported {strategy.name} draft at work in a live SGLang server: tokens accepted per pass of the "
         "target, from the server's own counters, beside the walk over the same answers.",
-        deps=["target_model", "recipe", f"{HELDOUT}_responses", *names],
+        deps=["target_model", "recipe", of_eval_set(HELDOUT).responses, *names[:-1]],
         optional=True,
         pool=GPU_POOL,
     )
@@ -58,7 +61,7 @@ def serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         launcher: dg.ResourceParam[TorchLauncher],
         sglang: SGLangServer,
     ) -> dg.MaterializeResult:
-        target = target_with_strategy(context, workspace, strategy)
+        target = target_of(context, workspace)
         subject = ServedDraft.of(workspace, strategy, target)
         settings = target.evaluation.serving
 
@@ -96,29 +99,23 @@ class ServedDraft:
     def of(cls, workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> "ServedDraft":
         """
         Raises:
-            NothingToDo: the target does not ask for it, or for another strategy's format, or has no export that SGLang loads.
+            NothingToDo: the draft is not exported or measured yet, or has no export that SGLang loads.
             ConfigError: the format that is asked for was not exported, or export and report are of different drafts.
         """
         settings = target.evaluation.serving
-        if not settings.prompts:
-            raise NothingToDo(f"target {target.name} asks for no serving check (evaluation.serving.prompts)")
-        if settings.format is not None and settings.format not in {made.name for made in strategy.exports}:
-            raise NothingToDo(f"target {target.name} has {settings.format} served, no format of {strategy.name}")
-        found = {
-            kind: workspace.artifacts.find(f"{strategy.name}_{kind}", target.name) for kind in ("export", "report")
-        }
-        for kind, artifact in found.items():
-            if artifact is None:
-                raise NothingToDo(f"target {target.name} has no {strategy.name}_{kind} yet")
-        export, report = found["export"], found["report"]
-        if export.identity["draft"] != report.identity["draft_identity"]:
+        names = of_strategy(strategy.name)
+        export, report = (workspace.artifacts.find(name, target.name) for name in (names.export, names.report))
+        if export is None or report is None:
+            missing = names.export if export is None else names.report
+            raise NothingToDo(f"target {target.name} has no {missing} yet")
+        measured = ReportIdentity.of(report)
+        if export.identity["draft"] != measured.draft_identity:
             raise ConfigError(
                 f"target {target.name}: the export is of draft {export.identity['draft']}, the report of draft "
-                f"{report.identity['draft_identity']}: expected the same. Run the job train_{strategy.name}"
+                f"{measured.draft_identity}: expected the same. Run the job train_{strategy.name}"
             )
-        now = [target.responses.max_new_tokens, target.max_length]
-        answers = workspace.artifacts.current(f"{HELDOUT}_responses", target.name).data_version
-        if [report.identity["heldout"][0], report.identity["limits"]] != [answers, now]:
+        answers = workspace.artifacts.current(of_eval_set(HELDOUT).responses, target.name).data_version
+        if measured.heldout is None or (measured.heldout.answers, measured.limits) != (answers, limits_of(target)):
             raise ConfigError(
                 f"target {target.name}: the report is of other held-out answers or limits than there are now, so its walk "
                 "cannot be compared with. Run the job evaluate first"
@@ -151,7 +148,7 @@ class ServedDraft:
             target=workspace.target_files(target.name),
             command=self.command,
             draft=self.export.path / self.format,
-            tokens=workspace.artifacts.current(f"{HELDOUT}_responses", target.name).path / TOKENS_FOLDER,
+            tokens=workspace.artifacts.current(of_eval_set(HELDOUT).responses, target.name).path / TOKENS_FOLDER,
             report=report,
             draft_tokens=ReportSummary.load(report).draft_tokens,
             serving=evaluation.serving,
@@ -193,7 +190,7 @@ def _figure(value: float | None) -> str:
 
 def serving_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     """A warning where the live server accepts something else than the walk said it would: of one of them something is wrong."""
-    name = f"{strategy.name}_serving"
+    name = of_strategy(strategy.name).serving
 
     @dg.asset_check(
         asset=name,

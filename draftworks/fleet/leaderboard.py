@@ -16,7 +16,9 @@ from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungSco
 from draftworks.fleet.draft_staleness import TrainedFor
 from draftworks.fleet.staleness import Subject
 from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.asset_names import of_eval_set, of_strategy
 from draftworks.storage.identity import FileDigests
+from draftworks.storage.records import ReportIdentity
 from draftworks.targets.registry import HELDOUT, Registry
 from draftworks.targets.resolve import resolve_target
 
@@ -96,8 +98,8 @@ class Fleet:
                 yield Standing(name, strategy, problem=str(error))
 
     def _of_strategy(self, target: TargetSpec, strategy: str) -> Standing:
-        report = self.artifacts.find(f"{strategy}_report", target.name)
-        draft = self.artifacts.find(f"{strategy}_draft", target.name)
+        report = self.artifacts.find(of_strategy(strategy).report, target.name)
+        draft = self.artifacts.find(of_strategy(strategy).draft, target.name)
         if report is None:
             problem = "no draft yet" if draft is None else "no report of its draft yet: run the job `evaluate`"
             return Standing(target.name, strategy, problem=problem)
@@ -118,7 +120,7 @@ class Fleet:
 
     def _stale_against(self, target: TargetSpec, files: TargetFiles, drafts: dict[str, Artifact]) -> tuple[str, ...]:
         """Of the built-in eval set only: what is shown was measured on nothing else."""
-        responses = {HELDOUT: self.artifacts.find(f"{HELDOUT}_responses", target.name)}
+        responses = {HELDOUT: self.artifacts.find(of_eval_set(HELDOUT).responses, target.name)}
         subject = Subject(files, drafts, responses, sources={})
         return tuple(subject.changes(self.artifacts))
 
@@ -132,7 +134,7 @@ def measured(report: Artifact) -> Measured:
     summary = ReportSummary.load(report.path / HELDOUT)
     walks = [score for score in summary.of(TRAINED, WALK_RUNG) if score.value is not None]
     score = (walks or summary.of(TRAINED, SIMULATED_RUNG))[0]
-    return Measured(summary.eval_set, score, summary.created.timestamp(), report.identity["draft"])
+    return Measured(summary.eval_set, score, summary.created.timestamp(), ReportIdentity.of(report).draft)
 
 
 def best_of(latest: Measured, reports: Sequence[Artifact]) -> Measured:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.asset_names import of_eval_set, of_strategy
 from draftworks.storage.identity import digest
+from draftworks.storage.records import ReportIdentity
 from draftworks.targets.registry import HELDOUT
 
 
@@ -44,7 +46,7 @@ class Subject:
         for name in self.responses:
             found += self._changes_of_eval_set(name, artifacts)
         for strategy, draft in self.drafts.items():
-            report = artifacts.find(f"{strategy}_report", self.files.name)
+            report = artifacts.find(of_strategy(strategy).report, self.files.name)
             if report is None or not _is_of(report, draft):
                 found.append(f"{strategy} draft")
         return list(dict.fromkeys(found))
@@ -52,15 +54,15 @@ class Subject:
     def _changes_of_eval_set(self, name: str, artifacts: ArtifactStore) -> list[str]:
         # Records of an earlier version lack some keys: what they were made from is then another thing, as it should be.
         target, found = self.files.name, []
-        features = artifacts.find(f"{name}_eval_features", target)
+        features = artifacts.find(of_eval_set(name).features, target)
         if features is not None and features.identity.get("target") != self.files.digest:
             found.append("weights of the target")
         if features is not None and features.identity.get("tokenizer") != self.files.tokenizer_digest:
             found.append("tokenizer or chat template")
-        reports = [artifacts.find(f"{strategy}_report", target) for strategy in self.drafts]
+        reports = [artifacts.find(of_strategy(strategy).report, target) for strategy in self.drafts]
         if any(report and not _measured_on(report, name, self.responses[name], features) for report in reports):
             found.append(f"eval set {name}")
-        prepared = artifacts.find(f"{name}_set", target) if name in self.sources else None
+        prepared = artifacts.find(of_eval_set(name).conversations, target) if name in self.sources else None
         if prepared is not None and prepared.identity.get("dataset") != self.sources[name]:
             found.append(f"eval set {name}")
         return found
@@ -68,7 +70,7 @@ class Subject:
 
 def published_drafts(artifacts: ArtifactStore, target: TargetSpec) -> dict[str, Artifact]:
     """The newest draft of every strategy that the target uses, where there is one."""
-    found = {strategy: artifacts.find(f"{strategy}_draft", target.name) for strategy in target.strategies}
+    found = {strategy: artifacts.find(of_strategy(strategy).draft, target.name) for strategy in target.strategies}
     return {strategy: draft for strategy, draft in found.items() if draft is not None}
 
 
@@ -78,14 +80,15 @@ def _version(artifact: Artifact | None) -> str | None:
 
 def _is_of(report: Artifact, draft: Artifact) -> bool:
     """Weights alone do not say it: a draft published as it began may have the weights of another, and other options."""
-    return (report.identity["draft"], report.identity.get("draft_identity")) == (draft.data_version, draft.path.name)
+    of = ReportIdentity.of(report)
+    return (of.draft, of.draft_identity) == (draft.data_version, draft.path.name)
 
 
 def _measured_on(report: Artifact, name: str, responses: Artifact | None, features: Artifact | None) -> bool:
     """Whether a report is of these answers of an eval set, and of these features as far as its draft reads them."""
-    measured = report.identity["heldout"] if name == HELDOUT else report.identity.get("evals", {}).get(name)
+    of = ReportIdentity.of(report)
+    measured = of.heldout if name == HELDOUT else of.evals.get(name)
     if measured is None or responses is None or features is None:
         return False
-    answers, streams = measured
-    known = features.summary.get("stream_versions", {})
-    return answers == responses.data_version and isinstance(streams, dict) and streams.items() <= known.items()
+    known, streams = features.summary.get("stream_versions", {}), measured.streams
+    return measured.answers == responses.data_version and isinstance(streams, dict) and streams.items() <= known.items()

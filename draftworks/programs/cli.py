@@ -23,6 +23,7 @@ from draftworks.fleet.leaderboard_views import CAPTION, cells
 from draftworks.programs import checking, engine, start
 from draftworks.programs.keys import FILES, keys_of
 from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
@@ -53,10 +54,10 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
             return
         console.print(results)
         for strategy in spec.strategies:
-            report = artifacts.find(f"{strategy}_report", target)
+            report = artifacts.find(of_strategy(strategy).report, target)
             if report is not None:
                 console.print(acceptance_table(strategy, report))
-            draft = artifacts.find(f"{strategy}_draft", target)
+            draft = artifacts.find(of_strategy(strategy).draft, target)
             if draft is not None and own_figures(draft.summary["heldout"]):
                 console.print(own_table(strategy, draft))
     except DraftworksError as error:

@@ -12,6 +12,7 @@ from draftworks.config.registry_files import CaptureSpec, DataSpec, ResponseSpec
 from draftworks.config.run_files import FeatureSet, TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.records import EvalData
 from draftworks.targets.registry import Registry
 from spec_assets.data import Conversations, answered_identity
 from spec_assets.drafts import DraftInputs
@@ -74,7 +75,7 @@ def test_every_input_of_a_draft_is_part_of_its_identity(tiny_target: TargetFiles
         train_features=artifact("training_features"),
         heldout=FeatureSet(tokens=Path("a"), features=Path("b")),
         feature_versions={"hf2": "a", "last": "b"},
-        heldout_versions=["a", {"hf2": "a"}],
+        heldout_data=EvalData("a", {"hf2": "a"}),
         vocab_mapping=artifact("vocab_mapping"),
         start_from=None,
     )
@@ -84,7 +85,7 @@ def test_every_input_of_a_draft_is_part_of_its_identity(tiny_target: TargetFiles
         {"training": TrainingSpec(seed=1)},
         {"train_tokens": artifact("tokenized_train", "w")},
         {"feature_versions": {"hf2": "b", "last": "b"}},
-        {"heldout_versions": ["b", {"hf2": "a"}]},
+        {"heldout_data": EvalData("b", {"hf2": "a"})},
         {"vocab_mapping": artifact("vocab_mapping", "w")},
     ]
     found = [replace(inputs, **change).identity(eagle3) for change in [{}, *changes]]

@@ -12,20 +12,15 @@ import pytest
 import yaml
 from fake_speculating_sglang import Script, fake_python, key
 
-from draftworks.config.registry_files import EvaluationSpec
 from draftworks.config.run_files import TOKENS_FOLDER
-from draftworks.config.serving import ServingSpec
-from draftworks.config.strategies import resolve_strategy
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.served import questions
 from draftworks.evaluation.report.comparison import walk_of
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.targets.registry import HELDOUT
-from resources.workspace import Workspace
-from spec_assets.common import NothingToDo
 from spec_assets.definitions import REGISTRY, build_definitions
-from spec_assets.serving import ServedDraft, agreement_result
+from spec_assets.serving import agreement_result
 
 SERVING = "evaluation: {{serving: {{prompts: {prompts}, compute_dtype: float32, device: cpu{more}}}}}\n"
 
@@ -101,14 +96,6 @@ def test_a_format_that_was_not_exported_for_the_server_is_refused(finished, tmp_
     failure = result.failure_data_for_node("eagle3_serving").user_failure_data.description
     assert "evaluation.serving.format: expected one of sglang_eagle3" in failure
     assert "found speculators_eagle3" in failure
-
-
-def test_a_format_of_another_strategy_is_nothing_to_serve_here(finished):
-    workspace = Workspace(registry_root=str(finished.site.registry))
-    served = EvaluationSpec(serving=ServingSpec(prompts=1, format="zlab_dspark"))
-    target = workspace.registry.target("small").model_copy(update={"evaluation": served})
-    with pytest.raises(NothingToDo, match="small has zlab_dspark served, no format of eagle3"):
-        ServedDraft.of(workspace, resolve_strategy("eagle3"), target)
 
 
 def test_a_walk_over_other_answers_than_there_are_now_is_not_compared_with(finished, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from draftworks.evaluation.report.findings import WALK
 from draftworks.evaluation.report.summary import REPORT, TRAINED, checked_prompts, read_report, reading
 from draftworks.evaluation.report.tables import read_prompts
 from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.asset_names import of_eval_set
+from draftworks.storage.records import ReportIdentity
 from draftworks.targets.registry import HELDOUT
 
 
@@ -53,9 +55,9 @@ class Replacement:
 
     def to_json(self) -> dict[str, Any]:
         """Figures and identities; what there is none of is absent."""
-        drafts = {"draft": self.new.identity["draft"], "report": str(self.new.path)}
+        drafts = {"draft": ReportIdentity.of(self.new).draft, "report": str(self.new.path)}
         if self.old is not None:
-            drafts |= {"draft_before": self.old.identity["draft"], "report_before": str(self.old.path)}
+            drafts |= {"draft_before": ReportIdentity.of(self.old).draft, "report_before": str(self.old.path)}
         if self.paired is None:
             return drafts
         return {
@@ -101,8 +103,15 @@ def against_replaced(artifacts: ArtifactStore, asset: str, target: str) -> Repla
 
 def report_before(artifacts: ArtifactStore, report: Artifact) -> Artifact | None:
     """The newest report, made before this one, of a draft with other weights."""
-    earlier = (found for found in artifacts.all(report.asset, report.target) if found.created < report.created)
-    return next((found for found in earlier if found.identity["draft"] != report.identity["draft"]), None)
+    earlier = (found for found in _of_other_drafts(artifacts, report) if found.created < report.created)
+    return next(earlier, None)
+
+
+def _of_other_drafts(artifacts: ArtifactStore, report: Artifact) -> Iterator[Artifact]:
+    """The reports of the same target and strategy whose draft has other weights, newest first."""
+    draft = ReportIdentity.of(report).draft
+    reports = artifacts.all(report.asset, report.target)
+    return (found for found in reports if ReportIdentity.of(found).draft != draft)
 
 
 def walk_of(folder: Path) -> tuple[PromptAcceptance, ...]:
@@ -130,7 +139,8 @@ def same_samples(left: TokenizedSet, right: TokenizedSet) -> set[str]:
 
 def _eval_tokens(artifacts: ArtifactStore, report: Artifact) -> Path:
     """The tokenized answers that a report was measured on, which need not be the newest."""
-    wanted, asset = report.identity[HELDOUT][0], f"{HELDOUT}_responses"
+    measured, asset = ReportIdentity.of(report).heldout, of_eval_set(HELDOUT).responses
+    wanted = None if measured is None else measured.answers
     for responses in artifacts.all(asset, report.target):
         if responses.data_version == wanted:
             return responses.path / TOKENS_FOLDER
@@ -162,7 +172,7 @@ class _Measured:
 
 
 def _why_none_before(artifacts: ArtifactStore, report: Artifact) -> str:
-    if any(found.identity["draft"] != report.identity["draft"] for found in artifacts.all(report.asset, report.target)):
+    if any(_of_other_drafts(artifacts, report)):
         return "it was measured before every other draft that is known: an older draft is the current one again"
     return "it is the first draft of this target and strategy"
 

@@ -1,0 +1,40 @@
+"""Names of the assets: the first part of a result's path, and what Dagster and its users call it. Spelled here only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TARGET_MODEL = "target_model"
+DATASET = "dataset"
+RECIPE = "recipe"
+CONVERSATIONS = "conversations"
+RESPONSES = "responses"
+TOKENIZED_TRAIN = "tokenized_train"
+VOCAB_MAPPING = "vocab_mapping"
+TRAINING_FEATURES = "training_features"
+LEADERBOARD = "leaderboard"
+
+
+class StrategyAssets(NamedTuple):
+    """What a target has once for each strategy."""
+
+    draft: str
+    report: str
+    export: str
+    serving: str
+
+
+class EvalSetAssets(NamedTuple):
+    """What a target has once for each eval set; `heldout` has no `conversations` of its own."""
+
+    conversations: str
+    responses: str
+    features: str
+
+
+def of_strategy(strategy: str) -> StrategyAssets:
+    return StrategyAssets(*(f"{strategy}_{kind}" for kind in StrategyAssets._fields))
+
+
+def of_eval_set(name: str) -> EvalSetAssets:
+    return EvalSetAssets(f"{name}_set", f"{name}_responses", f"{name}_eval_features")

@@ -1,0 +1,92 @@
+"""What a target does not have: the drafts of strategies that it does not use, eval sets that it does not list, what it wants no
+export, server or vocabulary of.
+
+Dagster asks for one partitions definition for all assets of a job, so every asset has a partition for every target. A run
+leaves those out that its target does not have (`spec_assets.executor`), and records once that nothing is missing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import dagster as dg
+
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.strategies import StrategySpec, available_strategies, resolve_strategy
+from draftworks.errors import ConfigError
+from draftworks.preflight.compatibility import draft_vocab_size
+from draftworks.storage.asset_names import VOCAB_MAPPING, of_eval_set, of_strategy
+from draftworks.targets.registry import HELDOUT, Registry
+
+UNUSED = "unused"
+"""Of the record that stands in for a result: its data version, and the key of the reason in its metadata."""
+
+
+def unused_assets(target: TargetSpec, registry: Registry) -> dict[str, str]:
+    """The assets that a target does not have, by name, each with the reason."""
+    found: dict[str, str] = {}
+    for name in registry.eval_names():
+        if name != HELDOUT and name not in target.evals:
+            found |= dict.fromkeys(of_eval_set(name), f"target {target.name} does not list the eval set {name}")
+    for name in available_strategies():
+        found |= _unused_of(resolve_strategy(name), target)
+    if not _reduces_vocabulary(target):
+        found[VOCAB_MAPPING] = f"no strategy of target {target.name} reduces the vocabulary"
+    return found
+
+
+def _unused_of(strategy: StrategySpec, target: TargetSpec) -> dict[str, str]:
+    names = of_strategy(strategy.name)
+    entry, serving = target.strategies.get(strategy.name), target.evaluation.serving
+    if entry is None:
+        return dict.fromkeys(names, f"target {target.name} does not use {strategy.name}")
+    found: dict[str, str] = {}
+    if entry.export.formats == []:
+        found[names.export] = (
+            f"target {target.name} wants no export of its {strategy.name} draft (export.formats is [])"
+        )
+    if not serving.prompts:
+        found[names.serving] = f"target {target.name} asks for no serving check (evaluation.serving.prompts)"
+    elif serving.format is not None and serving.format not in {made.name for made in strategy.exports}:
+        found[names.serving] = f"target {target.name} has {serving.format} served, no format of {strategy.name}"
+    return found
+
+
+def _reduces_vocabulary(target: TargetSpec) -> bool:
+    try:
+        return draft_vocab_size(target) is not None
+    except ConfigError:  # two sizes: the step says so
+        return True
+
+
+class Recorded(NamedTuple):
+    """One asset of one target that is not used."""
+
+    asset: dg.AssetKey
+    target: str
+    reason: str
+
+
+def record_unused(instance: dg.DagsterInstance, unused: Iterable[Recorded]) -> None:
+    """Record where there is nothing to make, so that no partition counts as missing; only what is not recorded yet."""
+    for one in unused:
+        if _reason_on_record(instance, one) == one.reason:
+            continue
+        instance.report_runless_asset_event(
+            dg.AssetMaterialization(
+                one.asset,
+                partition=one.target,
+                description=f"Nothing to make: {one.reason}.",
+                metadata={UNUSED: one.reason},
+                tags={"dagster/data_version": UNUSED},
+            )
+        )
+
+
+def _reason_on_record(instance: dg.DagsterInstance, one: Recorded) -> object:
+    of_partition = dg.AssetRecordsFilter(one.asset, asset_partitions=[one.target])
+    for record in instance.fetch_materializations(of_partition, limit=1).records:
+        made = record.asset_materialization
+        return None if made is None or UNUSED not in made.metadata else made.metadata[UNUSED].value
+    return None
