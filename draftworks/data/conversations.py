@@ -17,6 +17,7 @@ from draftworks.data.split import hash_fraction
 from draftworks.errors import DataError, StoreError
 from draftworks.storage.atomic import publish_json, published
 from draftworks.storage.identity import canonical_json, digest, file_digest
+from draftworks.storage.manifest import FileManifest
 from draftworks.storage.regular_files import read_json
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -120,9 +121,8 @@ def read_conversations(folder: Path) -> Iterator[Conversation]:
         StoreError: before the first conversation, if the set is missing, incomplete or altered.
     """
     summary = read_summary(folder, "a conversations set")
-    path = folder / CONVERSATIONS_FILE
-    check_file(path, summary["file_digest"], "conversations set")
-    return _stream(path)
+    FileManifest.of_digests({CONVERSATIONS_FILE: summary["file_digest"]}).require(folder, "Make the set again")
+    return _stream(folder / CONVERSATIONS_FILE)
 
 
 def read_summary(folder: Path, what: str) -> dict[str, Any]:
@@ -144,19 +144,6 @@ def read_summary(folder: Path, what: str) -> dict[str, Any]:
     if found != SCHEMA_VERSION or "file_digest" not in summary:
         raise StoreError(f"{path}: expected schema {SCHEMA_VERSION} with a file_digest, found schema {found!r}")
     return summary
-
-
-def check_file(path: Path, expected: str, what: str) -> None:
-    """StoreError unless the file exists and its bytes have the digest its summary recorded."""
-    try:
-        found = file_digest(path)
-    except OSError as error:
-        raise StoreError(f"{path}: the file of this {what} cannot be read ({error}): make the set again") from error
-    if found != expected:
-        raise StoreError(
-            f"{path}: truncated or altered: expected digest {expected}, found {found}"
-            f" ({path.stat().st_size:,} bytes): make the set again"
-        )
 
 
 def _stream(path: Path) -> Iterator[Conversation]:

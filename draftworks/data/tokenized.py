@@ -15,11 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draftworks.data.conversations import SUMMARY_FILE, check_file, read_summary
+from draftworks.data.conversations import SUMMARY_FILE, read_summary
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError, StoreError
 from draftworks.storage.atomic import publish_json, published
 from draftworks.storage.identity import DIGEST_LENGTH, canonical_json, file_digest
+from draftworks.storage.manifest import FileManifest
 
 TOKENS_FILE = "tokens.parquet"
 SCHEMA_VERSION = 1
@@ -96,7 +97,7 @@ class TokenizedSet(Sequence[TokenRow]):
         """
         summary = read_summary(folder, "a tokenized set")
         path = folder / TOKENS_FILE
-        check_file(path, summary["file_digest"], "tokenized set")
+        FileManifest.of_digests({TOKENS_FILE: summary["file_digest"]}).require(folder, "Make the set again")
         table = pq.read_table(path, memory_map=True)
         if not table.schema.equals(_SCHEMA):
             raise StoreError(f"{path}: expected columns {_SCHEMA.names} of this version, found {table.schema.names}")

@@ -19,6 +19,7 @@ from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.atomic import publish_json, published
 from draftworks.storage.identity import file_digest
+from draftworks.storage.manifest import FileManifest
 from draftworks.storage.regular_files import checked_file
 
 
@@ -70,7 +71,7 @@ def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str | None,
         expected, found = _structure(expected, strategy.name), _structure(found, strategy.name)
     for key in sorted(expected.keys() | found.keys()):
         _require(folder / CONFIG, f"draft.{key}", expected.get(key), found.get(key))
-    _require(folder / WEIGHTS, "digest", config.weights_digest, _digest_of(folder / WEIGHTS))
+    FileManifest.of_digests({WEIGHTS: config.weights_digest}).require(folder, "Train the draft again")
     load_weights(folder / WEIGHTS, strategy.model)
     return config
 
@@ -105,13 +106,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(checked_file(path))
     except (OSError, SafetensorError) as error:
-        raise StoreError(f"{path}: weights cannot be read ({error}). Train the draft again") from error
-
-
-def _digest_of(path: Path) -> str:
-    try:
-        return file_digest(path)
-    except OSError as error:
         raise StoreError(f"{path}: weights cannot be read ({error}). Train the draft again") from error
 
 

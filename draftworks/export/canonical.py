@@ -17,7 +17,9 @@ from draftworks.drafts.draft_io import WEIGHTS, DraftConfig, read_config, read_w
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
-from draftworks.storage.identity import LayerTap, file_digest
+from draftworks.storage.changes import changes
+from draftworks.storage.identity import LayerTap
+from draftworks.storage.manifest import FileManifest
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,7 @@ class CanonicalDraft:
                 f"({target.name}). Export it with the target it was trained for"
             )
         weights = read_weights(folder / WEIGHTS)
-        found = file_digest(folder / WEIGHTS)
-        if found != record.weights_digest:
-            raise StoreError(
-                f"{folder / WEIGHTS}: digest: expected {record.weights_digest} as config.json says, found {found}. "
-                "Train the draft again"
-            )
+        FileManifest.of_digests({WEIGHTS: record.weights_digest}).require(folder, "Train the draft again")
         return cls(folder, record, weights, target, TargetParts.load(target) if parts is None else parts)
 
     @property
@@ -104,10 +101,9 @@ class CanonicalDraft:
         expected = {name: tuple(tensor.shape) for name, tensor in strategy.model.state_dict().items()}
         found = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
         if expected != found:
-            differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+            differing = "; ".join(changes(expected, found)[:5])
             raise StoreError(
-                f"{self.folder / WEIGHTS}: tensors that do not fit its config.json: {', '.join(differing[:5])}. "
-                "Train the draft again"
+                f"{self.folder / WEIGHTS}: tensors that do not fit its config.json: {differing}. Train the draft again"
             )
         strategy.model.load_state_dict({name: rounded(tensor, dtype) for name, tensor in self.weights.items()})
         return strategy

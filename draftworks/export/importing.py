@@ -21,6 +21,7 @@ from draftworks.export.export_format import DraftShape, ExportFormat, format_nam
 from draftworks.export.imported_options import strategy_options
 from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
 from draftworks.storage.atomic import published_folder
+from draftworks.storage.changes import changes
 
 OWN = "draftworks"
 """The format of our own canonical drafts."""
@@ -136,15 +137,8 @@ def _shape(source: Path, config: Mapping[str, Any], export_format: ExportFormat,
 
 
 def _require_fit(source: Path, shape: DraftShape, parts: TargetParts) -> None:
-    wanted = {
-        "hidden_size": parts.hidden_size,
-        "vocab_size": parts.vocab_size,
-    }
-    wrong = [
-        f"{key}: expected {value}, found {getattr(shape, key)}"
-        for key, value in wanted.items()
-        if getattr(shape, key) != value
-    ]
+    wanted = {"hidden_size": parts.hidden_size, "vocab_size": parts.vocab_size}
+    wrong = changes(wanted, {key: getattr(shape, key) for key in wanted})
     outside = [tap.hf_index for tap in shape.taps if tap.hf_index >= parts.num_layers]
     if outside:
         wrong.append(f"layers {outside} as hf_index: the target has 0..{parts.num_layers - 1}")

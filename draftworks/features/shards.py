@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftworks.errors import StoreError
-from draftworks.storage.atomic import fsync
+from draftworks.storage.atomic import published
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import MOST_HEADER_BYTES, checked_file, open_regular, parse_json
 
@@ -182,16 +182,12 @@ class ShardWriter:
             "digest": name,
             "checksums": json.dumps({key: entry.checksum for key, entry in entries.items()}),
         }
-        staged = self._staging / staging_name()
         final = self._folder / f"{name}.safetensors"
         try:
-            save_file(self._tensors, staged, metadata=metadata)
-            fsync(staged)
-            os.replace(staged, final)
+            with published(final, self._staging / staging_name()) as staged:
+                save_file(self._tensors, staged, metadata=metadata)
         except (OSError, SafetensorError) as error:
-            staged.unlink(missing_ok=True)
             raise StoreError(f"shard {final} ({self.nbytes:,} bytes) cannot be written: {error}") from error
-        fsync(self._folder)
         self._tensors, self.nbytes = {}, 0
         return read_header(final)
 

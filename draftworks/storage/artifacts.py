@@ -7,7 +7,6 @@ visible by one rename. The digest is that of the *identity*: what went in. The d
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.errors import StoreError
-from draftworks.storage.atomic import fsync, fsync_tree, publish_json
-from draftworks.storage.identity import digest, file_digest
+from draftworks.storage.atomic import publish_json, replace_folder
+from draftworks.storage.identity import digest
+from draftworks.storage.manifest import FileManifest, files_in
 from draftworks.storage.names import checked_name
 from draftworks.storage.regular_files import read_json
 from draftworks.storage.turns import held
@@ -67,13 +67,7 @@ class Artifact:
 
     def damage(self) -> str | None:
         """What is wrong with the files, if anything."""
-        for name, expected in self.files.items():
-            path = self.path / name
-            if not path.is_file():
-                return f"{path} is missing"
-            if file_digest(path) != expected:
-                return f"{path} is truncated or altered"
-        return None
+        return FileManifest.of_digests(self.files).damage(self.path)
 
 
 Check = Callable[[Artifact], bool]
@@ -204,8 +198,7 @@ class ArtifactStore:
             **asdict(built),
         }
         publish_json(partial / RECORD, record)
-        fsync_tree(partial)
-        _replace_folder(partial, final)
+        replace_folder(partial, final, aside=final.with_name(final.name + REPLACED))
         return self._read(final)
 
     def _read(self, folder: Path) -> Artifact:
@@ -223,17 +216,5 @@ def _swept_files(folder: Path, own_digests: tuple[str, ...]) -> dict[str, str]:
     """Digests of what was built; staging files of writers that died on the way are removed first."""
     for leftover in folder.rglob("*.tmp"):
         leftover.unlink()
-    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    counted = (name for name in files if name != Path(RECORD) and name.parts[0] not in own_digests)
-    return {name.as_posix(): file_digest(folder / name) for name in counted}
-
-
-def _replace_folder(partial: Path, final: Path) -> None:
-    """`partial` becomes `final`; an old `final` is whole until it is out of the way, so none is ever half there."""
-    old = final.with_name(final.name + REPLACED)
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        os.replace(final, old)
-    os.replace(partial, final)
-    fsync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    counted = (name for name in files_in(folder) if name != RECORD and Path(name).parts[0] not in own_digests)
+    return FileManifest.record(folder, counted).digests

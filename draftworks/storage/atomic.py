@@ -15,10 +15,15 @@ from draftworks.errors import StoreError
 
 
 @contextmanager
-def published(path: Path) -> Iterator[Path]:
-    """A staging path beside `path` that becomes `path` when the block ends; on an error it is removed instead."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def published(path: Path, staging: Path | None = None) -> Iterator[Path]:
+    """A staging path that becomes `path` when the block ends; on an error it is removed instead.
+
+    Args:
+        staging: on the same file system, where the folder of `path` exists; default beside `path`, in a folder made on demand.
+    """
+    if staging is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield staging
         fsync(staging)
@@ -35,20 +40,39 @@ def published_folder(path: Path) -> Iterator[Path]:
     What an interrupted attempt left is removed by the next. At most one process at a time may publish a path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging, old = path.with_name(f".{path.name}.staging"), path.with_name(f".{path.name}.replaced")
-    for leftover in (staging, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    staging, aside = path.with_name(f".{path.name}.staging"), path.with_name(f".{path.name}.replaced")
+    remove(staging)
     staging.mkdir()
     try:
         yield staging
-        fsync_tree(staging)
-        if path.exists():
-            os.replace(path, old)
-        os.replace(staging, path)
-        fsync(path.parent)
+        replace_folder(staging, path, aside)
     finally:
-        for leftover in (staging, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        remove(staging)
+
+
+def replace_folder(staging: Path, final: Path, aside: Path | None) -> None:
+    """`staging` becomes `final`, flushed to the disk; what was there is whole until it is out of the way.
+
+    A process killed at any point leaves the old folder, the new one or none as `final`, and the rest as `staging` and `aside`.
+
+    Args:
+        aside: a name that no reader looks at, for the old folder on its way out; None replaces nothing.
+
+    Raises:
+        OSError: nothing has changed, unless somebody else has published `final` meanwhile, who is left alone.
+    """
+    fsync_tree(staging)
+    if aside is not None and not move_aside(final, aside):
+        aside = None  # there was nothing to replace
+    try:
+        os.replace(staging, final)
+    except OSError:
+        if aside is not None:
+            remove(aside) if final.exists() else os.rename(aside, final)
+        raise
+    fsync(final.parent)
+    if aside is not None:
+        remove(aside)
 
 
 def publish_json(path: Path, value: Any) -> None:
@@ -115,40 +139,20 @@ def _is_still(folder: Path, opened: int) -> bool:
         return False
 
 
-def staging_of(final: Path) -> Path:
-    """A name for a new folder beside `final`, used by nobody else."""
-    return _beside(final, STAGED)
+def beside(final: Path, kind: str) -> Path:
+    """A name for a folder beside `final`, used by nobody else; `kind` is `STAGED` or `ASIDE`."""
+    return final.with_name(f"{final.name}.{kind}-{uuid4().hex[:8]}")
 
 
-def publish_folder(staging: Path, final: Path, replace: bool) -> bool:
-    """`staging` becomes `final`; False if `final` was published by somebody else first.
-
-    Args:
-        replace: move aside what is in `final`.
-    """
-    aside = move_aside(final) if replace else None
+def move_aside(final: Path, aside: Path) -> bool:
+    """Take `final` out of the readers' sight by one rename; False if there is none."""
+    remove(aside)
     try:
-        os.rename(staging, final)
-        fsync(final.parent)
-    except OSError:
-        if not final.exists():
-            raise
-        return False
-    finally:
-        if aside is not None:
-            remove(aside)
-    return True
-
-
-def move_aside(final: Path) -> Path | None:
-    """Take `final` out of the readers' sight by one rename; None if there is none."""
-    aside = _beside(final, ASIDE)
-    try:
-        os.rename(final, aside)
+        os.replace(final, aside)
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return False
     fsync(final.parent)
-    return aside
+    return True
 
 
 def sweep(final: Path) -> None:
@@ -164,7 +168,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _beside(final: Path, kind: str) -> Path:
-    return final.with_name(f"{final.name}.{kind}-{uuid4().hex[:8]}")

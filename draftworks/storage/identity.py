@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftworks.storage.atomic import published
 from draftworks.storage.regular_files import open_regular, read_json
 
 DIGEST_LENGTH = 16
@@ -79,11 +79,9 @@ class FileDigests:
     def _save(self) -> None:
         if self.cache_file is None:
             return
-        staging = self.cache_file.with_name(f"{self.cache_file.name}.{os.getpid()}.tmp")
         try:
-            self.cache_file.parent.mkdir(parents=True, exist_ok=True)
-            staging.write_text(json.dumps(self._known))
-            os.replace(staging, self.cache_file)
+            with published(self.cache_file) as staging:
+                staging.write_text(json.dumps(self._known))
         except OSError as error:  # another machine may have no such folder: the files are read again next time
             log.warning(f"digests of files cannot be remembered in {self.cache_file}: {error}")
 

@@ -21,20 +21,15 @@ from typing import Any
 import xxhash
 
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.atomic import fsync, fsync_tree, publish_json
+from draftworks.storage.atomic import fsync, publish_json, replace_folder
 from draftworks.storage.identity import digest
+from draftworks.storage.manifest import FileManifest, FileRecord
 from draftworks.storage.names import checked_name
 from draftworks.storage.regular_files import open_regular, read_json
 
 SCHEMA_VERSION = 1
 RECORD = "checkpoint.json"
 _CHUNK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    bytes: int
-    checksum: str
 
 
 @dataclass(frozen=True)
@@ -51,11 +46,15 @@ class CheckpointRecord:
     world_size: int
     created: float
     state: dict[str, Any]
-    files: dict[str, StoredFile]
+    files: Mapping[str, FileRecord]
 
     @property
     def bytes(self) -> int:
-        return sum(file.bytes for file in self.files.values())
+        return sum(file.bytes or 0 for file in self.files.values())
+
+    @property
+    def manifest(self) -> FileManifest:
+        return FileManifest(self.files, checksum)
 
 
 @dataclass(frozen=True)
@@ -99,18 +98,9 @@ class CheckpointFolder:
 
     def publish(self, step: int) -> None:
         """`staging(step)` becomes `final(step)`; one that is there already is whole until it is out of the way."""
-        staging, final = self.staging(step), self.final(step)
-        fsync_tree(staging)
-        if final.exists():
-            # A second `.partial` name, so that a crash in between leaves something that is swept and not read.
-            aside = self.output_dir / f"{self.run_id}-step{step}.old.partial"
-            shutil.rmtree(aside, ignore_errors=True)
-            os.replace(final, aside)
-            os.replace(staging, final)
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            os.replace(staging, final)
-        fsync(self.output_dir)
+        # A second `.partial` name, so that a crash in between leaves something that is swept and not read.
+        aside = self.output_dir / f"{self.run_id}-step{step}.old.partial"
+        replace_folder(self.staging(step), self.final(step), aside)
 
     def remove(self, step: int) -> None:
         """Delete a checkpoint; a reader never sees a part of it.
@@ -148,14 +138,14 @@ def checksum(path: Path) -> str:
     return state.hexdigest()
 
 
-def sync_and_sum(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Flush files to the disk, and read them meanwhile; returns their checksums by name."""
+def sync_and_sum(folder: Path, names: Sequence[str]) -> Mapping[str, FileRecord]:
+    """Flush files to the disk, and read them meanwhile; returns their sizes and checksums by name."""
     with ThreadPoolExecutor(4, thread_name_prefix="sync") as pool:
         synced = [pool.submit(fsync, folder / name) for name in names]
-        sums = {name: checksum(folder / name) for name in names}
+        found = FileManifest.record(folder, names, checksum)
         for each in synced:
             each.result()
-    return sums
+    return found.files
 
 
 def seal(
@@ -165,18 +155,14 @@ def seal(
     world_size: int,
     created: float,
     state: Mapping[str, Any],
-    files: Mapping[str, str],
+    files: Mapping[str, FileRecord],
 ) -> None:
-    """Write the record that makes `folder` a checkpoint. `files`: checksums by path inside it."""
-    stored = {name: StoredFile((folder / name).stat().st_size, found) for name, found in sorted(files.items())}
-    record = CheckpointRecord(run_id, step, world_size, created, dict(state), stored)
-    document = json.loads(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(record)}))  # as it will be read
+    """Write the record that makes `folder` a checkpoint. `files`: by path inside it."""
+    record = CheckpointRecord(run_id, step, world_size, created, dict(state), files)
+    stored = {name: {"bytes": file.bytes, "checksum": file.digest} for name, file in sorted(files.items())}
+    values = {"schema_version": SCHEMA_VERSION, **asdict(record), "files": stored}
+    document = json.loads(json.dumps(values))  # as it will be read
     publish_json(folder / RECORD, {**document, "digest": digest(document)})
-
-
-def stored_files(folder: Path) -> list[str]:
-    """Paths of all files inside a folder, sorted, so that ranks can share the work on them."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def read_record(folder: Path) -> CheckpointRecord:
@@ -194,7 +180,8 @@ def read_record(folder: Path) -> CheckpointRecord:
         values = read_json(path)
         recorded = values.pop("digest")
         altered, schema = recorded != digest(values), values.pop("schema_version")
-        files = {name: StoredFile(**file) for name, file in values.pop("files").items()}
+        stored = values.pop("files").items()
+        files = {name: FileRecord(bytes=file["bytes"], digest=file["checksum"]) for name, file in stored}
         record = CheckpointRecord(files=files, **values)
     except FileNotFoundError:
         raise StoreError(f"{folder}: not a complete checkpoint: {RECORD} is missing{_hint(folder)}") from None
@@ -204,11 +191,9 @@ def read_record(folder: Path) -> CheckpointRecord:
         raise StoreError(f"{path}: schema {schema}, expected {SCHEMA_VERSION}")
     if altered:
         raise StoreError(f"{path}: altered: its digest is not the recorded {recorded}")
-    for name, file in files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != file.bytes:
-            size = "no such file" if found is None else f"{found} bytes"
-            raise StoreError(f"{folder / name}: truncated or missing: expected {file.bytes} bytes, found {size}")
+    damage = record.manifest.damage(folder, read=False)
+    if damage is not None:
+        raise StoreError(damage)
     return record
 
 
@@ -218,13 +203,7 @@ def verify(folder: Path, record: CheckpointRecord, names: Iterable[str]) -> None
     Raises:
         StoreError: a file is altered, by name.
     """
-    for name in names:
-        expected, found = record.files[name].checksum, checksum(folder / name)
-        if found != expected:
-            raise StoreError(
-                f"{folder / name}: altered: expected checksum {expected}, found {found}. Remove {folder} to go on from an "
-                "older checkpoint"
-            )
+    record.manifest.require(folder, f"Remove {folder} to go on from an older checkpoint", names)
 
 
 def is_complete(folder: Path) -> bool:

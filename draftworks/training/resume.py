@@ -14,6 +14,7 @@ from draftworks.distributed.collectives import on_every_rank, rank, world_size
 from draftworks.drafts.draft_io import load_weights
 from draftworks.errors import StoreError
 from draftworks.evaluation.result import EvalResult
+from draftworks.storage.changes import changes
 from draftworks.training.backend import TrainingBackend
 from draftworks.training.checkpoint_files import CheckpointRecord, read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager
@@ -97,27 +98,12 @@ def _read(folder: Path, identity: Mapping[str, Any], position: Position) -> Resu
 
 
 def _require_same(folder: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    theirs, ours = _flat(found), _flat(expected)
-    absent = "(absent)"
-    different = [
-        f"{key}: the checkpoint has {theirs.get(key, absent)}, this training {ours.get(key, absent)}"
-        for key in sorted(theirs.keys() | ours.keys())
-        if theirs.get(key, absent) != ours.get(key, absent)
-    ]
+    different = changes(expected, found, "{name}: the checkpoint has {found}, this training {expected}")
     if different:
         raise StoreError(
             f"{folder}: the checkpoint of another training: {'; '.join(different)}. Resume with what it was made with, or "
             "start over"
         )
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"training.lr": 0.1}` from `{"training": {"lr": 0.1}}`."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat
 
 
 class Checkpointer:

@@ -156,7 +156,7 @@ def test_altered_weights_are_refused(saved: Path) -> None:
     content = bytearray((saved / WEIGHTS).read_bytes())
     content[-1] ^= 1
     (saved / WEIGHTS).write_bytes(content)
-    assert_refused(saved, r"model\.safetensors: digest: expected")
+    assert_refused(saved, r"model\.safetensors: altered: expected digest")
 
 
 def test_truncated_weights_are_refused(saved: Path) -> None:

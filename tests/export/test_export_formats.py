@@ -241,5 +241,5 @@ def test_altered_weights_are_refused(toys: Toys):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(StoreError, match="digest: expected"):
+    with pytest.raises(StoreError, match="altered: expected digest"):
         CanonicalDraft.load(draft.folder, toys.target)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from draftworks.errors import StoreError
-from draftworks.storage import artifacts
+from draftworks.storage import identity
 from draftworks.storage.artifacts import ArtifactStore, Built
 
 IDENTITY = {"a": 1}
@@ -139,8 +139,8 @@ def test_a_kill_while_a_result_is_replaced_leaves_the_old_or_the_new_one(tmp_pat
 
 
 def test_a_folder_with_digests_of_its_own_is_neither_digested_nor_read_again(tmp_path: Path, monkeypatch):
-    digested, digest_of = [], artifacts.file_digest
-    monkeypatch.setattr(artifacts, "file_digest", lambda path: digested.append(path.name) or digest_of(path))
+    digested, open_file = [], identity.open_regular
+    monkeypatch.setattr(identity, "open_regular", lambda path: digested.append(path.name) or open_file(path))
 
     def build(out: Path) -> Built:
         (out / "checkpoints" / "step1").mkdir(parents=True)

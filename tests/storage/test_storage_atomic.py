@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
 
 import pytest
+from kill_points import killed_before
 
-from draftworks.storage.atomic import publish_json, published, published_folder
+from draftworks.storage.atomic import publish_json, published, published_folder, remove, replace_folder
 
 
 def test_an_interrupted_write_leaves_what_was_there_and_nothing_beside_it(tmp_path):
@@ -59,3 +66,78 @@ def test_a_published_folder_takes_the_place_of_the_old_one_and_of_what_a_dead_wr
             (staging / name).touch()
     assert [found.name for found in path.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def write(folder: Path, generation: int) -> None:
+    """A folder whose files all tell its generation."""
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / name).write_text(str(generation))
+
+
+def generation_in(folder: Path) -> int:
+    (generation,) = {int((folder / name).read_text()) for name in ("a", "b")}
+    return generation
+
+
+def publishing(path: Path, generation: int) -> None:
+    with published_folder(path) as staging:
+        staging.rmdir()
+        write(staging, generation)
+
+
+def replacing(path: Path, generation: int) -> None:
+    staging = path.with_name("folder.partial")
+    remove(staging)
+    write(staging, generation)
+    replace_folder(staging, path, path.with_name("folder.old"))
+
+
+@pytest.mark.parametrize("work", [publishing, replacing])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_kill_before_any_use_of_the_file_system_leaves_the_old_folder_the_new_one_or_none(
+    tmp_path: Path, work: Callable[[Path, int], None], there: bool
+) -> None:
+    seen = set()
+    for event in count():
+        path = tmp_path / str(event) / "folder"
+        path.parent.mkdir()
+        if there:
+            write(path, 1)
+        killed = killed_before(event, partial(work, path, 2))
+        seen.add(generation_in(path) if path.exists() else None)
+        assert killed or generation_in(path) == 2
+        work(path, 3)
+        assert generation_in(path) == 3
+        assert list(path.parent.iterdir()) == [path]
+        if not killed:
+            break
+    assert event >= 10
+    assert seen == ({None, 1, 2} if there else {None, 2})
+
+
+def test_a_rename_that_is_refused_leaves_the_old_folder_and_the_new_one_where_they_were(tmp_path, monkeypatch) -> None:
+    path, staging, aside = (tmp_path / name for name in ("folder", "staging", "aside"))
+    write(path, 1)
+    write(staging, 2)
+    rename = os.replace
+
+    def refusing(source: Path, destination: Path) -> None:
+        if source == staging:
+            raise OSError(errno.EIO, "the disk refuses")
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "replace", refusing)
+    with pytest.raises(OSError, match="the disk refuses"):
+        replace_folder(staging, path, aside)
+    assert (generation_in(path), generation_in(staging)) == (1, 2)
+    assert not aside.exists()
+
+
+def test_a_folder_that_somebody_else_published_is_left_alone(tmp_path: Path) -> None:
+    path, staging = tmp_path / "folder", tmp_path / "staging"
+    write(path, 1)
+    write(staging, 2)
+    with pytest.raises(OSError, match="not empty"):
+        replace_folder(staging, path, None)
+    assert (generation_in(path), generation_in(staging)) == (1, 2)

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftworks.errors import StoreError
-from draftworks.training import checkpoint_files, checkpoint_manager
+from draftworks.storage import atomic
+from draftworks.training import checkpoint_manager
 from draftworks.training.checkpoint_files import RECORD, read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.snapshot import RNG, WEIGHTS, Snapshot, load_moments, restore_rng
@@ -99,19 +100,19 @@ def break_phase(monkeypatch: pytest.MonkeyPatch, phase: str, error: BaseExceptio
         return
     if phase == "save_moments" and isinstance(error, OSError):  # it names the rank itself
         error = StoreError(f"rank 0: {error}")
-    module = checkpoint_files if phase == "fsync_tree" else checkpoint_manager
+    module = atomic if phase == "fsync_tree" else checkpoint_manager
     monkeypatch.setattr(module, phase, _raising(error))
 
 
 def break_renames(monkeypatch: pytest.MonkeyPatch, error: BaseException, chosen: Callable[[Path], bool]) -> None:
-    rename = checkpoint_files.os.replace
+    rename = atomic.os.replace
 
     def breaking(source: Path, target: Path) -> None:
         if chosen(Path(target)):
             raise error
         rename(source, target)
 
-    monkeypatch.setattr(checkpoint_files.os, "replace", breaking)
+    monkeypatch.setattr(atomic.os, "replace", breaking)
 
 
 def _raising(error: BaseException) -> Callable[..., Any]:

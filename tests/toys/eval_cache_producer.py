@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -69,33 +68,6 @@ def churn(cache: EvalCache) -> None:
         cache.get_or_produce(CONFIG, writer(generation, CHURN_PAUSE), inputs_of(generation))
         if generation % 3 == 2:
             cache.invalidate(CONFIG)
-
-
-def killed_before(event: int, work: Callable[[], object]) -> bool:
-    """Do `work` in a child process that is killed before its `event`-th use of the file system, if it gets so far."""
-    child = os.fork()
-    if child == 0:
-        _work_until(event, work)
-    status = os.waitpid(child, 0)[1]
-    killed = os.WIFSIGNALED(status)
-    assert killed or os.WEXITSTATUS(status) == 0
-    return killed
-
-
-def _work_until(event: int, work: Callable[[], object]) -> None:
-    uses = itertools.count()
-
-    def hook(name: str, _: tuple) -> None:
-        if (name == "open" or name.startswith(("os.", "shutil."))) and next(uses) == event:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-    status = 1
-    try:
-        work()
-        status = 0
-    finally:
-        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.identity import digest
+from draftworks.storage.manifest import files_in
 from draftworks.training.checkpoint_files import (
     RECORD,
     CheckpointFolder,
@@ -22,7 +23,6 @@ from draftworks.training.checkpoint_files import (
     is_complete,
     read_record,
     seal,
-    stored_files,
     verify,
 )
 from draftworks.training.checkpoint_manager import CheckpointManager
@@ -116,9 +116,12 @@ DAMAGE = {
     "record is altered": (rewritten(lambda v: v.update(step=3), sealed=False), f"{RECORD}: altered"),
     "record lacks its digest": (lambda f: _without_digest(f / RECORD), f"{RECORD}: not the record"),
     "other schema": (rewritten(lambda v: v.update(schema_version=99)), f"{RECORD}: schema 99, expected 1"),
-    "missing file": (lambda f: (f / "history.json").unlink(), "history.json: .* found no such file"),
-    "file is a folder": (lambda f: _folder_instead(f / "history.json"), "history.json: .* found no such file"),
-    "longer file": (lambda f: _append(f / "history.json"), "history.json: truncated or missing: expected .* bytes"),
+    "missing file": (lambda f: (f / "history.json").unlink(), "history.json: cannot be read: No such file"),
+    "file is a folder": (
+        lambda f: _folder_instead(f / "history.json"),
+        "history.json: cannot be read: .*found a folder",
+    ),
+    "longer file": (lambda f: _append(f / "history.json"), "history.json: truncated or altered: expected .* bytes"),
 }
 
 
@@ -171,7 +174,7 @@ def test_a_flipped_byte_is_refused_by_the_name_of_its_file(output: Path, pattern
     def refused(place: int, flip: int) -> None:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
         assert read_record(folder) == record
-        with pytest.raises(StoreError, match="altered: expected checksum .* Remove") as error:
+        with pytest.raises(StoreError, match="altered: expected digest .*found .* Remove") as error:
             verify(folder, record, record.files)
         assert str(error.value).startswith(f"{path}: ")
 
@@ -216,7 +219,7 @@ def test_any_state_that_is_json_is_sealed_and_read_back(
 
 def test_the_record_lists_every_other_file(pristine: Path):
     folder = pristine / "run-step1"
-    assert [*read_record(folder).files, RECORD] == sorted(stored_files(folder), key=lambda name: (name == RECORD, name))
+    assert [*read_record(folder).files, RECORD] == sorted(files_in(folder), key=lambda name: (name == RECORD, name))
 
 
 def test_a_path_that_is_no_checkpoint_says_what_it_is(output: Path):

@@ -85,7 +85,8 @@ def test_replacing_a_step_leaves_the_old_one_the_new_one_or_none(tmp_path: Path,
         break_renames(patch, error, lambda target: target.name == renamed)
         with pytest.raises((StoreError, KilledError)):
             save_steps(manager, 2)
-    assert manager.steps() == ([1, 2] if renamed.endswith(".partial") else [1])
+    killed_between = renamed == "run-step2" and isinstance(error, KilledError)
+    assert manager.steps() == ([1] if killed_between else [1, 2])
     for step in manager.steps():
         assert_whole(manager.folder.final(step))
     save_steps(manager, 2)

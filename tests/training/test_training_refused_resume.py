@@ -88,7 +88,7 @@ def refused(run: ResumableRun, *message: str, error: type[Exception] = StoreErro
     [
         ({"strategy": "other"}, "strategy: the checkpoint has toy, this training other"),
         ({"options": {"taps": [1, 3]}}, "options.taps: the checkpoint has [1, 2], this training [1, 3]"),
-        ({"options": {}}, "options.taps: the checkpoint has [1, 2], this training (absent)"),
+        ({"options": {}}, "options.taps: the checkpoint has [1, 2], this training nothing"),
         ({"target": "u" * 8}, "target: the checkpoint has tttttttt, this training uuuuuuuu"),
         ({"train": {**IDENTITY["train"], "tokens": "c"}}, "train.tokens: the checkpoint has aaaaaaaa, this training c"),
         ({"train": {**IDENTITY["train"], "features": "c"}}, "train.features: the checkpoint has bbbbbbbb, this train"),
@@ -188,7 +188,7 @@ def test_truncated_checkpoint_is_refused_by_name_and_is_not_the_newest(run: Resu
     with refused(run, f"{path}: truncated", f"expected {size + 1} bytes, found {size} bytes"):
         run.trainer(resume_from=checkpoint(run))
     path.unlink()
-    with refused(run, f"{path}: truncated or missing", "no such file"):
+    with refused(run, f"{path}: cannot be read: No such file"):
         run.trainer(resume_from=checkpoint(run))
     assert run.manager().latest_dir() is None
 

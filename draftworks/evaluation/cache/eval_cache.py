@@ -6,41 +6,40 @@ content digests of what it was made from and of its own files, so one that no lo
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from filelock import FileLock, Timeout
 from pydantic import BaseModel, ValidationError
 
 from draftworks.config.registry_files import describe
 from draftworks.errors import StoreError
 from draftworks.evaluation.cache.eval_config import EvalConfig
 from draftworks.storage.atomic import (
+    ASIDE,
+    STAGED,
     NoFolder,
-    fsync_tree,
+    beside,
     move_aside,
-    publish_folder,
     remove,
-    staging_of,
+    replace_folder,
     sweep,
     undisturbed,
 )
-from draftworks.storage.identity import digest, file_digest
+from draftworks.storage.changes import changes
+from draftworks.storage.identity import digest
+from draftworks.storage.manifest import FileManifest, FileRecord, files_in
 from draftworks.storage.regular_files import MOST_JSON_BYTES, read_bytes
+from draftworks.storage.turns import held
 
 SCHEMA_VERSION = 1
 META = "eval_cache_meta.json"
-
-
-class FileRecord(BaseModel):
-    """What a file was when it was written."""
-
-    bytes: int
-    digest: str
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+"""Errors of a rename to a path that somebody else has taken."""
 
 
 class EntryMeta(BaseModel):
@@ -55,11 +54,7 @@ class EntryMeta(BaseModel):
 
 def write_meta(folder: Path, config: EvalConfig, inputs: Mapping[str, str]) -> None:
     """Record the files in `folder`, and what they were made from."""
-    files = {
-        path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, digest=file_digest(path))
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = dict(FileManifest.record(folder, files_in(folder)).files)
     meta = EntryMeta(key=config.cache_key, identity=config.identity_fields(), inputs=dict(inputs), files=files)
     (folder / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
@@ -80,31 +75,10 @@ def problem_with(folder: Path, config: EvalConfig, inputs: Mapping[str, str] | N
         return f"{path} cannot be read: {error}"
     if (meta.key, meta.identity) != (config.cache_key, config.identity_fields()):
         return f"{path} is of another evaluation: expected {config.identity_fields()}, found {meta.identity}"
-    damages = (_damage(folder / name, record, verify) for name, record in meta.files.items())
-    damage = next(filter(None, damages), None)
-    return damage if damage is not None or inputs is None else _changes(meta.inputs, inputs)
-
-
-def _damage(path: Path, record: FileRecord, verify: bool) -> str | None:
-    try:
-        found = path.stat().st_size
-        if found != record.bytes:
-            return f"{path} is truncated or altered: expected {record.bytes} bytes, found {found}"
-        if verify and (content := file_digest(path)) != record.digest:
-            return f"{path} is altered: expected digest {record.digest}, found {content}"
-    except OSError as error:
-        return f"{path} cannot be read: {error}"
-    return None
-
-
-def _changes(recorded: Mapping[str, str], inputs: Mapping[str, str]) -> str | None:
-    """The inputs that differ, from what to what."""
-    changes = [
-        f"{name} changed from {recorded.get(name, 'nothing')} to {inputs.get(name, 'nothing')}"
-        for name in sorted(recorded.keys() | inputs.keys())
-        if recorded.get(name) != inputs.get(name)
-    ]
-    return "; ".join(changes) or None
+    damage = FileManifest(meta.files).damage(folder, read=verify)
+    if damage is not None or inputs is None:
+        return damage
+    return "; ".join(changes(inputs, meta.inputs, "{name} changed from {found} to {expected}")) or None
 
 
 T = TypeVar("T")
@@ -239,11 +213,12 @@ class EvalCache:
         Raises:
             StoreError: `cache_dir` cannot be written to.
         """
+        final = self.dir_for(config)
+        aside = beside(final, ASIDE)
         with self._writing():
-            aside = move_aside(self.dir_for(config))
-        if aside is not None:
-            remove(aside)
-        return aside is not None
+            existed = move_aside(final, aside)
+        remove(aside)
+        return existed
 
     def _examine(self, config: EvalConfig, inputs: Mapping[str, str] | None, verify: bool) -> _Finding:
         try:
@@ -265,14 +240,18 @@ class EvalCache:
         """Publish a new entry; False where another process was quicker."""
         final = self.dir_for(config)
         sweep(final)
-        staging = staging_of(final)
+        staging = beside(final, STAGED)
         with self._writing():
             staging.mkdir()
         try:
             produce(staging)
             write_meta(staging, config, inputs)
-            fsync_tree(staging)
-            return publish_folder(staging, final, replace)
+            replace_folder(staging, final, beside(final, ASIDE) if replace else None)
+            return True
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            return False
         finally:
             remove(staging)
 
@@ -285,18 +264,12 @@ class EvalCache:
 
     @contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
-        lock = FileLock(path.with_name(f"{path.name}.lock"))
-        with self._writing():
-            self.root.mkdir(parents=True, exist_ok=True)
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                log.info("%s is being produced by another process: waiting for it", path)
-                lock.acquire()
-        try:
+        with ExitStack() as stack:
+            with self._writing():
+                self.root.mkdir(parents=True, exist_ok=True)
+                busy = f"{path} is being produced by another process: waiting for it"
+                stack.enter_context(held(path.with_name(f"{path.name}.lock"), busy))
             yield
-        finally:
-            lock.release()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

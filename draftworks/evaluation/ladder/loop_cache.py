@@ -19,6 +19,7 @@ from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.storage.atomic import publish_json
+from draftworks.storage.changes import changes
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import MOST_JSON_BYTES, read_bytes
 
@@ -110,7 +111,8 @@ class LoopCache:
         try:
             entry = LoopEntry.model_validate_json(read_bytes(path, MOST_JSON_BYTES))
             if entry.identity != identity.to_json():
-                return Found(problem=f"{path} is of another loop: {_changes(identity.to_json(), entry.identity)}")
+                differing = "; ".join(changes(identity.to_json(), entry.identity))
+                return Found(problem=f"{path} is of another loop: {differing}")
             if entry.digest != digest(entry.measurement):
                 return Found(problem=f"{path} is altered: expected {entry.digest}, found {digest(entry.measurement)}")
             return Found(_measurement(entry.measurement))
@@ -140,8 +142,3 @@ class LoopCache:
 def _measurement(values: Mapping[str, Any]) -> LoopMeasurement:
     prompts = (PromptAcceptance(**{**each, "histogram": tuple(each["histogram"])}) for each in values["prompts"])
     return LoopMeasurement.from_json(values, tuple(prompts))
-
-
-def _changes(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    names = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    return "; ".join(f"{name}: expected {expected.get(name)}, found {found.get(name)}" for name in names)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.errors import DataError, DraftworksError, StoreError
-from draftworks.storage.identity import file_digest
+from draftworks.storage.manifest import FileManifest
 from draftworks.storage.regular_files import read_json
 
 SCHEMA_VERSION = 2
@@ -42,18 +42,11 @@ def checked_prompts(folder: Path) -> Path:
     Raises:
         StoreError: it is missing, altered, or of another report.
     """
-    path = folder / PROMPTS
     values = read_report(folder)
     with reading(folder / REPORT):
-        expected = values["files"][PROMPTS]
-    with reading(path):
-        found = file_digest(path)
-    if found != expected:
-        raise StoreError(
-            f"{path}: expected the file that {REPORT} was published with ({expected}), found another or an altered one"
-            f" ({found}). {EVALUATE_AGAIN}"
-        )
-    return path
+        published = FileManifest.of_digests({PROMPTS: values["files"][PROMPTS]})
+    published.require(folder, f"It is not the file that {REPORT} was published with. {EVALUATE_AGAIN}")
+    return folder / PROMPTS
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from draftworks.evaluation.report.tables import (
     worth_showing,
 )
 from draftworks.storage.atomic import publish_json, published
-from draftworks.storage.identity import file_digest
+from draftworks.storage.manifest import FileManifest
 
 
 def save_report(report: Report, folder: Path) -> None:
@@ -42,8 +42,8 @@ def save_report(report: Report, folder: Path) -> None:
     with published(folder / PLOT) as staging:
         staging.write_bytes(acceptance_plot(report.drafts, report.draft_tokens, report.title))
     _save_slices_plot(report, folder / SLICES_PLOT)
-    digests = {name: file_digest(folder / name) for name in (TABLE, PROMPTS, SLICES, DIFFERENCES)}
-    publish_json(folder / REPORT, {**report.to_json(), "files": digests})
+    written = FileManifest.record(folder, (TABLE, PROMPTS, SLICES, DIFFERENCES))
+    publish_json(folder / REPORT, {**report.to_json(), "files": written.digests})
 
 
 def _save_slices_plot(report: Report, path: Path) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import eval_cache_producer
 import pytest
-from eval_cache_producer import CONFIG, GO, LOG, generation_in, inputs_of, killed_before, writer
+from eval_cache_producer import CONFIG, GO, LOG, generation_in, inputs_of, writer
+from kill_points import killed_before
 
 from draftworks.evaluation.cache.eval_cache import EvalCache
 

@@ -1,0 +1,74 @@
+"""Files of a folder as they were written: names, sizes and digests, recorded once and compared later. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftworks.errors import StoreError
+from draftworks.storage.identity import file_digest
+from draftworks.storage.regular_files import checked_file
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as it was written; `bytes` is None where its size was not recorded."""
+
+    bytes: int | None
+    digest: str
+
+
+@dataclass(frozen=True)
+class FileManifest:
+    """Some files of a folder, by their paths inside it, and the kind of digest that was taken of them."""
+
+    files: Mapping[str, FileRecord]
+    digest_of: Callable[[Path], str] = file_digest
+
+    @classmethod
+    def record(cls, folder: Path, names: Iterable[str], digest_of: Callable[[Path], str] = file_digest) -> FileManifest:
+        """The files as they are now. Raises OSError for one that is no regular file."""
+        paths = {name: folder / name for name in names}
+        return cls({name: FileRecord(path.stat().st_size, digest_of(path)) for name, path in paths.items()}, digest_of)
+
+    @classmethod
+    def of_digests(cls, digests: Mapping[str, str]) -> FileManifest:
+        """A manifest that was kept as digests by name."""
+        return cls({name: FileRecord(None, digest) for name, digest in digests.items()})
+
+    @property
+    def digests(self) -> dict[str, str]:
+        return {name: file.digest for name, file in self.files.items()}
+
+    def damage(self, folder: Path, names: Iterable[str] | None = None, read: bool = True) -> str | None:
+        """What is wrong with the first file that is not as recorded; None if all are.
+
+        Args:
+            names: the files to look at; default all.
+            read: compare digests too, and not only sizes.
+        """
+        looked_at = self.files if names is None else names
+        return next(filter(None, (self._damage(folder / name, self.files[name], read) for name in looked_at)), None)
+
+    def require(self, folder: Path, advice: str, names: Iterable[str] | None = None) -> None:
+        """StoreError, with what to do, unless all files (or those `names`) are as recorded."""
+        damage = self.damage(folder, names)
+        if damage is not None:
+            raise StoreError(f"{damage}. {advice}")
+
+    def _damage(self, path: Path, file: FileRecord, read: bool) -> str | None:
+        try:
+            size = checked_file(path).stat().st_size
+            if file.bytes not in (None, size):
+                return f"{path}: truncated or altered: expected {file.bytes} bytes, found {size} bytes"
+            if read and (digest := self.digest_of(path)) != file.digest:
+                return f"{path}: altered: expected digest {file.digest}, found {digest} ({size} bytes)"
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            return f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"
+        return None
+
+
+def files_in(folder: Path) -> list[str]:
+    """Paths of all files inside a folder, with slashes, sorted part by part."""
+    return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
