@@ -31,7 +31,6 @@ class TorchJob:
     gpus_per_node: int = 0
     procs_per_node: int = 1
     env: Mapping[str, str] = field(default_factory=dict)
-    time_limit_s: float | None = None
     python: Path | None = None
     longest_wait_s: float = 0.0
 

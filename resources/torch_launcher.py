@@ -52,7 +52,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
     stall_limit_s: float | None = Field(
         1800.0, gt=0, description="Seconds without any progress after which a job is ended; None waits for ever."
     )
-    time_limit_s: float | None = Field(None, gt=0, description="Seconds that a job may run where it has no own limit.")
+    time_limit_s: float | None = Field(None, gt=0, description="Seconds that a job may run.")
     log_limit_mb: int = Field(8, ge=1, description="Output copied to the run page, in MiB; the log file has it all.")
 
     @abstractmethod
@@ -153,7 +153,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         pass_on_interrupt: Callable[[], None],
     ) -> JobStatus:
         running_since: float | None = None
-        limit_s = job.time_limit_s or self.time_limit_s
+        limit_s = self.time_limit_s
         watch = StallWatch(files.ranks, files.log, (self.stall_limit_s or math.inf) + job.longest_wait_s)
         while not (status := self.poll(handle)).state.is_final:
             pass_on_interrupt()

@@ -1,4 +1,4 @@
-"""From sample references to training batches: fetch, copy if the store asks for it, release, transform, collate."""
+"""From sample references to training batches: fetch, copy if the store asks for it, release, collate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from draftworks.features.schedule import BatchSchedule, EvaluationSchedule, Micr
 
 Sample = dict[str, Tensor]
 Collate = Callable[[Sequence[Mapping[str, Tensor]], Sequence[str]], TrainBatch]
-Transform = Callable[[Sample], Sample]
 
 
 class FeatureDataLoader:
@@ -33,7 +32,6 @@ class FeatureDataLoader:
         store: returns a sample's tensors; with `JoinedStore`, also `input_ids` and `loss_mask`.
         schedule: what each micro-batch holds; see `for_training` and `for_evaluation`.
         collate: samples and their ids to a batch, as `DraftStrategy.collate`.
-        transform: applied to each sample before collation.
         prefetch: batches prepared ahead, by `threads` threads; 0 prepares them in the caller's thread.
     """
 
@@ -43,7 +41,6 @@ class FeatureDataLoader:
         store: FeatureStore,
         schedule: BatchSchedule,
         collate: Collate,
-        transform: Transform | None = None,
         prefetch: int = 2,
         threads: int = 1,
     ) -> None:
@@ -51,7 +48,6 @@ class FeatureDataLoader:
         self._refs = refs
         self._store = store
         self._collate = collate
-        self._transform = transform
         self._prefetch = prefetch
         self._threads = threads
         self._device = torch.device("cpu")
@@ -65,7 +61,6 @@ class FeatureDataLoader:
         store: FeatureStore,
         batch_size: int,
         collate: Collate,
-        transform: Transform | None = None,
         *,
         global_batch_size: int | None = None,
         rank: int = 0,
@@ -82,7 +77,7 @@ class FeatureDataLoader:
             world=world,
             seed=seed,
         )
-        return cls(refs, store, schedule, collate, transform, prefetch)
+        return cls(refs, store, schedule, collate, prefetch)
 
     @classmethod
     def for_packed_training(
@@ -91,7 +86,6 @@ class FeatureDataLoader:
         store: FeatureStore,
         limits: PackLimits,
         pack: Collate,
-        transform: Transform | None = None,
         *,
         global_batch_size: int,
         rank: int = 0,
@@ -113,7 +107,7 @@ class FeatureDataLoader:
             world=world,
             seed=seed,
         )
-        return cls(refs, store, schedule, pack, transform, prefetch)
+        return cls(refs, store, schedule, pack, prefetch)
 
     @classmethod
     def for_evaluation(
@@ -122,14 +116,13 @@ class FeatureDataLoader:
         store: FeatureStore,
         batch_size: int,
         collate: Collate,
-        transform: Transform | None = None,
         *,
         rank: int = 0,
         world: int = 1,
         prefetch: int = 2,
     ) -> FeatureDataLoader:
         """Every sample exactly once, in order."""
-        return cls(refs, store, EvaluationSchedule(len(refs), batch_size, rank, world), collate, transform, prefetch)
+        return cls(refs, store, EvaluationSchedule(len(refs), batch_size, rank, world), collate, prefetch)
 
     @classmethod
     def for_packed_evaluation(
@@ -138,7 +131,6 @@ class FeatureDataLoader:
         store: FeatureStore,
         limits: PackLimits,
         pack: Collate,
-        transform: Transform | None = None,
         *,
         rank: int = 0,
         world: int = 1,
@@ -151,7 +143,7 @@ class FeatureDataLoader:
         """
         lengths = document_lengths(refs, limits)
         schedule = PackedEvaluationSchedule(lengths=lengths, pack_tokens=limits.tokens, rank=rank, world=world)
-        return cls(refs, store, schedule, pack, transform, prefetch)
+        return cls(refs, store, schedule, pack, prefetch)
 
     def prepare_for(self, device: torch.device) -> None:
         """Where the batches will go: for a GPU, those that are prepared ahead are pinned there and then. They stay on the CPU."""
@@ -208,7 +200,7 @@ class FeatureDataLoader:
                 self._store.release(handle)
             if padding and "loss_mask" in tensors:
                 tensors = {**tensors, "loss_mask": torch.zeros_like(tensors["loss_mask"])}
-            return tensors if self._transform is None else self._transform(tensors)
+            return tensors
         except Exception as error:
             raise _named(error, f"sample {ref.sample_id}") from error
 

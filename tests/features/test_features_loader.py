@@ -113,14 +113,6 @@ def test_evaluation_sees_every_sample_once_and_padding_adds_nothing(counting, wo
     assert all(not batch["loss_mask"].any() and batch.num_tokens == 0 for batch in padding)
 
 
-def test_transform_is_applied_to_each_sample(counting):
-    store, refs = counting
-    loader = FeatureDataLoader.for_evaluation(
-        refs, store, 4, pad_collate, transform=lambda sample: {"x": sample["last"][:1] * 0 + 7}
-    )
-    assert all(batch["x"].eq(7).all() and set(batch.tensors) == {"x"} for batch in loader)
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_errors_name_the_sample_and_leave_no_thread(counting, prefetch):
     store, refs = counting

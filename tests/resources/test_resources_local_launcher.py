@@ -64,9 +64,9 @@ LONG_S = 60.0
 """For what takes a second on an idle machine, and would take the two minutes that a worker hangs if it were not ended."""
 
 
-def worker(task: str, tmp_path: Path, *rest: str, procs: int = 2, time_limit_s: float | None = None) -> TorchJob:
+def worker(task: str, tmp_path: Path, *rest: str, procs: int = 2) -> TorchJob:
     args = (task, str(tmp_path / "marker"), *rest)
-    return TorchJob("launcher_worker", args, procs_per_node=procs, env=PATH, time_limit_s=time_limit_s)
+    return TorchJob("launcher_worker", args, procs_per_node=procs, env=PATH)
 
 
 def framed(task: str, tmp_path: Path) -> TorchJob:
@@ -172,7 +172,7 @@ def test_output_on_the_run_page_is_bounded_and_keeps_its_end(tmp_path: Path, cap
 
 
 def test_time_limit_cancels_the_job(tmp_path: Path) -> None:
-    outcome = launch(worker("hang", tmp_path, time_limit_s=0.5), tmp_path, retries=1)
+    outcome = launch(worker("hang", tmp_path), tmp_path, retries=1, time_limit_s=0.5)
     assert "over its time limit of 0.5 s" in outcome.failure.description
     assert not survivors(tmp_path)
 

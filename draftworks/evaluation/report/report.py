@@ -11,14 +11,13 @@ from typing import Any
 
 import pandas as pd
 
-from draftworks.errors import ConfigError, StoreError
+from draftworks.errors import ConfigError
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
-from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, ratio
+from draftworks.evaluation.ladder.prompt_acceptance import ratio
 from draftworks.evaluation.ladder.statistics import BY_DEFAULT, Resampling
 from draftworks.evaluation.report.findings import Comparison, Finding, compared_on_walk, findings_of, metric_name
 from draftworks.evaluation.report.slices import slices
 from draftworks.evaluation.report.summary import (
-    PROMPTS,
     REPORT,
     SCHEMA_VERSION,
     TRAINED,
@@ -137,23 +136,6 @@ class Report:
                 provenance=values["provenance"],
                 created=datetime.fromisoformat(values["created"]),
             )
-
-    @staticmethod
-    def load_prompts(folder: Path, draft: str, rung: int, temperature: float = 0.0) -> tuple[PromptAcceptance, ...]:
-        """One draft's prompts on rung 2, 3 or 4, for `paired_difference` with another draft's.
-
-        Args:
-            temperature: of rung 4.
-
-        Raises:
-            StoreError: missing, damaged, altered, of another schema, or not measured.
-        """
-        prompts = _saved_prompts(folder)
-        wanted = (draft, metric_name(rung, temperature))
-        if wanted not in prompts:
-            measured = ", ".join(map(" ".join, prompts)) or "none"
-            raise StoreError(f"{folder / PROMPTS}: expected prompts of {' '.join(wanted)}, found {measured}")
-        return prompts[wanted]
 
 
 def _saved_prompts(folder: Path) -> PromptsByRung:

@@ -14,6 +14,7 @@ from report_toys import full_report, prompts, rungs_0_and_1
 from draftworks.errors import ConfigError, StoreError
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.statistics import AcceptanceSummary, paired_difference, summary
+from draftworks.evaluation.report.findings import metric_name
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import (
     DIFFERENCES,
@@ -108,23 +109,16 @@ def test_trained_draft_is_compared_on_the_walk_with_those_that_have_one(report: 
 
 
 def test_prompts_can_be_compared_later(report: Report, saved: Path) -> None:
-    trained = report.drafts["trained"]
-    assert Report.load_prompts(saved, "trained", 2) == trained.blocks
-    assert Report.load_prompts(saved, "trained", 3) == trained.walk
-    assert Report.load_prompts(saved, "trained", 4) == trained.loops[0].prompts
-    assert Report.load_prompts(saved, "trained", 4, temperature=0.7) == trained.loops[1].prompts
-    assert Report.load_prompts(saved, "untrained", 3) == report.drafts["untrained"].walk
-
-
-def test_prompts_that_were_not_measured_are_refused_with_those_that_were(saved: Path) -> None:
-    with pytest.raises(StoreError, match=r"prompts\.parquet.* bigram rung3_walk.*found .*untrained rung3_walk"):
-        Report.load_prompts(saved, "bigram", 3)
+    trained, loaded = report.drafts["trained"], Report.load(saved).drafts
+    assert (loaded["trained"].blocks, loaded["trained"].walk) == (trained.blocks, trained.walk)
+    assert [loop.prompts for loop in loaded["trained"].loops] == [loop.prompts for loop in trained.loops]
+    assert loaded["untrained"].walk == report.drafts["untrained"].walk
 
 
 @pytest.mark.parametrize("rung", [0, 1, 5])
-def test_prompts_of_a_rung_that_counts_none_are_refused(rung: int, saved: Path) -> None:
+def test_a_rung_that_counts_no_prompts_has_no_name_for_them(rung: int) -> None:
     with pytest.raises(ConfigError, match=f"rung: expected 2, 3 or 4, found {rung}"):
-        Report.load_prompts(saved, "trained", rung)
+        metric_name(rung)
 
 
 def test_slices_of_the_walk_of_the_trained_draft(saved: Path) -> None:
@@ -173,9 +167,8 @@ def test_report_json_is_written_last(report: Report, tmp_path: Path, monkeypatch
 )
 def test_report_that_is_none_is_refused_by_name(content: str, reason: str, saved: Path) -> None:
     (saved / REPORT).write_text(content)
-    for load in (Report.load, lambda folder: Report.load_prompts(folder, "trained", 3)):
-        with pytest.raises(StoreError, match=rf"report\.json: .*{reason}.*Evaluate the draft again"):
-            load(saved)
+    with pytest.raises(StoreError, match=rf"report\.json: .*{reason}.*Evaluate the draft again"):
+        Report.load(saved)
 
 
 MISSING = {REPORT: "expected a file of an evaluation report, found none", PROMPTS: "cannot be read: No such file"}
@@ -184,9 +177,8 @@ MISSING = {REPORT: "expected a file of an evaluation report, found none", PROMPT
 @pytest.mark.parametrize("gone", MISSING)
 def test_missing_file_is_named(gone: str, saved: Path) -> None:
     (saved / gone).unlink()
-    for load in (Report.load, lambda folder: Report.load_prompts(folder, "trained", 3)):
-        with pytest.raises(StoreError, match=rf"{gone}: {MISSING[gone]}.*Evaluate the draft again"):
-            load(saved)
+    with pytest.raises(StoreError, match=rf"{gone}: {MISSING[gone]}.*Evaluate the draft again"):
+        Report.load(saved)
 
 
 def test_prompts_of_another_report_are_refused(report: Report, saved: Path, tmp_path: Path) -> None:
@@ -197,7 +189,7 @@ def test_prompts_of_another_report_are_refused(report: Report, saved: Path, tmp_
     with pytest.raises(
         StoreError, match=r"prompts\.parquet: altered: .* not the file that report\.json was published with"
     ):
-        Report.load_prompts(saved, "trained", 3)
+        Report.load(saved)
 
 
 def test_report_without_the_trained_draft_is_refused(report: Report) -> None:
