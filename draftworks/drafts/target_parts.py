@@ -5,22 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftworks.config.layer_options import LayerOptions
 from draftworks.config.layer_shape import embedding_scale, layer_shape
 from draftworks.config.run_files import TargetFiles
+from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.hub import hub_file
-from draftworks.storage.regular_files import checked_file, read_json
+from draftworks.targets.model_files import ModelFiles
 
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _OWN_HEAD_PATH = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "dim_model_base")
 """Config keys of models whose logits are not simply head times last hidden state."""
 _OF_THE_MODEL = re.compile(r"^(?!mtp\.)(?!.*\.layers\.\d)(?!.*(vision|visual|audio))")
@@ -78,10 +74,11 @@ class TargetParts:
             ConfigError: no such target, an unreadable config, or an architecture whose head this cannot reproduce.
             StoreError: a weight file is missing or damaged, or a tensor is absent or of another shape.
         """
-        files = _Files(target)
+        files = ModelFiles(target)
+        files.require_folder()
         whole = _config(files)
         config = whole.get_text_config()
-        weights = _Weights(files) if tensors else _NoData()
+        weights = _Weights(target) if tensors else _NoData()
         shape = (config.vocab_size, config.hidden_size)
         embedding = weights.read(".embed_tokens.weight", shape)
         # A wrapper that ties says so itself, and not always in its text part.
@@ -99,46 +96,23 @@ class TargetParts:
         )
 
 
-class _Files:
-    """The target's files by name, from a directory or from the hub's cache."""
-
-    def __init__(self, target: TargetFiles) -> None:
-        self.name = f"target {target.name!r} ({target.model})"
-        self._target = target
-        if target.revision is None and not Path(target.model).is_dir():
-            raise ConfigError(
-                f"{self.name}: no such directory. Correct `model`, or give the `revision` (commit) of a hub id."
-            )
-
-    def path(self, filename: str) -> Path | None:
-        """Where the file is, downloaded if need be; None if the target has no such file."""
-        if self._target.revision is None:
-            path = Path(self._target.model) / filename
-            return path if path.is_file() else None
-        return hub_file(f"target {self._target.name}", self._target.model, self._target.revision, filename)
-
-
 class _Weights:
     """Single tensors out of the target's safetensors, sharded or not."""
 
-    def __init__(self, files: _Files) -> None:
-        self._files = files
-        self._shard_of = self._tensor_files()
+    def __init__(self, target: TargetFiles) -> None:
+        self._where = ModelFiles(target).where
+        self._files = WeightFiles(target)
 
     def read(self, suffix: str, shape: tuple[int, int]) -> Tensor:
         """The one tensor of the language model whose name ends with `suffix`, copied out of its file."""
         names = self._named(suffix)
         if len(names) != 1:
-            found = f"several: {sorted(names)}" if names else f"none among {len(self._shard_of)} tensors"
-            raise StoreError(f"{self._files.name}: expected one tensor '*{suffix}', found {found}")
-        shard = self._existing(self._shard_of[names[0]])
-        with _opened(shard) as stream:
-            if names[0] not in stream.keys():  # noqa: SIM118 - not a mapping
-                raise StoreError(f"{shard}: the index says that {names[0]} is here, and it is not")
-            tensor = stream.get_tensor(names[0]).clone()
+            found = f"several: {sorted(names)}" if names else f"none among {len(self._files)} tensors"
+            raise StoreError(f"{self._where}: expected one tensor '*{suffix}', found {found}")
+        tensor = self._files.part(names[0])[:].clone()
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise StoreError(
-                f"{shard}: {names[0]}: expected floating point {shape} as config.json says, "
+                f"{self._files[names[0]]}: {names[0]}: expected floating point {shape} as config.json says, "
                 f"found {tensor.dtype} {tuple(tensor.shape)}"
             )
         return tensor
@@ -147,23 +121,7 @@ class _Weights:
         return bool(self._named(suffix))
 
     def _named(self, suffix: str) -> list[str]:
-        return [name for name in self._shard_of if name.endswith(suffix) and _OF_THE_MODEL.match(name)]
-
-    def _tensor_files(self) -> dict[str, str]:
-        index = self._files.path(_INDEX)
-        if index is not None:
-            try:
-                return dict(read_json(index)["weight_map"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise StoreError(f"{index}: not a safetensors index: {error!r}") from error
-        with _opened(self._existing(_WEIGHTS)) as stream:
-            return dict.fromkeys(stream.keys(), _WEIGHTS)
-
-    def _existing(self, filename: str) -> Path:
-        path = self._files.path(filename)
-        if path is None:
-            raise StoreError(f"{self._files.name}: {filename} is missing; weights must be safetensors")
-        return path
+        return [name for name in self._files if name.endswith(suffix) and _OF_THE_MODEL.match(name)]
 
 
 def _ties(config: Any) -> bool:
@@ -180,20 +138,13 @@ class _NoData:
         return torch.empty(shape, device="meta")
 
 
-def _opened(path: Path) -> safe_open:
-    try:
-        return safe_open(checked_file(path), framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise StoreError(f"{path}: not a readable safetensors file ({error}); copy or download it again") from error
-
-
-def _config(files: _Files) -> Any:
+def _config(files: ModelFiles) -> Any:
     """The model's configuration, the language model in it checked for heads that need more than one matrix product."""
     from transformers import AutoConfig
 
     path = files.path("config.json")
     if path is None:
-        raise ConfigError(f"{files.name}: config.json is missing: not a Hugging Face model directory")
+        raise ConfigError(f"{files.where}: config.json is missing: not a Hugging Face model directory")
     try:
         whole = AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.hub import hub_file, hub_header
-from draftworks.storage.regular_files import open_regular, parse_json, read_json
+from draftworks.storage.hub import hub_header
+from draftworks.storage.regular_files import open_regular, parse_json
+from draftworks.targets.model_files import INDEX, WEIGHTS, ModelFiles
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the format's own reader."""
-_BITS = {
+BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
@@ -87,7 +86,7 @@ def model_headers(target: TargetFiles) -> ModelHeaders:
         StoreError: there are no weights, a file that the index names is absent, a tensor is not where the index says, or
             a file is damaged.
     """
-    files = _Files(target)
+    files = _Headers(target)
     unasked: list[ConfigError] = []
 
     def attempt(look: Callable[[], Found | None]) -> Found | None:
@@ -122,24 +121,12 @@ def model_headers(target: TargetFiles) -> ModelHeaders:
     return ModelHeaders(whole, {name: tensor for header in headers.values() for name, tensor in header.items()})
 
 
-class _Files:
-    """The files of a target by name."""
-
-    def __init__(self, target: TargetFiles) -> None:
-        self._target = target
-        at = "" if target.revision is None else f" at commit {target.revision}"
-        self.where = f"target {target.name}: {target.model}{at}"
-
-    def path(self, filename: str) -> Path | None:
-        target = self._target
-        if target.revision is not None:
-            return hub_file(f"target {target.name}", target.model, target.revision, filename)
-        path = Path(target.model) / filename
-        return path if path.is_file() else None
+class _Headers(ModelFiles):
+    """The headers of a target's files."""
 
     def header(self, filename: str) -> dict[str, TensorHeader] | None:
         """Header of a file, None if there is no such file. Of the hub's, only the header is fetched."""
-        target = self._target
+        target = self.target
         if target.revision is None:
             path = self.path(filename)
             return None if path is None else read_header(path)
@@ -157,20 +144,6 @@ class _Files:
                 f"{_some(absent)}. Copy or download the model again, all of its files"
             )
         return {name: header for name, header in found.items() if header is not None}
-
-    def index(self) -> dict[str, str] | None:
-        """File of each tensor, as the index says; None if there is no index."""
-        path = self.path(INDEX)
-        if path is None:
-            return None
-        try:
-            weight_map = read_json(path)["weight_map"]
-            plain = all(isinstance(file, str) and Path(file).name == file for file in weight_map.values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise StoreError(f"{path}: not a safetensors index: {error!r}. Copy or download it again") from error
-        if not plain:
-            raise StoreError(f"{path}: not a safetensors index: expected names of files in the same folder")
-        return dict(weight_map)
 
 
 def _check_index(where: str, index: Mapping[str, str], headers: Mapping[str, Mapping[str, TensorHeader]]) -> None:
@@ -197,7 +170,7 @@ def _tensor(path: Path, name: str, entry: Any) -> TensorHeader:
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
-        bits = _BITS.get(entry["dtype"])
+        bits = BITS.get(entry["dtype"])
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(path, f"its header describes {name!r} by {entry!r:.80}") from error
     if not sound or (bits is not None and math.prod(shape) * bits != (end - begin) * 8):

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.atomic import publish_json
-from draftworks.storage.hub import hub_file
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_json
+from draftworks.targets.model_files import INDEX, WEIGHTS, ModelFiles
 from draftworks.targets.quantized_headers import without_quantization
-from draftworks.targets.safetensors_headers import INDEX, WEIGHTS, TensorHeader, model_headers
+from draftworks.targets.safetensors_headers import TensorHeader, model_headers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -170,11 +170,7 @@ def read_config(target: TargetFiles) -> PreTrainedConfig | str:
 
 
 def _config_file(target: TargetFiles) -> Path:
-    if target.revision is None:
-        path = Path(target.model) / "config.json"
-        found = path if path.is_file() else None
-    else:
-        found = hub_file(f"target {target.name}", target.model, target.revision, "config.json")
+    found = ModelFiles(target).path("config.json")
     if found is None:
         raise ConfigError(f"target {target.name}: {target.model} has no config.json: expected a Hugging Face model")
     return found

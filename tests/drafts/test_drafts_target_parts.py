@@ -62,7 +62,7 @@ def test_only_the_shards_that_hold_them_are_opened(target: TargetFiles, folder: 
 
 def test_missing_directory(tiny_target: TargetFiles, tmp_path: Path):
     target = tiny_target.model_copy(update={"model": str(tmp_path / "nowhere")})
-    with pytest.raises(ConfigError, match="target 'tiny' .*nowhere.*: no such directory. Correct `model`"):
+    with pytest.raises(ConfigError, match="target tiny: .*nowhere: no such directory. Correct `model`"):
         TargetParts.load(target)
 
 

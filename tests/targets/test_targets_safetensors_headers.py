@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.targets.safetensors_headers import INDEX, WEIGHTS, TensorHeader, model_headers, read_header
+from draftworks.targets.model_files import INDEX, WEIGHTS
+from draftworks.targets.safetensors_headers import TensorHeader, model_headers, read_header
 from draftworks.targets.weights import check_target_weights
 
 COMMIT = "a" * 40
@@ -145,7 +146,7 @@ def test_of_weights_on_the_hub_the_headers_alone_are_fetched(hub, tiny_folder: P
 
     monkeypatch.setattr(HfApi, "parse_safetensors_file_metadata", header)
     monkeypatch.setattr(
-        "draftworks.targets.safetensors_headers.hub_file", lambda where, model, revision, name: hub.snapshot / name
+        "draftworks.targets.model_files.hub_file", lambda where, model, revision, name: hub.snapshot / name
     )
     assert len(model_headers(hub.target).tensors) == 74
     assert ("some/model", "only.safetensors", COMMIT) in asked

@@ -28,8 +28,8 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from draftworks.capture.engines.hf import decoder_layers
-from draftworks.capture.probe.weight_files import WeightFiles
 from draftworks.config.run_files import TargetFiles
+from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.identity import LayerTap
 

@@ -1,0 +1,70 @@
+"""A target's tensors by name, found by the headers of its safetensors files alone and read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftworks.config.run_files import TargetFiles
+from draftworks.errors import StoreError
+from draftworks.storage.regular_files import checked_file
+from draftworks.targets.model_files import WEIGHTS, ModelFiles
+from draftworks.targets.safetensors_headers import BITS
+
+
+class WeightFiles(Mapping[str, Path]):
+    """The file of each tensor of a target, which is looked for, and fetched, when the tensor is asked for.
+
+    Raises:
+        ConfigError: no such directory, or the hub cannot be reached.
+        StoreError: a file is missing or damaged.
+    """
+
+    def __init__(self, target: TargetFiles) -> None:
+        files = ModelFiles(target)
+        files.require_folder()
+        self._opened = cache(_opened)  # a map of the file each, without its pages
+        self._existing = cache(files.existing)
+        index = files.index()
+        if index is None:
+            index = dict.fromkeys(self._opened(files.existing(WEIGHTS)).keys(), WEIGHTS)
+        self._names = index
+
+    def __getitem__(self, name: str) -> Path:
+        return self._existing(self._names[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def part(self, name: str) -> Any:
+        """A tensor that is read when it is indexed."""
+        try:
+            return self._opened(self[name]).get_slice(name)
+        except SafetensorError as error:
+            raise StoreError(f"{self[name]}: {name} is not here, though the index says so: {error}") from error
+
+    def rows(self, name: str, numbers: Tensor) -> Tensor:
+        """Single rows of a matrix; the others are not read."""
+        part = self.part(name)
+        return torch.cat([part[number : number + 1] for number in numbers.tolist()])
+
+    def nbytes(self, name: str) -> int:
+        part = self.part(name)
+        return prod(part.get_shape()) * BITS.get(part.get_dtype(), 8) // 8
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(checked_file(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise StoreError(f"{path}: not a readable safetensors file ({error}); copy or download it again") from error
