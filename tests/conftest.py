@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from dagster_state import forget_instance
 from hypothesis import HealthCheck, settings
 
 from draftworks.config.run_files import TargetFiles
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _looks_at_the_finished_run(item: pytest.Item) -> bool:
     return "finished" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(autouse=True)
+def no_dagster_instance_left() -> Iterator[None]:
+    yield
+    forget_instance()
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from draftworks.features.sample_file import read_sample_header, write_sample
 from draftworks.features.sealing import AuthPolicy
 from draftworks.features.shards import read_header
 from draftworks.storage.artifacts import ArtifactStore, Built
+from draftworks.storage.manifest import FileRecord
 from draftworks.targets.resolve import _model_config
 from draftworks.training.checkpoint_files import read_record, seal
 from draftworks.training.history import History
@@ -92,7 +93,8 @@ def kinds(tmp_path_factory, tiny_target) -> dict[str, Kind]:
     checkpoint = folder / "step"
     checkpoint.mkdir()
     save_file({"a": torch.ones(2)}, checkpoint / "model.safetensors")
-    seal(checkpoint, "run", 3, 1, 0.0, {"window": {}}, {"model.safetensors": "0"})
+    size = (checkpoint / "model.safetensors").stat().st_size
+    seal(checkpoint, "run", 3, 1, 0.0, {"window": {}}, {"model.safetensors": FileRecord(size, "0")})
     History(5).save(folder / "history.json")
     artifacts = ArtifactStore(folder / "var")
     made = artifacts.obtain("asset", "target", {"a": 1}, lambda out: Built("v", {}))

@@ -11,6 +11,7 @@ import dagster as dg
 import pytest
 from dagster._core.definitions.schedule_definition import ScheduleExecutionData
 from dagster._core.scheduler.instigation import InstigatorStatus
+from dagster_state import forget_instance
 from fleets import Fleet
 
 from draftworks.targets.registry import Registry
@@ -49,14 +50,16 @@ def tick_of(
     time: datetime.datetime,
     instance: dg.DagsterInstance | None = None,
 ) -> ScheduleExecutionData:
-    return schedule.evaluate_tick(
-        dg.build_schedule_context(
-            instance=instance or dg.DagsterInstance.ephemeral(),
-            repository_def=build_definitions(fleet.registry).get_repository_def(),
-            scheduled_execution_time=time,
-            resources={"workspace": fleet.workspace},
-        )
+    context = dg.build_schedule_context(
+        instance=instance or dg.DagsterInstance.ephemeral(),
+        repository_def=build_definitions(fleet.registry).get_repository_def(),
+        scheduled_execution_time=time,
+        resources={"workspace": fleet.workspace},
     )
+    try:
+        return schedule.evaluate_tick(context)
+    finally:
+        forget_instance()
 
 
 def keys(result: ScheduleExecutionData) -> list[str]:
