@@ -21,5 +21,7 @@ def fleet(tmp_path: Path) -> Fleet:
 
 @pytest.fixture
 def instance() -> Iterator[dg.DagsterInstance]:
-    with dg.DagsterInstance.ephemeral() as found:
-        yield found
+    """Not entered: contexts do that, and Dagster bears it once only."""
+    found = dg.DagsterInstance.ephemeral()
+    yield found
+    found.dispose()

@@ -11,7 +11,6 @@ import dagster as dg
 import pytest
 from dagster._core.definitions.schedule_definition import ScheduleExecutionData
 from dagster._core.scheduler.instigation import InstigatorStatus
-from dagster_state import forget_instance
 from fleets import Fleet
 
 from draftworks.targets.registry import Registry
@@ -50,16 +49,14 @@ def tick_of(
     time: datetime.datetime,
     instance: dg.DagsterInstance | None = None,
 ) -> ScheduleExecutionData:
-    context = dg.build_schedule_context(
+    repository = build_definitions(fleet.registry).get_repository_def()
+    with dg.build_schedule_context(
         instance=instance or dg.DagsterInstance.ephemeral(),
-        repository_def=build_definitions(fleet.registry).get_repository_def(),
+        repository_def=repository,
         scheduled_execution_time=time,
         resources={"workspace": fleet.workspace},
-    )
-    try:
+    ) as context:
         return schedule.evaluate_tick(context)
-    finally:
-        forget_instance()
 
 
 def keys(result: ScheduleExecutionData) -> list[str]:
