@@ -53,7 +53,7 @@ def measure(case: Case, repeats: int) -> Result:
     with torch.no_grad():
         for turn in range(repeats + 1):
             times = [
-                milliseconds(lambda: strategy.forward_loss(batch, StepContext())),
+                milliseconds(lambda: strategy.forward_loss(batch, StepContext(training=False))),
                 milliseconds(lambda: strategy.propose(batch, rows, count)),
                 milliseconds(lambda: replay(strategy, batch, count)),
             ]

@@ -17,7 +17,7 @@ from draftworks.training.compiling import compile_blocks
 from draftworks.training.core import TrainerCore
 from draftworks.training.trainer import optimizer_of, plan_of
 
-CONTEXT = StepContext(global_step=1, total_steps=4)
+CONTEXT = StepContext(global_step=1, total_steps=4, training=True)
 """Where the losses of Domino count alike."""
 
 

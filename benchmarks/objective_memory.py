@@ -69,16 +69,15 @@ def main(
 
 def measure(case: Case) -> Result:
     strategy, batch = prepare(case)
-    where = StepContext(global_step=1, total_steps=4)
 
     def train() -> StepOutput:
-        output = strategy.forward_loss(batch, where)
+        output = strategy.forward_loss(batch, StepContext(global_step=1, total_steps=4, training=True))
         output.loss_sum.backward()
         return output
 
     @torch.no_grad()
     def evaluate() -> StepOutput:
-        return strategy.forward_loss(batch, where)
+        return strategy.forward_loss(batch, StepContext(global_step=1, total_steps=4, training=False))
 
     labels = int(evaluate().counts["acc_denoms"].sum())
     head_rows = case.vocab if hasattr(strategy.options, "objective_chunk_blocks") else case.draft_vocab

@@ -123,7 +123,7 @@ def measure(run: TrainRun, pack_tokens: int, steps: int) -> tuple[list[Result], 
     for number in range(steps + 3):
         order = list(sides) if number % 2 else list(sides)[::-1]
         for name in order:
-            sides[name].step(next(streams[name]), StepContext(number, steps + 3))
+            sides[name].step(next(streams[name]), StepContext(number, steps + 3, training=True))
     content = content_of_steps(samples, loaders["padded"], steps + 3)
     padded, packed = sides.values()
     apart = max(abs(a - b) / abs(a) for a, b in zip(padded.losses, packed.losses))

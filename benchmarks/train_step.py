@@ -217,7 +217,7 @@ def train_step(strategy: DraftStrategy, batch: TrainBatch, optimizer) -> None:
 
     from draftworks.drafts.strategy import StepContext
 
-    output = strategy.forward_loss(batch, StepContext(global_step=1, total_steps=4))
+    output = strategy.forward_loss(batch, StepContext(global_step=1, total_steps=4, training=True))
     (output.loss_sum / output.loss_weight).backward()
     torch.nn.utils.clip_grad_norm_(strategy.model.parameters(), 0.5)
     optimizer.step()

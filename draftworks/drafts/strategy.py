@@ -16,10 +16,16 @@ from draftworks.features.contracts import TrainBatch
 
 @dataclass(frozen=True)
 class StepContext:
-    """Where training stands, for losses that follow a schedule."""
+    """What a forward pass is for, and where training stands, for losses that follow a schedule.
+
+    Attributes:
+        training: whether the batch is trained on; False where it is evaluated. Whether autograd records is another matter: an
+            evaluation gives the same numbers with it and without.
+    """
 
     global_step: int = 0
     total_steps: int = 0
+    training: bool = field(kw_only=True)
 
 
 @dataclass
@@ -31,7 +37,7 @@ class StepOutput:
         loss_weight: scalar, no gradient: supervised tokens, or 1 in modes that normalise per micro-batch.
         counts: detached float64 sums by name, shape (T,) per draft position: `acc_corrects`, `acc_denoms` (accuracy),
             `loss_sums`, `loss_denoms` (loss per position), `acceptance_sums`, `acceptance_denoms` (probability that
-            rejection sampling accepts, when gradients are off; of a reduced vocabulary over the rows whose label is in it, and
+            rejection sampling accepts, in evaluations; of a reduced vocabulary over the rows whose label is in it, and
             `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), and whatever else the strategy
             counts: `X_sums` with `X_denoms` are reported as `eval/X`.
     """

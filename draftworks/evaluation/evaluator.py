@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class Evaluator:
         An evaluation of nothing is no result: a made-up zero would look like a bad draft.
 
         Args:
+            ctx: where training stands; it is evaluated whatever mode this says.
             stop_signal: number of the signal that asks this rank to stop, or 0. The ranks agree after every batch, so they
                 need equal numbers of them.
 
@@ -61,7 +63,7 @@ class Evaluator:
             EvaluationStopped: a rank was asked to stop.
         """
         forward = draft.forward_loss if isinstance(draft, DraftStrategy) else draft
-        where = ctx or StepContext()
+        where = replace(ctx or StepContext(training=False), training=False)
         tally = Tally()
         with torch.no_grad():
             for batch in batches:

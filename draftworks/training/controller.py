@@ -127,7 +127,7 @@ class TrainerController:
         return self.global_step >= self._plan.total_steps or self.ended_early or bool(self.stopped_by)
 
     def _context(self) -> StepContext:
-        return StepContext(self.global_step, self._plan.total_steps)
+        return StepContext(self.global_step, self._plan.total_steps, training=True)
 
     def _epoch(self) -> None:
         """Train the rest of the epoch that the position is in."""

@@ -24,7 +24,7 @@ def counted_and_written_down(name: str):
     samples = made_up_samples(strategy, SHAPE, LENGTHS)
     batch = strategy.collate(samples, names_of(samples))
     with FlopCounterMode(display=False, custom_mapping={ADDED_IN_PLACE: of_added_product}) as counter:
-        output = strategy.forward_loss(batch, StepContext(1, 4))
+        output = strategy.forward_loss(batch, StepContext(1, 4, training=True))
         output.loss_sum.backward()
     work = Work.of(samples, output.counts["acc_denoms"].tolist())
     return counter.get_flop_counts()["Global"], FORMULAS[name](SHAPE, options_of(name, SHAPE), work)
@@ -49,7 +49,11 @@ def test_padding_and_packing_ask_for_the_same():
     strategy = made_up_draft("dflash", SHAPE, made_up_target(SHAPE))
     samples = made_up_samples(strategy, SHAPE, (40, 25))
     rows = [
-        tuple(strategy.forward_loss(lay(samples, names_of(samples)), StepContext(1, 4)).counts["acc_denoms"].tolist())
+        tuple(
+            strategy.forward_loss(lay(samples, names_of(samples)), StepContext(1, 4, training=True))
+            .counts["acc_denoms"]
+            .tolist()
+        )
         for lay in (strategy.collate, strategy.pack)
     ]
     assert rows[0] == rows[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ OBJECTIVES = [
 ]
 STRATEGIES = [Case(strategy) for strategy in SIZES]
 
-MIDWAY = StepContext(global_step=1, total_steps=4)
+MIDWAY = StepContext(global_step=1, total_steps=4, training=True)
 """Where both losses of Domino count."""
 SAMPLES, VOCAB, FLOAT = 2, 1024, 4
 """Each of the first two is doubled; and the bytes of a number."""
@@ -56,7 +57,7 @@ def train(strategy: DraftStrategy, batch: TrainBatch) -> StepOutput:
 
 @torch.no_grad()
 def evaluate(strategy: DraftStrategy, batch: TrainBatch) -> StepOutput:
-    return strategy.forward_loss(batch, MIDWAY)
+    return strategy.forward_loss(batch, replace(MIDWAY, training=False))
 
 
 def propose(strategy: DraftStrategy, batch: TrainBatch) -> Tensor:

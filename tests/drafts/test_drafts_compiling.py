@@ -47,7 +47,7 @@ def test_batches_of_other_shapes_need_no_other_code(case: Case) -> None:
         """How many graphs are made for a step on each of these."""
         graphs.clear()
         for step, lengths in enumerate(batches):
-            strategy.forward_loss(batch_of(strategy, lengths), StepContext(step)).loss_sum.backward()
+            strategy.forward_loss(batch_of(strategy, lengths), StepContext(step, training=True)).loss_sum.backward()
         return len(graphs)
 
     strategy = strategy_of(case, VOCAB)

@@ -40,7 +40,9 @@ def on_two_ranks(make_sample, vocab, tmp_path_factory) -> Sharded:
 @pytest.mark.parametrize("name", NAMES)
 def test_two_sharded_ranks_sum_to_the_gradients_of_one_process(name, on_two_ranks, vocab):
     strategy = make(name, vocab)
-    strategy.forward_loss(strategy.collate(on_two_ranks.samples, ["0", "1"]), StepContext()).loss_sum.backward()
+    strategy.forward_loss(
+        strategy.collate(on_two_ranks.samples, ["0", "1"]), StepContext(training=True)
+    ).loss_sum.backward()
     for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 0.05)):
         found = load_file(on_two_ranks.folder / f"{name}-{dtype}.safetensors")
         for parameter_name, parameter in strategy.model.named_parameters():
@@ -72,7 +74,9 @@ def test_dominos_gru_computes_with_its_masters_at_every_step(make_sample, vocab,
         expected = []
         for step in range(3):
             expected.append(masters["correction.prefix_gru.weight_hh_l0"].full_tensor().detach().clone())
-            output = strategy.forward_loss(strategy.collate([make_sample([1] * 12)], ["a"]), StepContext(step + 9, 9))
+            output = strategy.forward_loss(
+                strategy.collate([make_sample([1] * 12)], ["a"]), StepContext(step + 9, 9, training=True)
+            )
             backend.backward(output.loss_sum)
             optimizer.step()
             optimizer.zero_grad()

@@ -80,7 +80,7 @@ def test_counts_are_those_of_the_definition(seed: int, steps: int) -> None:
     mask = torch.rand(2, 9, generator=generator) < 0.7
     table = torch.randint(0, VOCAB, (VOCAB,), generator=generator)
     draft = BigramDraft(BigramTable(table.numpy()), torch.eye(VOCAB), partial(token_mean_gates, steps=steps))
-    output = draft(example_batch(ids.tolist(), mask.int().tolist(), argmax.tolist()), StepContext())
+    output = draft(example_batch(ids.tolist(), mask.int().tolist(), argmax.tolist()), StepContext(training=False))
     for step in range(steps):
         supervised = correct = 0
         for row in range(2):

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from objective_toys import Case, batch_of, in_blocks, logits_at_once, strategy_of
+from torch import Tensor
 
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 
 EXPECTED = Path(__file__).with_name("expected_losses.json")
 VOCAB, CHUNK, SAMPLES = 40, 7, 3
+EVALUATING = StepContext(1, 4, training=False)
 OPTIONS: Mapping[str, list[dict[str, Any]]] = {
     "eagle3": [
         {},
@@ -77,10 +77,10 @@ def measured(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     strategy = strategy_of(case, VOCAB, dtype, **more)
     batch = batch_of(strategy, SAMPLES, VOCAB, holes=0.2)
     with logits_at_once(CHUNK * VOCAB, CHUNK):
-        trained = strategy.forward_loss(batch, StepContext(1, 4))
+        trained = strategy.forward_loss(batch, StepContext(1, 4, training=True))
         trained.loss_sum.backward()
         with torch.no_grad():
-            evaluated = strategy.forward_loss(batch, StepContext(1, 4))
+            evaluated = strategy.forward_loss(batch, EVALUATING)
     return {"trained": sums(trained), "evaluated": sums(evaluated), "gradients": digests(strategy)}
 
 
@@ -98,6 +98,17 @@ def digests(strategy: DraftStrategy) -> dict[str, list[float]]:
         gradient = torch.zeros_like(direction) if weight.grad is None else weight.grad.double()
         found[name] = [gradient.norm().item(), float((gradient * direction).sum() / weight.numel() ** 0.5)]
     return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_evaluating_measures_the_same_whether_autograd_records_or_not(case: Case) -> None:
+    strategy = strategy_of(case, VOCAB)
+    batch = batch_of(strategy, SAMPLES, VOCAB, holes=0.2)
+    recorded = strategy.forward_loss(batch, EVALUATING)
+    with torch.no_grad():
+        unrecorded = strategy.forward_loss(batch, EVALUATING)
+    assert recorded.loss_sum.requires_grad
+    assert sums(recorded) == sums(unrecorded)
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_every_known_strategy_is_tried():
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_draft_takes_a_step(parts: TargetParts, name: str):
     strategy = make(name, parts)
-    output = strategy.forward_loss(strategy.collate(samples(strategy), ["a", "b"]), StepContext(0, 1))
+    output = strategy.forward_loss(strategy.collate(samples(strategy), ["a", "b"]), StepContext(0, 1, training=True))
     loss = output.loss_sum / output.loss_weight
     loss.backward()
     gradients = [weight.grad for weight in strategy.model.parameters() if weight.requires_grad]

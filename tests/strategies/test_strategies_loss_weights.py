@@ -54,7 +54,7 @@ def test_the_sum_and_its_divisor_are_those_of_the_weighed_labels(strategy, loss,
     weights = (1.0, 1.0, 1.0) if gamma is None else (1.0, FADING, FADING**2)
     expected = sum(count * weight for count, weight in zip(BY_PLACE[loss], weights))
     with torch.set_grad_enabled(training):
-        output = made.forward_loss(batch_of(made), StepContext(global_step=3, total_steps=10))
+        output = made.forward_loss(batch_of(made), StepContext(global_step=3, total_steps=10, training=True))
     assert float(output.loss_weight) == pytest.approx(expected, rel=1e-6)
     assert output.loss_sum.item() == pytest.approx(expected * math.log(VOCAB), rel=1e-5)
     assert output.counts["acc_denoms"].tolist() == list(BY_PLACE[loss])
@@ -63,7 +63,7 @@ def test_the_sum_and_its_divisor_are_those_of_the_weighed_labels(strategy, loss,
 @pytest.mark.parametrize("copies", [1, 3])
 def test_dpace_is_divided_by_samples_in_specforges_mode_and_by_labels_else(copies):
     reference, own = (make("dflash", loss=loss, weighting="dpace") for loss in ("specforge", "token_mean"))
-    outputs = [made.forward_loss(batch_of(made, copies), StepContext()) for made in (reference, own)]
+    outputs = [made.forward_loss(batch_of(made, copies), StepContext(training=True)) for made in (reference, own)]
     assert [float(output.loss_weight) for output in outputs] == [copies, copies * sum(BY_PLACE["token_mean"])]
     # A label that is 1/V likely, smoothed by a half: c = (1 + 1/V)/2; a block of n labels weighs c^k + … + c^n at label k.
     c = (1 + 1 / VOCAB) / 2

@@ -102,7 +102,7 @@ def gradients(strategy: DraftStrategy, output: StepOutput) -> list[Tensor]:
 
 
 def assert_same_step(strategy: DraftStrategy, first: TrainBatch, second: TrainBatch, tolerance: float) -> None:
-    ctx = StepContext(global_step=5, total_steps=9)
+    ctx = StepContext(global_step=5, total_steps=9, training=True)
     outputs = [strategy.forward_loss(batch, ctx) for batch in (first, second)]
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(outputs[0].loss_weight, outputs[1].loss_weight, **close)
@@ -144,7 +144,7 @@ def test_packed_measures_as_padded(variant: str, loss_masks: list[list[bool]]) -
     """Teacher-forced counts, and the block counts and walks of every sample."""
     strategy, samples = strategy_of(variant), samples_of(loss_masks)
     batches = packed(strategy, samples), padded(strategy, samples)
-    counts = [strategy.forward_loss(batch, StepContext()).counts for batch in batches]
+    counts = [strategy.forward_loss(batch, StepContext(training=False)).counts for batch in batches]
     torch.testing.assert_close(*counts, rtol=1e-9, atol=1e-9)
     first, second = (replay(strategy, batch, 3) for batch in batches)
     assert first == second
@@ -195,7 +195,7 @@ def test_no_sample_of_a_row_knows_of_another(variant: str, other: int) -> None:
 
 def _middle_of(strategy: DraftStrategy, samples: list[dict[str, Tensor]]) -> list[Tensor]:
     batch = packed(strategy, samples)
-    output = strategy.forward_loss(batch, StepContext())
+    output = strategy.forward_loss(batch, StepContext(training=True))
     rows = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
     rows[0, 6:17] = True
     proposed = strategy.propose(batch, rows, 3)
@@ -208,9 +208,9 @@ def test_what_a_sample_reads_is_finite_beside_one_that_is_not(variant: str) -> N
     """Not even through a product with zero does a neighbour come in."""
     strategy = strategy_of(variant)
     samples = samples_of([[True] * 9, [False] * 5])
-    clean = strategy.forward_loss(packed(strategy, samples), StepContext()).loss_sum
+    clean = strategy.forward_loss(packed(strategy, samples), StepContext(training=True)).loss_sum
     samples[1] = {name: v * float("nan") if v.is_floating_point() else v for name, v in samples[1].items()}
-    assert strategy.forward_loss(packed(strategy, samples), StepContext()).loss_sum == clean
+    assert strategy.forward_loss(packed(strategy, samples), StepContext(training=True)).loss_sum == clean
 
 
 @pytest.mark.parametrize("variant", ["eagle3", "dflash"])

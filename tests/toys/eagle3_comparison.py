@@ -11,9 +11,9 @@ MASKS = [[0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-def run(strategy, samples):
+def run(strategy, samples, training=True):
     batch = strategy.collate(samples, [str(i) for i in range(len(samples))])
-    return strategy.forward_loss(batch, StepContext())
+    return strategy.forward_loss(batch, StepContext(training=training))
 
 
 def gradients(strategy, loss) -> dict[str, torch.Tensor]:

@@ -73,7 +73,7 @@ def sharded_steps(rank: int, folder: Path, names: Sequence[str]) -> None:
         )
         for module in (*strategy.fsdp_blocks(), strategy.model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-        output = strategy.forward_loss(strategy.collate([sample], [str(rank)]), StepContext())
+        output = strategy.forward_loss(strategy.collate([sample], [str(rank)]), StepContext(training=True))
         (output.loss_sum * 2).backward()  # FSDP averages over two ranks
         whole = {key: p.grad.full_tensor() for key, p in strategy.model.named_parameters()}
         if rank == 0:

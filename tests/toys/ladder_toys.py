@@ -144,7 +144,7 @@ def _teach(ladder: Ladder, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     batch = ladder.batch(ladder.samples)
     for step in range(steps):
-        output = ladder.strategy.forward_loss(batch, StepContext(step, steps))
+        output = ladder.strategy.forward_loss(batch, StepContext(step, steps, training=True))
         (output.loss_sum / output.loss_weight).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -34,7 +34,7 @@ class RecordingStrategy(ToyStrategy):
         self.seen: list[tuple[int, str]] = []
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        if torch.is_grad_enabled():
+        if ctx.training:
             self.seen += [(ctx.global_step, name) for name in batch.sample_ids]
         return super().forward_loss(batch, ctx)
 

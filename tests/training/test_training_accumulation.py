@@ -63,7 +63,7 @@ def trained(backend: WatchedBackend, micro: int, rank: int, world: int) -> dict[
     loader = train_loader(strategy, ragged_samples(STEPS * GLOBAL), micro, GLOBAL, rank, world)
     optimizer = BF16Optimizer(backend.parameters(), LrSchedule(0.01, STEPS))
     core = TrainerCore(strategy, backend, optimizer)
-    assert sum(core.train_step(batch, StepContext()) is not None for batch in loader) == STEPS
+    assert sum(core.train_step(batch, StepContext(training=True)) is not None for batch in loader) == STEPS
     return backend.full_state_dict()
 
 

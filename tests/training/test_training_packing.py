@@ -123,7 +123,7 @@ def test_an_idle_batch_adds_nothing_to_a_step() -> None:
     strategy = PerBatch()
     core = core_of(strategy)
     idle = replace(batch_of(strategy, supervised=False), sample_ids=())
-    assert core.train_step(replace(idle, ends_step=False), StepContext()) is None
-    totals = core.train_step(batch_of(strategy), StepContext()).totals
+    assert core.train_step(replace(idle, ends_step=False), StepContext(training=True)) is None
+    totals = core.train_step(batch_of(strategy), StepContext(training=True)).totals
     assert totals.loss_weight == 1
     assert totals.tokens == batch_of(strategy).num_tokens

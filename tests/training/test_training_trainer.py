@@ -89,7 +89,7 @@ def test_two_ranks_equal_one(tmp_path: Path, one_rank: None) -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_loss_and_gradient_of_a_window_are_those_of_its_mean_over_supervised_tokens() -> None:
     strategy, samples = ToyStrategy(), ragged_samples(GLOBAL)
-    output = strategy.forward_loss(strategy.collate(list(samples.values()), list(samples)), StepContext())
+    output = strategy.forward_loss(strategy.collate(list(samples.values()), list(samples)), StepContext(training=True))
     loss = output.loss_sum / output.loss_weight
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in strategy.model.parameters()])
@@ -127,7 +127,7 @@ class _Recording(ToyStrategy):
         self.seen: list[str] = []
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        if torch.is_grad_enabled():
+        if ctx.training:
             self.seen += batch.sample_ids
         return super().forward_loss(batch, ctx)
 
@@ -168,10 +168,10 @@ def batch_of(strategy: ToyStrategy, supervised: bool = True, seed: int = 1) -> T
 def test_window_without_supervision_leaves_the_weights_alone() -> None:
     strategy = ToyStrategy()
     core = core_of(strategy)
-    core.train_step(batch_of(strategy), StepContext())
+    core.train_step(batch_of(strategy), StepContext(training=True))
     before = core.backend.full_state_dict()
     before = {name: tensor.clone() for name, tensor in before.items()}
-    result = core.train_step(batch_of(strategy, supervised=False), StepContext())
+    result = core.train_step(batch_of(strategy, supervised=False), StepContext(training=True))
     assert result.totals.avg_loss is None
     assert result.grad_norm == 0.0
     for name, tensor in core.backend.full_state_dict().items():
@@ -183,10 +183,10 @@ def test_nan_loss_stops_training_and_names_the_samples() -> None:
     strategy = ToyStrategy(break_at=2)
     core = core_of(strategy)
     for step in range(2):
-        core.train_step(batch_of(strategy), StepContext(step))
+        core.train_step(batch_of(strategy), StepContext(step, training=True))
     before = {name: tensor.clone() for name, tensor in core.backend.full_state_dict().items()}
     with pytest.raises(TrainingError, match=r"optimizer step 2 is nan.*s0, s1, s2"):
-        core.train_step(batch_of(strategy), StepContext(2))
+        core.train_step(batch_of(strategy), StepContext(2, training=True))
     assert_same_weights(core.backend.full_state_dict(), before)
 
 

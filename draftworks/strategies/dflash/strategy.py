@@ -98,7 +98,7 @@ class DFlashStrategy(DraftStrategy):
         """Those that the loss looks at; see the class."""
         mask, documents = batch["loss_mask"], Documents.of(batch)
         candidates = mask & documents.ahead(mask, 1)
-        seeds, step = (batch["draws"], ctx.global_step) if torch.is_grad_enabled() else (batch["eval_draws"], 0)
+        seeds, step = (batch["draws"], ctx.global_step) if ctx.training else (batch["eval_draws"], 0)
         return drawn_blocks(candidates, seeds, step, self.options.num_anchors, self.options.block_size, documents)
 
     def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:

@@ -76,7 +76,7 @@ class DominoStrategy(DraftStrategy):
         blocks = self._dflash.blocks(batch, ctx)
         labelled = replace(blocks, size=1 + options.labels)
         counts = label_mask(labelled, batch["loss_mask"], contiguous=options.loss == "token_mean")
-        share = options.lambda_base(ctx.global_step, ctx.total_steps) if torch.is_grad_enabled() else 0.0
+        share = options.lambda_base(ctx.global_step, ctx.total_steps) if ctx.training else 0.0
         objective = DominoObjective(self._dflash.weigh, share, options.objective_chunk_blocks)
         result = self.model(ids, batch["features"], blocks, labels_of(labelled, ids), counts, objective)
         supervised = counts.sum(dim=(0, 1), dtype=torch.float64)

@@ -34,10 +34,10 @@ class Distilled(NamedTuple):
     Attributes:
         loss_sums: of the objective over rows.
         accepted: sum over rows of Σ_v min(q̃_v, p_v), the probability that rejection sampling accepts the draft's token;
-            q̃ is the target's distribution over its *whole* vocabulary, as far as it lies in the draft's. None when
-            gradients are on and the objective does not need it: training does not pay for it.
+            q̃ is the target's distribution over its *whole* vocabulary, as far as it lies in the draft's. None in
+            training where the objective does not need it: training does not pay for it.
         taught: number of rows that add something.
-        accepted_anywhere: `accepted` of all rows, those outside included; None when gradients are on.
+        accepted_anywhere: `accepted` of all rows, those outside included; None in training.
     """
 
     loss: Tensor
@@ -55,6 +55,7 @@ def distill(
     plan: TeacherPlan,
     step_weights: Sequence[float],
     objective: Objective | BatchObjective,
+    training: bool,
 ) -> Distilled:
     """The objective over every supervised row against its teacher.
 
@@ -66,12 +67,12 @@ def distill(
     """
     if isinstance(objective, BatchObjective):
         with torch.no_grad():
-            means = _Distill.apply(teacher, plan, tuple(step_weights), CrossEntropy(), False, False, head, *states)
+            options = (CrossEntropy(), False, True, False)
+            means = _Distill.apply(teacher, plan, tuple(step_weights), *options, head, *states)
         seen = Distilled(*means)
         objective = objective.given(seen.accepted, seen.taught)
-    with_grad = torch.is_grad_enabled()
-    weights, anywhere = tuple(step_weights), not with_grad
-    return Distilled(*_Distill.apply(teacher, plan, weights, objective, with_grad, anywhere, head, *states))
+    options = (objective, torch.is_grad_enabled(), objective.needs_mass or not training, not training)
+    return Distilled(*_Distill.apply(teacher, plan, tuple(step_weights), *options, head, *states))
 
 
 class _Distill(torch.autograd.Function):
@@ -83,6 +84,7 @@ class _Distill(torch.autograd.Function):
         step_weights: tuple[float, ...],
         objective: Objective,
         with_grad: bool,
+        with_mass: bool,
         anywhere: bool,
         head: Tensor,
         *states: Tensor,
@@ -93,7 +95,6 @@ class _Distill(torch.autograd.Function):
         loss_sums, corrects, accepted, taught, missed = sums
         d_head = torch.zeros_like(head, dtype=wide) if with_grad else None
         d_states = [torch.zeros_like(state) for state in states] if with_grad else []
-        with_mass = objective.needs_mass or not with_grad
         fewest = GPU_CHUNK_ROWS if head.is_cuda else MIN_CHUNK_ROWS
         rows_at_once = max(fewest, CHUNK_ELEMENTS // teacher.head.shape[0])
         for start in range(0, plan.positions.numel(), rows_at_once):
@@ -125,7 +126,7 @@ class _Distill(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor, *_unused: Tensor):
-        return (*[None] * 6, *(saved * grad_loss.to(saved.dtype) for saved in ctx.saved_tensors))
+        return (*[None] * 7, *(saved * grad_loss.to(saved.dtype) for saved in ctx.saved_tensors))
 
 
 def _accepted_of(whole: Tensor, rows: Tensor, states: Sequence[Tensor], head: Tensor) -> Tensor:

@@ -140,6 +140,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
         step_weights: Sequence[float],
         objective: Objective | BatchObjective,
         documents: Documents,
+        training: bool,
     ) -> Distilled:
         """Unroll and distil; one call per micro-batch.
 
@@ -153,4 +154,4 @@ class Eagle3Draft(ReducedVocabularyDraft):
         teacher = self.teacher(last, self.target_head)
         plan = teacher_plan(gates)
         plan = plan._replace(rows=active.renumber(plan.rows))
-        return distill(states, self.lm_head.weight, teacher, plan, step_weights, objective)
+        return distill(states, self.lm_head.weight, teacher, plan, step_weights, objective, training)

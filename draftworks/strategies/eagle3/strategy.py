@@ -64,10 +64,10 @@ class Eagle3Strategy(ChainStrategy):
         in B·S, which are the `loss_denoms`; for the others L_i is made of means over the batch, see `MeanLogAcceptance`
         and `MeanBlend`, and `loss_denoms` are 1 in training.
 
-    With gradients on, `specforge` counts a micro-batch as one; with gradients off it weighs it by its B·S positions, as
+    In training `specforge` counts a micro-batch as one; an evaluation weighs it by its B·S positions, as
     SpecForge's Evaluator does, so that what an evaluation shows is its number too.
 
-    When gradients are off or the objective needs it, both also count the acceptance rate of each step over the supervised
+    In evaluations, or where the objective needs it, both also count the acceptance rate of each step over the supervised
     rows whose target argmax is in the draft vocabulary (`acceptance_denoms`): the sum of α. This rate is conditional, and
     higher the fewer tokens the draft has. With gradients off that over all supervised rows is counted beside it.
     """
@@ -105,13 +105,14 @@ class Eagle3Strategy(ChainStrategy):
         return TrainBatch(batch, tuple(sample_ids), sum(lengths_of(samples)), layout.documents)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """See the class for what the sums mean. `ctx` is not used: the loss follows no schedule."""
+        """See the class for what the sums mean. The loss follows no schedule."""
         mask, documents = batch["loss_mask"], Documents.of(batch)
         gates = self.chain_gates(mask, documents)
         supervised = gates.sum(dim=(1, 2), dtype=torch.float64)
-        shares = self._shares(supervised, mask.numel())
+        shares = self._shares(supervised, mask.numel(), ctx.training)
         weights, objective = shares.step_weights, self._objective(mask.numel())
-        result = self.model(batch["input_ids"], batch["features"], batch["last"], gates, weights, objective, documents)
+        inputs = (batch["input_ids"], batch["features"], batch["last"])
+        result = self.model(*inputs, gates, weights, objective, documents, ctx.training)
         counts = {
             "acc_corrects": result.corrects,
             "acc_denoms": supervised,
@@ -127,11 +128,11 @@ class Eagle3Strategy(ChainStrategy):
             }
         return StepOutput(result.loss, shares.loss_weight.to(result.loss.dtype), counts)
 
-    def _shares(self, supervised: Tensor, positions: int) -> Shares:
+    def _shares(self, supervised: Tensor, positions: int, training: bool) -> Shares:
         """For (T,) supervised rows by step, among so many positions of the batch."""
         if self.options.loss == "token_mean":
             return Shares(self._step_weights, 1, supervised, supervised[0])
-        batch_weight = 1 if torch.is_grad_enabled() else positions
+        batch_weight = 1 if training else positions
         # The LK losses are means over rows already.
         divisor, each = (positions, 1) if self.options.objective == "ce" else (1, batch_weight)
         return Shares(

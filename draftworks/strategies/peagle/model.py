@@ -277,7 +277,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         return list(self.through_layers(inputs, [rows] * len(self.layers), wanted).split(by_depth.sizes))
 
     def forward(
-        self, input_ids: Tensor, features: Tensor, last: Tensor, kept: Tensor, documents: Documents
+        self, input_ids: Tensor, features: Tensor, last: Tensor, kept: Tensor, documents: Documents, training: bool
     ) -> Distilled:
         """Distil all rows that are kept, each weighing 1; one call per micro-batch.
 
@@ -289,7 +289,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         rows = [ActiveRows.where(on).renumber(rows) for on, rows in zip(kept, plan.rows, strict=True)]
         plan = plan._replace(rows=torch.stack(rows))
         teacher = self.teacher(last, self.target_head)
-        return distill(states, self.lm_head.weight, teacher, plan, [1.0] * len(kept), CrossEntropy())
+        return distill(states, self.lm_head.weight, teacher, plan, [1.0] * len(kept), CrossEntropy(), training)
 
     @torch.no_grad()
     def propose(self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents) -> Tensor:

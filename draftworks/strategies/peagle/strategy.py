@@ -40,7 +40,7 @@ class PEagleStrategy(DraftStrategy):
         something only after all before it have been accepted, so the falling weight is roughly that of its use.)
     `specforge`: SpecForge's loss number for number, for one sample in a micro-batch as there. Row a at depth d counts if the mask
         is on at a + d, the last position of every sample masked out, and at all of a + 1 … a + d;
-        loss_sum = Σ CE / number of rows with a label in the draft vocabulary, loss_weight = 1; with gradients off a micro-batch
+        loss_sum = Σ CE / number of rows with a label in the draft vocabulary, loss_weight = 1; in an evaluation a micro-batch
         weighs its supervised tokens, as in SpecForge's Evaluator.
 
     An evaluation draws nothing: it takes every chain that counts, to its full length, so its numbers depend on neither step nor
@@ -87,7 +87,9 @@ class PEagleStrategy(DraftStrategy):
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """See the class for what the sums mean. The step of `ctx` decides the chains of a training."""
         kept = self.chains(batch, ctx)
-        result = self.model(batch["input_ids"], batch["features"], batch["last"], kept, Documents.of(batch))
+        result = self.model(
+            batch["input_ids"], batch["features"], batch["last"], kept, Documents.of(batch), ctx.training
+        )
         supervised = kept.sum(dim=(1, 2), dtype=torch.float64)
         counts = {
             "acc_corrects": result.corrects,
@@ -105,7 +107,7 @@ class PEagleStrategy(DraftStrategy):
         if self.options.loss == "specforge":
             labelled = result.taught.sum().clamp(min=1).to(result.loss.dtype)
             answers = batch["loss_mask"].sum().to(labelled.dtype)
-            weight = torch.ones_like(labelled) if torch.is_grad_enabled() else answers
+            weight = torch.ones_like(labelled) if ctx.training else answers
             return StepOutput(result.loss * (weight / labelled), weight, counts)
         return StepOutput(result.loss, supervised.sum().to(result.loss.dtype), counts)
 
@@ -114,7 +116,7 @@ class PEagleStrategy(DraftStrategy):
         documents = Documents.of(batch)
         gates = specforge_gates if self.options.loss == "specforge" else token_mean_gates
         counts = gates(batch["loss_mask"], self.options.num_depths, documents)
-        if not torch.is_grad_enabled():
+        if not ctx.training:
             return all_chains(counts)
         return drawn_chains(counts, batch["draws"], ctx.global_step, self._thinning, documents)
 

@@ -52,7 +52,7 @@ def make(parts):
 def test_loss_and_gradients_are_those_of_the_plain_writing(make, options):
     strategy = make(**options)
     batch = strategy.collate(SAMPLES, ["a", "b", "c"])
-    output = strategy.forward_loss(batch, StepContext(global_step=7))
+    output = strategy.forward_loss(batch, StepContext(global_step=7, training=True))
     anchors = anchors_drawn(strategy, batch, step=7)
     expected = sum(
         reference.loss_sum(strategy, s["input_ids"], s["loss_mask"], side_by_side(s), drawn)
@@ -73,7 +73,7 @@ def test_attention_back_ends_agree(make):
             strategy = make(attention=backend, sliding_window=window, dtype=torch.float32)
             batch = strategy.collate([sample(mask, s, torch.float32) for s, mask in enumerate(MASKS)], ["a", "b", "c"])
             with torch.no_grad():
-                outputs[backend] = strategy.forward_loss(batch, StepContext())
+                outputs[backend] = strategy.forward_loss(batch, StepContext(training=False))
         for backend in ("sdpa", "flex"):
             torch.testing.assert_close(outputs[backend].loss_sum, outputs["eager"].loss_sum, rtol=1e-5, atol=1e-5)
 
@@ -83,7 +83,7 @@ def test_a_long_batch_goes_through_attention_in_groups_with_the_same_result(make
     sums = {}
     for backend in ("eager", "sdpa"):
         strategy = make(attention=backend, num_anchors=70, sliding_window=9, sliding_layers=[0])
-        output = strategy.forward_loss(strategy.collate(long, ["a", "b"]), StepContext())
+        output = strategy.forward_loss(strategy.collate(long, ["a", "b"]), StepContext(training=True))
         sums[backend] = [output.loss_sum, *gradients(strategy, output.loss_sum).values()]
     for ours, plain in zip(sums["sdpa"], sums["eager"]):
         torch.testing.assert_close(ours, plain)
@@ -99,7 +99,7 @@ def test_sums_do_not_depend_on_batching_order_or_padding(make, loss, weighting):
         names = ["abc"[i] for i in picked]
         if extra:
             chosen, names = [*chosen, sample([0] * extra, 9)], [*names, "nothing"]
-        return strategy.forward_loss(strategy.collate(chosen, names), StepContext(global_step=3))
+        return strategy.forward_loss(strategy.collate(chosen, names), StepContext(global_step=3, training=True))
 
     whole = run(2, 0, 1, extra=30)
     parts = [run(0), run(1), run(2)]
@@ -115,17 +115,20 @@ def test_evaluation_looks_at_the_same_blocks_whatever_the_step_and_the_seed(make
     other.model.load_state_dict(strategy.model.state_dict())
     with torch.no_grad():
         outputs = [
-            s.forward_loss(s.collate(SAMPLES, ["a", "b", "c"]), StepContext(global_step=step))
+            s.forward_loss(s.collate(SAMPLES, ["a", "b", "c"]), StepContext(global_step=step, training=False))
             for s, step in ((strategy, 0), (strategy, 5), (other, 5))
         ]
     assert outputs[0].loss_sum == outputs[1].loss_sum == outputs[2].loss_sum
-    training = [strategy.forward_loss(strategy.collate(SAMPLES, list("abc")), StepContext(s)).loss_sum for s in (0, 5)]
+    training = [
+        strategy.forward_loss(strategy.collate(SAMPLES, list("abc")), StepContext(s, training=True)).loss_sum
+        for s in (0, 5)
+    ]
     assert training[0] != training[1]
 
 
 def test_a_batch_without_a_supervised_token_still_has_a_gradient_for_every_weight(make):
     strategy = make()
-    output = strategy.forward_loss(strategy.collate([sample([0] * 6, 1)], ["a"]), StepContext())
+    output = strategy.forward_loss(strategy.collate([sample([0] * 6, 1)], ["a"]), StepContext(training=True))
     output.loss_sum.backward()
     assert output.loss_weight == 0
     assert all(weight.grad is not None and not weight.grad.any() for weight in strategy.model.parameters())

@@ -27,7 +27,7 @@ OPTIONS = {
     "gru_hidden_dim": 5,
 }
 NAMES = ["a", "b", "c"]
-HALFWAY = StepContext(global_step=5, total_steps=20)
+HALFWAY = StepContext(global_step=5, total_steps=20, training=True)
 """Where λ is 0.5 by default."""
 BOTH_SHIFTS = pytest.mark.parametrize("shift_label", [True, False], ids=["shifted", "unshifted"])
 
@@ -73,7 +73,7 @@ def expected_sums(strategy: DominoStrategy, batch, ctx: StepContext, lambda_base
 )
 def test_loss_and_gradients_are_those_of_the_plain_writing(make, shift_label, options, step, lambda_base):
     strategy = make(shift_label=shift_label, **options)
-    batch, ctx = strategy.collate(SAMPLES, NAMES), StepContext(step, total_steps=20)
+    batch, ctx = strategy.collate(SAMPLES, NAMES), StepContext(step, total_steps=20, training=True)
     output = strategy.forward_loss(batch, ctx)
     expected = sum(one.loss for one in expected_sums(strategy, batch, ctx, lambda_base))
     torch.testing.assert_close(output.loss_sum, expected, rtol=1e-6, atol=1e-6)
@@ -161,7 +161,7 @@ def test_an_evaluation_looks_at_what_is_served_whatever_the_step(make):
     strategy = make(num_anchors=2)
     batch = strategy.collate(SAMPLES, NAMES)
     with torch.no_grad():
-        outputs = [strategy.forward_loss(batch, StepContext(step, 20)) for step in (0, 5, 20)]
+        outputs = [strategy.forward_loss(batch, StepContext(step, 20, training=False)) for step in (0, 5, 20)]
     assert outputs[0].loss_sum == outputs[1].loss_sum == outputs[2].loss_sum
     torch.testing.assert_close(outputs[0].loss_sum, outputs[0].counts["loss_sums"].sum())
 

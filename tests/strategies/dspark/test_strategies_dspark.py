@@ -20,7 +20,7 @@ from draftworks.strategies.dspark.strategy import DSparkStrategy
 
 NAMES = ["a", "b", "c"]
 STREAMS = ("hf1", "hf3", "hf6", "last")
-HERE = StepContext(global_step=7)
+HERE = StepContext(global_step=7, training=True)
 ALL_HEADS = pytest.mark.parametrize(
     "heads",
     [
@@ -157,9 +157,9 @@ def test_an_evaluation_looks_at_the_same_blocks_whatever_the_step(make):
     strategy = make(num_anchors=2)
     batch = strategy.collate(SAMPLES, NAMES)
     with torch.no_grad():
-        first, later = (strategy.forward_loss(batch, StepContext(step, 20)).loss_sum for step in (0, 5))
+        first, later = (strategy.forward_loss(batch, StepContext(step, 20, training=False)).loss_sum for step in (0, 5))
     assert first == later
-    trained = [strategy.forward_loss(batch, StepContext(step, 20)).loss_sum for step in (0, 5)]
+    trained = [strategy.forward_loss(batch, StepContext(step, 20, training=True)).loss_sum for step in (0, 5)]
     assert trained[0] != trained[1]
 
 
@@ -340,7 +340,7 @@ def test_the_markov_head_says_more_than_a_backbone_of_what_follows_a_token(parts
         batch = strategy.collate(samples, list("abcdef"))
         optimizer, losses, errors = torch.optim.AdamW(strategy.model.parameters(), lr=1e-2), [], []
         for step in range(60):
-            output = strategy.forward_loss(batch, StepContext(step, 60))
+            output = strategy.forward_loss(batch, StepContext(step, 60, training=True))
             loss = output.loss_sum / output.loss_weight
             losses.append(loss.item())
             errors.append(output.counts["confidence_error_sums"].sum().item())

@@ -50,7 +50,7 @@ def test_attention_back_ends_give_the_same_draft_and_are_no_part_of_it(make_stra
         assert_close(sums["auto"][name], expected, 1e-10, name)
         assert_close(sums["sdpa"][name], expected, 1e-10, name)
     with torch.no_grad():
-        assert_close(run(made["flex"], samples).loss_sum, sums["eager"]["loss"].detach(), 1e-10)
+        assert_close(run(made["flex"], samples, training=False).loss_sum, sums["eager"]["loss"].detach(), 1e-10)
     assert len({str(strategy.config()) for strategy in made.values()}) == 1
 
 
@@ -86,12 +86,12 @@ def test_padding_rows_never_influence_a_sample(make_strategy, make_sample):
     strategy = make_strategy(torch.float64)
     sample = make_sample(MASKS[0], 0, torch.float64)
     batch = strategy.collate([sample, make_sample([0] * 20, 1, torch.float64)], ["a", "b"])
-    clean = strategy.forward_loss(batch, StepContext())
+    clean = strategy.forward_loss(batch, StepContext(training=True))
     length = len(MASKS[0])
     for name in ("features", "last"):
         batch[name][0, length:] = 1e3
     batch["input_ids"][0, length:] = 7
-    dirty = strategy.forward_loss(batch, StepContext())
+    dirty = strategy.forward_loss(batch, StepContext(training=True))
     assert_close(dirty.loss_sum, clean.loss_sum, 1e-12)
     assert_close(clean.loss_sum, run(strategy, [sample]).loss_sum, 1e-12)
 
@@ -149,6 +149,7 @@ def test_no_grad_gives_the_same_numbers(make_strategy, make_sample):
     with_grad = run(strategy, samples)
     with torch.no_grad():
         without = run(strategy, samples)
+    assert with_grad.counts.keys() == without.counts.keys()
     assert torch.equal(with_grad.loss_sum.detach(), without.loss_sum)
     assert all(torch.equal(with_grad.counts[name], without.counts[name]) for name in with_grad.counts)
 
@@ -161,7 +162,7 @@ def test_acceptance_rate_equals_plain_transcription(make_strategy, make_sample, 
     batch = strategy.collate(samples, ["a", "b", "c"])
     w = strategy.model.state_dict()
     with torch.no_grad():
-        counts = strategy.forward_loss(batch, StepContext()).counts
+        counts = strategy.forward_loss(batch, StepContext(training=False)).counts
         states = reference_states(
             w, parts, batch["input_ids"], batch["features"], parts.embedding.to(dtype), strategy.options
         )

@@ -54,7 +54,7 @@ def test_evaluation_and_training_give_the_same_numbers(make_strategy, make_sampl
     strategy, samples = make_strategy(torch.float64, loss=loss, **lk), samples_of(make_sample)
     training = run(strategy, samples)
     with torch.no_grad():
-        evaluation = run(strategy, samples)
+        evaluation = run(strategy, samples, training=False)
     weights = [each.loss_weight for each in (training, evaluation)]
     assert_close(training.loss_sum / weights[0], evaluation.loss_sum / weights[1], 1e-12)
     of_evaluations = {"unconditional_acceptance_sums", "unconditional_acceptance_denoms"}

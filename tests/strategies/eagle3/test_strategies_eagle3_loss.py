@@ -38,11 +38,11 @@ def case():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_result_does_not_depend_on_the_chunk_size(case, monkeypatch, objective):
     leaves, teacher, plan, weights = case
-    whole = distill(leaves[1:], leaves[0], teacher, plan, weights, objective)
+    whole = distill(leaves[1:], leaves[0], teacher, plan, weights, objective, training=True)
     expected = torch.autograd.grad(whole.loss, leaves)
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
     monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", 3)
-    pieces = distill(leaves[1:], leaves[0], teacher, plan, weights, objective)
+    pieces = distill(leaves[1:], leaves[0], teacher, plan, weights, objective, training=True)
     torch.testing.assert_close(pieces, whole)
     torch.testing.assert_close(torch.autograd.grad(pieces.loss, leaves), expected)
 
@@ -52,7 +52,7 @@ def test_gradients_are_those_of_finite_differences(case, objective):
     leaves, teacher, plan, weights = case
     assert plan.positions.numel() > 5
     torch.autograd.gradcheck(
-        lambda head, *states: 3 * distill(states, head, teacher, plan, weights, objective).loss, leaves
+        lambda head, *states: 3 * distill(states, head, teacher, plan, weights, objective, training=True).loss, leaves
     )
 
 
@@ -62,7 +62,7 @@ def test_draft_equal_to_the_teacher_has_no_gradient_and_is_always_right(case):
     teacher = teacher._replace(draft_ids=everything, draft_index=everything)
     head = teacher.head.clone().requires_grad_()
     states = [teacher.last.roll(-1 - step, 0).requires_grad_() for step in range(len(weights))]
-    result = distill(states, head, teacher, plan, weights, CrossEntropy())
+    result = distill(states, head, teacher, plan, weights, CrossEntropy(), training=True)
     assert result.corrects.tolist() == (plan.rows >= 0).sum(1).tolist()
     for grad in torch.autograd.grad(result.loss, [head, *states]):
         torch.testing.assert_close(grad, torch.zeros_like(grad))
@@ -74,11 +74,11 @@ def test_acceptance_does_not_depend_on_the_chunk_size_and_is_certain_for_the_tea
     whole_vocabulary = teacher._replace(draft_ids=everything, draft_index=everything)
     own_states = [teacher.last.roll(-1 - step, 0) for step in range(len(weights))]
     with torch.no_grad():
-        whole = distill(leaves[1:], leaves[0], teacher, plan, weights, CrossEntropy())
-        perfect = distill(own_states, teacher.head, whole_vocabulary, plan, weights, CrossEntropy())
+        whole = distill(leaves[1:], leaves[0], teacher, plan, weights, CrossEntropy(), training=False)
+        perfect = distill(own_states, teacher.head, whole_vocabulary, plan, weights, CrossEntropy(), training=False)
         monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
         monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", 3)
-        pieces = distill(leaves[1:], leaves[0], teacher, plan, weights, CrossEntropy())
+        pieces = distill(leaves[1:], leaves[0], teacher, plan, weights, CrossEntropy(), training=False)
     torch.testing.assert_close(pieces, whole)
     assert (whole.accepted < whole.taught).all()
     torch.testing.assert_close(perfect.accepted, perfect.taught)

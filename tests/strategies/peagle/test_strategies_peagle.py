@@ -19,7 +19,8 @@ from draftworks.strategies.peagle.strategy import PEagleStrategy
 OPTIONS = {"num_depths": 4, "num_layers": 2, "draft_vocab_size": DRAFT_VOCAB, "layer_ids": [1, 3, 6]}
 MASKS = [[0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1]]
 NAMES = ["a", "b", "c"]
-MIDDLE = StepContext(global_step=7, total_steps=20)
+MIDDLE = StepContext(global_step=7, total_steps=20, training=True)
+MEASURED = replace(MIDDLE, training=False)
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_attention_back_ends_give_the_same_draft_and_are_no_part_of_it(make):
         torch.testing.assert_close(sums[name], sums["eager"])
     with torch.no_grad():
         measured = [
-            made[name].forward_loss(made[name].collate(SAMPLES, NAMES), MIDDLE).loss_sum for name in ("flex", "eager")
+            made[name].forward_loss(made[name].collate(SAMPLES, NAMES), MEASURED).loss_sum for name in ("flex", "eager")
         ]
     torch.testing.assert_close(*measured)
     assert len({str(strategy.config()) for strategy in made.values()}) == 1
@@ -149,7 +150,7 @@ def test_sums_do_not_depend_on_batching_order_or_padding(make, measuring):
         chosen, names = [SAMPLES[i] for i in picked], [NAMES[i] for i in picked]
         if extra:
             chosen, names = [*chosen, sample([0] * extra, 9)], [*names, "nothing"]
-        return strategy.forward_loss(strategy.collate(chosen, names), MIDDLE)
+        return strategy.forward_loss(strategy.collate(chosen, names), MEASURED if measuring else MIDDLE)
 
     with torch.set_grad_enabled(not measuring):
         whole, parts = run(2, 0, 1, extra=30), [run(0), run(1), run(2)]
@@ -175,13 +176,13 @@ def test_an_evaluation_takes_every_chain_whatever_the_step_and_the_seed(make):
     batches = [one.collate(SAMPLES, NAMES) for one in (strategy, strategy, other)]
     with torch.no_grad():
         outputs = [
-            one.forward_loss(batch, StepContext(step))
+            one.forward_loss(batch, StepContext(step, training=False))
             for one, batch, step in zip((strategy, strategy, other), batches, (0, 5, 5))
         ]
     assert outputs[0].loss_sum == outputs[1].loss_sum == outputs[2].loss_sum
     # Answers of 5, 4, 3 and 6 tokens, the first of them said by the target.
     assert outputs[0].counts["acc_denoms"].tolist() == [4 + 3 + 2 + 5, 3 + 2 + 1 + 4, 2 + 1 + 3, 1 + 2]
-    training = [strategy.forward_loss(batches[0], StepContext(step)).loss_sum for step in (0, 5)]
+    training = [strategy.forward_loss(batches[0], StepContext(step, training=True)).loss_sum for step in (0, 5)]
     assert training[0] != training[1]
 
 
@@ -190,7 +191,7 @@ def test_acceptance_is_counted_where_there_are_no_gradients(make):
     batch = strategy.collate(SAMPLES, NAMES)
     assert "acceptance_sums" not in strategy.forward_loss(batch, MIDDLE).counts
     with torch.no_grad():
-        counts = strategy.forward_loss(batch, MIDDLE).counts
+        counts = strategy.forward_loss(batch, MEASURED).counts
     assert (counts["acceptance_sums"] > 0).all()
     assert (counts["acceptance_sums"] < counts["acceptance_denoms"]).all()
     assert (counts["acceptance_denoms"] <= counts["acc_denoms"]).all()
@@ -201,7 +202,7 @@ def test_an_evaluation_in_specforges_mode_weighs_a_sample_by_its_supervised_toke
     strategy = make(loss="specforge")
     batch = strategy.collate(SAMPLES[:1], NAMES[:1])
     with torch.no_grad():
-        assert strategy.forward_loss(batch, MIDDLE).loss_weight == sum(MASKS[0][:-1])
+        assert strategy.forward_loss(batch, MEASURED).loss_weight == sum(MASKS[0][:-1])
 
 
 def test_proposals_are_the_plain_writings_first_choices(make, monkeypatch):
@@ -271,7 +272,7 @@ def test_training_moves_the_drafts_embeddings_and_leaves_the_targets_alone(parts
     batch = strategy.collate([sample(mask, seed, torch.float32) for seed, mask in enumerate(MASKS)], NAMES)
     losses = []
     for _ in range(12):
-        output = strategy.forward_loss(batch, StepContext())
+        output = strategy.forward_loss(batch, StepContext(training=True))
         (output.loss_sum / output.loss_weight).backward()
         optimizer.step()
         optimizer.zero_grad()
