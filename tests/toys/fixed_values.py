@@ -24,7 +24,7 @@ from draftworks.strategies.peagle.strategy import PEagleStrategy
 
 MASKS = [[0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1]]
 NAMES = ["a", "b", "c"]
-HALFWAY = StepContext(global_step=5, total_steps=20)
+HALFWAY = StepContext(global_step=5, total_steps=20, training=True)
 BLOCK = {"block_size": 4, "num_layers": 2, "layer_ids": [1, 3, 6], "num_anchors": 5}
 CHAIN = {"num_depths": 4, "num_layers": 2, "draft_vocab_size": DRAFT_VOCAB, "layer_ids": [1, 3, 6]}
 UNROLL = {"ttt_length": 4, "draft_vocab_size": DRAFT_VOCAB}
