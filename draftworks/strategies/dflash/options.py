@@ -54,7 +54,7 @@ class DFlashOptions(LayerOptions):
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
         "auto", description="How it is computed, equal to rounding: auto is flex on a GPU, else sdpa."
     )
-    objective_chunk_blocks: int = Field(128, ge=1, description="Blocks whose logits are held at a time.")
+    objective_chunk_blocks: int = Field(32, ge=1, description="Blocks whose logits are held at a time.")
 
     @model_validator(mode="after")
     def _window_fits(self) -> DFlashOptions:
