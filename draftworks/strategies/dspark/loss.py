@@ -134,4 +134,5 @@ class _Teacher(NamedTuple):
         """(r, V), at the positions (r,). One that teaches several rows is computed once."""
         positions, which = positions.unique(return_inverse=True)
         logits = F.linear(self.last[positions].to(self.head.dtype), self.head)
-        return logits.to(dtype).softmax(-1).index_select(0, which)
+        # As the draft's own are computed: where both agree their difference is 0, not rounding.
+        return logits.to(dtype).log_softmax(-1).exp().index_select(0, which)
