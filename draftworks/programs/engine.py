@@ -32,7 +32,8 @@ def engine(
     """Serve a target until Ctrl-C, at its entry's `capture.server.url`: loaded once, for every step of every run."""
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     logging.getLogger("draftworks").setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for signum in (signal.SIGINT, signal.SIGTERM):  # a shell starts what it runs in the background with SIGINT ignored
+        signal.signal(signum, signal.default_int_handler)
     try:
         server = prepare_server(target, Registry(registry))
         typer.echo(f"target {target}: SGLang is starting; what it says is in {server.log}")
