@@ -45,9 +45,9 @@ class LocalLauncher(TorchLauncher):
     Dagster process leaves torchrun running.
     """
 
-    grace_s: float = Field(10.0, ge=0, description="Seconds a cancelled job has before it is killed.")
+    grace_s: float = Field(default=10.0, ge=0, description="Seconds a cancelled job has before it is killed.")
     threads: int | None = Field(
-        None, ge=1, description="OMP_NUM_THREADS of each rank; None shares the usable cores among the ranks."
+        default=None, ge=1, description="OMP_NUM_THREADS of each rank; None shares the usable cores among the ranks."
     )
 
     def submit(self, job: TorchJob, env: Mapping[str, str], run_dir: RunDir) -> LocalJob:

@@ -23,10 +23,10 @@ class SGLangServer(dg.ConfigurableResource):
     """
 
     python: str = Field(description="Of the environment with SGLang; an absolute path.")
-    start_timeout_s: float = Field(900.0, gt=0, description="Until a server has to be ready.")
-    request_timeout_s: float = Field(600.0, gt=0, description="Until it has to have answered.")
-    attempts: int = Field(3, ge=1, description="How often a batch of a capture is tried.")
-    grace_s: float = Field(15.0, ge=0, description="Seconds between terminate and kill.")
+    start_timeout_s: float = Field(default=900.0, gt=0, description="Until a server has to be ready.")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="Until it has to have answered.")
+    attempts: int = Field(default=3, ge=1, description="How often a batch of a capture is tried.")
+    grace_s: float = Field(default=15.0, ge=0, description="Seconds between terminate and kill.")
 
     @property
     def spec(self) -> SGLangSpec:

@@ -47,13 +47,17 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
     A handle is whatever `submit` returns: a process, a job id.
     """
 
-    workdir: str = Field("var/runs", description="Run folders (logs, error files) are made here.")
-    poll_interval_s: float = Field(0.2, gt=0, description="Seconds between two looks at a running job.")
+    workdir: str = Field(default="var/runs", description="Run folders (logs, error files) are made here.")
+    poll_interval_s: float = Field(default=0.2, gt=0, description="Seconds between two looks at a running job.")
     stall_limit_s: float | None = Field(
-        1800.0, gt=0, description="Seconds without any progress after which a job is ended; None waits for ever."
+        default=1800.0,
+        gt=0,
+        description="Seconds without any progress after which a job is ended; None waits for ever.",
     )
-    time_limit_s: float | None = Field(None, gt=0, description="Seconds that a job may run.")
-    log_limit_mb: int = Field(8, ge=1, description="Output copied to the run page, in MiB; the log file has it all.")
+    time_limit_s: float | None = Field(default=None, gt=0, description="Seconds that a job may run.")
+    log_limit_mb: int = Field(
+        default=8, ge=1, description="Output copied to the run page, in MiB; the log file has it all."
+    )
 
     @abstractmethod
     def submit(self, job: TorchJob, env: Mapping[str, str], run_dir: RunDir) -> Any:

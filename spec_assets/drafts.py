@@ -52,10 +52,10 @@ class DraftConfig(dg.Config):
         default_factory=dict, description="Training settings that differ from the registry's."
     )
     start_over: bool = Field(
-        False, description="Train from the first step, even if this very draft exists or was interrupted."
+        default=False, description="Train from the first step, even if this very draft exists or was interrupted."
     )
     retries: int = Field(
-        10, ge=0, description="How often an interrupted training goes on by itself from its checkpoint."
+        default=10, ge=0, description="How often an interrupted training goes on by itself from its checkpoint."
     )
 
 

@@ -24,7 +24,7 @@ class CustomEngineSpec(Spec):
         pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$", description="Name of the engine, part of every feature's key."
     )
     numerics: int = Field(
-        1, ge=1, description="Raise it when the engine's numbers change: features from before no longer count."
+        default=1, ge=1, description="Raise it when the engine's numbers change: features from before no longer count."
     )
     options: dict[str, Any] = Field(
         default_factory=dict, description="For your entry point, which finds them in capture.custom.options."
@@ -35,34 +35,41 @@ class CaptureSpec(Spec):
     """How the target's hidden states are captured. `backend`, `dtype` and `compute_dtype` decide what they are."""
 
     backend: Literal["hf", "sglang", "sglang_server", "custom"] = Field(
-        "hf",
+        default="hf",
         description="The engine that runs the target: hf is transformers, sglang is SGLang in the capturing process, "
         "sglang_server SGLang behind HTTP, custom an engine of yours. A capture that was interrupted and goes on equals the "
         "undisturbed one bit for bit with hf, to rounding with the others.",
     )
     server: ServerSpec = Field(default_factory=ServerSpec)
-    custom: CustomEngineSpec | None = Field(None, description="The engine of `backend: custom`.")
-    dtype: Dtype = Field("bfloat16", description="Of the stored features. The target runs in `compute_dtype`.")
-    compute_dtype: Dtype = Field("bfloat16", description="Of the target's weights and activations.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one.")
-    batch_tokens: int = Field(16384, gt=0, description="Tokens, padding included, of one forward pass.")
-    processes: int = Field(1, ge=1, description="Ranks that share the work; each writes its own shards.")
-    shard_mb: int = Field(256, gt=0, description="A shard is published when it has grown to this size.")
+    custom: CustomEngineSpec | None = Field(default=None, description="The engine of `backend: custom`.")
+    dtype: Dtype = Field(default="bfloat16", description="Of the stored features. The target runs in `compute_dtype`.")
+    compute_dtype: Dtype = Field(default="bfloat16", description="Of the target's weights and activations.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
+    batch_tokens: int = Field(default=16384, gt=0, description="Tokens, padding included, of one forward pass.")
+    processes: int = Field(default=1, ge=1, description="Ranks that share the work; each writes its own shards.")
+    shard_mb: int = Field(default=256, gt=0, description="A shard is published when it has grown to this size.")
     budget_gb: float = Field(
-        100.0, gt=0, allow_inf_nan=True, description="A capture that would store more is refused before it starts."
+        default=100.0,
+        gt=0,
+        allow_inf_nan=True,
+        description="A capture that would store more is refused before it starts.",
     )
     probe_gb: float = Field(
-        16.0,
+        default=16.0,
         gt=0,
         allow_inf_nan=True,
         description="GB of the target's weights that are read to compare what the engine captures with them; where all its "
         "layers are more, the lowest are compared.",
     )
     allow_unprobed: bool = Field(
-        False, description="Capture also what no such comparison can judge, such as a quantised server; checks name it."
+        default=False,
+        description="Capture also what no such comparison can judge, such as a quantised server; checks name it.",
     )
     max_failed_share: float = Field(
-        0.0, ge=0, lt=1, description="More samples than this without sound features stop the run; others are left out."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="More samples than this without sound features stop the run; others are left out.",
     )
 
     @model_validator(mode="after")

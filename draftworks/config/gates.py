@@ -18,10 +18,14 @@ class GateSpec(Spec):
     are not the target's, exports that do not compute the draft's logits) always end the run.
     """
 
-    loss_falls: Outcome = Field("error", description="Training loss ends below where it began.")
+    loss_falls: Outcome = Field(default="error", description="Training loss ends below where it began.")
     beats_baselines: Outcome = Field(
-        "warn", description="The draft accepts more than a bigram table and than itself untrained."
+        default="warn", description="The draft accepts more than a bigram table and than itself untrained."
     )
-    not_worse: Outcome = Field("warn", description="The draft accepts no less than the one that it replaces.")
-    agrees_with_walk: Outcome = Field("warn", description="The live server accepts what the walk said it would.")
-    answers_finished: Outcome = Field("warn", description="Most answers end before max_new_tokens cuts them off.")
+    not_worse: Outcome = Field(default="warn", description="The draft accepts no less than the one that it replaces.")
+    agrees_with_walk: Outcome = Field(
+        default="warn", description="The live server accepts what the walk said it would."
+    )
+    answers_finished: Outcome = Field(
+        default="warn", description="Most answers end before max_new_tokens cuts them off."
+    )

@@ -26,10 +26,10 @@ class LayerOptions(StrategyOptions):
     structural: ClassVar[tuple[str, ...]] = ("head_dim", "rms_norm_eps", "rope")
     added: ClassVar[tuple[str, ...]] = structural
 
-    head_dim: int | None = Field(None, gt=0, multiple_of=2, description="Of attention; default the target's.")
-    rms_norm_eps: float | None = Field(None, gt=0, description="Default the target's.")
+    head_dim: int | None = Field(default=None, gt=0, multiple_of=2, description="Of attention; default the target's.")
+    rms_norm_eps: float | None = Field(default=None, gt=0, description="Default the target's.")
     rope: dict[str, Any] | None = Field(
-        None, description="Rotary positions, as rope_parameters of transformers 5; default the target's."
+        default=None, description="Rotary positions, as rope_parameters of transformers 5; default the target's."
     )
 
     @field_validator("rope")

@@ -1,48 +1,45 @@
 """What a user writes in `registry/`: targets, data sets and the deployment, as validated types. Torch-free.
 
-Every model refuses unknown keys. `load_yaml` turns a validation error into one message that names the file, the key,
-what was expected and what was found.
+Every model refuses unknown keys.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from draftworks.config.base import Dtype, Spec, SpecType
+from draftworks.config.base import Dtype, Spec
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.cron import checked_cron, checked_timezone
 from draftworks.config.gates import GateSpec
 from draftworks.config.responses import ResponseSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
-from draftworks.config.strict_yaml import read_mapping
-from draftworks.errors import ConfigError
 from draftworks.storage.names import checked_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-CREDENTIALS = re.compile(r"//[^/\s]*@")
-"""Of an address: no message repeats them."""
-SECRET = "api_key_env"
-"""Whoever takes this key for that of the server writes a secret there."""
 StoreKind = Literal["local", "shared_dir"]
 
 
 class DataSpec(Spec):
     """How conversations become supervised tokens."""
 
-    only_last_turn: bool = Field(False, description="Supervise only the last assistant turn.")
+    only_last_turn: bool = Field(default=False, description="Supervise only the last assistant turn.")
     held_out_share: float = Field(
-        0.1, gt=0, lt=1, description="Share of conversations kept for the eval set `heldout`."
+        default=0.1, gt=0, lt=1, description="Share of conversations kept for the eval set `heldout`."
     )
-    max_conversations: int | None = Field(None, gt=0, description="Use only so many, chosen by hash; None = all.")
-    max_rejected_share: float = Field(0.05, ge=0, le=1, description="More rejected rows than this stop the run.")
-    min_supervised_share: float = Field(0.02, ge=0, le=1, description="Fewer supervised tokens than this stop the run.")
-    workers: int = Field(2, ge=1, description="Tokenizer processes.")
+    max_conversations: int | None = Field(
+        default=None, gt=0, description="Use only so many, chosen by hash; None = all."
+    )
+    max_rejected_share: float = Field(
+        default=0.05, ge=0, le=1, description="More rejected rows than this stop the run."
+    )
+    min_supervised_share: float = Field(
+        default=0.02, ge=0, le=1, description="Fewer supervised tokens than this stop the run."
+    )
+    workers: int = Field(default=2, ge=1, description="Tokenizer processes.")
 
     def identity(self) -> dict[str, Any]:
         return self.model_dump(exclude={"workers"})
@@ -51,51 +48,62 @@ class DataSpec(Spec):
 class TrainingSpec(Spec):
     """Hyper-parameters of a draft's training; the defaults are the reference's where it has one."""
 
-    processes: int = Field(1, ge=1, description="torchrun ranks.")
-    global_batch_size: int = Field(8, ge=1, description="Samples per optimizer step over all ranks.")
-    micro_batch_size: int = Field(1, ge=1, description="Samples per forward pass of one rank, padded to the longest.")
+    processes: int = Field(default=1, ge=1, description="torchrun ranks.")
+    global_batch_size: int = Field(default=8, ge=1, description="Samples per optimizer step over all ranks.")
+    micro_batch_size: int = Field(
+        default=1, ge=1, description="Samples per forward pass of one rank, padded to the longest."
+    )
     pack_tokens: int | None = Field(
-        None,
+        default=None,
         ge=2,
         description="Instead of that, samples one after the other in rows of at most so many tokens, nothing padded: a "
         "row per forward pass. Changes what a step costs, not what it learns.",
     )
     pack_overlong: Literal["refuse", "own_row"] = Field(
-        "refuse", description="Samples longer than pack_tokens end the run, or get a longer row each."
+        default="refuse", description="Samples longer than pack_tokens end the run, or get a longer row each."
     )
-    epochs: float = Field(1.0, gt=0, description="Passes over the data; a share of one is allowed.")
+    epochs: float = Field(default=1.0, gt=0, description="Passes over the data; a share of one is allowed.")
     max_steps: int | None = Field(
-        None, ge=0, description="Stops earlier than `epochs` would; 0 publishes the draft as it begins."
+        default=None, ge=0, description="Stops earlier than `epochs` would; 0 publishes the draft as it begins."
     )
-    lr: float = Field(1e-4, gt=0, description="Of AdamW, at its peak.")
+    lr: float = Field(default=1e-4, gt=0, description="Of AdamW, at its peak.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
-        "cosine", description="After warm-up. wsd: stable, then linear decay over the last `decay_ratio` of the steps."
+        default="cosine",
+        description="After warm-up. wsd: stable, then linear decay over the last `decay_ratio` of the steps.",
     )
-    warmup_ratio: float = Field(0.015, ge=0, lt=1, description="Share of the steps with linear warm-up.")
-    decay_ratio: float = Field(0.2, gt=0, le=1, description="Of wsd.")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where the schedule ends, as a share of lr.")
-    weight_decay: float = Field(0.0, ge=0, description="Of AdamW.")
-    max_grad_norm: float = Field(0.5, gt=0, description="Gradients are clipped to this norm.")
-    compute_dtype: Dtype = Field("bfloat16", description="Of forward and backward; master weights are always fp32.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one.")
-    compile: bool = Field(False, description="torch.compile the draft's blocks: a slow start, shorter steps on a GPU.")
-    seed: int = Field(42, description="Of initial weights and sample order.")
-    log_every: int = Field(10, ge=1, description="Optimizer steps between progress reports.")
-    eval_every: int = Field(0, ge=0, description="Optimizer steps between evaluations; 0 = only at the end.")
-    publish: Literal["best", "last"] = Field("best", description="Which of the evaluated drafts becomes the result.")
+    warmup_ratio: float = Field(default=0.015, ge=0, lt=1, description="Share of the steps with linear warm-up.")
+    decay_ratio: float = Field(default=0.2, gt=0, le=1, description="Of wsd.")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Where the schedule ends, as a share of lr.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Of AdamW.")
+    max_grad_norm: float = Field(default=0.5, gt=0, description="Gradients are clipped to this norm.")
+    compute_dtype: Dtype = Field(
+        default="bfloat16", description="Of forward and backward; master weights are always fp32."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
+    compile: bool = Field(
+        default=False, description="torch.compile the draft's blocks: a slow start, shorter steps on a GPU."
+    )
+    seed: int = Field(default=42, description="Of initial weights and sample order.")
+    log_every: int = Field(default=10, ge=1, description="Optimizer steps between progress reports.")
+    eval_every: int = Field(default=0, ge=0, description="Optimizer steps between evaluations; 0 = only at the end.")
+    publish: Literal["best", "last"] = Field(
+        default="best", description="Which of the evaluated drafts becomes the result."
+    )
     best_metric: str = Field(
-        "eval/simulated_acc_len",
+        default="eval/simulated_acc_len",
         description="Of an evaluation: decides which draft is the best. eval/rung3_walk_acc_len replays greedy serving.",
     )
-    best_mode: Literal["max", "min"] = Field("max", description="min for a metric like eval/avg_loss.")
-    best_min_delta: float = Field(0.0, ge=0, description="A draft better by no more than this is not better.")
-    patience: int = Field(0, ge=0, description="End after so many evaluations without a better one; 0 = never.")
+    best_mode: Literal["max", "min"] = Field(default="max", description="min for a metric like eval/avg_loss.")
+    best_min_delta: float = Field(default=0.0, ge=0, description="A draft better by no more than this is not better.")
+    patience: int = Field(default=0, ge=0, description="End after so many evaluations without a better one; 0 = never.")
     save_every: int = Field(
-        200, ge=0, description="Optimizer steps between checkpoints; 0 = only the best and the last."
+        default=200, ge=0, description="Optimizer steps between checkpoints; 0 = only the best and the last."
     )
-    keep_checkpoints: int = Field(2, ge=1, description="How many of the newest to keep, beside the best.")
-    save_async: bool = Field(False, description="Write checkpoints while training goes on, from a copy of the state.")
-    tensorboard: bool = Field(False, description="Also write event files beside the draft.")
+    keep_checkpoints: int = Field(default=2, ge=1, description="How many of the newest to keep, beside the best.")
+    save_async: bool = Field(
+        default=False, description="Write checkpoints while training goes on, from a copy of the state."
+    )
+    tensorboard: bool = Field(default=False, description="Also write event files beside the draft.")
 
     @model_validator(mode="after")
     def _batch_divides(self) -> TrainingSpec:
@@ -137,9 +145,9 @@ class TrainingSpec(Spec):
 class LoopSpec(Spec):
     """Rung 4 of the acceptance ladder: real speculative decoding, one prompt at a time."""
 
-    prompts: int = Field(16, ge=0, description="Held-out prompts to decode; 0 leaves the rung out.")
+    prompts: int = Field(default=16, ge=0, description="Held-out prompts to decode; 0 leaves the rung out.")
     temperatures: list[float] = Field(default=[0.0], description="0 is greedy; others sample.")
-    compute_dtype: Dtype = Field("float32", description="Of the target.")
+    compute_dtype: Dtype = Field(default="float32", description="Of the target.")
 
     @field_validator("temperatures")
     @classmethod
@@ -153,16 +161,18 @@ class EvaluationSpec(Spec):
     """How the target's drafts are measured, and when again without being asked."""
 
     cron: str | None = Field(
-        None, description="When to measure again, as minute hour day month weekday; None = at no fixed time."
+        default=None, description="When to measure again, as minute hour day month weekday; None = at no fixed time."
     )
-    cron_timezone: str = Field("UTC", description="Of `cron`: an IANA name such as Europe/Berlin.")
+    cron_timezone: str = Field(default="UTC", description="Of `cron`: an IANA name such as Europe/Berlin.")
     draft_tokens: int | None = Field(
-        None, ge=1, description="Proposals per pass, at most what a draft can make; default what it was trained for."
+        default=None,
+        ge=1,
+        description="Proposals per pass, at most what a draft can make; default what it was trained for.",
     )
     loop: LoopSpec = Field(default_factory=LoopSpec)
     serving: ServingSpec = Field(default_factory=ServingSpec)
-    confidence: float = Field(0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")
-    resamples: int = Field(2000, ge=100, description="Of the bootstrap.")
+    confidence: float = Field(default=0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")
+    resamples: int = Field(default=2000, ge=100, description="Of the bootstrap.")
     slices: list[str] = Field(
         default=["length"],
         description="Columns of the eval data by which acceptance is told apart; length is in tokens.",
@@ -187,9 +197,9 @@ class ExportSettings(Spec):
     """In what form a draft is handed to servers."""
 
     formats: list[str] | None = Field(
-        None, description="Of the strategy's export formats; default all that fit, [] for no export."
+        default=None, description="Of the strategy's export formats; default all that fit, [] for no export."
     )
-    dtype: Dtype = Field("bfloat16", description="Of the exported weights.")
+    dtype: Dtype = Field(default="bfloat16", description="Of the exported weights.")
 
 
 class StrategyEntry(Spec):
@@ -198,7 +208,7 @@ class StrategyEntry(Spec):
     options: dict[str, Any] = Field(default_factory=dict)
     training: TrainingSpec = Field(default_factory=TrainingSpec)
     start_from: str | None = Field(
-        None,
+        default=None,
         description="Folder of a draft to begin from, relative to the registry; `draftworks import` makes one of a peer's "
         "checkpoint. With training.max_steps 0 it is measured as it is.",
     )
@@ -209,17 +219,17 @@ class TargetSpec(Spec):
     """A large language model that is to have drafts: one file `registry/targets/NAME.yaml`, one Dagster partition."""
 
     name: str
-    description: str = Field("", description="For people.")
+    description: str = Field(default="", description="For people.")
     model: str = Field(description="A directory, relative to the registry, or a Hugging Face hub id.")
-    revision: str | None = Field(None, description="Commit (40 hex digits) of the hub id; not for a directory.")
-    tokenizer: str | None = Field(None, description="As `model`, if the tokenizer lies elsewhere.")
-    tokenizer_revision: str | None = Field(None, description="Commit of a hub tokenizer.")
+    revision: str | None = Field(default=None, description="Commit (40 hex digits) of the hub id; not for a directory.")
+    tokenizer: str | None = Field(default=None, description="As `model`, if the tokenizer lies elsewhere.")
+    tokenizer_revision: str | None = Field(default=None, description="Commit of a hub tokenizer.")
     chat_template: str | None = Field(
-        None, description="A Jinja file, relative to the registry, instead of the tokenizer's."
+        default=None, description="A Jinja file, relative to the registry, instead of the tokenizer's."
     )
     dataset: str = Field(description="Name of an entry in registry/datasets/.")
     max_length: int = Field(
-        2048, gt=2, description="Tokens per sample; longer ones are cut or rejected, never silently."
+        default=2048, gt=2, description="Tokens per sample; longer ones are cut or rejected, never silently."
     )
     data: DataSpec = Field(default_factory=DataSpec)
     responses: ResponseSpec = Field(default_factory=ResponseSpec)
@@ -252,7 +262,7 @@ class DatasetSpec(Spec):
     """A source of conversations: one file `registry/datasets/NAME.yaml`."""
 
     name: str
-    description: str = Field("", description="For people.")
+    description: str = Field(default="", description="For people.")
     files: list[str] = Field(
         min_length=1, description="JSONL, JSON or Parquet, relative to the registry; globs allowed."
     )
@@ -269,11 +279,13 @@ class EvalSpec(Spec):
     """A named eval set: one file `registry/evals/NAME.yaml`. Targets that list it are measured on it beside `heldout`."""
 
     name: str
-    description: str = Field("", description="For people.")
+    description: str = Field(default="", description="For people.")
     dataset: str = Field(
         description="Name of an entry in registry/datasets/; all of it is evaluated, nothing trained on."
     )
-    max_conversations: int | None = Field(None, gt=0, description="Use only so many, chosen by hash; None = all.")
+    max_conversations: int | None = Field(
+        default=None, gt=0, description="Use only so many, chosen by hash; None = all."
+    )
 
     @field_validator("name", "dataset")
     @classmethod
@@ -285,10 +297,11 @@ class FeaturesSpec(Spec):
     """Where captured features are kept."""
 
     kind: StoreKind = Field(
-        "local", description="local: shards, read by memory map. shared_dir: a file per feature, for several machines."
+        default="local",
+        description="local: shards, read by memory map. shared_dir: a file per feature, for several machines.",
     )
     root: str | None = Field(
-        None,
+        default=None,
         description="Folder with a store for the weights of each target, relative to the registry; default "
         "feature_store in `var`. That of shared_dir has to be given, and to exist: it is what every machine mounts.",
     )
@@ -304,88 +317,26 @@ class LauncherSpec(Spec):
     """Where torchrun jobs run."""
 
     kind: Literal["local"] = "local"
-    grace_s: float = Field(10.0, ge=0, description="Seconds between terminate and kill.")
-    threads: int = Field(1, ge=1, description="OMP threads of each rank on CPU.")
+    grace_s: float = Field(default=10.0, ge=0, description="Seconds between terminate and kill.")
+    threads: int = Field(default=1, ge=1, description="OMP threads of each rank on CPU.")
     stall_limit_s: float | None = Field(
-        1800.0, gt=0, description="Seconds without progress of any kind after which a job is ended; null: never."
+        default=1800.0,
+        gt=0,
+        description="Seconds without progress of any kind after which a job is ended; null: never.",
     )
     time_limit_s: float | None = Field(
-        None, gt=0, description="Seconds that one job may run; null: as long as it takes."
+        default=None, gt=0, description="Seconds that one job may run; null: as long as it takes."
     )
 
 
 class DeploymentSpec(Spec):
     """`registry/deployment.yaml`: what belongs to this installation rather than to a target."""
 
-    var: str = Field("../var", description="Where runs write, relative to the registry.")
+    var: str = Field(default="../var", description="Where runs write, relative to the registry.")
     launcher: LauncherSpec = Field(default_factory=LauncherSpec)
     features: FeaturesSpec = Field(default_factory=FeaturesSpec)
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
-    automation: bool = Field(False, description="Drafts are evaluated again by themselves: by time, and after changes.")
-    reevaluation_interval_s: int = Field(60, ge=1, description="Seconds between two looks for such changes.")
-
-
-def load_yaml(path: Path, model: type[SpecType], **extra: Any) -> SpecType:
-    """Read one registry file into `model`; `extra` adds fields the file must not give itself (its name).
-
-    Raises:
-        ConfigError: unreadable file, bad YAML (see `strict_yaml`), unknown key (closest names suggested) or bad value.
-    """
-    raw = read_mapping(path)
-    given = [key for key in extra if key in raw and raw[key] != extra[key]]
-    if given:
-        raise ConfigError(f"{path}: {given[0]} follows from the name of the file, {extra[given[0]]}: leave the key out")
-    return validated(model, {**raw, **extra}, where=str(path))
-
-
-def validated(model: type[SpecType], values: dict[str, Any], where: str) -> SpecType:
-    """`model(**values)`, its errors as one ConfigError that begins with `where`."""
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(describe(error, model, where)) from error
-
-
-def describe(error: ValidationError, model: type[BaseModel], where: str) -> str:
-    """One line per problem: where, what is wrong, what was found, and the closest key for an unknown one."""
-    lines = []
-    for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            hint = _meant(problem["loc"][-1], _keys_at(model, problem["loc"][:-1]))
-            lines.append(f"{where}: unknown key {key}{hint}")
-        elif problem["type"] == "missing":
-            lines.append(f"{where}: key {key} is missing")
-        else:
-            message = ": ".join(filter(None, (where, key, problem["msg"].removeprefix("Value error, "))))
-            allowed = re.findall("'([^']*)'", problem["ctx"]["expected"]) if problem["type"] == "literal_error" else []
-            hint = _meant(problem["input"], allowed)
-            found = " (not shown)" if key.endswith(SECRET) else f" (found {_short(problem['input'])})"
-            # Of keys that do not fit each other the message has the values.
-            together = problem["type"] == "value_error" and isinstance(problem["input"], dict)
-            lines.append(f"{message}{'' if together else found}{hint}")
-    return "\n".join(lines)
-
-
-def _meant(found: Any, known: list[str]) -> str:
-    close = difflib.get_close_matches(str(found), known, n=2)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _keys_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    """Field names of the nested model at a location of `model`; empty where it is not a model."""
-    current: Any = model
-    for part in location:
-        field = getattr(current, "model_fields", {}).get(part)
-        candidates = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
-        found = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if found:
-            current = found[0]
-        elif field is None and current is not model:
-            continue  # a key of a dict of models, as in `strategies.eagle3`
-    return list(getattr(current, "model_fields", {}))
-
-
-def _short(value: Any) -> str:
-    text = CREDENTIALS.sub("//***@", repr(value))
-    return text if len(text) <= 80 else text[:77] + "..."
+    automation: bool = Field(
+        default=False, description="Drafts are evaluated again by themselves: by time, and after changes."
+    )
+    reevaluation_interval_s: int = Field(default=60, ge=1, description="Seconds between two looks for such changes.")

@@ -22,19 +22,20 @@ class EndpointSpec(Spec):
     base_urls: list[str] = Field(
         min_length=1, description="Up to and with `/v1`; several run the same target, and share the work."
     )
-    model: str | None = Field(None, description="What the target is called there; None = as in the registry.")
+    model: str | None = Field(default=None, description="What the target is called there; None = as in the registry.")
     server: Literal["sglang", "vllm", "openai"] = Field(
         description="sglang and vllm take top_k, repetition_penalty and thinking; openai is any other: it takes none of them."
     )
     token_ids: bool = Field(
-        True, description="The server tells the very tokens; false = its text, tokenized again. openai has text only."
+        default=True,
+        description="The server tells the very tokens; false = its text, tokenized again. openai has text only.",
     )
     api_key_env: str | None = Field(
-        None, pattern=ENVIRONMENT_NAME, description="Name of the environment variable that holds the API key."
+        default=None, pattern=ENVIRONMENT_NAME, description="Name of the environment variable that holds the API key."
     )
-    timeout_s: float = Field(600.0, gt=0, allow_inf_nan=True, description="Until an answer has to be there.")
-    attempts: int = Field(5, ge=1, description="How often an answer is asked for before the run stops.")
-    max_outstanding: int = Field(64, ge=1, description="Requests that one server has at a time; others wait.")
+    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True, description="Until an answer has to be there.")
+    attempts: int = Field(default=5, ge=1, description="How often an answer is asked for before the run stops.")
+    max_outstanding: int = Field(default=64, ge=1, description="Requests that one server has at a time; others wait.")
 
     @field_validator("base_urls")
     @classmethod
@@ -58,23 +59,25 @@ class ResponseSpec(Spec):
     """Where the assistant's words come from. Drafts learn what the *target* says, so `regenerate` is the default."""
 
     mode: Literal["regenerate", "passthrough"] = Field(
-        "regenerate", description="The target answers the prompts, or the data's own answers are taken."
+        default="regenerate", description="The target answers the prompts, or the data's own answers are taken."
     )
     endpoint: EndpointSpec | None = Field(
-        None, description="Who generates, if it is not the engine of `capture`: an OpenAI-compatible server."
+        default=None, description="Who generates, if it is not the engine of `capture`: an OpenAI-compatible server."
     )
     thinking: bool | None = Field(
-        None,
+        default=None,
         description="Whether the target thinks before it answers, for chat templates with such a switch; None = theirs.",
     )
-    max_new_tokens: int = Field(512, gt=0, description="Of one answer, its thoughts included.")
-    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this mass; 1 = all.")
-    top_k: int = Field(0, ge=0, description="0 = no limit.")
-    repetition_penalty: float = Field(1.0, gt=0, description="Multiplicative, as in transformers; 1 = off.")
-    seed: int = Field(0, description="Of sampling.")
+    max_new_tokens: int = Field(default=512, gt=0, description="Of one answer, its thoughts included.")
+    temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this mass; 1 = all."
+    )
+    top_k: int = Field(default=0, ge=0, description="0 = no limit.")
+    repetition_penalty: float = Field(default=1.0, gt=0, description="Multiplicative, as in transformers; 1 = off.")
+    seed: int = Field(default=0, description="Of sampling.")
     batch_size: int = Field(
-        64,
+        default=64,
         ge=1,
         description="Sequences decoded together, of each server if there are several; not part of any identity.",
     )

@@ -14,16 +14,10 @@ from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Spec, SpecType
 from draftworks.config.capture import CaptureSpec, CustomEngineSpec
-from draftworks.config.registry_files import (
-    EvaluationSpec,
-    ExportSettings,
-    ResponseSpec,
-    StoreKind,
-    TrainingSpec,
-    load_yaml,
-)
+from draftworks.config.registry_files import EvaluationSpec, ExportSettings, ResponseSpec, StoreKind, TrainingSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import ServerSpec, SGLangSpec
+from draftworks.config.validation import load_yaml
 from draftworks.storage.names import checked_name
 
 TOKENS_FOLDER = "tokens"
@@ -46,16 +40,19 @@ class TargetFiles(Spec):
     revision: str | None = None
     tokenizer: str = Field(description="Directory or hub id.")
     tokenizer_revision: str | None = None
-    chat_template: str | None = Field(None, description="Path of a Jinja file that replaces the tokenizer's template.")
+    chat_template: str | None = Field(
+        default=None, description="Path of a Jinja file that replaces the tokenizer's template."
+    )
     digest: str = Field(description="Content digest of the weights, or of hub id and commit.")
     tokenizer_digest: str = Field(description="Content digest of tokenizer files and chat template.")
     num_layers: int
     hidden_size: int
     vocab_size: int
     context: int = Field(description="Longest sequence the model takes.")
-    num_heads: int | None = Field(None, description="Of attention, as the config says.")
+    num_heads: int | None = Field(default=None, description="Of attention, as the config says.")
     digests: Path | None = Field(
-        None, description="File of remembered digests, so that a program need not read large files to know them."
+        default=None,
+        description="File of remembered digests, so that a program need not read large files to know them.",
     )
 
 
@@ -108,17 +105,17 @@ class RegenerateRun(TargetRun):
         description="Folder of finished answers, kept across runs: only new conversations are answered."
     )
     earlier_answers: list[Path] = Field(
-        [], description="Files of answers kept elsewhere; those of this run's kind are taken over."
+        default=[], description="Files of answers kept elsewhere; those of this run's kind are taken over."
     )
     responses: ResponseSpec
     only_last_turn: bool = False
     max_rejected_share: float = Field(
-        0.05, ge=0, le=1, description="More conversations without a response than this stop the run."
+        default=0.05, ge=0, le=1, description="More conversations without a response than this stop the run."
     )
     max_length: int
     device: str = "auto"
     compute_dtype: str = "float32"
-    backend: str = Field("hf", description="The engine that runs the target, as in `capture`.")
+    backend: str = Field(default="hf", description="The engine that runs the target, as in `capture`.")
     server: ServerSpec = Field(default_factory=ServerSpec)
     custom: CustomEngineSpec | None = None
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
@@ -153,10 +150,16 @@ class TrainRun(TargetRun):
     train: FeatureSet
     heldout: FeatureSet
     store: StoreSpec
-    vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
-    run_id: str = Field("draft", description="Name of the training among others with the same checkpoints folder.")
-    resume_from: Path | None = Field(None, description="A checkpoint to begin from, where `out` has none yet.")
-    start_from: Path | None = Field(None, description="Folder of a draft whose weights the first step begins with.")
+    vocab_mapping: Path | None = Field(
+        default=None, description="File of the reduced vocabulary, where the strategy has one."
+    )
+    run_id: str = Field(
+        default="draft", description="Name of the training among others with the same checkpoints folder."
+    )
+    resume_from: Path | None = Field(default=None, description="A checkpoint to begin from, where `out` has none yet.")
+    start_from: Path | None = Field(
+        default=None, description="Folder of a draft whose weights the first step begins with."
+    )
 
     @field_validator("run_id")
     @classmethod
@@ -177,17 +180,20 @@ class EvaluateRun(TargetRun):
     train_tokens: Path = Field(description="Tokenized training set, for the bigram table.")
     heldout: FeatureSet
     store: StoreSpec
-    vocab_mapping: Path | None = Field(None, description="File of the reduced vocabulary, where the strategy has one.")
+    vocab_mapping: Path | None = Field(
+        default=None, description="File of the reduced vocabulary, where the strategy has one."
+    )
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     loop_cache: Path | None = Field(
-        None, description="Folder of rung 4's measurements, shared by all drafts and targets; None measures every time."
+        default=None,
+        description="Folder of rung 4's measurements, shared by all drafts and targets; None measures every time.",
     )
     eval_set: str = "heldout"
-    max_new_tokens: int = Field(512, gt=0, description="Where the eval set's answers end at the latest.")
+    max_new_tokens: int = Field(default=512, gt=0, description="Where the eval set's answers end at the latest.")
     max_length: int | None = Field(
-        None, gt=2, description="Where its samples were cut, prompt included; None = nowhere."
+        default=None, gt=2, description="Where its samples were cut, prompt included; None = nowhere."
     )
-    micro_batch_size: int = Field(8, ge=1, description="Samples per forward pass of one rank.")
+    micro_batch_size: int = Field(default=8, ge=1, description="Samples per forward pass of one rank.")
     device: str = "auto"
     seed: int = 42
 
@@ -197,7 +203,7 @@ class ExportRun(TargetRun):
 
     draft: Path = Field(description="Folder of a trained draft.")
     export: ExportSettings = Field(default_factory=ExportSettings)
-    card: Path | None = Field(None, description="File of the draft's model card, to go beside the weights.")
+    card: Path | None = Field(default=None, description="File of the draft's model card, to go beside the weights.")
 
 
 class ServeRun(TargetRun):
@@ -211,10 +217,10 @@ class ServeRun(TargetRun):
     serving: ServingSpec
     logs: Path = Field(description="Folder for the server's log.")
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
-    max_new_tokens: int = Field(512, gt=0, description="Where the eval set's answers end at the latest.")
+    max_new_tokens: int = Field(default=512, gt=0, description="Where the eval set's answers end at the latest.")
     max_length: int = Field(gt=2, description="Where its samples were cut, prompt included.")
-    confidence: float = Field(0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")
-    resamples: int = Field(2000, ge=100, description="Of the bootstrap.")
+    confidence: float = Field(default=0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")
+    resamples: int = Field(default=2000, ge=100, description="Of the bootstrap.")
 
 
 def _anchored(spec: SpecType, base: Path) -> SpecType:

@@ -13,13 +13,13 @@ from draftworks.config.sglang import StartedServer
 class ServingSpec(Spec):
     """Rung 6 of the acceptance ladder: the exported draft in a live SGLang server that we start for it."""
 
-    prompts: int = Field(0, ge=0, description="Held-out samples to answer; 0 leaves the rung out.")
-    concurrency: int = Field(8, ge=1, description="Requests at a time.")
-    compute_dtype: Dtype = Field("bfloat16", description="Of target and draft in the server; on CPU float32.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU if there is one.")
-    format: str | None = Field(None, description="Export format to serve; default the first that SGLang loads.")
+    prompts: int = Field(default=0, ge=0, description="Held-out samples to answer; 0 leaves the rung out.")
+    concurrency: int = Field(default=8, ge=1, description="Requests at a time.")
+    compute_dtype: Dtype = Field(default="bfloat16", description="Of target and draft in the server; on CPU float32.")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
+    format: str | None = Field(default=None, description="Export format to serve; default the first that SGLang loads.")
     tolerance: float = Field(
-        0.05,
+        default=0.05,
         ge=0,
         description="Difference from the walk (rung 3) that is no warning, as a share of its tokens per pass.",
     )

@@ -46,12 +46,16 @@ def quantizing(args: Sequence[str]) -> list[str]:
 class StartedServer(Spec):
     """An SGLang server that we start."""
 
-    tp_size: int = Field(1, ge=1, description="GPUs that share the target, of each server we start.")
-    dp_size: int = Field(1, ge=1, description="Copies of the target in each such server, on `tp_size` GPUs each.")
-    mem_fraction: float | None = Field(
-        None, gt=0, lt=1, description="Of a GPU's memory, for weights and cache; None = SGLang's own choice."
+    tp_size: int = Field(default=1, ge=1, description="GPUs that share the target, of each server we start.")
+    dp_size: int = Field(
+        default=1, ge=1, description="Copies of the target in each such server, on `tp_size` GPUs each."
     )
-    max_total_tokens: int | None = Field(None, gt=0, description="Tokens of the cache; None = what memory allows.")
+    mem_fraction: float | None = Field(
+        default=None, gt=0, lt=1, description="Of a GPU's memory, for weights and cache; None = SGLang's own choice."
+    )
+    max_total_tokens: int | None = Field(
+        default=None, gt=0, description="Tokens of the cache; None = what memory allows."
+    )
     args: list[str] = Field(
         default_factory=list,
         description="More arguments of sglang.launch_server, each a part of what is captured; of a server of yours, those "
@@ -74,19 +78,24 @@ class ServerSpec(StartedServer):
     us, or yours by their addresses.
     """
 
-    url: str | None = Field(None, description="Of a server that is running; None = each process starts its own.")
+    url: str | None = Field(
+        default=None, description="Of a server that is running; None = each process starts its own."
+    )
     urls: list[str] = Field(default_factory=list, description="Of several such servers, instead of `url`.")
     spool: str | None = Field(
-        None, description="The folder, on this machine, that the servers at `url` or `urls` write hidden states to."
+        default=None,
+        description="The folder, on this machine, that the servers at `url` or `urls` write hidden states to.",
     )
     model: str | None = Field(
-        None, description="Path or hub id under which your servers know the target, if it is another there."
+        default=None, description="Path or hub id under which your servers know the target, if it is another there."
     )
     replicas: int = Field(
-        1, ge=1, description="Servers that each process starts, side by side, each on GPUs of its own."
+        default=1, ge=1, description="Servers that each process starts, side by side, each on GPUs of its own."
     )
     max_outstanding: int = Field(
-        256, ge=1, description="Requests that one of several servers has at a time; others wait, or go elsewhere."
+        default=256,
+        ge=1,
+        description="Requests that one of several servers has at a time; others wait, or go elsewhere.",
     )
 
     @field_validator("url")
@@ -119,13 +128,13 @@ class SGLangSpec(Spec):
     """Where SGLang is on this machine, and how patient we are with it."""
 
     python: str = Field(
-        "../.venv-sglang/bin/python", description="Of the environment with SGLang, relative to the registry."
+        default="../.venv-sglang/bin/python", description="Of the environment with SGLang, relative to the registry."
     )
     start_timeout_s: float = Field(
-        900.0, gt=0, allow_inf_nan=True, description="Until a server we started has to be ready."
+        default=900.0, gt=0, allow_inf_nan=True, description="Until a server we started has to be ready."
     )
     request_timeout_s: float = Field(
-        600.0, gt=0, allow_inf_nan=True, description="Until it has to have answered a batch."
+        default=600.0, gt=0, allow_inf_nan=True, description="Until it has to have answered a batch."
     )
-    attempts: int = Field(3, ge=1, description="How often a batch is tried before the run stops.")
-    grace_s: float = Field(15.0, ge=0, allow_inf_nan=True, description="Seconds between terminate and kill.")
+    attempts: int = Field(default=3, ge=1, description="How often a batch is tried before the run stops.")
+    grace_s: float = Field(default=15.0, ge=0, allow_inf_nan=True, description="Seconds between terminate and kill.")

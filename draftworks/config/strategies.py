@@ -11,7 +11,8 @@ from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-from draftworks.config.registry_files import Spec, validated
+from draftworks.config.registry_files import Spec
+from draftworks.config.validation import validated
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 

@@ -18,10 +18,9 @@ from draftworks.config.registry_files import (
     StrategyEntry,
     TargetSpec,
     TrainingSpec,
-    load_yaml,
-    validated,
 )
 from draftworks.config.strategies import StrategySpec, resolve_strategy
+from draftworks.config.validation import load_yaml, validated
 from draftworks.errors import ConfigError
 from draftworks.storage.names import checked_name
 

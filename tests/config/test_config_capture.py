@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from draftworks.capture.engine import engine_identity
-from draftworks.config.registry_files import CaptureSpec, validated
+from draftworks.config.registry_files import CaptureSpec
+from draftworks.config.validation import validated
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import EngineIdentity
 

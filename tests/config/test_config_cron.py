@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.config.cron import FIELDS, CronField, checked_cron, checked_timezone
-from draftworks.config.registry_files import EvaluationSpec, validated
+from draftworks.config.registry_files import EvaluationSpec
+from draftworks.config.validation import validated
 from draftworks.errors import ConfigError
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.config.registry_files import ResponseSpec, validated
+from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import RegenerateRun
+from draftworks.config.validation import validated
 from draftworks.errors import ConfigError
 
 SGLANG = {"base_urls": ["http://a:1/v1"], "server": "sglang"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from draftworks.config.registry_files import CaptureSpec, ResponseSpec, validated
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.urls import checked_url, checked_urls
+from draftworks.config.validation import validated
 from draftworks.errors import ConfigError
 
 WITH_PASSWORD = "https://me:hunter2@gateway.example/v1"

@@ -10,15 +10,9 @@ import pytest
 import yaml
 from documents import ROOT, Block, blocks
 
-from draftworks.config.registry_files import (
-    DatasetSpec,
-    DeploymentSpec,
-    EvalSpec,
-    Spec,
-    TargetSpec,
-    load_yaml,
-)
+from draftworks.config.registry_files import DatasetSpec, DeploymentSpec, EvalSpec, Spec, TargetSpec
 from draftworks.config.strategies import PLUGINS, resolve_strategy
+from draftworks.config.validation import load_yaml
 
 RUN_CONFIG, WORKFLOW = {"ops"}, {"name", True, "jobs"}  # YAML reads the key `on` as true
 KINDS: list[type[Spec]] = [EvalSpec, DatasetSpec, DeploymentSpec, TargetSpec]

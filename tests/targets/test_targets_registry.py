@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.config.registry_files import TargetSpec, TrainingSpec, validated
+from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.validation import validated
 from draftworks.data.sources import dataset_version, matching_files
 from draftworks.errors import ConfigError, DataError
 from draftworks.storage.identity import FileDigests

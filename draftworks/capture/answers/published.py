@@ -12,8 +12,9 @@ from typing import Any
 from draftworks.capture.answers.dialogue import recorded_conversation, recorded_rows
 from draftworks.capture.answers.record_file import PartialFile
 from draftworks.capture.engine import engine_identity
-from draftworks.config.registry_files import CaptureSpec, validated
+from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun
+from draftworks.config.validation import validated
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
 from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts, write_rejected
 from draftworks.data.rows import excerpt

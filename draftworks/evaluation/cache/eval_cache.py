@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from draftworks.config.registry_files import describe
+from draftworks.config.validation import describe
 from draftworks.errors import StoreError
 from draftworks.evaluation.cache.eval_config import EvalConfig
 from draftworks.storage.atomic import (

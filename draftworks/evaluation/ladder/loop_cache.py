@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from draftworks.config.registry_files import describe
+from draftworks.config.validation import describe
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance

@@ -23,38 +23,49 @@ class DFlashOptions(LayerOptions):
     structural = (*LayerOptions.structural, "block_size", "sliding_window", "sliding_layers")
     execution = ("attention", "objective_chunk_blocks")
 
-    block_size: int = Field(16, ge=2, le=64, description="Tokens of a block: the last known one, then the proposals.")
-    num_anchors: int = Field(512, ge=1, description="Blocks trained on per sample, drawn anew at every step.")
-    num_layers: int = Field(5, ge=1, description="Decoder layers of the draft.")
-    num_taps: int = Field(
-        5, ge=1, description="Layers of the target to fuse, spread evenly; layer_ids names them instead."
+    block_size: int = Field(
+        default=16, ge=2, le=64, description="Tokens of a block: the last known one, then the proposals."
     )
-    layer_ids: list[int] | None = Field(None, min_length=1, description="Taps as hf_index, ascending.")
-    intermediate_size: int | None = Field(None, gt=0, description="Of the MLPs; default the target's.")
-    num_heads: int | None = Field(None, gt=0, description="Default the target's.")
-    num_kv_heads: int | None = Field(None, gt=0, description="Default the target's.")
+    num_anchors: int = Field(default=512, ge=1, description="Blocks trained on per sample, drawn anew at every step.")
+    num_layers: int = Field(default=5, ge=1, description="Decoder layers of the draft.")
+    num_taps: int = Field(
+        default=5, ge=1, description="Layers of the target to fuse, spread evenly; layer_ids names them instead."
+    )
+    layer_ids: list[int] | None = Field(default=None, min_length=1, description="Taps as hf_index, ascending.")
+    intermediate_size: int | None = Field(default=None, gt=0, description="Of the MLPs; default the target's.")
+    num_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
+    num_kv_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
     mask_token_id: int | None = Field(
-        None, ge=0, description="Stands where a token is to be proposed: one that no text has. Default the last id."
+        default=None,
+        ge=0,
+        description="Stands where a token is to be proposed: one that no text has. Default the last id.",
     )
     gamma: float | None = Field(
-        None, gt=0, description="Label k of a block weighs exp(-(k - 1) / gamma); default all alike. Recipes take 7."
+        default=None,
+        gt=0,
+        description="Label k of a block weighs exp(-(k - 1) / gamma); default all alike. Recipes take 7.",
     )
     weighting: Literal["uniform", "dpace", "dpace_cumulative_confidence", "dpace_continuation_value"] = Field(
-        "uniform", description="D-PACE weighs a label by how likely a server gets to it, and what follows from it."
+        default="uniform",
+        description="D-PACE weighs a label by how likely a server gets to it, and what follows from it.",
     )
-    dpace_alpha: float = Field(0.5, ge=0, le=1, description="Smooths the confidences of D-PACE: 1 trusts none of them.")
+    dpace_alpha: float = Field(
+        default=0.5, ge=0, le=1, description="Smooths the confidences of D-PACE: 1 trusts none of them."
+    )
     loss: Literal["token_mean", "specforge"] = Field(
-        "token_mean",
+        default="token_mean",
         description="Labels up to the end of an answer, per label; or the reference's rule and normalisation.",
     )
-    sliding_window: int | None = Field(None, gt=1, description="Of the draft's attention, in tokens; default none.")
+    sliding_window: int | None = Field(
+        default=None, gt=1, description="Of the draft's attention, in tokens; default none."
+    )
     sliding_layers: list[int] | None = Field(
-        None, description="Draft layers with the window; default all, where there is one."
+        default=None, description="Draft layers with the window; default all, where there is one."
     )
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
-        "auto", description="How it is computed, equal to rounding: auto is flex on a GPU, else sdpa."
+        default="auto", description="How it is computed, equal to rounding: auto is flex on a GPU, else sdpa."
     )
-    objective_chunk_blocks: int = Field(32, ge=1, description="Blocks whose logits are held at a time.")
+    objective_chunk_blocks: int = Field(default=32, ge=1, description="Blocks whose logits are held at a time.")
 
     @model_validator(mode="after")
     def _window_fits(self) -> DFlashOptions:

@@ -18,19 +18,24 @@ class DominoOptions(DFlashOptions):
     structural = (*DFlashOptions.structural, "shift_label", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim")
 
     shift_label: bool = Field(
-        True,
+        default=True,
         description="The anchor's own place in a block proposes too, so that a block of n tokens learns n labels, not n - 1.",
     )
     pure_draft_prefix_len: int = Field(
-        1, ge=0, description="Proposals at the start of a block that are not corrected. SGLang takes 1 only."
+        default=1, ge=0, description="Proposals at the start of a block that are not corrected. SGLang takes 1 only."
     )
-    emb_dim: int = Field(256, ge=1, description="Width through which the correction passes.")
-    gru_hidden_dim: int = Field(1024, ge=1, description="State of the GRU that reads the tokens before a proposal.")
+    emb_dim: int = Field(default=256, ge=1, description="Width through which the correction passes.")
+    gru_hidden_dim: int = Field(
+        default=1024, ge=1, description="State of the GRU that reads the tokens before a proposal."
+    )
     lambda_base_start: float = Field(
-        1.0, ge=0, le=1, description="Share of the loss that is of the uncorrected proposals, at the first step."
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of the loss that is of the uncorrected proposals, at the first step.",
     )
     lambda_base_decay_ratio: float = Field(
-        0.5, ge=0, le=1, description="Part of the training in which that share falls to 0."
+        default=0.5, ge=0, le=1, description="Part of the training in which that share falls to 0."
     )
 
     @model_validator(mode="after")

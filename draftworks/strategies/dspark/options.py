@@ -21,24 +21,29 @@ class DSparkOptions(DFlashOptions):
     )
 
     block_size: int = Field(
-        7, ge=2, le=64, description="Tokens that a block proposes; the place of the last known one proposes the first."
+        default=7,
+        ge=2,
+        le=64,
+        description="Tokens that a block proposes; the place of the last known one proposes the first.",
     )
     markov_head_type: Literal["vanilla", "gated", "rnn"] = Field(
-        "vanilla",
+        default="vanilla",
         description="What adds to a proposal's logits: the token before it alone, gated by the state, or a recurrent state over the block.",
     )
-    markov_rank: int = Field(256, ge=0, description="Width through which the token before passes; 0: no Markov head.")
+    markov_rank: int = Field(
+        default=256, ge=0, description="Width through which the token before passes; 0: no Markov head."
+    )
     confidence_head: bool = Field(
-        True, description="Whether the draft says how likely each proposal is to be accepted."
+        default=True, description="Whether the draft says how likely each proposal is to be accepted."
     )
     confidence_with_markov: bool = Field(
-        True, description="The confidence head also reads the Markov embedding of the token before."
+        default=True, description="The confidence head also reads the Markov embedding of the token before."
     )
-    ce_weight: float = Field(0.1, ge=0, description="Of the cross-entropy with the label.")
+    ce_weight: float = Field(default=0.1, ge=0, description="Of the cross-entropy with the label.")
     tv_weight: float = Field(
-        0.9, ge=0, description="Of the distance |q - p| between the target's distribution and the draft's."
+        default=0.9, ge=0, description="Of the distance |q - p| between the target's distribution and the draft's."
     )
-    confidence_weight: float = Field(1.0, ge=0, description="Of the confidence head's cross-entropy.")
+    confidence_weight: float = Field(default=1.0, ge=0, description="Of the confidence head's cross-entropy.")
 
     @model_validator(mode="after")
     def _heads_fit(self) -> DSparkOptions:

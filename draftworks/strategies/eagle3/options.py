@@ -23,45 +23,54 @@ class Eagle3Options(LayerOptions):
     added = (*LayerOptions.added, "norm_before_fc", "norm_before_residual", "sliding_window")
 
     ttt_length: int = Field(
-        7, ge=1, le=32, description="Draft steps unrolled in training; what one proposal can accept."
+        default=7, ge=1, le=32, description="Draft steps unrolled in training; what one proposal can accept."
     )
-    draft_vocab_size: int = Field(32000, ge=8, description="Most frequent supervised tokens the head predicts.")
+    draft_vocab_size: int = Field(default=32000, ge=8, description="Most frequent supervised tokens the head predicts.")
     layer_ids: list[int] | None = Field(
-        None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
+        default=None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
     )
-    intermediate_size: int | None = Field(None, gt=0, description="Of the MLP; default the target's.")
-    num_heads: int | None = Field(None, gt=0, description="Default the target's.")
-    num_kv_heads: int | None = Field(None, gt=0, description="Default the target's.")
-    step_decay: float = Field(0.8, gt=0, le=1, description="Weight of step i's loss is step_decay ** i.")
+    intermediate_size: int | None = Field(default=None, gt=0, description="Of the MLP; default the target's.")
+    num_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
+    num_kv_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
+    step_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of step i's loss is step_decay ** i.")
     loss: Literal["token_mean", "specforge"] = Field(
-        "token_mean", description="Normalisation: by supervised tokens, or the reference's mean over all positions."
+        default="token_mean",
+        description="Normalisation: by supervised tokens, or the reference's mean over all positions.",
     )
-    fc_norm: bool = Field(False, description="EAGLE-3.1: every tap gets a norm of its own before they are fused.")
+    fc_norm: bool = Field(
+        default=False, description="EAGLE-3.1: every tap gets a norm of its own before they are fused."
+    )
     norm_before_fc: bool = Field(
-        False, description="One norm over all taps side by side before they are fused; not together with fc_norm."
+        default=False,
+        description="One norm over all taps side by side before they are fused; not together with fc_norm.",
     )
     norm_before_residual: bool = Field(
-        False, description="The layer's residual stream begins with the normed state, not with the state itself."
+        default=False,
+        description="The layer's residual stream begins with the normed state, not with the state itself.",
     )
     norm_output: bool = Field(
-        True, description="The head reads the normed state. False as SpecForge means it; no server can be told so."
+        default=True,
+        description="The head reads the normed state. False as SpecForge means it; no server can be told so.",
     )
     feedback: Literal["pre_norm", "post_norm"] = Field(
-        "pre_norm",
+        default="pre_norm",
         description="State that the next step takes over. EAGLE-3.1 of speculators, vLLM and SGLang is post_norm.",
     )
     sliding_window: int | None = Field(
-        None,
+        default=None,
         gt=1,
         description="Rows of the text that a chain sees, its own included, counted from where it begins; default all.",
     )
     objective: Literal["ce", "lk_alpha", "lk_lambda"] = Field(
-        "ce", description="Cross-entropy with the target, log acceptance probability, or the two blended (LK losses)."
+        default="ce",
+        description="Cross-entropy with the target, log acceptance probability, or the two blended (LK losses).",
     )
-    kl_scale: float = Field(1.0, ge=0, description="lk_lambda: share of cross-entropy where nothing is accepted.")
-    kl_decay: float = Field(1.0, ge=0, description="lk_lambda: how fast that share falls as acceptance grows.")
+    kl_scale: float = Field(
+        default=1.0, ge=0, description="lk_lambda: share of cross-entropy where nothing is accepted."
+    )
+    kl_decay: float = Field(default=1.0, ge=0, description="lk_lambda: how fast that share falls as acceptance grows.")
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
-        "auto",
+        default="auto",
         description="How it is computed, equal to rounding: auto is a fused kernel where there is one, else sdpa.",
     )
 

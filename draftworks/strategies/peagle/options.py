@@ -26,37 +26,48 @@ class PEagleOptions(LayerOptions):
     )
     execution = ("attention",)
 
-    num_depths: int = Field(8, ge=1, le=32, description="Tokens proposed in one pass; what one proposal can accept.")
+    num_depths: int = Field(
+        default=8, ge=1, le=32, description="Tokens proposed in one pass; what one proposal can accept."
+    )
     down_sample_ratio: float = Field(
-        0.8, gt=0, le=1, description="Share of the places trained on at one depth that the next one keeps; 1 keeps all."
+        default=0.8,
+        gt=0,
+        le=1,
+        description="Share of the places trained on at one depth that the next one keeps; 1 keeps all.",
     )
     down_sample_ratio_min: float = Field(
-        0.2, ge=0, le=1, description="No depth is trained on fewer than this share of the places."
+        default=0.2, ge=0, le=1, description="No depth is trained on fewer than this share of the places."
     )
-    num_layers: int = Field(4, ge=1, description="Decoder layers of the draft; the first reads tokens beside states.")
-    draft_vocab_size: int = Field(32000, ge=8, description="Most frequent supervised tokens the head predicts.")
+    num_layers: int = Field(
+        default=4, ge=1, description="Decoder layers of the draft; the first reads tokens beside states."
+    )
+    draft_vocab_size: int = Field(default=32000, ge=8, description="Most frequent supervised tokens the head predicts.")
     layer_ids: list[int] | None = Field(
-        None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
+        default=None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
     )
-    intermediate_size: int | None = Field(None, gt=0, description="Of the MLPs; default the target's.")
-    num_heads: int | None = Field(None, gt=0, description="Default the target's.")
-    num_kv_heads: int | None = Field(None, gt=0, description="Default the target's.")
+    intermediate_size: int | None = Field(default=None, gt=0, description="Of the MLPs; default the target's.")
+    num_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
+    num_kv_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
     mask_token_id: int | None = Field(
-        None, ge=0, description="Stands where a token is not known yet: one that no text has. Default the last id."
+        default=None,
+        ge=0,
+        description="Stands where a token is not known yet: one that no text has. Default the last id.",
     )
     train_embeddings: bool = Field(
-        True,
+        default=True,
         description="The draft has embeddings of its own, which begin as the target's. False: it reads the target's.",
     )
-    fc_norm: bool = Field(False, description="Every tap gets a norm of its own before they are fused.")
+    fc_norm: bool = Field(default=False, description="Every tap gets a norm of its own before they are fused.")
     norm_before_residual: bool = Field(
-        False, description="The first layer's residual stream begins with the normed state, not with the state itself."
+        default=False,
+        description="The first layer's residual stream begins with the normed state, not with the state itself.",
     )
     loss: Literal["token_mean", "specforge"] = Field(
-        "token_mean", description="Chains up to the end of an answer, per token; or the reference's rule and mean."
+        default="token_mean",
+        description="Chains up to the end of an answer, per token; or the reference's rule and mean.",
     )
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
-        "auto",
+        default="auto",
         description="How it is computed, equal to rounding: auto is a fused kernel where there is one, else sdpa.",
     )
 

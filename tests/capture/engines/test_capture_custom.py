@@ -15,8 +15,9 @@ from draftworks.capture.engine import Generated, engine_identity, load_engine
 from draftworks.capture.engines.custom import CheckedEngine
 from draftworks.capture.engines.hf import HFTargetEngine
 from draftworks.capture.session import capture_features
-from draftworks.config.registry_files import CaptureSpec, ResponseSpec, TargetSpec, validated
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec, TargetSpec
 from draftworks.config.run_files import CaptureRun, RegenerateRun, TargetFiles
+from draftworks.config.validation import validated
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.features.opening import open_store
 from draftworks.storage.identity import EngineIdentity, LayerTap

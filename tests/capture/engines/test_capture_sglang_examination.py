@@ -11,8 +11,9 @@ from fake_sglang import HIDDEN, VOCAB, fake_sglang, server_info
 
 from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.capture.engines.sglang_examination import require_server
-from draftworks.config.registry_files import CaptureSpec, SGLangSpec, validated
+from draftworks.config.registry_files import CaptureSpec, SGLangSpec
 from draftworks.config.run_files import TargetFiles
+from draftworks.config.validation import validated
 from draftworks.errors import ConfigError, EngineError
 from draftworks.sglang.client import SGLangClient
 from draftworks.storage.identity import LayerTap

@@ -9,7 +9,7 @@ from draftworks.strategies import StrategyOptions, StrategySpec, register_strate
 
 
 class OneHeadOptions(StrategyOptions):
-    layer_id: int = Field(4, description="The tap, as hf_index.")
+    layer_id: int = Field(default=4, description="The tap, as hf_index.")
 
 
 register_strategy(

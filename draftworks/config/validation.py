@@ -1,0 +1,85 @@
+"""Values of a user's file against a model: each problem one line that names the file, the key, what was expected and found."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from draftworks.config.base import SpecType
+from draftworks.config.strict_yaml import read_mapping
+from draftworks.errors import ConfigError
+
+CREDENTIALS = re.compile(r"//[^/\s]*@")
+"""Credentials in a URL; error messages leave them out."""
+SECRET = "api_key_env"
+"""A key whose value is not shown in messages: users write a secret there by mistake."""
+
+
+def load_yaml(path: Path, model: type[SpecType], **extra: Any) -> SpecType:
+    """Read one registry file into `model`; `extra` adds fields the file must not give itself (its name).
+
+    Raises:
+        ConfigError: unreadable file, bad YAML (see `strict_yaml`), unknown key (closest names suggested) or bad value.
+    """
+    raw = read_mapping(path)
+    given = [key for key in extra if key in raw and raw[key] != extra[key]]
+    if given:
+        raise ConfigError(f"{path}: {given[0]} follows from the name of the file, {extra[given[0]]}: leave the key out")
+    return validated(model, {**raw, **extra}, where=str(path))
+
+
+def validated(model: type[SpecType], values: dict[str, Any], where: str) -> SpecType:
+    """`model(**values)`, its errors as one ConfigError that begins with `where`."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(describe(error, model, where)) from error
+
+
+def describe(error: ValidationError, model: type[BaseModel], where: str) -> str:
+    """One line per problem: where, what is wrong, what was found, and the closest key for an unknown one."""
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            hint = _meant(problem["loc"][-1], _keys_at(model, problem["loc"][:-1]))
+            lines.append(f"{where}: unknown key {key}{hint}")
+        elif problem["type"] == "missing":
+            lines.append(f"{where}: key {key} is missing")
+        else:
+            message = ": ".join(filter(None, (where, key, problem["msg"].removeprefix("Value error, "))))
+            allowed = re.findall("'([^']*)'", problem["ctx"]["expected"]) if problem["type"] == "literal_error" else []
+            hint = _meant(problem["input"], allowed)
+            found = " (not shown)" if key.endswith(SECRET) else f" (found {_short(problem['input'])})"
+            # Of keys that do not fit each other the message has the values.
+            together = problem["type"] == "value_error" and isinstance(problem["input"], dict)
+            lines.append(f"{message}{'' if together else found}{hint}")
+    return "\n".join(lines)
+
+
+def _meant(found: Any, known: list[str]) -> str:
+    close = difflib.get_close_matches(str(found), known, n=2)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _keys_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    """Field names of the nested model at a location of `model`; empty where it is not a model."""
+    current: Any = model
+    for part in location:
+        field = getattr(current, "model_fields", {}).get(part)
+        candidates = [] if field is None else [field.annotation, *getattr(field.annotation, "__args__", ())]
+        found = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if found:
+            current = found[0]
+        elif field is None and current is not model:
+            continue  # a key of a dict of models, as in `strategies.eagle3`
+    return list(getattr(current, "model_fields", {}))
+
+
+def _short(value: Any) -> str:
+    text = CREDENTIALS.sub("//***@", repr(value))
+    return text if len(text) <= 80 else text[:77] + "..."
