@@ -71,7 +71,7 @@ class _Training:
     def save(self, manager: CheckpointManager, step: int) -> None:
         position = Position(START.samples, START.global_batch_size, step)
         checkpointer = Checkpointer(manager, self.backend, self.optimizer, {})
-        checkpointer.save(position, History(1_000), EvalResult.nothing(), 0.0)
+        checkpointer.save(position, History(1_000), EvalResult.empty(), 0.0)
 
     def load(self, folder: Path) -> None:
         state = read_resume_state(folder, {}, START)

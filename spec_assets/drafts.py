@@ -12,7 +12,7 @@ from draftworks.config.draft_config import read_config
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.run_files import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, StoreSpec, TargetFiles, TrainRun
 from draftworks.config.strategies import StrategySpec
-from draftworks.evaluation.own_figures import own_figures, rates_by_position
+from draftworks.evaluation.strategy_metrics import format_rates_by_position, select_strategy_metrics
 from draftworks.fleet.draft_staleness import OVERRIDES
 from draftworks.storage.artifacts import Artifact, ArtifactStore, Built
 from draftworks.storage.asset_names import of_strategy
@@ -220,8 +220,8 @@ def draft_metadata(artifact: Artifact) -> dict[str, Any]:
         "resume_history": table(("from step", "ranks", "started"), map(session_row, summary["sessions"])),
         "peak_memory": human_bytes(summary["peak_rss_bytes"]),
         **acceptance_figures(summary["heldout"]),
-        **rates_by_position(summary["heldout"]),
-        **own_figures(summary["heldout"]),
+        **format_rates_by_position(summary["heldout"]),
+        **select_strategy_metrics(summary["heldout"]),
         "heldout": dg.MetadataValue.json(summary["heldout"]),
         "curves": picture(artifact.path / "training.png", "loss and acceptance while training"),
     }

@@ -13,7 +13,7 @@ from draftworks.distributed.collectives import max_over_ranks, sum_over_ranks, w
 from draftworks.drafts.layers import argmax_of_head
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.errors import DataError
-from draftworks.evaluation.result import EvalResult, Tally, agreed_layout
+from draftworks.evaluation.result import EvalResult, MetricAccumulator, agree_on_layout
 from draftworks.features.contracts import TrainBatch
 
 
@@ -64,7 +64,7 @@ class Evaluator:
         """
         forward = draft.forward_loss if isinstance(draft, DraftStrategy) else draft
         where = replace(ctx or StepContext(training=False), training=False)
-        tally = Tally()
+        tally = MetricAccumulator()
         with torch.no_grad():
             for batch in batches:
                 output = forward(batch.to(self._device), where)
@@ -72,7 +72,7 @@ class Evaluator:
                     tally.add(output, batch.num_tokens)
                 if stop_signal is not None and (signum := max_over_ranks(stop_signal())):
                     raise EvaluationStopped(signum)
-        result = tally.over_ranks(agreed_layout(tally) if world_size() > 1 else None)
+        result = tally.sum_over_ranks(agree_on_layout(tally) if world_size() > 1 else None)
         if not math.isfinite(result.loss_sum):
             raise DataError(
                 f"the loss over {result.supervised_tokens} evaluated tokens is {result.loss_sum}: "
@@ -97,7 +97,7 @@ def collate_labels(samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence
     return TrainBatch(tensors, tuple(sample_ids), sum(len(sample["input_ids"]) for sample in samples))
 
 
-def label_agreement(batches: Iterable[TrainBatch], head: Tensor, device: torch.device) -> float:
+def measure_label_agreement(batches: Iterable[TrainBatch], head: Tensor, device: torch.device) -> float:
     """Share of answer tokens that are the target's own argmax where it said them. A collective.
 
     The replay is exact serving only where it is 1: the answers must be the target's greedy ones.

@@ -44,27 +44,27 @@ class EvalResult:
     Attributes:
         loss_sum, loss_weight: the loss is their ratio; a draft without a loss has weight 0.
         tokens: all tokens the draft saw, supervised or not, without padding.
-        counts: the strategy's sums by name, one value per draft position.
+        metric_sums: the strategy's sums by name, one value per draft position.
     """
 
     loss_sum: float
     loss_weight: float
     tokens: int
-    counts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    metric_sums: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
-    def nothing(cls) -> EvalResult:
+    def empty(cls) -> EvalResult:
         """The neutral element of +."""
         return cls(0.0, 0.0, 0)
 
     @property
     def correct(self) -> tuple[float, ...]:
-        return self.counts.get(CORRECT, ())
+        return self.metric_sums.get(CORRECT, ())
 
     @property
     def supervised(self) -> tuple[float, ...]:
         """Supervised tokens per position: the denominators of the accuracies."""
-        return self.counts.get(SUPERVISED, ())
+        return self.metric_sums.get(SUPERVISED, ())
 
     @property
     def supervised_tokens(self) -> int:
@@ -99,7 +99,7 @@ class EvalResult:
     def acceptance_rates(self) -> AcceptanceRates | None:
         """None where they were not counted."""
         rates, anywhere = self._by_position("acceptance"), self._by_position("unconditional_acceptance")
-        taught, supervised = (sum(self.counts.get(name, ())[:1]) for name in ("acceptance_denoms", SUPERVISED))
+        taught, supervised = (sum(self.metric_sums.get(name, ())[:1]) for name in ("acceptance_denoms", SUPERVISED))
         return AcceptanceRates(rates, anywhere or None, taught / max(supervised, 1.0)) if rates else None
 
     def metrics(self) -> dict[str, Any]:
@@ -129,15 +129,15 @@ class EvalResult:
         return named | {f"{UNCONDITIONAL_RATE}{i}": rate for i, rate in enumerate(found.unconditional)}
 
     def _by_position(self, name: str) -> tuple[float, ...]:
-        return _ratios(self.counts.get(f"{name}_sums", ()), self.counts.get(f"{name}_denoms", ()))
+        return _ratios(self.metric_sums.get(f"{name}_sums", ()), self.metric_sums.get(f"{name}_denoms", ()))
 
     def _own_metrics(self) -> dict[str, float | list[float]]:
         """`eval/X` for each `X_sums` with `X_denoms` that only this strategy counts: a number, or one per position."""
-        names = [name.removesuffix("_sums") for name in self.counts if name.endswith("_sums")]
+        names = [name.removesuffix("_sums") for name in self.metric_sums if name.endswith("_sums")]
         own = {
-            name: list(_ratios(self.counts[f"{name}_sums"], self.counts[f"{name}_denoms"]))
+            name: list(_ratios(self.metric_sums[f"{name}_sums"], self.metric_sums[f"{name}_denoms"]))
             for name in names
-            if name not in _WITH_A_NAME and f"{name}_denoms" in self.counts
+            if name not in _WITH_A_NAME and f"{name}_denoms" in self.metric_sums
         }
         return {f"eval/{name}": values[0] if len(values) == 1 else values for name, values in own.items()}
 
@@ -145,37 +145,38 @@ class EvalResult:
         """Rungs 2 and 3, where the evaluation replayed them; see `draftworks.evaluation.ladder.replay`."""
         named = {}
         for metric, rung in ((BLOCK_METRIC, "block"), (WALK_METRIC, "walk")):
-            passes = sum(self.counts.get(f"{rung}_passes", ()))
+            passes = sum(self.metric_sums.get(f"{rung}_passes", ()))
             if passes:
-                named[metric] = sum(self.counts[f"{rung}_accepted"]) / passes
+                named[metric] = sum(self.metric_sums[f"{rung}_accepted"]) / passes
         return named
 
     def __add__(self, other: EvalResult) -> EvalResult:
-        names = self.counts.keys() | other.counts.keys()
+        names = self.metric_sums.keys() | other.metric_sums.keys()
         return EvalResult(
             self.loss_sum + other.loss_sum,
             self.loss_weight + other.loss_weight,
             self.tokens + other.tokens,
-            {name: _added(self.counts.get(name, ()), other.counts.get(name, ())) for name in names},
+            {name: _added(self.metric_sums.get(name, ()), other.metric_sums.get(name, ())) for name in names},
         )
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        return {**values, "counts": values.pop("metric_sums")}  # `counts` is the name in files
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> EvalResult:
-        counts = {name: tuple(sums) for name, sums in values["counts"].items()}
-        return cls(values["loss_sum"], values["loss_weight"], values["tokens"], counts)
+        metric_sums = {name: tuple(sums) for name, sums in values["counts"].items()}
+        return cls(values["loss_sum"], values["loss_weight"], values["tokens"], metric_sums)
 
 
-def metric_in(metrics: Mapping[str, Any], name: str) -> Any:
+def find_metric(metrics: Mapping[str, Any], name: str) -> Any:
     """The value of a metric, also by the name that it had before two rates were told apart; None where there is none."""
     if name.startswith(RATE) and name not in metrics:
         return metrics.get(CONDITIONAL_RATE + name.removeprefix(RATE))
     return metrics.get(name)
 
 
-class Tally:
+class MetricAccumulator:
     """Adds up `StepOutput`s on their device, without waiting for it."""
 
     def __init__(self) -> None:
@@ -197,7 +198,7 @@ class Tally:
         """Names and lengths of the sums, which two ranks must agree on before they add them."""
         return {name: len(value) for name, value in self._sums.items()}
 
-    def over_ranks(self, layout: Mapping[str, int] | None = None) -> EvalResult:
+    def sum_over_ranks(self, layout: Mapping[str, int] | None = None) -> EvalResult:
         """The sums of all ranks, by one collective.
 
         Args:
@@ -215,7 +216,7 @@ class Tally:
         return torch.nn.functional.pad(value, (0, length - len(value)))
 
 
-def agreed_layout(tally: Tally) -> dict[str, int]:
+def agree_on_layout(tally: MetricAccumulator) -> dict[str, int]:
     """The union of all ranks' layouts, so that a rank without a batch can join the sums. A collective."""
     layout: dict[str, int] = {}
     for theirs in gather_from_ranks(tally.layout()):

@@ -17,8 +17,8 @@ from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.evaluation.ladder.rungs import MEANINGS
-from draftworks.evaluation.own_figures import own_figures
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
+from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.storage.artifacts import Artifact
 
 FENCE = "---\n"
@@ -121,7 +121,7 @@ def _training(subject: CardSubject) -> str:
         "tokens": f"{summary['tokens']:,}",
         "ranks": summary["world_size"],
         "loss": f"{_number(summary['first_loss'])} at first, {_number(summary['last_loss'])} at last",
-        **{f"held-out {name}": _numbers(value) for name, value in own_figures(summary["heldout"]).items()},
+        **{f"held-out {name}": _numbers(value) for name, value in select_strategy_metrics(summary["heldout"]).items()},
     }
     settings = {name: value for name, value in identity["training"].items() if value is not None}
     return _section("Training", _pairs(rows), _pairs(settings, "setting"))

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 
 from draftworks.config.strategies import resolve_strategy
 from draftworks.errors import DraftworksError
-from draftworks.evaluation.own_figures import own_figures
+from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.leaderboard_views import CAPTION, cells
 from draftworks.programs import checking, engine, start
@@ -58,7 +58,7 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
             if report is not None:
                 console.print(acceptance_table(strategy, report))
             draft = artifacts.find(of_strategy(strategy).draft, target)
-            if draft is not None and own_figures(draft.summary["heldout"]):
+            if draft is not None and select_strategy_metrics(draft.summary["heldout"]):
                 console.print(own_table(strategy, draft))
     except DraftworksError as error:
         typer.echo(f"error: {error}", err=True)
@@ -174,7 +174,9 @@ def acceptance_table(strategy: str, report: Artifact) -> Table:
 
 def own_table(strategy: str, draft: Artifact) -> Table:
     """What the strategy counts itself (docs/strategies.md), a column per position where there is one for each."""
-    figures = {k: v if isinstance(v, list) else [v] for k, v in own_figures(draft.summary["heldout"]).items()}
+    figures = {
+        k: v if isinstance(v, list) else [v] for k, v in select_strategy_metrics(draft.summary["heldout"]).items()
+    }
     table = Table(title=f"{strategy}: figures of its own, of the published draft", title_justify="left")
     table.add_column("figure")
     for position in range(max(map(len, figures.values()))):

@@ -20,7 +20,7 @@ from draftworks.drafts.draft_io import load_draft
 from draftworks.drafts.strategy import ChainStrategy, DraftStrategy
 from draftworks.errors import ConfigError
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
-from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, label_agreement
+from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, measure_label_agreement
 from draftworks.evaluation.ladder.differences import Course
 from draftworks.evaluation.ladder.measure import first_prompts, replayed
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
@@ -176,7 +176,7 @@ class _Measuring:
             rank=self.ctx.rank,
             world=self.ctx.world_size,
         )
-        return label_agreement(answers, self._head, self.device)
+        return measure_label_agreement(answers, self._head, self.device)
 
     @property
     def _head(self) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftworks.errors import ConfigError
-from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, metric_in
+from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, find_metric
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.regular_files import read_json
 from draftworks.training.checkpoint_files import CheckpointFolder, is_complete
@@ -33,7 +33,7 @@ class BestRule:
         """
         if not metrics:
             return None
-        score = metric_in(metrics, self.metric)
+        score = find_metric(metrics, self.metric)
         if not isinstance(score, (int, float)):
             numbers = {name for name, value in metrics.items() if isinstance(value, (int, float))}
             raise ConfigError(

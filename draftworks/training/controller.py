@@ -94,7 +94,7 @@ class TrainerController:
         self._hooks = hooks
         self._checkpointer = checkpointer
         self._clock = _StopWatch()
-        self._window = EvalResult.nothing()
+        self._window = EvalResult.empty()
 
     @property
     def global_step(self) -> int:
@@ -181,7 +181,7 @@ class TrainerController:
             seconds=seconds,
         )
         self.history.train.append(point)
-        self._window = EvalResult.nothing()
+        self._window = EvalResult.empty()
         for observer in self._hooks.observers:
             observer.on_train(point, self._plan.total_steps)
 

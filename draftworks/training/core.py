@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.errors import TrainingError
-from draftworks.evaluation.result import EvalResult, Tally
+from draftworks.evaluation.result import EvalResult, MetricAccumulator
 from draftworks.features.contracts import TrainBatch
 from draftworks.training.backend import TrainingBackend
 from draftworks.training.optimizer import BF16Optimizer
@@ -33,7 +33,7 @@ class TrainerCore:
         self.strategy = strategy
         self.backend = backend
         self.optimizer = optimizer
-        self._window = Tally()
+        self._window = MetricAccumulator()
         self._samples: list[str] = []
 
     def train_step(self, batch: TrainBatch, ctx: StepContext) -> StepResult | None:
@@ -52,7 +52,7 @@ class TrainerCore:
         return self._optimizer_step(ctx) if batch.ends_step else None
 
     def _optimizer_step(self, ctx: StepContext) -> StepResult:
-        totals = self._window.over_ranks()
+        totals = self._window.sum_over_ranks()
         self._require_finite(totals, ctx)
         if totals.loss_weight > 0:
             self.backend.scale_gradients(1.0 / totals.loss_weight)
@@ -60,7 +60,7 @@ class TrainerCore:
         else:
             # Without a supervised token there is no gradient, but AdamW's momentum would move the weights all the same.
             done = self.optimizer.skip()
-        self._window = Tally()
+        self._window = MetricAccumulator()
         self._samples = []
         return StepResult(totals, done.grad_norm, done.lr)
 

@@ -68,7 +68,7 @@ def test_hand_made_example() -> None:
     # Step 0: rows 0, 1, 2 propose after tokens 1, 2, 3 (positions 1 to 3): 2 ok, 3 ok, 4 where the target says 0.
     # Step 1: rows 0, 1 propose after positions 2 and 3.
     result = Evaluator().run(draft, [batch])
-    assert result.counts == {"acc_corrects": (2.0, 1.0), "acc_denoms": (3.0, 2.0)}
+    assert result.metric_sums == {"acc_corrects": (2.0, 1.0), "acc_denoms": (3.0, 2.0)}
     assert result.avg_loss is None
 
 

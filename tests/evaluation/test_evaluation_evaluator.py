@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.errors import DataError
 from draftworks.evaluation.evaluator import Evaluator
-from draftworks.evaluation.result import EvalResult, metric_in
+from draftworks.evaluation.result import EvalResult, find_metric
 from draftworks.features.contracts import TrainBatch
 
 
@@ -75,9 +75,9 @@ def test_of_a_reduced_vocabulary_the_acceptance_rate_says_over_which_positions_i
     metrics = EvalResult(1.0, 2.0, 5, counts).metrics()
     rates = {name: value for name, value in metrics.items() if "acceptance" in name}
     assert rates == {"eval/conditional_acceptance_rate_0": 0.75, "eval/unconditional_acceptance_rate_0": 0.5}
-    assert metric_in(metrics, "eval/acceptance_rate_0") == 0.75  # as a `best_metric` may still be called
-    assert metric_in({"eval/acceptance_rate_0": 0.5}, "eval/acceptance_rate_0") == 0.5
-    assert metric_in(metrics, "eval/acceptance_rate_9") is None
+    assert find_metric(metrics, "eval/acceptance_rate_0") == 0.75  # as a `best_metric` may still be called
+    assert find_metric({"eval/acceptance_rate_0": 0.5}, "eval/acceptance_rate_0") == 0.5
+    assert find_metric(metrics, "eval/acceptance_rate_9") is None
 
 
 def test_what_only_the_strategy_counts_is_reported_under_its_own_name() -> None:
@@ -156,7 +156,7 @@ def test_results_add_up_and_survive_json() -> None:
     first = Evaluator().run(forward, [batch(6.0, [3, 1], [4, 2])])
     second = Evaluator().run(forward, [batch(2.0, [1, 1], [4, 2])])
     both = Evaluator().run(forward, [batch(6.0, [3, 1], [4, 2]), batch(2.0, [1, 1], [4, 2])])
-    assert first + second == both == both + EvalResult.nothing()
+    assert first + second == both == both + EvalResult.empty()
     assert EvalResult.from_json(json.loads(json.dumps(both.to_json()))) == both
 
 

@@ -59,8 +59,8 @@ def test_a_training_cut_in_the_middle_of_its_schedule_ends_with_the_same_weights
 def test_counts_of_the_prefixes_are_kept_with_the_curve(files: RunFiles) -> None:
     run: TrainRun = files.train_run(**DOMINO)
     train(run, ProgramContext())
-    counts = History.load(run.out / "history.json").evals[-1].result.counts
+    metric_sums = History.load(run.out / "history.json").evals[-1].result.metric_sums
     for name in ("accept_len", "base_accept_len"):
-        assert 0 <= sum(counts[f"{name}_sums"]) <= 3 * sum(counts[f"{name}_denoms"])
-    assert sum(counts["accept_len_denoms"]) > 0
-    assert len(counts["base_acc_corrects"]) == len(counts["acc_corrects"]) == 3
+        assert 0 <= sum(metric_sums[f"{name}_sums"]) <= 3 * sum(metric_sums[f"{name}_denoms"])
+    assert sum(metric_sums["accept_len_denoms"]) > 0
+    assert len(metric_sums["base_acc_corrects"]) == len(metric_sums["acc_corrects"]) == 3

@@ -41,9 +41,9 @@ def test_a_dspark_draft_is_trained_measured_and_exported(files: RunFiles) -> Non
 def test_what_rejection_sampling_would_accept_is_kept_with_the_curve(files: RunFiles) -> None:
     run: TrainRun = files.train_run(**DSPARK)
     train(run, ProgramContext())
-    counts = History.load(run.out / "history.json").evals[-1].result.counts
-    blocks = counts["tau_denoms"][0]
+    metric_sums = History.load(run.out / "history.json").evals[-1].result.metric_sums
+    blocks = metric_sums["tau_denoms"][0]
     assert blocks > 0
-    assert 0 < counts["tau_sums"][0] < 3 * blocks
-    assert 0 <= counts["accept_len_sums"][0] <= 3 * blocks
-    assert len(counts["acceptance_sums"]) == len(counts["confidence_error_sums"]) == 3
+    assert 0 < metric_sums["tau_sums"][0] < 3 * blocks
+    assert 0 <= metric_sums["accept_len_sums"][0] <= 3 * blocks
+    assert len(metric_sums["acceptance_sums"]) == len(metric_sums["confidence_error_sums"]) == 3

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from draftworks.drafts.sampling import Verdict, verify
 from draftworks.drafts.strategy import Proposal
-from draftworks.evaluation.evaluator import collate_labels, label_agreement
+from draftworks.evaluation.evaluator import collate_labels, measure_label_agreement
 from draftworks.evaluation.ladder.decoding import DecodingLimits, decode, speculate
 from draftworks.evaluation.ladder.loop import Loop
 from draftworks.evaluation.ladder.measure import Prompt
@@ -185,6 +185,6 @@ def test_measured_loops_equal_the_walks_over_answers_cut_to_the_same_length(ladd
 def test_greedy_answers_agree_with_the_targets_argmax_and_others_do_not(ladder: Ladder):
     samples, head = [sample.tensors() for sample in ladder.samples], ladder.model.get_output_embeddings().weight
     names = [sample.name for sample in ladder.samples]
-    assert label_agreement([collate_labels(samples, names)], head, torch.device("cpu")) == 1.0
+    assert measure_label_agreement([collate_labels(samples, names)], head, torch.device("cpu")) == 1.0
     others = [{**sample, "input_ids": sample["input_ids"].roll(1)} for sample in samples]
-    assert label_agreement([collate_labels(others, names)], head, torch.device("cpu")) < 0.5
+    assert measure_label_agreement([collate_labels(others, names)], head, torch.device("cpu")) < 0.5

@@ -139,12 +139,12 @@ def test_draft_that_is_worse_than_another_is_shown_to_be() -> None:
 def test_acceptance_rates_say_over_which_positions_they_are_and_that_losses_do_not_compare() -> None:
     report = full_report()
     trained = report.drafts["trained"]
-    counts = {
-        **trained.result.counts,
+    metric_sums = {
+        **trained.result.metric_sums,
         **{"acceptance_sums": (3.0, 1.0), "acceptance_denoms": (4.0, 4.0)},
         **{"unconditional_acceptance_sums": (5.0, 2.0), "unconditional_acceptance_denoms": (10.0, 8.0)},
     }
-    counted = replace(trained, result=replace(trained.result, counts=counts))
+    counted = replace(trained, result=replace(trained.result, metric_sums=metric_sums))
     text = report_markdown(replace(report, drafts={**report.drafts, "trained": counted}))
     assert "| trained | 75.0 · 25.0 | 50.0 · 25.0 |" in re.sub(" +", " ", text)
     assert "The draft's vocabulary has 40.00% of the labels." in text

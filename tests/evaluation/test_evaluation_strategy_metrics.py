@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from draftworks.evaluation.own_figures import own_figures, rates_by_position
 from draftworks.evaluation.result import EvalResult
+from draftworks.evaluation.strategy_metrics import format_rates_by_position, select_strategy_metrics
 
 LADDER = dict.fromkeys(
     ("acc_corrects", "acc_denoms", "loss_sums", "loss_denoms", "acceptance_sums", "acceptance_denoms"), (1.0, 1.0)
@@ -11,23 +11,23 @@ LADDER = dict.fromkeys(
 
 
 def metrics(**own: tuple[float, ...]) -> dict:
-    return EvalResult(loss_sum=1.0, loss_weight=1.0, tokens=2, counts=LADDER | own).metrics()
+    return EvalResult(loss_sum=1.0, loss_weight=1.0, tokens=2, metric_sums=LADDER | own).metrics()
 
 
 def test_what_every_evaluation_has_is_nobodys_own():
-    assert own_figures(metrics()) == {}
+    assert select_strategy_metrics(metrics()) == {}
 
 
 def test_what_a_strategy_counts_itself_is_shown_by_its_name():
     counted = {"tau_sums": (3.0,), "tau_denoms": (2.0,), "miss_sums": (1.0, 3.0), "miss_denoms": (2.0, 4.0)}
-    assert own_figures(metrics(**counted)) == {"tau": 1.5, "miss": [0.5, 0.75]}
+    assert select_strategy_metrics(metrics(**counted)) == {"tau": 1.5, "miss": [0.5, 0.75]}
 
 
 def test_acceptance_rates_are_a_line_each_under_the_name_that_says_over_which_positions():
-    assert rates_by_position(metrics()) == {"acceptance_rate": "1.000 · 1.000"}
+    assert format_rates_by_position(metrics()) == {"acceptance_rate": "1.000 · 1.000"}
     both = {"unconditional_acceptance_sums": (1.0, 1.0), "unconditional_acceptance_denoms": (2.0, 4.0)}
-    assert rates_by_position(metrics(**both)) == {
+    assert format_rates_by_position(metrics(**both)) == {
         "conditional_acceptance_rate": "1.000 · 1.000",
         "unconditional_acceptance_rate": "0.500 · 0.250",
     }
-    assert rates_by_position({}) == {}
+    assert format_rates_by_position({}) == {}

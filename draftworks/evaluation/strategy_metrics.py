@@ -17,12 +17,12 @@ _EVERYBODYS = frozenset(
         "supervised_tokens",
     )
 )
-RATES = ("acceptance_rate", "conditional_acceptance_rate", "unconditional_acceptance_rate")
+ACCEPTANCE_RATES = ("acceptance_rate", "conditional_acceptance_rate", "unconditional_acceptance_rate")
 """Names that `EvalResult.metrics` has with `eval/` before and the position behind them."""
-_BY_POSITION = ("eval/ploss_", *(f"eval/{name}_" for name in RATES))
+_BY_POSITION = ("eval/ploss_", *(f"eval/{name}_" for name in ACCEPTANCE_RATES))
 
 
-def own_figures(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
+def select_strategy_metrics(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
     """Of the metrics of `EvalResult.metrics`, those that only this strategy has, without `eval/`: Domino's `accept_len`,
     DSpark's `tau`. A number each, or one per position.
     """
@@ -33,10 +33,10 @@ def own_figures(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
     }
 
 
-def rates_by_position(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Of the `RATES`, those that were counted, each in a line."""
+def format_rates_by_position(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Of the `ACCEPTANCE_RATES`, those that were counted, each in a line."""
     found: dict[str, str] = {}
-    for name in RATES:
+    for name in ACCEPTANCE_RATES:
         values = [metrics[key] for key in metrics if key.startswith(f"eval/{name}_")]
         if values:
             found[name] = " · ".join(f"{value:.3f}" for value in values)
