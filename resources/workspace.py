@@ -14,7 +14,7 @@ from draftworks.config.run_files import StoreSpec, TargetFiles
 from draftworks.data.sources import dataset_version
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
-from draftworks.storage.kept_by_name import find_answers, find_store
+from draftworks.storage.legacy_stores import find_answers, find_store
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 

@@ -16,9 +16,9 @@ from draftworks.config.run_files import RunFile
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
 from draftworks.sglang.environment import program_environment
-from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import of_strategy
-from draftworks.storage.full_disk import full_disk_error
+from draftworks.storage.full_disk import explain_full_disk
 from draftworks.targets.registry import HELDOUT
 from resources.dead_runs import end_with_run_process
 from resources.torch_job import TorchJob
@@ -95,7 +95,7 @@ def clear_errors() -> Generator[None, None, None]:
     except DraftworksError as error:
         raise dg.Failure(description=str(error), allow_retries=False) from None
     except Exception as error:
-        full = full_disk_error(error, Path.cwd())
+        full = explain_full_disk(error, Path.cwd())
         if full is None or isinstance(error, (dg.Failure, dg.RetryRequested)):
             raise
         raise dg.Failure(description=str(full), allow_retries=False) from error
@@ -152,7 +152,7 @@ def obtained(
     context: dg.AssetExecutionContext,
     workspace: Workspace,
     identity: dict[str, Any],
-    build: Callable[[Path], Built],
+    build: Callable[[Path], BuildResult],
     **options: Any,
 ) -> Artifact:
     """The result of this step's asset for this partition; its code version is part of the identity.

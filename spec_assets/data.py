@@ -11,7 +11,7 @@ from draftworks.config.registry_files import ResponseSpec, TargetSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import draft_vocab_size
-from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.artifacts import Artifact, BuildResult
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtained, severity_of, shown, target_of
@@ -34,7 +34,7 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
     source = registry.dataset(target.dataset)
     files = workspace.target_files(target.name)
 
-    def build(out: Path) -> Built:
+    def build(out: Path) -> BuildResult:
         from draftworks.data.prepare import prepare_conversations
 
         return _built(prepare_conversations(source, target.data, registry.root, files, out))
@@ -110,7 +110,7 @@ def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> 
     spec = workspace.registry.target(context.partition_key)
     source = workspace.artifacts.current("responses", spec.name)
 
-    def build(out: Path) -> Built:
+    def build(out: Path) -> BuildResult:
         from draftworks.data.prepare import supervised_rows
 
         return _built(supervised_rows(source.path / TOKENS_FOLDER, out))
@@ -129,7 +129,7 @@ def vocab_mapping(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
     tokens = workspace.artifacts.current("tokenized_train", spec.name)
     files = workspace.target_files(spec.name)
 
-    def build(out: Path) -> Built:
+    def build(out: Path) -> BuildResult:
         from draftworks.data.prepare import map_vocabulary
 
         return _built(map_vocabulary(tokens.path, files, size, out))
@@ -173,7 +173,7 @@ def answered(
             f"Set responses.mode to passthrough"
         )
 
-    def regenerate(out: Path) -> Built:
+    def regenerate(out: Path) -> BuildResult:
         run = RegenerateRun(
             out=out,
             target=files,
@@ -194,7 +194,7 @@ def answered(
         device, python = ("cpu", None) if asked else (spec.capture.device, workspace.python_of(spec.capture))
         return _built(launch(context, launcher, workspace, "regenerate", run, 1, device, python).report)
 
-    def pass_through(out: Path) -> Built:
+    def pass_through(out: Path) -> BuildResult:
         from draftworks.data.prepare import tokenize_part
 
         log, thinking = context.log.info, responses.thinking
@@ -269,5 +269,5 @@ def answers_finished(artifact: Artifact, asset_name: str, target: TargetSpec) ->
     )
 
 
-def _built(summary: dict[str, Any]) -> Built:
-    return Built(data_version=summary["digest"], summary=summary)
+def _built(summary: dict[str, Any]) -> BuildResult:
+    return BuildResult(data_version=summary["digest"], summary=summary)

@@ -14,7 +14,7 @@ from draftworks.config.run_files import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureS
 from draftworks.config.strategies import StrategySpec
 from draftworks.evaluation.strategy_metrics import format_rates_by_position, select_strategy_metrics
 from draftworks.fleet.draft_staleness import OVERRIDES
-from draftworks.storage.artifacts import Artifact, ArtifactStore, Built
+from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import digest
 from draftworks.storage.records import EvalData
@@ -157,14 +157,14 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         target = target_of(context, workspace)
         inputs = draft_inputs(workspace, strategy, target, config)
 
-        def build(out: Path) -> Built:
+        def build(out: Path) -> BuildResult:
             run = train_run(out, strategy.name, inputs, workspace.feature_store(inputs.files))
             training = inputs.training
             with retried(context, times=config.retries):
                 job = launch(context, launcher, workspace, "train", run, training.processes, training.device)
             overrides = {"options": config.options, "training": config.training}
             summary = {**job.report, **({OVERRIDES: overrides} if any(overrides.values()) else {})}
-            return Built(summary["weights_digest"], summary, own_digests=(CHECKPOINTS_FOLDER,))
+            return BuildResult(summary["weights_digest"], summary, own_digests=(CHECKPOINTS_FOLDER,))
 
         artifact = obtained(
             context,

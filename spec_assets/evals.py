@@ -14,7 +14,7 @@ from draftworks.errors import DataError
 from draftworks.evaluation.cache.eval_cache import CacheEntry, EvalCache
 from draftworks.evaluation.cache.eval_config import EvalConfig
 from draftworks.preflight.compatibility import union_of_taps
-from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import of_eval_set
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.identity import digest
@@ -57,11 +57,11 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
         spec = registry.eval(name)
         dataset, files = registry.dataset(spec.dataset), workspace.target_files(target.name)
 
-        def build(out: Path) -> Built:
+        def build(out: Path) -> BuildResult:
             from draftworks.data.prepare import prepare_eval_set
 
             summary = prepare_eval_set(dataset, spec.max_conversations, target.data, registry.root, files, out)
-            return Built(data_version=summary["digest"], summary=summary)
+            return BuildResult(data_version=summary["digest"], summary=summary)
 
         identity = {
             "dataset": workspace.dataset_version(dataset),
@@ -119,7 +119,7 @@ def eval_features_asset(name: str) -> dg.AssetsDefinition:
         target = target_of(context, workspace)
         subject = EvalSubject.of(workspace, target, name)
 
-        def build(out: Path) -> Built:
+        def build(out: Path) -> BuildResult:
             return _recorded(subject.entry(context, launcher))
 
         artifact = obtained(
@@ -257,13 +257,13 @@ def eval_data(workspace: Workspace, target: str, name: str, streams: Iterable[st
     return EvalData(responses.data_version, stream_versions(features, streams))
 
 
-def _recorded(entry: CacheEntry) -> Built:
+def _recorded(entry: CacheEntry) -> BuildResult:
     report = json.loads((entry.path / CAPTURE_REPORT).read_text())
     found = {
         "eval_cache": "hit" if entry.hit else "produced",
         "rebuilt_because": entry.rebuilt_because,
     }
-    return Built(data_version=entry.data_version, summary={**report, **found})
+    return BuildResult(data_version=entry.data_version, summary={**report, **found})
 
 
 def _entry_path(workspace: Workspace, features: Artifact) -> Path:

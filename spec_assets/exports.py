@@ -10,7 +10,7 @@ from draftworks.config.registry_files import ExportSettings
 from draftworks.config.run_files import ExportRun, TargetFiles
 from draftworks.config.strategies import StrategySpec
 from draftworks.export.names import CARD, DRAFT_FOLDER, GATE_MEANINGS, READABLE
-from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import digest, file_digest
 from draftworks.storage.records import ReportIdentity
@@ -53,11 +53,11 @@ def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         check_export_gates(workspace, strategy, target)
         card = card_of(workspace, strategy, draft)
 
-        def build(out: Path) -> Built:
+        def build(out: Path) -> BuildResult:
             run = ExportRun(out=out, target=files, draft=draft.path, export=settings, card=card)
             job = launch(context, launcher, workspace, "export", run, processes=1, device="cpu")
             made = job.report["formats"]
-            return Built(digest({name: result["digest"] for name, result in made.items()}), job.report)
+            return BuildResult(digest({name: result["digest"] for name, result in made.items()}), job.report)
 
         artifact = obtained(context, workspace, export_identity(strategy, draft, files, settings, card), build)
         for name, reason in artifact.summary["refused"].items():

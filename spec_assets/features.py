@@ -8,7 +8,7 @@ import dagster as dg
 from draftworks.config.run_files import CaptureRun
 from draftworks.errors import StoreError
 from draftworks.preflight.compatibility import union_of_taps
-from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.artifacts import Artifact, BuildResult
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtained, shown
@@ -44,7 +44,7 @@ def training_features(
     taps = union_of_taps(spec, files.num_layers)
     store = workspace.feature_store(files)
 
-    def build(out: Path) -> Built:
+    def build(out: Path) -> BuildResult:
         run = CaptureRun(
             out=out,
             target=files,
@@ -56,7 +56,7 @@ def training_features(
         )
         python = workspace.python_of(spec.capture)
         job = launch(context, launcher, workspace, "capture", run, spec.capture.processes, spec.capture.device, python)
-        return Built(data_version=job.report["data_version"], summary=job.report)
+        return BuildResult(data_version=job.report["data_version"], summary=job.report)
 
     def still_stored(artifact: Artifact) -> bool:
         from draftworks.features.presence import holds_feature_set

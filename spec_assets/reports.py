@@ -14,9 +14,9 @@ from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.export.names import CARD
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.model_card import CardSubject, model_card, page_of
-from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import of_eval_set, of_strategy
-from draftworks.storage.atomic import published
+from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import LastHidden, digest
 from draftworks.storage.records import Limits, ReportIdentity
 from draftworks.targets.registry import HELDOUT
@@ -53,7 +53,7 @@ def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefin
         target = target_of(context, workspace)
         subject = ReportSubject.of(workspace, strategy, target)
 
-        def build(out: Path) -> Built:
+        def build(out: Path) -> BuildResult:
             training = target.strategies[strategy.name].training
             reports: dict[str, Any] = {}
             for name in eval_names_of(target):
@@ -62,7 +62,7 @@ def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefin
                 reports[name] = job.report
             subject.publish_card(workspace, out)
             summary = {**reports[HELDOUT], "evals": reports}
-            return Built(
+            return BuildResult(
                 data_version=digest({name: figures(found) for name, found in reports.items()}), summary=summary
             )
 
@@ -137,7 +137,7 @@ class ReportSubject:
         """The model card, from the reports in `out`."""
         reports = [ReportSummary.load(out / name) for name in eval_names_of(self.target)]
         files, dataset = workspace.target_files(self.target.name), workspace.registry.dataset(self.target.dataset)
-        with published(out / CARD) as staging:
+        with publish_file(out / CARD) as staging:
             changes = changes_of_draft(workspace, self.draft, self.target)
             staging.write_text(model_card(CardSubject(self.draft, reports, files, dataset, changes)), encoding="utf-8")
 

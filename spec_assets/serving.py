@@ -12,7 +12,7 @@ from draftworks.config.run_files import TOKENS_FOLDER, ServeRun
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import ConfigError
 from draftworks.evaluation.report.summary import ReportSummary
-from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import of_eval_set, of_strategy
 from draftworks.storage.identity import digest
 from draftworks.storage.records import ReportIdentity
@@ -65,14 +65,14 @@ def serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         subject = ServedDraft.of(workspace, strategy, target)
         settings = target.evaluation.serving
 
-        def build(out: Path) -> Built:
+        def build(out: Path) -> BuildResult:
             logs = workspace.run_folder(context.run.run_id, context.op_execution_context.op_handle.name) / "server"
             run = subject.run(workspace, sglang, out, logs)
             with sglang.told(context, logs):
                 job = launch(context, launcher, workspace, "serve", run, processes=1, device=settings.device)
             summary = {**job.report, "log": str(sglang.log(logs))}
             counted = {name: summary[name] for name in ("acceptance", "answers", "same_answers")}
-            return Built(digest(counted), summary)
+            return BuildResult(digest(counted), summary)
 
         artifact = obtained(context, workspace, subject.identity(workspace), build)
         return shown(context, artifact, serving_metadata(artifact))

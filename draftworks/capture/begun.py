@@ -21,7 +21,7 @@ from draftworks.capture.plan import CapturePlan, SampleJob, StreamPlan, batches
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import StoreError
-from draftworks.storage.atomic import published
+from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_json
 
@@ -128,7 +128,7 @@ def _publish_once(path: Path, value: Any) -> None:
     """Write a document that is not there yet; one that appears meanwhile stays."""
     own = path.with_name(f"{path.name}.{os.getpid()}.own")
     try:
-        with published(own) as staging:
+        with publish_file(own) as staging:
             staging.write_text(json.dumps(value), encoding="utf-8")
         try:
             os.link(own, path)

@@ -20,8 +20,8 @@ from filelock import FileLock, Timeout
 
 from draftworks.capture.plan import SampleJob
 from draftworks.features.contracts import KeyedFeatureStore
-from draftworks.storage.atomic import published
-from draftworks.storage.turns import held
+from draftworks.storage.atomic import publish_file
+from draftworks.storage.file_lock import hold_lock
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Claims:
                 if not left.isdisjoint(others):
                     left, busy = left - others, path.with_suffix(".lock")
             lock.acquire(timeout=0)
-            with published(claim.with_suffix(".keys")) as staging:
+            with publish_file(claim.with_suffix(".keys")) as staging:
                 staging.write_text("".join(f"{key}\n" for key in left))
         return Taken(left, busy)
 
@@ -80,7 +80,7 @@ class Claims:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with held(self._folder / "all.lock", f"another process is looking at {self._folder}: waiting for it"):
+        with hold_lock(self._folder / "all.lock", f"another process is looking at {self._folder}: waiting for it"):
             yield
 
 
@@ -138,7 +138,7 @@ def shared_out(
 
 def _wait(busy: Path, samples: int) -> None:
     """Until the process that holds a lock has given it back."""
-    with held(busy, f"another run is capturing {samples} samples that this one needs too: waiting for it"):
+    with hold_lock(busy, f"another run is capturing {samples} samples that this one needs too: waiting for it"):
         busy.unlink(missing_ok=True)
 
 

@@ -17,7 +17,7 @@ from draftworks.config.gates import GateSpec
 from draftworks.config.responses import ResponseSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
-from draftworks.storage.names import checked_name
+from draftworks.storage.names import require_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 StoreKind = Literal["local", "shared_dir"]
@@ -244,7 +244,7 @@ class TargetSpec(Spec):
     @field_validator("name", "dataset")
     @classmethod
     def _valid_name(cls, value: str) -> str:
-        return checked_name(value)
+        return require_name(value)
 
     @property
     def is_hub(self) -> bool:
@@ -272,7 +272,7 @@ class DatasetSpec(Spec):
     @field_validator("name")
     @classmethod
     def _valid_name(cls, value: str) -> str:
-        return checked_name(value)
+        return require_name(value)
 
 
 class EvalSpec(Spec):
@@ -290,7 +290,7 @@ class EvalSpec(Spec):
     @field_validator("name", "dataset")
     @classmethod
     def _valid_name(cls, value: str) -> str:
-        return checked_name(value)
+        return require_name(value)
 
 
 class FeaturesSpec(Spec):

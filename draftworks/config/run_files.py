@@ -18,7 +18,7 @@ from draftworks.config.registry_files import EvaluationSpec, ExportSettings, Res
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import ServerSpec, SGLangSpec
 from draftworks.config.validation import load_yaml
-from draftworks.storage.names import checked_name
+from draftworks.storage.names import require_name
 
 TOKENS_FOLDER = "tokens"
 """The tokenized set in the folder of a `responses` result."""
@@ -164,7 +164,7 @@ class TrainRun(TargetRun):
     @field_validator("run_id")
     @classmethod
     def _valid_name(cls, value: str) -> str:
-        return checked_name(value)
+        return require_name(value)
 
     @property
     def checkpoints(self) -> Path:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from draftworks.data.split import hash_fraction
 from draftworks.errors import DataError, StoreError
-from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.atomic import publish_file, publish_json
 from draftworks.storage.identity import canonical_json, digest, file_digest
 from draftworks.storage.manifest import FileManifest
 from draftworks.storage.regular_files import read_json
@@ -95,7 +95,7 @@ def write_conversations(
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     contents: dict[str, str] = {}
     totals = {"turns": 0, "assistant_turns": 0, "characters": 0}
-    with published(folder / CONVERSATIONS_FILE) as staging, pq.ParquetWriter(staging, _SCHEMA) as writer:
+    with publish_file(folder / CONVERSATIONS_FILE) as staging, pq.ParquetWriter(staging, _SCHEMA) as writer:
         for group in _groups(conversations):
             for each in group:
                 _count(each, contents, totals)

@@ -14,7 +14,7 @@ from draftworks.data.rows import RawRow, Rejection, read_rows, reject
 from draftworks.data.sources import matching_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
-from draftworks.storage.atomic import published
+from draftworks.storage.atomic import publish_file
 
 SHOWN_REJECTIONS = 3
 Kind = Literal["conversations", "tokens"]
@@ -121,7 +121,7 @@ def _load(
     paths = matching_files(dataset.files, root)
     quarantine = out / QUARANTINE_FILE
     tally = _Tally()
-    with published(quarantine) as staging, staging.open("w", encoding="utf-8") as stream:
+    with publish_file(quarantine) as staging, staging.open("w", encoding="utf-8") as stream:
         for item in _parsed(paths, parse):
             tally.rows += 1
             if isinstance(item, Rejection):

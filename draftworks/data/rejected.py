@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftworks.errors import DataError
-from draftworks.storage.atomic import published
+from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import canonical_json
 
 SHOWN_REJECTIONS = 3
@@ -35,7 +35,7 @@ def rejection_counts(rejected: Sequence[RejectedSample]) -> dict[str, Any]:
 
 def write_rejected(path: Path, rejected: Sequence[RejectedSample]) -> None:
     """All of them, one JSON object per line."""
-    with published(path) as staging:
+    with publish_file(path) as staging:
         staging.write_text("".join(canonical_json(each._asdict()) + "\n" for each in rejected))
 
 

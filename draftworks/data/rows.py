@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftworks.errors import DataError
-from draftworks.storage.regular_files import checked_file, open_regular, parse_json
+from draftworks.storage.regular_files import open_regular, parse_json, require_file
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 """A longer line is rejected without being held in memory."""
@@ -163,7 +163,7 @@ def _next_token(text: str, position: int) -> int:
 def _parquet_rows(path: Path) -> Iterator[RawRow | Rejection]:
     line = 0
     try:
-        with pq.ParquetFile(checked_file(path)) as file:
+        with pq.ParquetFile(require_file(path)) as file:
             for batch in file.iter_batches(batch_size=256):
                 for value in _batch_values(batch):
                     line += 1

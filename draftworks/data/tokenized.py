@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from draftworks.data.conversations import SUMMARY_FILE, read_summary
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError, StoreError
-from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.atomic import publish_file, publish_json
 from draftworks.storage.identity import DIGEST_LENGTH, canonical_json, file_digest
 from draftworks.storage.manifest import FileManifest
 
@@ -53,7 +53,7 @@ def write_tokens(folder: Path, rows: Iterable[TokenRow], counts: Mapping[str, An
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     totals = _Totals()
     iterator = iter(rows)
-    with published(folder / TOKENS_FILE) as staging, pq.ParquetWriter(staging, _SCHEMA) as writer:
+    with publish_file(folder / TOKENS_FILE) as staging, pq.ParquetWriter(staging, _SCHEMA) as writer:
         while group := list(islice(iterator, ROWS_PER_GROUP)):
             for row in group:
                 totals.add(row)

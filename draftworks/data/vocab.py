@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from draftworks.errors import ConfigError, DataError, StoreError
-from draftworks.storage.atomic import published
+from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_bytes
 
@@ -52,7 +52,7 @@ class VocabMapping:
         """Publish as safetensors with the tensors `d2t` and `t2d`."""
         from safetensors.numpy import save
 
-        with published(path) as staging:
+        with publish_file(path) as staging:
             staging.write_bytes(save({"d2t": self.d2t, "t2d": self.t2d}))
 
     @classmethod

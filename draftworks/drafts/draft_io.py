@@ -17,10 +17,10 @@ from draftworks.config.draft_config import CONFIG, WEIGHTS, DraftConfig, read_co
 from draftworks.config.strategies import resolve_strategy
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.atomic import publish_file, publish_json
 from draftworks.storage.identity import file_digest
 from draftworks.storage.manifest import FileManifest
-from draftworks.storage.regular_files import checked_file
+from draftworks.storage.regular_files import require_file
 
 
 def save_draft(
@@ -37,7 +37,7 @@ def save_draft(
     """
     state = strategy.model.state_dict() if weights is None else weights
     folder.mkdir(parents=True, exist_ok=True)
-    with published(folder / WEIGHTS) as staging:
+    with publish_file(folder / WEIGHTS) as staging:
         staging.write_bytes(save({name: _storable(tensor) for name, tensor in state.items()}))
     config = DraftConfig(
         strategy=strategy.name,
@@ -104,7 +104,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file. Raises StoreError."""
     try:
-        return load_file(checked_file(path))
+        return load_file(require_file(path))
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{path}: weights cannot be read ({error}). Train the draft again") from error
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import StoreError
-from draftworks.storage.regular_files import checked_file
+from draftworks.storage.regular_files import require_file
 from draftworks.targets.model_files import WEIGHTS, ModelFiles
 from draftworks.targets.safetensors_headers import BITS
 
@@ -65,6 +65,6 @@ class WeightFiles(Mapping[str, Path]):
 
 def _opened(path: Path) -> Any:
     try:
-        return safe_open(checked_file(path), framework="pt")
+        return safe_open(require_file(path), framework="pt")
     except (SafetensorError, OSError) as error:
         raise StoreError(f"{path}: not a readable safetensors file ({error}); copy or download it again") from error

@@ -17,7 +17,7 @@ from draftworks.drafts.draft_io import WEIGHTS, DraftConfig, read_config, read_w
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
-from draftworks.storage.changes import changes
+from draftworks.storage.changes import describe_changes
 from draftworks.storage.identity import LayerTap
 from draftworks.storage.manifest import FileManifest
 
@@ -101,7 +101,7 @@ class CanonicalDraft:
         expected = {name: tuple(tensor.shape) for name, tensor in strategy.model.state_dict().items()}
         found = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
         if expected != found:
-            differing = "; ".join(changes(expected, found)[:5])
+            differing = "; ".join(describe_changes(expected, found)[:5])
             raise StoreError(
                 f"{self.folder / WEIGHTS}: tensors that do not fit its config.json: {differing}. Train the draft again"
             )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftworks.errors import StoreError
-from draftworks.storage.regular_files import checked_file, read_json
+from draftworks.storage.regular_files import read_json, require_file
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -66,7 +66,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(checked_file(path))
+        return load_file(require_file(path))
     except FileNotFoundError:
         others = sorted(found.name for found in path.parent.glob("*.bin")) + sorted(
             found.name for found in path.parent.glob("*.pt")

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import load_dotted, resolve_strategy
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.storage.changes import changes
+from draftworks.storage.changes import describe_changes
 from draftworks.storage.identity import LayerTap
 
 Shapes = dict[str, tuple[int, ...]]
@@ -53,7 +53,7 @@ class DraftShape:
 
     def differences(self, other: DraftShape) -> list[str]:
         """What is not the same in `other`, a text each: `name: expected ours, found theirs`."""
-        return changes(asdict(self), asdict(other))
+        return describe_changes(asdict(self), asdict(other))
 
 
 class ExportFormat(ABC):

@@ -19,7 +19,7 @@ from draftworks.export.export_format import ExportFormat, format_names, load_for
 from draftworks.export.gates import GateResult, check_export
 from draftworks.export.names import CARD, DRAFT_FOLDER, PROVENANCE
 from draftworks.export.readme import readme
-from draftworks.storage.atomic import publish_json, published_folder
+from draftworks.storage.atomic import publish_folder, publish_json
 from draftworks.storage.identity import digest, file_digest
 
 
@@ -81,7 +81,7 @@ def export_draft(
         raise refusal_error(draft, format_name, reason)
     torch_dtype = getattr(torch, dtype)
     strategy = draft.strategy(torch_dtype)
-    with published_folder(out) as staging:
+    with publish_folder(out) as staging:
         _write(staging, export_format, draft, torch_dtype)
         (staging / CARD).write_text(readme(export_format, draft, card), encoding="utf-8")
     return ExportResult(

@@ -20,8 +20,8 @@ from draftworks.export.checkpoint_files import CONFIG, read_checkpoint, read_obj
 from draftworks.export.export_format import DraftShape, ExportFormat, format_names, load_format
 from draftworks.export.imported_options import strategy_options
 from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
-from draftworks.storage.atomic import published_folder
-from draftworks.storage.changes import changes
+from draftworks.storage.atomic import publish_folder
+from draftworks.storage.changes import describe_changes
 
 OWN = "draftworks"
 """The format of our own canonical drafts."""
@@ -87,7 +87,7 @@ def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means
     imported = {"imported_from": source.name, "format": export_format.name, "origin": origin}
     if remarks:
         imported["remarks"] = list(remarks)
-    with published_folder(out) as staging:
+    with publish_folder(out) as staging:
         save_draft(staging, strategy, target.digest, provenance=imported)
         _save_vocab(staging, vocab)
     return ImportedDraft(out, export_format.name, shape.strategy, options.model_dump(mode="json"), vocab, remarks)
@@ -116,7 +116,7 @@ def _require_new(out: Path) -> None:
 def _import_own(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
     draft = CanonicalDraft.load(source, target)
     strategy = draft.strategy()
-    with published_folder(out) as staging:
+    with publish_folder(out) as staging:
         save_draft(staging, strategy, target.digest, provenance=draft.record.provenance)
         _save_vocab(staging, draft.vocab)
     return ImportedDraft(out, OWN, draft.record.strategy, dict(draft.config["options"]), draft.vocab)
@@ -138,7 +138,7 @@ def _shape(source: Path, config: Mapping[str, Any], export_format: ExportFormat,
 
 def _require_fit(source: Path, shape: DraftShape, parts: TargetParts) -> None:
     wanted = {"hidden_size": parts.hidden_size, "vocab_size": parts.vocab_size}
-    wrong = changes(wanted, {key: getattr(shape, key) for key in wanted})
+    wrong = describe_changes(wanted, {key: getattr(shape, key) for key in wanted})
     outside = [tap.hf_index for tap in shape.taps if tap.hf_index >= parts.num_layers]
     if outside:
         wrong.append(f"layers {outside} as hf_index: the target has 0..{parts.num_layers - 1}")

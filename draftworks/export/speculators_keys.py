@@ -10,7 +10,7 @@ from typing import Any
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.storage.hub import hub_file
+from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.regular_files import read_json
 
 SPECULATORS_VERSION = "0.9.0"
@@ -46,7 +46,7 @@ def architectures(target: TargetFiles) -> list[str]:
     if target.revision is None:
         path: Path | None = Path(target.model) / "config.json"
     else:
-        path = hub_file(f"target {target.name}", target.model, target.revision, "config.json")
+        path = fetch_hub_file(f"target {target.name}", target.model, target.revision, "config.json")
     try:
         return list(read_json(path).get("architectures") or []) if path else []
     except (OSError, ValueError, AttributeError, TypeError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
-from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.atomic import publish_file, publish_json
 from draftworks.storage.identity import DIGEST_LENGTH, digest
 from draftworks.storage.regular_files import open_regular, read_json
 
@@ -69,7 +69,7 @@ def write_feature_set(
         refs=tuple(refs),
     )
     fields = {name: value for name, value in asdict(manifest).items() if name != "refs"}
-    with published(folder / REFS) as staging:
+    with publish_file(folder / REFS) as staging:
         staging.write_bytes(lines)
     publish_json(folder / MANIFEST, fields)
     return manifest

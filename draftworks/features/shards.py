@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftworks.errors import StoreError
-from draftworks.storage.atomic import published
+from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import digest
-from draftworks.storage.regular_files import MOST_HEADER_BYTES, checked_file, open_regular, parse_json
+from draftworks.storage.regular_files import MAX_HEADER_BYTES, open_regular, parse_json, require_file
 
 SHARD_SCHEMA = "draftworks.shard.1"
 CHECKSUM_LENGTH = 16
@@ -101,7 +101,7 @@ def read_header(path: Path) -> ShardHeader:
     try:
         with open_regular(path) as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(MOST_HEADER_BYTES, path.stat().st_size):
+            if length > min(MAX_HEADER_BYTES, path.stat().st_size):
                 raise ValueError(f"its header should be {length} bytes, the whole file has {path.stat().st_size}")
             fields = parse_json(stream.read(length))
         metadata = fields.pop("__metadata__")
@@ -184,7 +184,7 @@ class ShardWriter:
         }
         final = self._folder / f"{name}.safetensors"
         try:
-            with published(final, self._staging / staging_name()) as staged:
+            with publish_file(final, self._staging / staging_name()) as staged:
                 save_file(self._tensors, staged, metadata=metadata)
         except (OSError, SafetensorError) as error:
             raise StoreError(f"shard {final} ({self.nbytes:,} bytes) cannot be written: {error}") from error
@@ -240,7 +240,7 @@ class ShardReader:
             return self._open[header.path]
         try:
             header.require_complete(key)
-            handle = safe_open(checked_file(header.path), framework="pt")
+            handle = safe_open(require_file(header.path), framework="pt")
         except (OSError, SafetensorError) as error:
             raise StoreError(f"shard {header.path}, needed for sample key {key}, cannot be opened: {error}") from error
         self._open[header.path] = handle

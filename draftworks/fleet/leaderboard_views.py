@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftworks.fleet.leaderboard import Measured, Standing
-from draftworks.storage.atomic import published
+from draftworks.storage.atomic import publish_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,15 +30,15 @@ CAPTION = (
 
 def save(folder: Path, standings: Sequence[Standing], now: float) -> None:
     """Write all forms into `folder`, each atomically; without a value in it there is no picture."""
-    with published(folder / TABLE) as staging:
+    with publish_file(folder / TABLE) as staging:
         frame(standings, now).to_parquet(staging)
-    with published(folder / MARKDOWN) as staging:
+    with publish_file(folder / MARKDOWN) as staging:
         staging.write_text(markdown(standings), encoding="utf-8")
     picture = plot(standings)
     if picture is None:
         (folder / PLOT).unlink(missing_ok=True)
         return
-    with published(folder / PLOT) as staging:
+    with publish_file(folder / PLOT) as staging:
         staging.write_bytes(picture)
 
 

@@ -36,7 +36,7 @@ from draftworks.distributed.stop_signals import Interrupted, raise_on_stop
 from draftworks.errors import DraftworksError
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.heartbeat import Heartbeat
-from draftworks.storage.full_disk import full_disk_error
+from draftworks.storage.full_disk import explain_full_disk
 from draftworks.targets.resolve import require_unchanged
 
 EXIT_USER_ERROR = 2
@@ -149,7 +149,7 @@ def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict
         try:
             report = main(run, context)
         except Exception as error:
-            full = full_disk_error(error, run.out)
+            full = explain_full_disk(error, run.out)
             if full is None or isinstance(error, DraftworksError):
                 raise
             raise full from error

@@ -26,7 +26,7 @@ from draftworks.programs.assembly import (
     training_loader,
 )
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.storage.atomic import published
+from draftworks.storage.atomic import publish_file
 from draftworks.training.backend import process_group_of_one
 from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_files import read_record
@@ -156,7 +156,7 @@ def _publish(
         draft.vocab.save(run.out / VOCAB_FILE)
     config = save_draft(run.out, trainer.strategy, run.target.digest, weights.tensors, provenance)
     history.save(run.out / HISTORY)
-    with published(run.out / PLOT) as staging:
+    with publish_file(run.out / PLOT) as staging:
         staging.write_bytes(training_plot(history, f"{run.strategy} draft of {run.target.name}", weights.step))
     return {**_report(trainer, config, weights.step), "world_size": len(peaks), "peak_rss_bytes": max(peaks)}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
-from draftworks.storage.hub import hub_file
+from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import LayerTap
 
 COUNTED_BY_THE_FIRST = frozenset(
@@ -60,7 +60,7 @@ def architecture_of(target: TargetFiles) -> str:
     """The first of `architectures` in the target's config.json; empty where it names none."""
     path: Path | None = Path(target.model) / "config.json"
     if target.revision is not None:
-        path = hub_file(f"target {target.name}", target.model, target.revision, "config.json")
+        path = fetch_hub_file(f"target {target.name}", target.model, target.revision, "config.json")
     try:
         named = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path is not None else None
     except (OSError, ValueError, AttributeError):

@@ -17,11 +17,11 @@ from typing import Any
 
 from draftworks.errors import StoreError
 from draftworks.storage.atomic import publish_json, replace_folder
+from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.identity import digest
-from draftworks.storage.manifest import FileManifest, files_in
-from draftworks.storage.names import checked_name
+from draftworks.storage.manifest import FileManifest, list_files
+from draftworks.storage.names import require_name
 from draftworks.storage.regular_files import read_json
-from draftworks.storage.turns import held
 
 SCHEMA_VERSION = 1
 RECORD = "artifact.json"
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Built:
+class BuildResult:
     """What a build says of its result.
 
     Attributes:
@@ -84,7 +84,7 @@ class ArtifactStore:
         asset: str,
         target: str,
         identity: dict[str, Any],
-        build: Callable[[Path], Built],
+        build: Callable[[Path], BuildResult],
         start_over: bool = False,
         rebuild: bool = False,
         still_good: Check | None = None,
@@ -120,7 +120,7 @@ class ArtifactStore:
         """
         pointer = self._folder(asset, target) / POINTER
         try:
-            name = checked_name(read_json(pointer)["digest"])
+            name = require_name(read_json(pointer)["digest"])
         except FileNotFoundError:
             raise StoreError(
                 f"{asset} of target {target} does not exist yet: materialize it first ({pointer})"
@@ -146,7 +146,7 @@ class ArtifactStore:
         return sorted(found, key=lambda artifact: -artifact.created)
 
     def _folder(self, asset: str, target: str) -> Path:
-        return self.root / checked_name(asset) / checked_name(target)
+        return self.root / require_name(asset) / require_name(target)
 
     def _found(self, final: Path, still_good: Check | None) -> Artifact | None:
         """The result in `final` if it is whole; what is not will be built again, saying why."""
@@ -169,7 +169,7 @@ class ArtifactStore:
             f"{asset} of target {target} is being materialized by another run (lock {folder / '.lock'}): waiting for it. "
             "Cancel one of the two if this is not wanted; the lock goes with its process"
         )
-        with held(folder / ".lock", busy) as waited:
+        with hold_lock(folder / ".lock", busy) as waited:
             yield waited
 
     def _build(
@@ -178,7 +178,7 @@ class ArtifactStore:
         asset: str,
         target: str,
         identity: dict[str, Any],
-        build: Callable[[Path], Built],
+        build: Callable[[Path], BuildResult],
         start_over: bool,
     ) -> Artifact:
         partial = final.with_name(final.name + PARTIAL)
@@ -216,5 +216,5 @@ def _swept_files(folder: Path, own_digests: tuple[str, ...]) -> dict[str, str]:
     """Digests of what was built; staging files of writers that died on the way are removed first."""
     for leftover in folder.rglob("*.tmp"):
         leftover.unlink()
-    counted = (name for name in files_in(folder) if name != RECORD and Path(name).parts[0] not in own_digests)
+    counted = (name for name in list_files(folder) if name != RECORD and Path(name).parts[0] not in own_digests)
     return FileManifest.record(folder, counted).digests

@@ -15,7 +15,7 @@ from draftworks.errors import StoreError
 
 
 @contextmanager
-def published(path: Path, staging: Path | None = None) -> Iterator[Path]:
+def publish_file(path: Path, staging: Path | None = None) -> Iterator[Path]:
     """A staging path that becomes `path` when the block ends; on an error it is removed instead.
 
     Args:
@@ -34,7 +34,7 @@ def published(path: Path, staging: Path | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def published_folder(path: Path) -> Iterator[Path]:
+def publish_folder(path: Path) -> Iterator[Path]:
     """An empty folder beside `path` that takes its place when the block ends; on an error it is removed instead.
 
     What an interrupted attempt left is removed by the next. At most one process at a time may publish a path.
@@ -77,7 +77,7 @@ def replace_folder(staging: Path, final: Path, aside: Path | None) -> None:
 
 def publish_json(path: Path, value: Any) -> None:
     """Write a JSON document a person can read, atomically."""
-    with published(path) as staging:
+    with publish_file(path) as staging:
         staging.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -102,22 +102,22 @@ STAGED, ASIDE = "tmp", "old"
 T = TypeVar("T")
 
 
-class NoFolder(Exception):
+class FolderMissing(Exception):
     """There is no such folder, or none any more."""
 
 
-def undisturbed(folder: Path, read: Callable[[Path], T]) -> T:
+def read_undisturbed(folder: Path, read: Callable[[Path], T]) -> T:
     """What `read` makes of a folder. If it was replaced or removed meanwhile, `read` is called again.
 
     Raises:
-        NoFolder: there is none.
+        FolderMissing: there is none.
         StoreError: it cannot be opened.
     """
     while True:
         try:
             opened = os.open(folder, os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError):
-            raise NoFolder(folder) from None
+            raise FolderMissing(folder) from None
         except OSError as error:
             raise StoreError(f"{folder} cannot be opened: {error}. Correct its permissions") from error
         try:
@@ -139,7 +139,7 @@ def _is_still(folder: Path, opened: int) -> bool:
         return False
 
 
-def beside(final: Path, kind: str) -> Path:
+def make_sibling_path(final: Path, kind: str) -> Path:
     """A name for a folder beside `final`, used by nobody else; `kind` is `STAGED` or `ASIDE`."""
     return final.with_name(f"{final.name}.{kind}-{uuid4().hex[:8]}")
 

@@ -8,7 +8,7 @@ from typing import Any
 ABSENT = "nothing"
 
 
-def changes(
+def describe_changes(
     expected: Mapping[str, Any], found: Mapping[str, Any], wording: str = "{name}: expected {expected}, found {found}"
 ) -> list[str]:
     """A text for each value that is not the same in both, sorted by name; one inside a mapping is named `outer.inner`."""

@@ -12,7 +12,7 @@ _ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 _WORDS = ("No space left on device", "Disk quota exceeded")
 
 
-def full_disk_error(error: BaseException, folder: Path) -> StoreError | None:
+def explain_full_disk(error: BaseException, folder: Path) -> StoreError | None:
     """What to tell a person if `error` is, or came from, a full disk; None for any other error.
 
     Args:

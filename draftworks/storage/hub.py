@@ -7,7 +7,7 @@ from pathlib import Path
 from draftworks.errors import ConfigError
 
 
-def hub_file(where: str, model: str, revision: str, filename: str) -> Path | None:
+def fetch_hub_file(where: str, model: str, revision: str, filename: str) -> Path | None:
     """Where a file of a hub repository is, downloaded if need be; None if it has no such file at that commit.
 
     Args:
@@ -31,13 +31,13 @@ HubHeader = dict[str, tuple[str, tuple[int, ...]]]
 """Of a safetensors file: dtype and shape of each tensor, by name."""
 
 
-def hub_header(where: str, model: str, revision: str, filename: str) -> Path | HubHeader | None:
+def fetch_hub_header(where: str, model: str, revision: str, filename: str) -> Path | HubHeader | None:
     """A safetensors file of a hub repository: its path if the cache has it, else its header alone, fetched from the hub.
 
-    None if the repository has no such file at that commit. `where` is as in `hub_file`.
+    None if the repository has no such file at that commit. `where` is as in `fetch_hub_file`.
 
     Raises:
-        ConfigError: as `hub_file` does; also if the file is not a safetensors file.
+        ConfigError: as `fetch_hub_file` does; also if the file is not a safetensors file.
     """
     from httpx import HTTPError
     from huggingface_hub import HfApi, constants, try_to_load_from_cache

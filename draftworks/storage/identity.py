@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftworks.storage.atomic import published
+from draftworks.storage.atomic import publish_file
 from draftworks.storage.regular_files import open_regular, read_json
 
 DIGEST_LENGTH = 16
@@ -80,7 +80,7 @@ class FileDigests:
         if self.cache_file is None:
             return
         try:
-            with published(self.cache_file) as staging:
+            with publish_file(self.cache_file) as staging:
                 staging.write_text(json.dumps(self._known))
         except OSError as error:  # another machine may have no such folder: the files are read again next time
             log.warning(f"digests of files cannot be remembered in {self.cache_file}: {error}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draftworks.errors import StoreError
 from draftworks.storage.identity import file_digest
-from draftworks.storage.regular_files import checked_file
+from draftworks.storage.regular_files import require_file
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FileManifest:
 
     def _damage(self, path: Path, file: FileRecord, read: bool) -> str | None:
         try:
-            size = checked_file(path).stat().st_size
+            size = require_file(path).stat().st_size
             if file.bytes not in (None, size):
                 return f"{path}: truncated or altered: expected {file.bytes} bytes, found {size} bytes"
             if read and (digest := self.digest_of(path)) != file.digest:
@@ -69,6 +69,6 @@ class FileManifest:
         return None
 
 
-def files_in(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     """Paths of all files inside a folder, with slashes, sorted part by part."""
     return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]

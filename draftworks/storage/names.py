@@ -7,7 +7,7 @@ import re
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
-def checked_name(value: str) -> str:
+def require_name(value: str) -> str:
     """The value if it can safely be a partition key and a path component; ValueError otherwise."""
     if not NAME.fullmatch(value) or "..." in value:
         raise ValueError(

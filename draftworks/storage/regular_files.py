@@ -13,10 +13,10 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MOST_JSON_BYTES = 256 << 20
-MOST_HEADER_BYTES = 100_000_000
+MAX_JSON_BYTES = 256 << 20
+MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file, as the library has it."""
-MOST_JSON_DEPTH = 100
+MAX_JSON_DEPTH = 100
 """More than anybody nests, and less than breaks what walks through it afterwards."""
 
 _KINDS = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFDIR: "folder", stat.S_IFCHR: "device"}
@@ -44,7 +44,7 @@ def require_regular(found: os.stat_result, path: Path) -> None:
         raise OSError(errno.EINVAL, f"expected a file, found a {kind}", str(path))
 
 
-def checked_file(path: Path) -> Path:
+def require_file(path: Path) -> Path:
     """The path, for libraries that open it themselves. Raises OSError as `open_regular`."""
     require_regular(path.stat(), path)
     return path
@@ -59,30 +59,30 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
     return content
 
 
-def read_json(path: Path, most_bytes: int = MOST_JSON_BYTES) -> Any:
+def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
     """The value in a JSON file.
 
     Raises:
         OSError: not a regular file, or one that cannot be read.
-        ValueError: larger than `most_bytes`, not UTF-8, not JSON, or nested deeper than `MOST_JSON_DEPTH`.
+        ValueError: larger than `most_bytes`, not UTF-8, not JSON, or nested deeper than `MAX_JSON_DEPTH`.
     """
     return parse_json(read_bytes(path, most_bytes))
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON text. Raises ValueError if it is none, or nested deeper than `MOST_JSON_DEPTH`."""
+    """The value of a JSON text. Raises ValueError if it is none, or nested deeper than `MAX_JSON_DEPTH`."""
     try:
         value = json.loads(content)
     except RecursionError:
-        raise ValueError(f"nested too deeply, over {MOST_JSON_DEPTH} levels") from None
-    if _may_be_deep(content) and _depth_exceeds(value, MOST_JSON_DEPTH):
-        raise ValueError(f"nested too deeply, over {MOST_JSON_DEPTH} levels")
+        raise ValueError(f"nested too deeply, over {MAX_JSON_DEPTH} levels") from None
+    if _may_be_deep(content) and _depth_exceeds(value, MAX_JSON_DEPTH):
+        raise ValueError(f"nested too deeply, over {MAX_JSON_DEPTH} levels")
     return value
 
 
 def _may_be_deep(content: bytes | str) -> bool:
     lists, objects = (b"[", b"{") if isinstance(content, bytes) else ("[", "{")
-    return content.count(lists) + content.count(objects) > MOST_JSON_DEPTH
+    return content.count(lists) + content.count(objects) > MAX_JSON_DEPTH
 
 
 def _depth_exceeds(value: Any, most: int) -> bool:

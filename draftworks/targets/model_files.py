@@ -7,7 +7,7 @@ from pathlib import Path
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.hub import hub_file
+from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.regular_files import read_json
 
 WEIGHTS = "model.safetensors"
@@ -36,7 +36,7 @@ class ModelFiles:
     def path(self, filename: str) -> Path | None:
         """Where a file is; None if the target has no such file."""
         if self.target.revision is not None:
-            return hub_file(f"target {self.target.name}", self.target.model, self.target.revision, filename)
+            return fetch_hub_file(f"target {self.target.name}", self.target.model, self.target.revision, filename)
         path = Path(self.target.model) / filename
         return path if path.is_file() else None
 

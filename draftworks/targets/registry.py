@@ -22,7 +22,7 @@ from draftworks.config.registry_files import (
 from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.config.validation import load_yaml, validated
 from draftworks.errors import ConfigError
-from draftworks.storage.names import checked_name
+from draftworks.storage.names import require_name
 
 KINDS = ("targets", "datasets", "evals")
 """The folders of a registry."""
@@ -145,7 +145,7 @@ class Registry:
 
     def _path(self, kind: str, name: str) -> Path:
         try:
-            path = self.root / kind / f"{checked_name(name)}.yaml"
+            path = self.root / kind / f"{require_name(name)}.yaml"
         except ValueError as error:
             raise ConfigError(f"{self.root / kind}: {error}") from error
         if not os.path.lexists(path):  # of a link that leads nowhere the reader says so
@@ -163,7 +163,7 @@ def _shown(path: Path) -> str:
 
 def _name_problem(name: str) -> str:
     try:
-        checked_name(name)
+        require_name(name)
     except ValueError as error:
         return str(error)
     return ""

@@ -8,7 +8,7 @@ from typing import Any
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
-from draftworks.storage.hub import hub_file
+from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import FileDigests, digest
 from draftworks.storage.regular_files import read_json
 from draftworks.targets.registry import Registry
@@ -150,7 +150,7 @@ def text_config(target: TargetFiles) -> dict[str, Any]:
 def _model_config(model: str, revision: str | None, where: str) -> dict[str, Any]:
     path = Path(model) / "config.json"
     if revision is not None:
-        found = hub_file(where, model, revision, "config.json")
+        found = fetch_hub_file(where, model, revision, "config.json")
         if found is None:
             raise ConfigError(
                 f"{where}: {model} at commit {revision} has no config.json: expected a Hugging Face model"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
-from draftworks.storage.hub import hub_header
+from draftworks.storage.hub import fetch_hub_header
 from draftworks.storage.regular_files import open_regular, parse_json
 from draftworks.targets.model_files import INDEX, WEIGHTS, ModelFiles
 
@@ -130,7 +130,7 @@ class _Headers(ModelFiles):
         if target.revision is None:
             path = self.path(filename)
             return None if path is None else read_header(path)
-        found = hub_header(f"target {target.name}", target.model, target.revision, filename)
+        found = fetch_hub_header(f"target {target.name}", target.model, target.revision, filename)
         if found is None or isinstance(found, Path):
             return None if found is None else read_header(found)
         return {name: TensorHeader(dtype, shape, filename) for name, (dtype, shape) in found.items()}

@@ -24,7 +24,7 @@ from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.atomic import fsync, publish_json, replace_folder
 from draftworks.storage.identity import digest
 from draftworks.storage.manifest import FileManifest, FileRecord
-from draftworks.storage.names import checked_name
+from draftworks.storage.names import require_name
 from draftworks.storage.regular_files import open_regular, read_json
 
 SCHEMA_VERSION = 1
@@ -70,7 +70,7 @@ class CheckpointFolder:
 
     def __post_init__(self) -> None:
         try:
-            checked_name(self.run_id)
+            require_name(self.run_id)
         except ValueError as error:
             raise ConfigError(f"run_id: {error}") from error
 

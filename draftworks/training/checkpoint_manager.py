@@ -16,7 +16,7 @@ import torch.distributed as dist
 from draftworks.distributed.collectives import from_rank_0, gather_from_ranks, on_every_rank, rank, world_size
 from draftworks.errors import StoreError
 from draftworks.storage.atomic import publish_json
-from draftworks.storage.manifest import FileRecord, files_in
+from draftworks.storage.manifest import FileRecord, list_files
 from draftworks.training.best import BestRecord, BestRule, read_best
 from draftworks.training.checkpoint_files import CheckpointFolder, read_record, seal, sync_and_sum
 from draftworks.training.snapshot import Snapshot, save_moments, save_plain
@@ -175,7 +175,7 @@ class CheckpointManager:
 
     def _sync_and_sum(self, staging: Path) -> dict[str, FileRecord]:
         """Sizes and checksums of all files, which are on the disk then; the ranks share the work."""
-        mine = self._on_all(lambda: sync_and_sum(staging, files_in(staging)[rank() :: world_size()]))
+        mine = self._on_all(lambda: sync_and_sum(staging, list_files(staging)[rank() :: world_size()]))
         return {name: found for share in gather_from_ranks(mine, self._group) for name, found in share.items()}
 
     def _publish(self, step: int, snapshot: Snapshot, sums: dict[str, FileRecord]) -> None:

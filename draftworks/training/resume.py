@@ -14,7 +14,7 @@ from draftworks.distributed.collectives import on_every_rank, rank, world_size
 from draftworks.drafts.draft_io import load_weights
 from draftworks.errors import StoreError
 from draftworks.evaluation.result import EvalResult
-from draftworks.storage.changes import changes
+from draftworks.storage.changes import describe_changes
 from draftworks.training.backend import TrainingBackend
 from draftworks.training.checkpoint_files import CheckpointRecord, read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager
@@ -98,7 +98,7 @@ def _read(folder: Path, identity: Mapping[str, Any], position: Position) -> Resu
 
 
 def _require_same(folder: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    different = changes(expected, found, "{name}: the checkpoint has {found}, this training {expected}")
+    different = describe_changes(expected, found, "{name}: the checkpoint has {found}, this training {expected}")
     if different:
         raise StoreError(
             f"{folder}: the checkpoint of another training: {'; '.join(different)}. Resume with what it was made with, or "

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from draftworks.errors import StoreError
-from draftworks.storage.regular_files import checked_file
+from draftworks.storage.regular_files import require_file
 
 
 class ShardWriter(HuggingFaceStorageWriter):
@@ -159,7 +159,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 def restore_rng(path: Path, device: torch.device) -> None:
     """Set the generators to what `rng_state` gave."""
-    states = load_file(checked_file(path))
+    states = load_file(require_file(path))
     torch.set_rng_state(states["cpu"])
     if "device" in states and device.type != "cpu":
         torch.cuda.set_rng_state(states["device"], device)

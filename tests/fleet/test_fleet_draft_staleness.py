@@ -13,7 +13,7 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.data.sources import dataset_version
 from draftworks.fleet import leaderboard_views as views
 from draftworks.fleet.leaderboard import Fleet
-from draftworks.storage.artifacts import Built
+from draftworks.storage.artifacts import BuildResult
 
 NAME = "one"
 
@@ -59,7 +59,7 @@ class TrainedFleet(MeasuredFleet):
             "tokens": self.artifacts.current("tokenized_train", NAME).data_version,
             "version": version,
         }
-        self.artifacts.obtain("eagle3_draft", NAME, identity, lambda out: Built(version, summary or {}))
+        self.artifacts.obtain("eagle3_draft", NAME, identity, lambda out: BuildResult(version, summary or {}))
         self.publish_report(NAME, walk(1.0))
 
     def replace_weights(self) -> None:

@@ -29,7 +29,7 @@ from draftworks.features.manifest import read_feature_set
 from draftworks.features.sample_file import read_sample_header, write_sample
 from draftworks.features.sealing import AuthPolicy
 from draftworks.features.shards import read_header
-from draftworks.storage.artifacts import ArtifactStore, Built
+from draftworks.storage.artifacts import ArtifactStore, BuildResult
 from draftworks.storage.manifest import FileRecord
 from draftworks.targets.resolve import _model_config
 from draftworks.training.checkpoint_files import read_record, seal
@@ -97,7 +97,7 @@ def kinds(tmp_path_factory, tiny_target) -> dict[str, Kind]:
     seal(checkpoint, "run", 3, 1, 0.0, {"window": {}}, {"model.safetensors": FileRecord(size, "0")})
     History(5).save(folder / "history.json")
     artifacts = ArtifactStore(folder / "var")
-    made = artifacts.obtain("asset", "target", {"a": 1}, lambda out: Built("v", {}))
+    made = artifacts.obtain("asset", "target", {"a": 1}, lambda out: BuildResult("v", {}))
     config = DraftConfig("eagle3", {"layer_ids": [1]}, "0", "0")
     (folder / "draft" / "config.json").write_text(json.dumps(asdict(config)))
     train = files.train_run().train

@@ -7,7 +7,7 @@ import shutil
 import dagster as dg
 
 from draftworks.config.strategies import resolve_strategy
-from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.artifacts import Artifact, BuildResult
 from resources.workspace import Workspace
 from spec_assets.reports import ReportSubject
 
@@ -45,5 +45,8 @@ def test_equal_weights_with_other_options_are_measured_again(finished, tmp_path)
 def republish(workspace: Workspace, draft: Artifact, **changes) -> None:
     """The same weights, made from something else."""
     workspace.artifacts.obtain(
-        draft.asset, draft.target, {**draft.identity, **changes}, lambda out: Built(draft.data_version, draft.summary)
+        draft.asset,
+        draft.target,
+        {**draft.identity, **changes},
+        lambda out: BuildResult(draft.data_version, draft.summary),
     )

@@ -16,17 +16,17 @@ import pytest
 
 from draftworks.errors import StoreError
 from draftworks.storage import identity
-from draftworks.storage.artifacts import ArtifactStore, Built
+from draftworks.storage.artifacts import ArtifactStore, BuildResult
 
 IDENTITY = {"a": 1}
 
 
 def writing(text: str, calls: list[str] | None = None):
-    def build(out: Path) -> Built:
+    def build(out: Path) -> BuildResult:
         if calls is not None:
             calls.append(text)
         (out / "data.txt").write_text(text)
-        return Built(data_version=text, summary={"length": len(text)})
+        return BuildResult(data_version=text, summary={"length": len(text)})
 
     return build
 
@@ -53,7 +53,7 @@ def test_current_follows_the_identity_asked_for_last(tmp_path: Path):
 def test_a_failed_build_publishes_nothing_and_the_next_continues_in_what_it_left(tmp_path: Path):
     store = ArtifactStore(tmp_path)
 
-    def failing(out: Path) -> Built:
+    def failing(out: Path) -> BuildResult:
         (out / "half.txt").write_text("half")
         raise RuntimeError("disk on fire")
 
@@ -61,8 +61,8 @@ def test_a_failed_build_publishes_nothing_and_the_next_continues_in_what_it_left
         store.obtain("thing", "tiny", IDENTITY, failing)
     assert store.find("thing", "tiny") is None
 
-    def continuing(out: Path) -> Built:
-        return Built(data_version=(out / "half.txt").read_text())
+    def continuing(out: Path) -> BuildResult:
+        return BuildResult(data_version=(out / "half.txt").read_text())
 
     assert store.obtain("thing", "tiny", IDENTITY, continuing).data_version == "half"
 
@@ -142,11 +142,11 @@ def test_a_folder_with_digests_of_its_own_is_neither_digested_nor_read_again(tmp
     digested, open_file = [], identity.open_regular
     monkeypatch.setattr(identity, "open_regular", lambda path: digested.append(path.name) or open_file(path))
 
-    def build(out: Path) -> Built:
+    def build(out: Path) -> BuildResult:
         (out / "checkpoints" / "step1").mkdir(parents=True)
         (out / "checkpoints" / "step1" / "large.bin").write_text("large")
         (out / "checkpoints.txt").write_text("of the same name, almost")
-        return Built("x", own_digests=("checkpoints",))
+        return BuildResult("x", own_digests=("checkpoints",))
 
     store = ArtifactStore(tmp_path)
     built = store.obtain("thing", "tiny", IDENTITY, build)
@@ -159,7 +159,7 @@ def test_a_folder_with_digests_of_its_own_is_neither_digested_nor_read_again(tmp
 
 
 def test_staging_files_of_dead_writers_are_not_published(tmp_path: Path):
-    def leaving(out: Path) -> Built:
+    def leaving(out: Path) -> BuildResult:
         (out / ".data.txt.123.tmp").write_text("half")
         return writing("x")(out)
 
@@ -192,12 +192,12 @@ def test_all_results_are_listed_newest_first_without_what_is_damaged_or_unfinish
 SLOW_BUILD = """
 import sys, time
 from pathlib import Path
-from draftworks.storage.artifacts import ArtifactStore, Built
+from draftworks.storage.artifacts import ArtifactStore, BuildResult
 
 def build(out):
     (out / "started").write_text("")
     time.sleep(float(sys.argv[2]))
-    return Built("done")
+    return BuildResult("done")
 
 ArtifactStore(Path(sys.argv[1])).obtain("thing", "tiny", {"a": 1}, build)
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kill_points import killed_before
 
-from draftworks.storage.atomic import publish_json, published, published_folder, remove, replace_folder
+from draftworks.storage.atomic import publish_file, publish_folder, publish_json, remove, replace_folder
 
 
 def test_an_interrupted_write_leaves_what_was_there_and_nothing_beside_it(tmp_path):
@@ -21,7 +21,7 @@ def test_an_interrupted_write_leaves_what_was_there_and_nothing_beside_it(tmp_pa
     publish_json(path, {"a": "é"})
 
     def interrupted() -> None:
-        with published(path) as staging:
+        with publish_file(path) as staging:
             staging.write_text("half")
             assert json.loads(path.read_text(encoding="utf-8")) == {"a": "é"}
             raise KeyboardInterrupt
@@ -42,11 +42,11 @@ def test_a_published_file_replaces_the_old_one(tmp_path):
 
 def test_an_interrupted_folder_leaves_what_was_there_and_nothing_beside_it(tmp_path):
     path = tmp_path / "deep" / "folder"
-    with published_folder(path) as staging:
+    with publish_folder(path) as staging:
         (staging / "a").write_text("whole")
 
     def interrupted() -> None:
-        with published_folder(path) as staging:
+        with publish_folder(path) as staging:
             (staging / "a").write_text("half")
             assert (path / "a").read_text() == "whole"
             raise KeyboardInterrupt
@@ -62,7 +62,7 @@ def test_a_published_folder_takes_the_place_of_the_old_one_and_of_what_a_dead_wr
     for name in ("old", "new"):
         (tmp_path / ".folder.staging").mkdir()
         (tmp_path / ".folder.staging" / "half").touch()
-        with published_folder(path) as staging:
+        with publish_folder(path) as staging:
             (staging / name).touch()
     assert [found.name for found in path.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [path]
@@ -81,7 +81,7 @@ def generation_in(folder: Path) -> int:
 
 
 def publishing(path: Path, generation: int) -> None:
-    with published_folder(path) as staging:
+    with publish_folder(path) as staging:
         staging.rmdir()
         write(staging, generation)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.storage.changes import changes
+from draftworks.storage.changes import describe_changes
 
 VALUES = st.dictionaries(st.sampled_from("abcd"), st.none() | st.integers(0, 2), max_size=4)
 
@@ -25,17 +25,19 @@ VALUES = st.dictionaries(st.sampled_from("abcd"), st.none() | st.integers(0, 2),
     ],
 )
 def test_a_difference_is_said_with_both_values(expected: dict, found: dict, said: list[str]) -> None:
-    assert changes(expected, found) == said
+    assert describe_changes(expected, found) == said
 
 
 @given(expected=VALUES, found=VALUES)
 def test_exactly_the_values_that_differ_are_named(expected: dict[str, Any], found: dict[str, Any]) -> None:
     differing = {name for name in "abcd" if expected.get(name, "") != found.get(name, "")}
-    assert changes(expected, found, "{name}") == sorted(differing)
-    assert changes({"x": expected, "y": 0}, {"x": found, "y": 0}, "{name}") == [
+    assert describe_changes(expected, found, "{name}") == sorted(differing)
+    assert describe_changes({"x": expected, "y": 0}, {"x": found, "y": 0}, "{name}") == [
         f"x.{each}" for each in sorted(differing)
     ]
 
 
 def test_a_caller_says_it_in_its_own_words() -> None:
-    assert changes({"a": 2}, {"a": 1}, "{name} changed from {found} to {expected}") == ["a changed from 1 to 2"]
+    assert describe_changes({"a": 2}, {"a": 1}, "{name} changed from {found} to {expected}") == [
+        "a changed from 1 to 2"
+    ]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftworks.storage.full_disk import full_disk_error
+from draftworks.storage.full_disk import explain_full_disk
 
 
 def write_with_python(path: str) -> None:
@@ -41,7 +41,7 @@ def test_every_librarys_full_disk_is_told(write, tmp_path: Path):
 
     with pytest.raises(RuntimeError) as caught:
         save()
-    told = full_disk_error(caught.value, tmp_path)
+    told = explain_full_disk(caught.value, tmp_path)
     assert told is not None
     assert "the disk is full" in str(told)
     assert "Make room and run it again" in str(told)
@@ -49,11 +49,11 @@ def test_every_librarys_full_disk_is_told(write, tmp_path: Path):
 
 def test_other_errors_are_not_full_disks(tmp_path: Path):
     for error in (ValueError("x"), OSError(errno.EACCES, "no"), FileNotFoundError("x"), MemoryError()):
-        assert full_disk_error(error, tmp_path) is None
+        assert explain_full_disk(error, tmp_path) is None
 
 
 def test_the_file_is_named_and_else_the_folder(tmp_path: Path):
-    assert str(full_disk_error(OSError(errno.ENOSPC, "no", "/x/file"), tmp_path)).startswith(
+    assert str(explain_full_disk(OSError(errno.ENOSPC, "no", "/x/file"), tmp_path)).startswith(
         "/x/file: the disk is full"
     )
-    assert f"are free in {tmp_path})" in str(full_disk_error(OSError(errno.ENOSPC, "no"), tmp_path / "not yet"))
+    assert f"are free in {tmp_path})" in str(explain_full_disk(OSError(errno.ENOSPC, "no"), tmp_path / "not yet"))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftworks.errors import StoreError
-from draftworks.storage.manifest import FileManifest, files_in
+from draftworks.storage.manifest import FileManifest, list_files
 
 CONTENT = {"a.txt": b"first", "deep/er/b.txt": b"second\n" * 9, "empty": b""}
 
@@ -29,14 +29,14 @@ def of_length(path: Path) -> str:
 
 @pytest.mark.parametrize("digest_of", [None, of_length])
 def test_whole_files_are_as_recorded(folder: Path, digest_of: Callable[[Path], str] | None) -> None:
-    manifest = FileManifest.record(folder, files_in(folder), **({"digest_of": digest_of} if digest_of else {}))
+    manifest = FileManifest.record(folder, list_files(folder), **({"digest_of": digest_of} if digest_of else {}))
     assert {name: file.bytes for name, file in manifest.files.items()} == {n: len(c) for n, c in CONTENT.items()}
     assert manifest.damage(folder) is None
     manifest.require(folder, "Never said")
 
 
 def test_any_other_content_is_found_by_name(folder: Path) -> None:
-    manifest, path = FileManifest.record(folder, files_in(folder)), folder / "deep/er/b.txt"
+    manifest, path = FileManifest.record(folder, list_files(folder)), folder / "deep/er/b.txt"
     whole = path.read_bytes()
 
     @settings(max_examples=60, deadline=None)
@@ -65,7 +65,7 @@ def test_any_other_content_is_found_by_name(folder: Path) -> None:
     ],
 )
 def test_damage_says_what_was_expected_and_what_to_do(folder: Path, harm: Callable[[Path], object], said: str) -> None:
-    manifest = FileManifest.record(folder, files_in(folder))
+    manifest = FileManifest.record(folder, list_files(folder))
     harm(folder / "a.txt")
     with pytest.raises(StoreError, match=rf"^{folder / 'a.txt'}: {said}.*\. Make it again$"):
         manifest.require(folder, "Make it again")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from draftworks.storage.identity import canonical_json, file_digest
 from draftworks.storage.regular_files import (
-    MOST_JSON_DEPTH,
-    checked_file,
+    MAX_JSON_DEPTH,
     open_regular,
     parse_json,
     read_bytes,
     read_json,
+    require_file,
 )
 
 
@@ -42,7 +42,7 @@ def no_file(request, tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("read", [open_regular, checked_file, read_json, file_digest])
+@pytest.mark.parametrize("read", [open_regular, require_file, read_json, file_digest])
 def test_what_is_no_file_is_an_os_error_at_once(read, no_file):
     with pytest.raises(OSError, match="x"):
         read(no_file)
@@ -65,7 +65,7 @@ def test_deep_json_is_a_value_error(nested: str):
 
 
 def test_json_up_to_the_limit_is_read_and_written_again():
-    text = "[" * MOST_JSON_DEPTH + "]" * MOST_JSON_DEPTH
+    text = "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH
     assert canonical_json(parse_json(text)) == text
     wide = json.dumps([{"a": [1]}] * 1000)
     assert parse_json(wide) == json.loads(wide)

@@ -22,8 +22,8 @@ from draftworks.evaluation.ladder.loop_cache import LoopCache, LoopEntry, LoopId
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import checked_prompts, read_report
 from draftworks.evaluation.report.writing import save_report
-from draftworks.storage.artifacts import ArtifactStore, Built
-from draftworks.storage.manifest import files_in
+from draftworks.storage.artifacts import ArtifactStore, BuildResult
+from draftworks.storage.manifest import list_files
 from draftworks.training.checkpoint_files import CheckpointFolder, read_record, seal, sync_and_sum, verify
 
 BEFORE = Path(__file__).with_name("written_before")
@@ -35,14 +35,14 @@ def before(tmp_path: Path) -> Path:
     return shutil.copytree(BEFORE, tmp_path / "before")
 
 
-def build(folder: Path) -> Built:
+def build(folder: Path) -> BuildResult:
     for name, text in {"deep/er/data.txt": "ä\n", "plain.json": "{}\n", "checkpoints/large.txt": "large\n"}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
-    return Built("version", {"figure": 1.5}, own_digests=("checkpoints",))
+    return BuildResult("version", {"figure": 1.5}, own_digests=("checkpoints",))
 
 
-def never(folder: Path) -> Built:
+def never(folder: Path) -> BuildResult:
     raise AssertionError(f"{folder} is made although it is there")
 
 
@@ -53,7 +53,7 @@ def write_checkpoint(output: Path) -> CheckpointFolder:
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).write_text(text)
     state = {"position": {"step": 2}, "identity": {"options": {"taps": [1, 2]}}}
-    seal(staging, "run", 2, 2, CREATED, state, sync_and_sum(staging, files_in(staging)))
+    seal(staging, "run", 2, 2, CREATED, state, sync_and_sum(staging, list_files(staging)))
     folder.publish(2)
     folder.point_to(folder.latest_pointer, 2)
     return folder
@@ -138,7 +138,7 @@ def test_the_same_written_now_is_the_same_byte_for_byte(tmp_path: Path, monkeypa
     EvalCache(tmp_path).get_or_produce(CONFIG, writer(0), inputs_of(0))
     write_checkpoint(tmp_path / "checkpoints")
     for folder in ("artifacts", "eval_cache", "checkpoints"):
-        names = [name for name in files_in(tmp_path / folder) if not name.endswith(".lock")]
-        assert names == files_in(BEFORE / folder)
+        names = [name for name in list_files(tmp_path / folder) if not name.endswith(".lock")]
+        assert names == list_files(BEFORE / folder)
         for name in names:
             assert (tmp_path / folder / name).read_bytes() == (BEFORE / folder / name).read_bytes(), name

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
-from draftworks.storage.hub import hub_file
+from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import digested, require_unchanged, resolve_target
@@ -72,7 +72,7 @@ def test_file_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch):
     snapshot = tmp_path / "models--some--model" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
-    assert hub_file("target mine", "some/model", COMMIT, "config.json") == snapshot / "config.json"
+    assert fetch_hub_file("target mine", "some/model", COMMIT, "config.json") == snapshot / "config.json"
 
 
 def test_what_ends_an_answer_is_part_of_the_tokenizers_digest(tmp_path: Path, tiny_folder: Path):

@@ -146,7 +146,7 @@ def test_of_weights_on_the_hub_the_headers_alone_are_fetched(hub, tiny_folder: P
 
     monkeypatch.setattr(HfApi, "parse_safetensors_file_metadata", header)
     monkeypatch.setattr(
-        "draftworks.targets.model_files.hub_file", lambda where, model, revision, name: hub.snapshot / name
+        "draftworks.targets.model_files.fetch_hub_file", lambda where, model, revision, name: hub.snapshot / name
     )
     assert len(model_headers(hub.target).tensors) == 74
     assert ("some/model", "only.safetensors", COMMIT) in asked

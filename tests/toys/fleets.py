@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from draftworks.storage.artifacts import Artifact, Built
+from draftworks.storage.artifacts import Artifact, BuildResult
 from resources.workspace import Workspace
 
 
@@ -104,5 +104,5 @@ class Fleet:
         self, asset: str, target: str, version: str, identity: dict, summary: dict[str, Any] | None = None
     ) -> None:
         self.workspace.artifacts.obtain(
-            asset, target, {**identity, "version": version}, lambda out: Built(version, summary or {})
+            asset, target, {**identity, "version": version}, lambda out: BuildResult(version, summary or {})
         )

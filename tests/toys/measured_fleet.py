@@ -12,7 +12,7 @@ import yaml
 
 from draftworks.evaluation.report.summary import SCHEMA_VERSION
 from draftworks.fleet.leaderboard import Fleet, Standing
-from draftworks.storage.artifacts import Artifact, ArtifactStore, Built
+from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 
@@ -73,7 +73,7 @@ class MeasuredFleet:
         self.publish_report(name, *rungs, day=day)
 
     def publish(self, asset: str, target: str, version: str, identity: dict[str, Any]) -> Artifact:
-        return self.artifacts.obtain(asset, target, {**identity, "version": version}, lambda out: Built(version))
+        return self.artifacts.obtain(asset, target, {**identity, "version": version}, lambda out: BuildResult(version))
 
     def publish_report(
         self, target: str, *rungs: dict[str, Any], day: int = 1, schema: int = SCHEMA_VERSION
@@ -92,10 +92,10 @@ class MeasuredFleet:
             "provenance": {},
         }
 
-        def build(out: Path) -> Built:
+        def build(out: Path) -> BuildResult:
             (out / "heldout").mkdir()
             (out / "heldout" / "report.json").write_text(json.dumps(report))
-            return Built("a report")
+            return BuildResult("a report")
 
         identity = {
             "draft": draft.data_version,

@@ -16,7 +16,7 @@ from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.writing import save_report
 from draftworks.evaluation.result import EvalResult
-from draftworks.storage.artifacts import Artifact, ArtifactStore, Built
+from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 
 TARGET, ASSET = "small", "eagle3_report"
 ACCURACY = EvalResult(30.0, 10.0, 40, {"acc_corrects": (8.0, 4.0), "acc_denoms": (10.0, 8.0)})
@@ -36,8 +36,8 @@ class ReportFolders:
         """Held-out answers by sample id, their first `masked` tokens not supervised; returns their version."""
         rows = [TokenRow(name, np.array(ids, np.int32), np.arange(len(ids)) >= masked) for name, ids in samples.items()]
 
-        def build(out: Path) -> Built:
-            return Built(write_tokens(out / "tokens", rows)["digest"])
+        def build(out: Path) -> BuildResult:
+            return BuildResult(write_tokens(out / "tokens", rows)["digest"])
 
         identity = {"samples": {name: list(ids) for name, ids in samples.items()}, "masked": masked}
         return self.artifacts.obtain("heldout_responses", TARGET, identity, build).data_version
@@ -49,13 +49,13 @@ class ReportFolders:
         walk = [PromptAcceptance.of_passes(name, found, sum(found) + len(found)) for name, found in accepted.items()]
         measured = {"trained": DraftMeasurement(ACCURACY, walk=tuple(walk)), "untrained": DraftMeasurement(ACCURACY)}
 
-        def build(out: Path) -> Built:
+        def build(out: Path) -> BuildResult:
             report = Report(
                 TARGET, "eagle3", "heldout", measured, draft_tokens=draft_tokens, resampling=Resampling(resamples=200)
             )
             save_report(report, out / "heldout")
             scores = {name: one.result.metrics() for name, one in measured.items()}
-            return Built(f"of {draft}", {"drafts": scores})
+            return BuildResult(f"of {draft}", {"drafts": scores})
 
         identity = {"draft": draft, "heldout": [answers, "features"]}
         return self.artifacts.obtain(ASSET, TARGET, identity, build)

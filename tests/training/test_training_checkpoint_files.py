@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError, StoreError
 from draftworks.storage.identity import digest
-from draftworks.storage.manifest import files_in
+from draftworks.storage.manifest import list_files
 from draftworks.training.checkpoint_files import (
     RECORD,
     CheckpointFolder,
@@ -219,7 +219,7 @@ def test_any_state_that_is_json_is_sealed_and_read_back(
 
 def test_the_record_lists_every_other_file(pristine: Path):
     folder = pristine / "run-step1"
-    assert [*read_record(folder).files, RECORD] == sorted(files_in(folder), key=lambda name: (name == RECORD, name))
+    assert [*read_record(folder).files, RECORD] == sorted(list_files(folder), key=lambda name: (name == RECORD, name))
 
 
 def test_a_path_that_is_no_checkpoint_says_what_it_is(output: Path):

@@ -19,8 +19,8 @@ from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_co
 from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts, write_rejected
 from draftworks.data.rows import excerpt
 from draftworks.data.tokenized import write_tokens
+from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.identity import EngineIdentity, digest
-from draftworks.storage.turns import held
 
 CONVERSATIONS = "conversations"
 RECORD_SCHEMA = 2
@@ -73,7 +73,7 @@ def kept_answers(run: RegenerateRun) -> Iterator[PartialFile]:
     path = answers_file(run)
     path.parent.mkdir(parents=True, exist_ok=True)
     busy = f"another run is adding answers to {path}: waiting for it, since what it answers is not answered again"
-    with held(path.with_suffix(".lock"), busy), PartialFile(path, answers_identity(run)) as answers:
+    with hold_lock(path.with_suffix(".lock"), busy), PartialFile(path, answers_identity(run)) as answers:
         for earlier in run.earlier_answers:
             if earlier.name == path.name:
                 answers.take_over(earlier)

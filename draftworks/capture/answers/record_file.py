@@ -17,7 +17,7 @@ from typing import Any
 
 from draftworks.capture.answers.sealed_lines import header, is_intact, is_sealed_file, sealed, unsealed
 from draftworks.errors import StoreError
-from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.atomic import publish_file, publish_json
 from draftworks.storage.regular_files import parse_json
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class PartialFile:
             if not first.endswith(b"\n") or is_sealed_file(first) or self._record(first, 1).get("identity") != identity:
                 return
             records = 0
-            with published(self._path) as staging, staging.open("wb") as file:
+            with publish_file(self._path) as staging, staging.open("wb") as file:
                 file.write(sealed(header(identity)))
                 for number, line in enumerate(stream, start=2):
                     if line.endswith(b"\n"):

@@ -24,7 +24,7 @@ from draftworks.config.sglang import quantizing
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError, StoreError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
-from draftworks.storage.hub import hub_file
+from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import LayerTap
 from draftworks.storage.regular_files import read_json
 
@@ -219,7 +219,7 @@ def unjudgeable(target: TargetFiles, engine_args: Sequence[str]) -> str:
 def _checkpoint_quantization(target: TargetFiles) -> str:
     path = Path(target.model) / "config.json"
     if target.revision is not None:
-        path = hub_file(f"target {target.name}", target.model, target.revision, "config.json") or path
+        path = fetch_hub_file(f"target {target.name}", target.model, target.revision, "config.json") or path
     try:
         config = read_json(path)
     except (OSError, ValueError):

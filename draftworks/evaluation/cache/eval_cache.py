@@ -22,19 +22,19 @@ from draftworks.evaluation.cache.eval_config import EvalConfig
 from draftworks.storage.atomic import (
     ASIDE,
     STAGED,
-    NoFolder,
-    beside,
+    FolderMissing,
+    make_sibling_path,
     move_aside,
+    read_undisturbed,
     remove,
     replace_folder,
     sweep,
-    undisturbed,
 )
-from draftworks.storage.changes import changes
+from draftworks.storage.changes import describe_changes
+from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.identity import digest
-from draftworks.storage.manifest import FileManifest, FileRecord, files_in
-from draftworks.storage.regular_files import MOST_JSON_BYTES, read_bytes
-from draftworks.storage.turns import held
+from draftworks.storage.manifest import FileManifest, FileRecord, list_files
+from draftworks.storage.regular_files import MAX_JSON_BYTES, read_bytes
 
 SCHEMA_VERSION = 1
 META = "eval_cache_meta.json"
@@ -54,7 +54,7 @@ class EntryMeta(BaseModel):
 
 def write_meta(folder: Path, config: EvalConfig, inputs: Mapping[str, str]) -> None:
     """Record the files in `folder`, and what they were made from."""
-    files = dict(FileManifest.record(folder, files_in(folder)).files)
+    files = dict(FileManifest.record(folder, list_files(folder)).files)
     meta = EntryMeta(key=config.cache_key, identity=config.identity_fields(), inputs=dict(inputs), files=files)
     (folder / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
@@ -68,7 +68,7 @@ def problem_with(folder: Path, config: EvalConfig, inputs: Mapping[str, str] | N
     """
     path = folder / META
     try:
-        meta = EntryMeta.model_validate_json(read_bytes(path, MOST_JSON_BYTES))
+        meta = EntryMeta.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
     except ValidationError as error:
         return describe(error, EntryMeta, str(path))
     except (OSError, ValueError) as error:
@@ -78,7 +78,7 @@ def problem_with(folder: Path, config: EvalConfig, inputs: Mapping[str, str] | N
     damage = FileManifest(meta.files).damage(folder, read=verify)
     if damage is not None or inputs is None:
         return damage
-    return "; ".join(changes(inputs, meta.inputs, "{name} changed from {found} to {expected}")) or None
+    return "; ".join(describe_changes(inputs, meta.inputs, "{name} changed from {found} to {expected}")) or None
 
 
 T = TypeVar("T")
@@ -172,8 +172,8 @@ class EvalCache:
             return read(folder)
 
         try:
-            return undisturbed(self.dir_for(config), checked)
-        except NoFolder:
+            return read_undisturbed(self.dir_for(config), checked)
+        except FolderMissing:
             return None
 
     def get_or_produce(
@@ -214,7 +214,7 @@ class EvalCache:
             StoreError: `cache_dir` cannot be written to.
         """
         final = self.dir_for(config)
-        aside = beside(final, ASIDE)
+        aside = make_sibling_path(final, ASIDE)
         with self._writing():
             existed = move_aside(final, aside)
         remove(aside)
@@ -222,8 +222,10 @@ class EvalCache:
 
     def _examine(self, config: EvalConfig, inputs: Mapping[str, str] | None, verify: bool) -> _Finding:
         try:
-            problem = undisturbed(self.dir_for(config), lambda folder: problem_with(folder, config, inputs, verify))
-        except NoFolder:
+            problem = read_undisturbed(
+                self.dir_for(config), lambda folder: problem_with(folder, config, inputs, verify)
+            )
+        except FolderMissing:
             return _Finding(exists=False)
         return _Finding(exists=True, problem=problem)
 
@@ -240,13 +242,13 @@ class EvalCache:
         """Publish a new entry; False where another process was quicker."""
         final = self.dir_for(config)
         sweep(final)
-        staging = beside(final, STAGED)
+        staging = make_sibling_path(final, STAGED)
         with self._writing():
             staging.mkdir()
         try:
             produce(staging)
             write_meta(staging, config, inputs)
-            replace_folder(staging, final, beside(final, ASIDE) if replace else None)
+            replace_folder(staging, final, make_sibling_path(final, ASIDE) if replace else None)
             return True
         except OSError as error:
             if error.errno not in _TAKEN:
@@ -268,7 +270,7 @@ class EvalCache:
             with self._writing():
                 self.root.mkdir(parents=True, exist_ok=True)
                 busy = f"{path} is being produced by another process: waiting for it"
-                stack.enter_context(held(path.with_name(f"{path.name}.lock"), busy))
+                stack.enter_context(hold_lock(path.with_name(f"{path.name}.lock"), busy))
             yield
 
     @contextmanager

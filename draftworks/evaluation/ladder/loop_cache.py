@@ -19,9 +19,9 @@ from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.storage.atomic import publish_json
-from draftworks.storage.changes import changes
+from draftworks.storage.changes import describe_changes
 from draftworks.storage.identity import digest
-from draftworks.storage.regular_files import MOST_JSON_BYTES, read_bytes
+from draftworks.storage.regular_files import MAX_JSON_BYTES, read_bytes
 
 SCHEMA_VERSION = 1
 
@@ -109,9 +109,9 @@ class LoopCache:
         """What was kept under this identity; an entry that is damaged or another's is as good as none."""
         path = self.path(identity)
         try:
-            entry = LoopEntry.model_validate_json(read_bytes(path, MOST_JSON_BYTES))
+            entry = LoopEntry.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
             if entry.identity != identity.to_json():
-                differing = "; ".join(changes(identity.to_json(), entry.identity))
+                differing = "; ".join(describe_changes(identity.to_json(), entry.identity))
                 return Found(problem=f"{path} is of another loop: {differing}")
             if entry.digest != digest(entry.measurement):
                 return Found(problem=f"{path} is altered: expected {entry.digest}, found {digest(entry.measurement)}")

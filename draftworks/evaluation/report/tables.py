@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.report.findings import Finding, counted_rungs
-from draftworks.storage.atomic import published
+from draftworks.storage.atomic import publish_file
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -133,7 +133,7 @@ def read_prompts(path: Path) -> PromptsByRung:
 
 
 def publish_table(path: Path, table: pa.Table) -> None:
-    with published(path) as staging:
+    with publish_file(path) as staging:
         pq.write_table(table, staging)
 
 

@@ -25,7 +25,7 @@ from draftworks.evaluation.report.tables import (
     summary_table,
     worth_showing,
 )
-from draftworks.storage.atomic import publish_json, published
+from draftworks.storage.atomic import publish_file, publish_json
 from draftworks.storage.manifest import FileManifest
 
 
@@ -37,9 +37,9 @@ def save_report(report: Report, folder: Path) -> None:
     publish_table(folder / PROMPTS, prompts_table(report.drafts))
     publish_table(folder / SLICES, slices_table(report.walk_slices))
     publish_table(folder / DIFFERENCES, differences_table(report.drafts))
-    with published(folder / MARKDOWN) as staging:
+    with publish_file(folder / MARKDOWN) as staging:
         staging.write_text(report_markdown(report), encoding="utf-8")
-    with published(folder / PLOT) as staging:
+    with publish_file(folder / PLOT) as staging:
         staging.write_bytes(acceptance_plot(report.drafts, report.draft_tokens, report.title))
     _save_slices_plot(report, folder / SLICES_PLOT)
     written = FileManifest.record(folder, (TABLE, PROMPTS, SLICES, DIFFERENCES))
@@ -52,5 +52,5 @@ def _save_slices_plot(report: Report, path: Path) -> None:
     if not shown["passes"].any():
         path.unlink(missing_ok=True)
         return
-    with published(path) as staging:
+    with publish_file(path) as staging:
         staging.write_bytes(slices_plot(shown, report.title))

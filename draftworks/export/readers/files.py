@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftworks.errors import StoreError
-from draftworks.storage.regular_files import checked_file, read_json
+from draftworks.storage.regular_files import read_json, require_file
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -49,7 +49,7 @@ class ExportFolder:
         """StoreError if one of the two files is missing or unreadable."""
         try:
             config = read_json(path / CONFIG)
-            tensors = load_file(checked_file(path / WEIGHTS))
+            tensors = load_file(require_file(path / WEIGHTS))
         except (OSError, ValueError, SafetensorError) as error:
             raise StoreError(f"{path}: expected {CONFIG} and {WEIGHTS} of one draft: {error}") from error
         if not isinstance(config, dict):

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def held(lock: Path, busy: str, reminder_s: float = REMINDER_S) -> Iterator[bool]:
+def hold_lock(lock: Path, busy: str, reminder_s: float = REMINDER_S) -> Iterator[bool]:
     """Hold the lock in the file `lock`; whether another process had it first. It goes with its process, however that ends.
 
     Args:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.storage.artifacts import ArtifactStore, Built
-from draftworks.storage.kept_by_name import find_answers, find_store
+from draftworks.storage.artifacts import ArtifactStore, BuildResult
+from draftworks.storage.legacy_stores import find_answers, find_store
 
 WEIGHTS, OTHERS = "0123456789abcdef", "fedcba9876543210"
 
@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def captured(artifacts: ArtifactStore, target: str, weights: str) -> None:
-    artifacts.obtain("training_features", target, {"target": weights}, lambda out: Built("v"))
+    artifacts.obtain("training_features", target, {"target": weights}, lambda out: BuildResult("v"))
 
 
 def stored(root: Path, name: str, *files: str) -> None:
@@ -91,7 +91,7 @@ def test_a_join_that_was_cut_off_is_finished(root, artifacts, monkeypatch):
     for name in ("a", "copy"):
         captured(artifacts, name, WEIGHTS)
     with monkeypatch.context() as patched:
-        patched.setattr("draftworks.storage.kept_by_name._linked", lambda *_: 1 / 0)
+        patched.setattr("draftworks.storage.legacy_stores._linked", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             find_store(root, WEIGHTS, "a", artifacts)
     find_store(root, WEIGHTS, "copy", artifacts)
