@@ -21,7 +21,7 @@ import typer
 from train_step import Case, prepare
 
 from draftworks.drafts.strategy import StepContext
-from draftworks.drafts.supervision import token_mean_gates
+from draftworks.drafts.supervision import token_mean_label_mask
 from draftworks.evaluation.ladder.replay import replay
 
 
@@ -48,7 +48,7 @@ def milliseconds(action: Callable[[], object]) -> float:
 def measure(case: Case, repeats: int) -> Result:
     strategy, batch = prepare(case)
     count = min(case.ttt, strategy.draft_tokens)
-    rows = token_mean_gates(batch["loss_mask"], count)[0]
+    rows = token_mean_label_mask(batch["loss_mask"], count)[0]
     accuracy, propose, walk = [], [], []
     with torch.no_grad():
         for turn in range(repeats + 1):

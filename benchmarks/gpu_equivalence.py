@@ -86,7 +86,7 @@ def small_step(
 
 def proposals_of(strategy: DraftStrategy, batch: TrainBatch) -> Tensor:
     """At every row that counts and is not a sample's last, sample after sample: (rows, COUNT), on the CPU."""
-    rows = batch["loss_mask"] & Documents.of(batch).ahead(batch["loss_mask"], 1)
+    rows = batch["loss_mask"] & Documents.of(batch).shift_left(batch["loss_mask"], 1)
     with torch.no_grad():
         return strategy.propose(batch, rows, COUNT)[rows].cpu()
 

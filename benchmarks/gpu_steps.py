@@ -52,7 +52,7 @@ def timed(core: TrainerCore, batch: TrainBatch, steps: int, warm_up: int) -> Ste
     """Train on the same batch again and again."""
     device = core.backend.device
     if device.type == "cuda":
-        batch = batch.pinned()  # as the loader gives it
+        batch = batch.pin_memory()  # as the loader gives it
     there = batch.to(device)
     for _ in range(warm_up):
         core.train_step(there, CONTEXT)

@@ -79,7 +79,7 @@ def measure(case: Case) -> Result:
     def evaluate() -> StepOutput:
         return strategy.forward_loss(batch, StepContext(global_step=1, total_steps=4, training=False))
 
-    labels = int(evaluate().counts["acc_denoms"].sum())
+    labels = int(evaluate().metric_sums["acc_denoms"].sum())
     head_rows = case.vocab if hasattr(strategy.options, "objective_chunk_blocks") else case.draft_vocab
     return Result(
         strategy=case.strategy,

@@ -39,7 +39,7 @@ class Blocks:
     documents: Documents | None = None
 
     @property
-    def places(self) -> Tensor:
+    def row_positions(self) -> Tensor:
         """(B, A · size) int64: of every token of every block, in the row."""
         return self._tokens_from(self.anchors)
 
@@ -72,30 +72,30 @@ class Blocks:
         return (first[..., None] + offsets).flatten(1)
 
 
-def sample_seed(seed: int, sample_id: str) -> int:
+def derive_sample_seed(seed: int, sample_id: str) -> int:
     """63 bits that a sample's draws begin from."""
     return int(digest([seed, sample_id])[:15], 16)
 
 
-def drawn_blocks(
+def draw_blocks(
     candidates: Tensor, seeds: Tensor, step: int, count: int, size: int, documents: Documents | None = None
 ) -> Blocks:
     """Up to `count` of each document's candidates.
 
     Args:
         candidates: (B, S) bool, places that may be anchors.
-        seeds: int64, see `sample_seed`: of every document, those of a row together, in order.
+        seeds: int64, see `derive_sample_seed`: of every document, those of a row together, in order.
         step: draws differ from step to step.
         documents: of the rows; None where each is one document.
     """
-    within = documents or Documents.after_each_other((candidates.shape[1],), candidates.device)
+    within = documents or Documents.from_lengths((candidates.shape[1],), candidates.device)
     scores = _scores(seeds, step, len(candidates), within).masked_fill(~candidates, _LAST)
     order = _sorted_within(scores, within)
     drawn = candidates.gather(1, order) & (within.positions < count)
-    return all_blocks(torch.zeros_like(candidates).scatter(1, order, drawn), size, documents)
+    return place_blocks(torch.zeros_like(candidates).scatter(1, order, drawn), size, documents)
 
 
-def all_blocks(candidates: Tensor, size: int, documents: Documents | None = None) -> Blocks:
+def place_blocks(candidates: Tensor, size: int, documents: Documents | None = None) -> Blocks:
     """A block at every candidate (B, S); at least one in a row, dead or alive."""
     available = candidates.sum(1)
     width = max(1, int(available.max()))
@@ -104,32 +104,32 @@ def all_blocks(candidates: Tensor, size: int, documents: Documents | None = None
     return Blocks(torch.where(live, order[:, :width], 0), live, size, documents)
 
 
-def drawing_order(seeds: Tensor, step: int, rows: int, documents: Documents) -> Tensor:
+def shuffle_positions(seeds: Tensor, step: int, rows: int, documents: Documents) -> Tensor:
     """All places of every document in random order, (rows, S) int64: whoever takes the first n of those that may be drawn
-    has drawn n of them evenly. Arguments as of `drawn_blocks`."""
+    has drawn n of them evenly. Arguments as of `draw_blocks`."""
     return _sorted_within(_scores(seeds, step, rows, documents), documents)
 
 
 def _scores(seeds: Tensor, step: int, rows: int, documents: Documents) -> Tensor:
     """A random number (rows, S) int64, not negative, for every place."""
-    of_tokens = _mixed(seeds + step).view(rows, -1)[:, documents.numbers]
+    of_tokens = _mixed(seeds + step).view(rows, -1)[:, documents.document_ids]
     return _mixed(of_tokens + documents.positions) & _LAST
 
 
 def _sorted_within(scores: Tensor, documents: Documents) -> Tensor:
     """The places (B, S) of every document by ascending score; a document keeps those that are its."""
     order = scores.argsort(dim=1, stable=True)
-    if not documents.several:
+    if not documents.has_several:
         return order
-    return order.gather(1, documents.numbers[order].argsort(dim=1, stable=True))
+    return order.gather(1, documents.document_ids[order].argsort(dim=1, stable=True))
 
 
-def labels_of(blocks: Blocks, input_ids: Tensor) -> Tensor:
+def gather_labels(blocks: Blocks, input_ids: Tensor) -> Tensor:
     """The tokens after each anchor, (B, A, size - 1) int64; 0 beyond the end of the document."""
     return _ahead(blocks, input_ids)
 
 
-def label_mask(blocks: Blocks, loss_mask: Tensor, contiguous: bool) -> Tensor:
+def make_label_mask(blocks: Blocks, loss_mask: Tensor, contiguous: bool) -> Tensor:
     """Which labels count, (B, A, size - 1) bool: those the loss mask has.
 
     Args:
@@ -142,9 +142,9 @@ def label_mask(blocks: Blocks, loss_mask: Tensor, contiguous: bool) -> Tensor:
 def _ahead(blocks: Blocks, values: Tensor) -> Tensor:
     """`values` (B, S) at the places after each anchor, (B, A, size - 1); 0 beyond the end of the document."""
     padded = F.pad(values, (0, blocks.size))
-    index = blocks.places.unflatten(1, (-1, blocks.size))[..., 1:]
+    index = blocks.row_positions.unflatten(1, (-1, blocks.size))[..., 1:]
     ahead = padded.gather(1, index.flatten(1)).view_as(index)
-    if blocks.documents is None or not blocks.documents.several:
+    if blocks.documents is None or not blocks.documents.has_several:
         return ahead
     return ahead.masked_fill(index >= blocks.documents.ends[blocks.anchors][..., None], 0)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from draftworks.drafts.flash_kernels import Attended, masked_kernel
-from draftworks.drafts.flex import check_flex, flex_attention_on, flex_works
+from draftworks.drafts.flash_kernels import Attended, choose_masked_kernel
+from draftworks.drafts.flex import check_flex, flex_works, get_flex_attention
 
 GROUP_TOKENS = {"cpu": 128, "cuda": 4096}
 """Query tokens of one group of the `sdpa` back end, by type of device."""
@@ -212,7 +212,7 @@ class DraftAttention:
         if window not in self._flex_masks:
             self._flex_masks[window] = self._seen.within(window).block_mask()
         key, value = context.followed_by(own)
-        attention = flex_attention_on(query.device.type)
+        attention = get_flex_attention(query.device.type)
         return attention(query, key, value, block_mask=self._flex_masks[window], enable_gqa=True)
 
 
@@ -221,7 +221,7 @@ class _InGroups(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, seen: SeenKeys, groups: list[Group], query: Tensor, *keys_and_values: Tensor) -> Tensor:
-        kernel = masked_kernel(query.device.type, query.dtype, query.shape[-1])
+        kernel = choose_masked_kernel(query.device.type, query.dtype, query.shape[-1])
         output, sums = torch.empty_like(query), []
         for group in groups:
             attended = kernel.forward(*_part(group, query, *keys_and_values), seen.mask(group))

@@ -13,42 +13,42 @@ from draftworks.errors import DataError
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """Where the tokens of samples go in a batch.
 
     Attributes:
         shape: (B, S) of the batch.
-        places: of every sample, its row and its positions there.
+        slots: of every sample, its row and its positions there.
         documents: see `TrainBatch`.
     """
 
     shape: tuple[int, int]
-    places: tuple[tuple[int, slice], ...]
+    slots: tuple[tuple[int, slice], ...]
     documents: tuple[int, ...] = ()
 
     @classmethod
-    def padded(cls, lengths: Sequence[int]) -> Layout:
+    def padded(cls, lengths: Sequence[int]) -> BatchLayout:
         """A row for each, filled up on the right to the longest."""
-        places = tuple((row, slice(length)) for row, length in enumerate(lengths))
-        return cls((len(lengths), max(lengths)), places)
+        slots = tuple((row, slice(length)) for row, length in enumerate(lengths))
+        return cls((len(lengths), max(lengths)), slots)
 
     @classmethod
-    def packed(cls, lengths: Sequence[int]) -> Layout:
+    def packed(cls, lengths: Sequence[int]) -> BatchLayout:
         """One row, one sample directly after the other."""
         ends = list(accumulate(lengths))
-        places = tuple((0, slice(end - length, end)) for end, length in zip(ends, lengths))
-        return cls((1, ends[-1]), places, tuple(lengths))
+        slots = tuple((0, slice(end - length, end)) for end, length in zip(ends, lengths))
+        return cls((1, ends[-1]), slots, tuple(lengths))
 
-    def laid(self, tensors: Iterable[Tensor]) -> Tensor:
+    def lay_out(self, tensors: Iterable[Tensor]) -> Tensor:
         """Every sample's (S_i, …) at its place in (B, S, …), zeros where nothing is."""
         tensors = list(tensors)
         batch = tensors[0].new_zeros((*self.shape, *tensors[0].shape[1:]))
-        for place, tensor in zip(self.places, tensors, strict=True):
+        for place, tensor in zip(self.slots, tensors, strict=True):
             batch[place] = tensor
         return batch
 
 
-def lengths_of(samples: Sequence[Mapping[str, Tensor]]) -> list[int]:
+def sample_lengths(samples: Sequence[Mapping[str, Tensor]]) -> list[int]:
     return [len(sample["input_ids"]) for sample in samples]
 
 
@@ -57,7 +57,7 @@ def collate_features(
     sample_ids: Sequence[str],
     features: Sequence[str],
     width: int,
-    layout: Layout | None = None,
+    layout: BatchLayout | None = None,
 ) -> dict[str, Tensor]:
     """What is padded becomes token 0, mask off and features 0.
 
@@ -71,20 +71,20 @@ def collate_features(
     Raises:
         DataError: a feature of another shape.
     """
-    layout = layout or Layout.padded(lengths_of(samples))
+    layout = layout or BatchLayout.padded(sample_lengths(samples))
     beside = torch.zeros((*layout.shape, len(features) * width), dtype=samples[0][features[0]].dtype)
-    for place, sample, name in zip(layout.places, samples, sample_ids, strict=True):
+    for place, sample, name in zip(layout.slots, samples, sample_ids, strict=True):
         check_features(sample, features, width, name)
         torch.cat([sample[feature] for feature in features], dim=-1, out=beside[place])
     return {
-        "input_ids": layout.laid(sample["input_ids"].long() for sample in samples),
-        "loss_mask": layout.laid(sample["loss_mask"].bool() for sample in samples),
+        "input_ids": layout.lay_out(sample["input_ids"].long() for sample in samples),
+        "loss_mask": layout.lay_out(sample["loss_mask"].bool() for sample in samples),
         "features": beside,
     }
 
 
 def collate_feature(
-    samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], feature: str, width: int, layout: Layout
+    samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], feature: str, width: int, layout: BatchLayout
 ) -> Tensor:
     """One feature by itself, (B, S, width).
 
@@ -93,15 +93,15 @@ def collate_feature(
     """
     for sample, name in zip(samples, sample_ids, strict=True):
         check_features(sample, (feature,), width, name)
-    return layout.laid(sample[feature] for sample in samples)
+    return layout.lay_out(sample[feature] for sample in samples)
 
 
-def collate_taught(
+def collate_with_last(
     samples: Sequence[Mapping[str, Tensor]],
     sample_ids: Sequence[str],
     features: Sequence[str],
     width: int,
-    layout: Layout,
+    layout: BatchLayout,
 ) -> dict[str, Tensor]:
     """As `collate_features`, with the last of the features, the target's last hidden states, by itself as `last` (B, S, width)."""
     *taps, last = features
@@ -109,10 +109,10 @@ def collate_taught(
     return {**batch, "last": collate_feature(samples, sample_ids, last, width, layout)}
 
 
-def without_last_positions(batch: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+def mask_last_positions(batch: Mapping[str, Tensor], layout: BatchLayout) -> dict[str, Tensor]:
     """The batch with the last position of every sample out of its `loss_mask`, which stays as it was as `answer_mask`."""
     loss_mask = batch["loss_mask"].clone()
-    for row, place in layout.places:
+    for row, place in layout.slots:
         loss_mask[row, place.stop - 1] = False
     return {**batch, "loss_mask": loss_mask, "answer_mask": batch["loss_mask"]}
 

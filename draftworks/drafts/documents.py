@@ -46,16 +46,16 @@ class Documents:
     @classmethod
     def of(cls, batch: TrainBatch) -> Documents:
         ids = batch["input_ids"]
-        return cls.after_each_other(batch.documents or (ids.shape[1],), ids.device)
+        return cls.from_lengths(batch.documents or (ids.shape[1],), ids.device)
 
     @classmethod
-    def after_each_other(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Documents:
+    def from_lengths(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Documents:
         sizes = torch.tensor(lengths)
         ends = sizes.cumsum(0)
         return cls(lengths, *(each.repeat_interleave(sizes).to(device) for each in (ends - sizes, ends)))
 
     @property
-    def several(self) -> bool:
+    def has_several(self) -> bool:
         """Whether a row has more than one."""
         return len(self.lengths) > 1
 
@@ -69,7 +69,7 @@ class Documents:
         return torch.arange(len(self.begins), device=self.begins.device) - self.begins
 
     @cached_property
-    def numbers(self) -> Tensor:
+    def document_ids(self) -> Tensor:
         """(S,) int64: of every token, which document of the row it belongs to."""
         return (self.positions == 0).cumsum(0) - 1
 
@@ -84,7 +84,7 @@ class Documents:
                 runs.append(Run(begin, 1, length))
         return tuple(runs)
 
-    def offsets(self, rows: int) -> Tensor:
+    def cu_seqlens(self, rows: int) -> Tensor:
         """(documents · rows + 1,) int32: where each begins among the tokens of so many rows, and where the last ends."""
         length = len(self.begins)
         firsts = torch.arange(rows, device=self.begins.device)[:, None] * length + self._first_tokens
@@ -95,10 +95,10 @@ class Documents:
         """(documents,) int64. Kept: asking a GPU for them makes it wait."""
         return (self.positions == 0).nonzero().squeeze(1)
 
-    def ahead(self, values: Tensor, distance: int, fill: int = 0) -> Tensor:
+    def shift_left(self, values: Tensor, distance: int, fill: int = 0) -> Tensor:
         """(B, S) values at so many positions after each; `fill` beyond the end of the document."""
         moved = F.pad(values[:, distance:], (0, min(distance, values.shape[1])), value=fill)
-        if not self.several:
+        if not self.has_several:
             return moved
         return moved.masked_fill(self.positions + distance >= self.ends - self.begins, fill)
 

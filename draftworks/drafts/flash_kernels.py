@@ -1,7 +1,7 @@
 """Torch's fused kernels of attention, causal or with a mask, with their backward: one adapter per kind of device.
 
 The operators are private to torch, so they may change without notice: draftworks.strategies.eagle3.attention tries those of causal
-attention before they are relied on, and `masked_kernel` those with a mask. The CUDA adapters have been checked against the operators' declarations only, never on a GPU.
+attention before they are relied on, and `choose_masked_kernel` those with a mask. The CUDA adapters have been checked against the operators' declarations only, never on a GPU.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class CudaVarlenFlash(CausalKernel):
 
     def _layout(self, rows: int) -> tuple[Tensor, Tensor, int, int]:
         """Where documents begin among the tokens of all rows, and how long the longest is; of queries and of keys."""
-        offsets, longest = self._documents.offsets(rows), self._documents.longest
+        offsets, longest = self._documents.cu_seqlens(rows), self._documents.longest
         return offsets, offsets, longest, longest
 
 
@@ -205,7 +205,7 @@ def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def masked_kernel(device_type: str, dtype: torch.dtype, head_size: int) -> MaskedKernel:
+def choose_masked_kernel(device_type: str, dtype: torch.dtype, head_size: int) -> MaskedKernel:
     """The fastest there is; one that is private to torch is tried once."""
     plain, fast = MaskedKernel(), CpuMaskedFlash()
     return fast if device_type == "cpu" and _equal(fast, plain, dtype, head_size) else plain

@@ -20,7 +20,7 @@ _PROBED = 160
 """Queries of the trial: more than a tile of the kernels, and no multiple of one."""
 
 
-def flex_attention_on(device_type: str) -> Callable[..., Tensor]:
+def get_flex_attention(device_type: str) -> Callable[..., Tensor]:
     """Compiled where that is what makes it fast; on a CPU it runs as it is, without gradients."""
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -42,7 +42,7 @@ def _compiled(learns: bool) -> Callable[..., Tensor]:
 
 
 @functools.cache
-def block_mask_on(device_type: str) -> Callable[..., Any]:
+def get_block_mask_factory(device_type: str) -> Callable[..., Any]:
     """torch's `create_block_mask`; compiled where it would else hold every element of a large mask, as int64, several times."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -95,7 +95,7 @@ def _flex_equals_sdpa(device: torch.device, dtype: torch.dtype, head_size: int) 
     for flex in (True, False):
         query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
         if flex:
-            output = flex_attention_on(device.type)(query, key, value, block_mask=mask, enable_gqa=True)
+            output = get_flex_attention(device.type)(query, key, value, block_mask=mask, enable_gqa=True)
         else:
             every_head = (x.repeat_interleave(times, dim=1) for x, times in zip(leaves, groups, strict=True))
             output = F.scaled_dot_product_attention(*every_head, is_causal=True)

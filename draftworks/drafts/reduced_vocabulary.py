@@ -23,7 +23,7 @@ class ReducedVocabularyDraft(nn.Module):
     d2t: Tensor
     t2d: Tensor
 
-    def _speak_over(self, draft_ids: Tensor, target: TargetParts) -> None:
+    def _init_head(self, draft_ids: Tensor, target: TargetParts) -> None:
         """Make the head, which begins as the target's rows, and the tables. `draft_ids` (V_d,) int64 ascending."""
         self.lm_head = unset(nn.Linear, target.hidden_size, draft_ids.numel(), bias=False)
         with torch.no_grad():
@@ -43,14 +43,14 @@ class ReducedVocabularyDraft(nn.Module):
         draft_index = torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
         return Teacher(last.flatten(0, 1), target_head, self.draft_ids, draft_index)
 
-    def over_target(self, probabilities: Tensor) -> Tensor:
+    def to_target_vocab(self, probabilities: Tensor) -> Tensor:
         """(…, V_d) to (…, V): tokens outside the draft's vocabulary have probability 0."""
         whole = probabilities.new_zeros(*probabilities.shape[:-1], self.t2d.numel())
         whole[..., self.draft_ids] = probabilities
         return whole
 
 
-def checked_draft_ids(strategy: str, vocab: VocabMapping | None, draft_vocab_size: int, target: TargetParts) -> Tensor:
+def require_draft_ids(strategy: str, vocab: VocabMapping | None, draft_vocab_size: int, target: TargetParts) -> Tensor:
     """(V_d,) int64, target ids of the mapping's tokens, ascending.
 
     Raises:

@@ -12,44 +12,44 @@ from draftworks.drafts.documents import Documents
 
 
 @dataclass(frozen=True)
-class ActiveRows:
+class ActivePositions:
     """R chosen rows of a batch of B·S.
 
     Attributes:
         index: (R,) int64, flat and ascending.
         batch, length: B and S.
-        everything: `index` is all rows in their order, so nothing has to be moved.
+        is_all: `index` is all rows in their order, so nothing has to be moved.
     """
 
     index: Tensor
     batch: int
     length: int
-    everything: bool = False
+    is_all: bool = False
 
     @classmethod
-    def where(cls, mask: Tensor) -> ActiveRows:
+    def where(cls, mask: Tensor) -> ActivePositions:
         """The rows where a (B, S) bool mask is on."""
         index = mask.flatten().nonzero().squeeze(1)
-        return cls(index, *mask.shape, everything=index.numel() == mask.numel())
+        return cls(index, *mask.shape, is_all=index.numel() == mask.numel())
 
-    def take(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """(B, S, W) -> (R, W)."""
         flat = x.flatten(0, 1)
-        return flat if self.everything else _Take.apply(flat, self.index)
+        return flat if self.is_all else _Gather.apply(flat, self.index)
 
-    def spread(self, x: Tensor) -> Tensor:
+    def scatter(self, x: Tensor) -> Tensor:
         """(R, W) -> (B, S, W), 0 in rows that were not chosen."""
-        flat = x if self.everything else _Spread.apply(x, self.index, self.batch * self.length)
+        flat = x if self.is_all else _Scatter.apply(x, self.index, self.batch * self.length)
         return flat.unflatten(0, (self.batch, self.length))
 
-    def ahead(self, distance: int, documents: Documents) -> ActiveRows:
+    def shift(self, distance: int, documents: Documents) -> ActivePositions:
         """The rows so many positions after each, or the last ones of their documents where these are shorter.
 
-        Those may be there several times: `take` them only where they get no gradient.
+        Those may be there several times: `gather` them only where they get no gradient.
         """
         row, place = self.index // self.length, self.index % self.length
         place = torch.minimum(place + distance, documents.ends[place] - 1)
-        return replace(self, index=row * self.length + place, everything=False)
+        return replace(self, index=row * self.length + place, is_all=False)
 
     def renumber(self, rows: Tensor) -> Tensor:
         """Flat row numbers as positions in `index`; -1 stays -1. All of them must be chosen ones."""
@@ -58,7 +58,7 @@ class ActiveRows:
         return place[rows]
 
 
-class _Take(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     """Rows of (N, W). The gradient is a copy; indexing's own would sort and accumulate. So a row that is taken more than
     once must have zero gradients, wherever it is taken.
     """
@@ -72,16 +72,16 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return _spread(grad, ctx.saved_tensors[0], ctx.rows), None
+        return _scatter(grad, ctx.saved_tensors[0], ctx.rows), None
 
 
-class _Spread(torch.autograd.Function):
-    """The adjoint of `_Take`."""
+class _Scatter(torch.autograd.Function):
+    """The adjoint of `_Gather`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, rows: int) -> Tensor:
         ctx.save_for_backward(index)
-        return _spread(x, index, rows)
+        return _scatter(x, index, rows)
 
     @staticmethod
     @once_differentiable
@@ -89,7 +89,7 @@ class _Spread(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def _spread(x: Tensor, index: Tensor, rows: int) -> Tensor:
+def _scatter(x: Tensor, index: Tensor, rows: int) -> Tensor:
     whole = x.new_zeros(rows, x.shape[1])
     whole[index] = x
     return whole

@@ -26,7 +26,7 @@ class HeadCounts(NamedTuple):
     num_kv_heads: int
 
 
-def head_counts(strategy: str, options: HeadOptions, target: TargetParts) -> HeadCounts:
+def resolve_head_counts(strategy: str, options: HeadOptions, target: TargetParts) -> HeadCounts:
     """The options' or else the target's, or as near to them as servers take.
 
     Raises:

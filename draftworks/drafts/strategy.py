@@ -35,7 +35,7 @@ class StepOutput:
     Attributes:
         loss_sum: scalar, differentiable. The loss of a window (micro-steps x ranks) is sum(loss_sum) / sum(loss_weight).
         loss_weight: scalar, no gradient: supervised tokens, or 1 in modes that normalise per micro-batch.
-        counts: detached float64 sums by name, shape (T,) per draft position: `acc_corrects`, `acc_denoms` (accuracy),
+        metric_sums: detached float64 sums by name, shape (T,) per draft position: `acc_corrects`, `acc_denoms` (accuracy),
             `loss_sums`, `loss_denoms` (loss per position), `acceptance_sums`, `acceptance_denoms` (probability that
             rejection sampling accepts, in evaluations; of a reduced vocabulary over the rows whose label is in it, and
             `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), and whatever else the strategy
@@ -44,7 +44,7 @@ class StepOutput:
 
     loss_sum: Tensor
     loss_weight: Tensor
-    counts: dict[str, Tensor] = field(default_factory=dict)
+    metric_sums: dict[str, Tensor] = field(default_factory=dict)
 
 
 class DraftStrategy(ABC):
@@ -61,7 +61,7 @@ class DraftStrategy(ABC):
     """Stored features a sample needs, beside `input_ids` and `loss_mask`."""
     draft_tokens: int = 1
     """How many tokens it is made to propose in one go: what a server would ask for."""
-    most_draft_tokens: int | None = None
+    max_draft_tokens: int | None = None
     """How many it can propose in one go; None where there is no limit."""
     model_methods: tuple[str, ...] = ()
     """Methods of `model`, beside its forward, that compute with its parameters: FSDP gathers them for these too."""
@@ -81,18 +81,18 @@ class DraftStrategy(ABC):
 
     @abstractmethod
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """Loss and counts of one micro-batch. Goes through `self.model(...)` once, so that FSDP hooks run."""
+        """Loss and metric sums of one micro-batch. Goes through `self.model(...)` once, so that FSDP hooks run."""
 
     @abstractmethod
-    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
+    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
         """What the draft proposes when a server asks it at a row, greedily and on its own words.
 
         Args:
-            rows: (B, S) bool. At row t the target has said tokens up to t+1, and its features are known up to t.
+            position_mask: (B, S) bool. At position t the tokens up to t+1 and the features up to t are known.
             count: proposals per row.
 
         Returns:
-            (B, S, count) int64, ids of the target: [b, t, i] is for token t+2+i. -1 in rows that were not asked.
+            (B, S, count) int64, ids of the target: [b, t, i] is for token t+2+i. -1 at positions that were not asked.
         """
 
     @abstractmethod
@@ -145,5 +145,5 @@ class ChainStrategy(DraftStrategy):
     """
 
     @abstractmethod
-    def chain_gates(self, loss_mask: Tensor, documents: Documents) -> Tensor:
+    def chain_label_mask(self, loss_mask: Tensor, documents: Documents) -> Tensor:
         """Which rows are supervised at which step: (B, S) bool, as collated, to (T, B, S) bool."""

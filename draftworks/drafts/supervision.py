@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from draftworks.drafts.documents import Documents
 
 
-def token_mean_gates(loss_mask: Tensor, steps: int, documents: Documents | None = None) -> Tensor:
+def token_mean_label_mask(loss_mask: Tensor, steps: int, documents: Documents | None = None) -> Tensor:
     """Gates by the chains a server would take: row t at step i counts iff mask[t+1 … t+2+i] are all on.
 
     The first proposal of an answer is made at the last prompt position t, once the target itself has said token t+1; a
@@ -30,26 +30,26 @@ def token_mean_gates(loss_mask: Tensor, steps: int, documents: Documents | None 
         (steps, B, S) bool.
     """
     documents = documents or _one_each(loss_mask)
-    chain = documents.ahead(loss_mask, 1)
-    gates = []
+    chain = documents.shift_left(loss_mask, 1)
+    label_mask = []
     for step in range(steps):
-        chain = chain & documents.ahead(loss_mask, 2 + step)
-        gates.append(chain)
-    return torch.stack(gates)
+        chain = chain & documents.shift_left(loss_mask, 2 + step)
+        label_mask.append(chain)
+    return torch.stack(label_mask)
 
 
-def specforge_gates(loss_mask: Tensor, steps: int, documents: Documents | None = None) -> Tensor:
+def specforge_label_mask(loss_mask: Tensor, steps: int, documents: Documents | None = None) -> Tensor:
     """Gates of SpecForge: row t at step i counts iff mask[t+i] is on, the last position of each sample being off already.
 
     The mask is not shifted with the labels there: the first two tokens of an answer are never labels, two
     after its end are.
     """
     documents = documents or _one_each(loss_mask)
-    return torch.stack([documents.ahead(loss_mask, step) for step in range(steps)])
+    return torch.stack([documents.shift_left(loss_mask, step) for step in range(steps)])
 
 
 def _one_each(rows: Tensor) -> Documents:
-    return Documents.after_each_other((rows.shape[1],), rows.device)
+    return Documents.from_lengths((rows.shape[1],), rows.device)
 
 
 class TeacherPlan(NamedTuple):
@@ -64,12 +64,12 @@ class TeacherPlan(NamedTuple):
     rows: Tensor
 
 
-def teacher_plan(gates: Tensor) -> TeacherPlan:
-    """Turn gates around: from rows to teacher positions, so that each distribution is computed once for all steps."""
-    steps, batch, length = gates.shape
-    shifted = [F.pad(gate, (1 + step, 0), value=False)[:, :length] for step, gate in enumerate(gates)]
+def teacher_plan(label_mask: Tensor) -> TeacherPlan:
+    """Turn label_mask around: from rows to teacher positions, so that each distribution is computed once for all steps."""
+    steps, batch, length = label_mask.shape
+    shifted = [F.pad(gate, (1 + step, 0), value=False)[:, :length] for step, gate in enumerate(label_mask)]
     taught = torch.stack(shifted).view(steps, batch * length)
     positions = taught.any(0).nonzero().squeeze(1)
-    offsets = torch.arange(1, steps + 1, device=gates.device)[:, None]
+    offsets = torch.arange(1, steps + 1, device=label_mask.device)[:, None]
     rows = torch.where(taught[:, positions], positions[None] - offsets, -1)
     return TeacherPlan(positions, rows)

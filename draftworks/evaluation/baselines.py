@@ -17,8 +17,8 @@ from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.drafts.supervision import teacher_plan
 from draftworks.features.contracts import TrainBatch
 
-Gates = Callable[..., Tensor]
-"""Loss mask (B, S), and `documents` of its rows, to gates (T, B, S), as `ChainStrategy.chain_gates`."""
+MakeLabelMask = Callable[..., Tensor]
+"""Loss mask (B, S), and `documents` of its rows, to a label mask (T, B, S), as `ChainStrategy.chain_label_mask`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,31 +51,31 @@ class BigramTable:
 
 
 class BigramDraft:
-    """A draft without weights, counted like a chain draft: same batches, same labels, same gates, teacher-forced.
+    """A draft without weights, counted like a chain draft: same batches, same labels, same label mask, teacher-forced.
 
     Row t at step i has seen the tokens up to t+1+i and proposes `table[token t+1+i]` for token t+2+i. It is correct
     if that is the target's own argmax there. It has no loss: its `loss_weight` is 0.
 
     Args:
         head: (V, H), the target's head, applied to the batch's `last`; on the device of the batches.
-        gates: which rows count at which step; those of the draft it is compared with.
+        make_label_mask: which rows count at which step; those of the draft it is compared with.
     """
 
-    def __init__(self, table: BigramTable, head: Tensor, gates: Gates) -> None:
+    def __init__(self, table: BigramTable, head: Tensor, make_label_mask: MakeLabelMask) -> None:
         self._successor = torch.from_numpy(table.successor).to(head.device)
         self._head = head
-        self._gates = gates
+        self._make_label_mask = make_label_mask
 
     def __call__(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """Counts of one batch with `input_ids` (B, S), `loss_mask` (B, S) and `last` (B, S, H)."""
-        gates = self._gates(batch["loss_mask"], documents=Documents.of(batch))
-        plan = teacher_plan(gates)
+        label_mask = self._make_label_mask(batch["loss_mask"], documents=Documents.of(batch))
+        plan = teacher_plan(label_mask)
         ids, last = batch["input_ids"].flatten()[plan.positions], batch["last"].flatten(0, 1)[plan.positions]
         # Every step that predicts from one position proposes the same token there: the table looks one token back.
         correct = self._successor[ids] == argmax_of_head(self._head, last)
-        counts = {
+        metric_sums = {
             "acc_corrects": ((plan.rows >= 0) & correct).sum(1, dtype=torch.float64),
-            "acc_denoms": gates.sum(dim=(1, 2), dtype=torch.float64),
+            "acc_denoms": label_mask.sum(dim=(1, 2), dtype=torch.float64),
         }
         nothing = torch.zeros((), device=ids.device)
-        return StepOutput(nothing, nothing, counts)
+        return StepOutput(nothing, nothing, metric_sums)

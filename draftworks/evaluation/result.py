@@ -190,7 +190,7 @@ class MetricAccumulator:
             # Filled in where it is added up: a number of the host would be waited for there.
             "tokens": torch.full((), tokens, dtype=torch.float64, device=output.loss_sum.device),
         }
-        for name, value in {**scalars, **output.counts}.items():
+        for name, value in {**scalars, **output.metric_sums}.items():
             value = value.detach().reshape(-1).to(output.loss_sum.device, torch.float64)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 

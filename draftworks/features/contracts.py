@@ -145,7 +145,7 @@ class TrainBatch:
         tensors = {k: v.to(device, non_blocking=True) for k, v in self.tensors.items()}
         return replace(self, tensors=tensors)
 
-    def pinned(self) -> TrainBatch:
+    def pin_memory(self) -> TrainBatch:
         """Copied to memory that a GPU reads by itself, so that nobody waits for `to`."""
         return replace(self, tensors={k: v.pin_memory() for k, v in self.tensors.items()})
 

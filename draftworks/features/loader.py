@@ -188,7 +188,7 @@ class FeatureDataLoader:
         return replace(collated, sample_ids=() if batch.padding else ids, num_tokens=tokens, ends_step=batch.ends_step)
 
     def _load_pinned(self, batch: MicroBatch) -> TrainBatch:
-        return self.load(batch).pinned()
+        return self.load(batch).pin_memory()
 
     def _sample(self, ref: SampleRef, padding: bool) -> Sample:
         try:

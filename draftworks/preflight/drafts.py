@@ -40,7 +40,7 @@ def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> 
         except Exception as error:  # whatever sizes that do not fit lead to, in a plug-in too
             _not_built(strategy, where, error, findings)
         else:
-            most[name] = draft.most_draft_tokens
+            most[name] = draft.max_draft_tokens
             _check_exports(strategy, entry, draft, files, parts, where, findings)
     _check_proposals(target, most, findings)
 

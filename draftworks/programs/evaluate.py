@@ -110,7 +110,7 @@ class _Measuring:
     def draft_tokens(self) -> int:
         """As many as asked for, as far as the draft can propose them."""
         asked = self.run.evaluation.draft_tokens or self.strategy.draft_tokens
-        return min(asked, self.strategy.most_draft_tokens or asked)
+        return min(asked, self.strategy.max_draft_tokens or asked)
 
     def loader(self) -> FeatureDataLoader:
         loader = evaluation_loader(self.samples, self.strategy, self.run.micro_batch_size, self.ctx)
@@ -161,7 +161,7 @@ class _Measuring:
         """The table, counted as the draft is: the same rows at the same steps."""
         assert isinstance(self.strategy, ChainStrategy)
         table = BigramTable.count(TokenizedSet.open(self.run.train_tokens), self.draft.parts.vocab_size)
-        return BigramDraft(table, self._head, self.strategy.chain_gates)
+        return BigramDraft(table, self._head, self.strategy.chain_label_mask)
 
     def label_agreement(self) -> float | None:
         """From `last`, which is captured of every sample also for strategies that do without; None where it is not there."""

@@ -26,7 +26,7 @@ def counted_and_written_down(name: str):
     with FlopCounterMode(display=False, custom_mapping={ADDED_IN_PLACE: of_added_product}) as counter:
         output = strategy.forward_loss(batch, StepContext(1, 4, training=True))
         output.loss_sum.backward()
-    work = Work.of(samples, output.counts["acc_denoms"].tolist())
+    work = Work.of(samples, output.metric_sums["acc_denoms"].tolist())
     return counter.get_flop_counts()["Global"], FORMULAS[name](SHAPE, options_of(name, SHAPE), work)
 
 
@@ -51,7 +51,7 @@ def test_padding_and_packing_ask_for_the_same():
     rows = [
         tuple(
             strategy.forward_loss(lay(samples, names_of(samples)), StepContext(1, 4, training=True))
-            .counts["acc_denoms"]
+            .metric_sums["acc_denoms"]
             .tolist()
         )
         for lay in (strategy.collate, strategy.pack)

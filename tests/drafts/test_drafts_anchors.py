@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from draftworks.drafts.anchors import all_blocks, drawn_blocks, label_mask, labels_of, sample_seed
+from draftworks.drafts.anchors import derive_sample_seed, draw_blocks, gather_labels, make_label_mask, place_blocks
 
-SEED = torch.tensor([sample_seed(42, "sample")])
+SEED = torch.tensor([derive_sample_seed(42, "sample")])
 
 
 @settings(max_examples=60, deadline=None)
@@ -23,8 +23,8 @@ def test_a_sample_draws_the_same_distinct_candidates_in_order_whatever_is_around
     alone = torch.tensor([mask])
     neighbours = torch.ones(2, len(mask) + padding, dtype=torch.bool)
     neighbours[1] = F.pad(alone[0], (0, padding))
-    one = drawn_blocks(alone, SEED, step, count, 4)
-    beside = drawn_blocks(neighbours, torch.cat([SEED + 1, SEED]), step, count, 4)
+    one = draw_blocks(alone, SEED, step, count, 4)
+    beside = draw_blocks(neighbours, torch.cat([SEED + 1, SEED]), step, count, 4)
     drawn = one.anchors[0][one.live[0]].tolist()
     assert drawn == beside.anchors[1][beside.live[1]].tolist()
     assert drawn == sorted(set(drawn))
@@ -36,26 +36,26 @@ def test_every_candidate_is_drawn_equally_often():
     candidates = torch.ones(1, 20, dtype=torch.bool)
     seen = torch.zeros(20)
     for step in range(2000):
-        seen[drawn_blocks(candidates, SEED, step, 5, 4).anchors[0]] += 1
+        seen[draw_blocks(candidates, SEED, step, 5, 4).anchors[0]] += 1
     expected = 2000 * 5 / 20
     assert ((seen - expected).abs() < 5 * expected**0.5).all()
 
 
 def test_samples_of_one_batch_draw_differently():
-    seeds = torch.tensor([sample_seed(42, f"sample {i}") for i in range(50)])
-    drawn = drawn_blocks(torch.ones(50, 64, dtype=torch.bool), seeds, 0, 8, 4).anchors
+    seeds = torch.tensor([derive_sample_seed(42, f"sample {i}") for i in range(50)])
+    drawn = draw_blocks(torch.ones(50, 64, dtype=torch.bool), seeds, 0, 8, 4).anchors
     assert len({tuple(row) for row in drawn.tolist()}) == 50
 
 
 def test_a_batch_without_candidates_has_one_dead_block_each():
-    blocks = drawn_blocks(torch.zeros(3, 7, dtype=torch.bool), SEED.repeat(3), 0, 5, 4)
+    blocks = draw_blocks(torch.zeros(3, 7, dtype=torch.bool), SEED.repeat(3), 0, 5, 4)
     assert blocks.anchors.tolist() == [[0], [0], [0]]
     assert not blocks.live.any()
 
 
 def test_all_blocks_are_at_all_candidates():
     candidates = torch.tensor([[0, 1, 1, 0, 1], [0, 0, 0, 1, 0]], dtype=torch.bool)
-    blocks = all_blocks(candidates, 3)
+    blocks = place_blocks(candidates, 3)
     assert [row[on].tolist() for row, on in zip(blocks.anchors, blocks.live)] == [[1, 2, 4], [3]]
     assert blocks.positions[0].tolist() == [1, 2, 3, 2, 3, 4, 4, 5, 6]
 
@@ -63,11 +63,11 @@ def test_all_blocks_are_at_all_candidates():
 def test_labels_end_with_the_sample_and_where_asked_with_the_answer():
     ids = torch.tensor([[10, 11, 12, 13, 14, 15]])
     mask = torch.tensor([[0, 1, 1, 0, 1, 1]], dtype=torch.bool)
-    blocks = all_blocks(torch.tensor([[0, 1, 0, 0, 1, 0]], dtype=torch.bool), 5)
-    assert labels_of(blocks, ids).tolist() == [[[12, 13, 14, 15], [15, 0, 0, 0]]]
-    assert label_mask(blocks, mask, contiguous=False).tolist() == [
+    blocks = place_blocks(torch.tensor([[0, 1, 0, 0, 1, 0]], dtype=torch.bool), 5)
+    assert gather_labels(blocks, ids).tolist() == [[[12, 13, 14, 15], [15, 0, 0, 0]]]
+    assert make_label_mask(blocks, mask, contiguous=False).tolist() == [
         [[True, False, True, True], [True, False, False, False]]
     ]
-    assert label_mask(blocks, mask, contiguous=True).tolist() == [
+    assert make_label_mask(blocks, mask, contiguous=True).tolist() == [
         [[True, False, False, False], [True, False, False, False]]
     ]

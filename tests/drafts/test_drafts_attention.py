@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
-from draftworks.drafts.anchors import Blocks, all_blocks
+from draftworks.drafts.anchors import Blocks, place_blocks
 from draftworks.drafts.attention import TILE, DraftAttention, KeyValue, SeenKeys
 from draftworks.drafts.documents import Documents
 from draftworks.strategies.peagle.chains import Chains
@@ -28,7 +28,7 @@ def drawn(lengths: tuple[int, ...], rows: int, anchors: int, size: int) -> Block
     order = torch.rand(rows, length, generator=generator).argsort(dim=1)
     counts = torch.arange(anchors, anchors - rows, -1)[:, None]
     candidates = torch.zeros(rows, length, dtype=torch.bool).scatter(1, order, torch.arange(length) < counts)
-    return all_blocks(candidates, size, Documents.after_each_other(lengths))
+    return place_blocks(candidates, size, Documents.from_lengths(lengths))
 
 
 def tiles_of(mask: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def test_masks_groups_tiles_and_elements_are_those_of_the_rule(row, size, window
 def test_so_are_those_of_chains(lengths, rows):
     generator = torch.Generator().manual_seed(sum(lengths))
     alive = (torch.rand(4, rows, sum(lengths), generator=generator) < 0.6).cumprod(0).bool()
-    chains = Chains.of(torch.cat([alive[:1], alive]), Documents.after_each_other(lengths))
+    chains = Chains.of(torch.cat([alive[:1], alive]), Documents.from_lengths(lengths))
     seen, expected = chains.seen_keys(), rule_of_chains(chains)
     assert torch.equal(seen.mask()[:, 0], expected)
     assert_groups_cover(seen, None, expected)

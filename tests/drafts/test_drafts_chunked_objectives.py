@@ -185,9 +185,9 @@ def test_the_size_of_a_chunk_changes_nothing(case: Case) -> None:
         for found, expected in ((cut.trained, whole.trained), (cut.evaluated, whole.evaluated)):
             same(found.loss_sum, expected.loss_sum)
             same(found.loss_weight, expected.loss_weight)
-            assert found.counts.keys() == expected.counts.keys()
-            for name, count in expected.counts.items():
-                same(found.counts[name], count)
+            assert found.metric_sums.keys() == expected.metric_sums.keys()
+            for name, count in expected.metric_sums.items():
+                same(found.metric_sums[name], count)
         for name, gradient in whole.gradients.items():
             assert gradient.any(), name
             same(cut.gradients[name], gradient)

@@ -39,7 +39,7 @@ class Small(DraftStrategy):
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         raise NotImplementedError
 
-    def propose(self, batch: TrainBatch, rows: torch.Tensor, count: int) -> torch.Tensor:
+    def propose(self, batch: TrainBatch, position_mask: torch.Tensor, count: int) -> torch.Tensor:
         raise NotImplementedError
 
     def drafter(self) -> Drafter:

@@ -19,7 +19,7 @@ from draftworks.drafts.flash_kernels import (
     CudaFlash,
     CudaVarlenFlash,
     MaskedKernel,
-    masked_kernel,
+    choose_masked_kernel,
 )
 from draftworks.strategies.eagle3.attention import (
     _FusedTttAttention,
@@ -30,7 +30,7 @@ from draftworks.strategies.eagle3.attention import (
 )
 
 CPU = torch.device("cpu")
-ROW = Documents.after_each_other((4, 3, 3))
+ROW = Documents.from_lengths((4, 3, 3))
 CUDA_KERNELS = {
     "one document": CudaFlash(),
     "by document": ByDocument(CudaFlash(), ROW),
@@ -179,7 +179,7 @@ def test_attention_with_a_mask_is_that_of_plain_autograd_where_it_is_taken(dtype
     query, key, value = inputs = [x.to(dtype) for x in inputs]
     seen = torch.rand(2, 1, 9, 14, generator=generator) < 0.5
     seen[..., 0] = True
-    kernel = masked_kernel("cpu", dtype, 6)
+    kernel = choose_masked_kernel("cpu", dtype, 6)
     assert isinstance(kernel, CpuMaskedFlash)
     results = []
     for one in (kernel, MaskedKernel()):
@@ -193,7 +193,7 @@ def test_attention_with_a_mask_is_that_of_plain_autograd_where_it_is_taken(dtype
 
 
 def test_a_private_operator_that_is_missing_or_wrong_is_not_taken(monkeypatch):
-    find = masked_kernel.__wrapped__
+    find = choose_masked_kernel.__wrapped__
     with monkeypatch.context() as patch:
         patch.setattr(CpuMaskedFlash, "backward", lambda self, grad, *_: [x * 1.01 for x in (grad, grad, grad)])
         assert type(find("cpu", torch.float32, 8)) is MaskedKernel

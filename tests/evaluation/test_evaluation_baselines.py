@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.drafts.strategy import StepContext
-from draftworks.drafts.supervision import token_mean_gates
+from draftworks.drafts.supervision import token_mean_label_mask
 from draftworks.errors import DataError
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
 from draftworks.evaluation.evaluator import Evaluator
@@ -62,7 +62,7 @@ def example_batch(ids: list[list[int]], mask: list[list[int]], argmax: list[list
 
 def test_hand_made_example() -> None:
     table = BigramTable(np.array([1, 2, 3, 4, 5, 0]))
-    draft = BigramDraft(table, torch.eye(VOCAB), partial(token_mean_gates, steps=2))
+    draft = BigramDraft(table, torch.eye(VOCAB), partial(token_mean_label_mask, steps=2))
     #            position  0  1  2  3  4
     batch = example_batch([[0, 1, 2, 3, 3]], [[0, 1, 1, 1, 1]], [[1, 2, 3, 0, 0]])
     # Step 0: rows 0, 1, 2 propose after tokens 1, 2, 3 (positions 1 to 3): 2 ok, 3 ok, 4 where the target says 0.
@@ -79,7 +79,7 @@ def test_counts_are_those_of_the_definition(seed: int, steps: int) -> None:
     ids, argmax = torch.randint(0, VOCAB, (2, 2, 9), generator=generator)
     mask = torch.rand(2, 9, generator=generator) < 0.7
     table = torch.randint(0, VOCAB, (VOCAB,), generator=generator)
-    draft = BigramDraft(BigramTable(table.numpy()), torch.eye(VOCAB), partial(token_mean_gates, steps=steps))
+    draft = BigramDraft(BigramTable(table.numpy()), torch.eye(VOCAB), partial(token_mean_label_mask, steps=steps))
     output = draft(example_batch(ids.tolist(), mask.int().tolist(), argmax.tolist()), StepContext(training=False))
     for step in range(steps):
         supervised = correct = 0
@@ -88,5 +88,5 @@ def test_counts_are_those_of_the_definition(seed: int, steps: int) -> None:
                 if mask[row, t + 1 : t + 3 + step].all():
                     supervised += 1
                     correct += int(table[ids[row, t + 1 + step]] == argmax[row, t + 1 + step])
-        assert output.counts["acc_denoms"][step] == supervised
-        assert output.counts["acc_corrects"][step] == correct
+        assert output.metric_sums["acc_denoms"][step] == supervised
+        assert output.metric_sums["acc_corrects"][step] == correct

@@ -117,7 +117,7 @@ def test_padding_batches_are_run_and_not_counted() -> None:
 
 def test_draft_without_loss_has_no_loss_metric() -> None:
     def lossless(batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        return StepOutput(torch.zeros(()), torch.zeros(()), forward(batch, ctx).counts)
+        return StepOutput(torch.zeros(()), torch.zeros(()), forward(batch, ctx).metric_sums)
 
     result = Evaluator().run(lossless, [batch(1.0, [1.0], [2.0])])
     assert result.avg_loss is None

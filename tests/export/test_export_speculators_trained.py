@@ -15,7 +15,7 @@ from speculators_judge import Case, Question
 from torch import Tensor
 
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.rows import ActiveRows
+from draftworks.drafts.rows import ActivePositions
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.checkpoint_files import WEIGHTS
 from draftworks.export.exporting import export_draft
@@ -76,10 +76,10 @@ def unrolled(draft: CanonicalDraft, question: Question) -> Tensor:
     tokens = torch.cat([question.next_tokens[:1], question.next_tokens, question.drawn])[None]
     padding = question.features.new_zeros(tokens.shape[1] - rows, question.features.shape[1])
     here = (torch.arange(tokens.shape[1]) == rows - 1)[None]
-    documents = Documents.after_each_other((tokens.shape[1],))
+    documents = Documents.from_lengths((tokens.shape[1],))
     features = torch.cat([question.features, padding])[None]
     with torch.no_grad():
-        states = strategy.model.unroll(tokens, features, steps, ActiveRows.where(here), documents)
+        states = strategy.model.unroll(tokens, features, steps, ActivePositions.where(here), documents)
         return torch.cat([strategy.model.lm_head(state) for state in states])
 
 

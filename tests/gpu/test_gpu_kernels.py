@@ -7,7 +7,7 @@ import torch
 from gpu_toys import gpu_only
 from torch import Tensor
 
-from draftworks.drafts.anchors import Blocks, all_blocks
+from draftworks.drafts.anchors import Blocks, place_blocks
 from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.flex import flex_works
@@ -47,13 +47,13 @@ def assert_all_near(found: list[Tensor], expected: list[Tensor], tolerance: floa
 
 def test_a_packed_row_is_its_documents_by_themselves(device):
     dtype, tolerance = (torch.float32, FP32) if device.type == "cpu" else (torch.bfloat16, HALF)
-    documents = Documents.after_each_other(LENGTHS, device)
+    documents = Documents.from_lengths(LENGTHS, device)
     inputs = [x.to(device, dtype) for x in unroll(documents, 3, 64)]
     assert fused_kernel_works(device, dtype, 64)
     together = with_gradients(lambda x: fused_ttt_attention(x[0], x[1:4], x[4:], documents), inputs)
     alone = []
     for parts in zip(*(x.split(LENGTHS, dim=2) for x in inputs), strict=True):
-        one = Documents.after_each_other((parts[0].shape[2],), device)
+        one = Documents.from_lengths((parts[0].shape[2],), device)
         alone.append(with_gradients(lambda x, one=one: fused_ttt_attention(x[0], x[1:4], x[4:], one), list(parts)))
     assert_all_near(together, [torch.cat(parts, dim=2) for parts in zip(*alone, strict=True)], tolerance)
 
@@ -71,7 +71,7 @@ def test_a_gpu_has_the_kernels_that_are_taken_without_being_asked_for(cuda, dtyp
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, HALF), (torch.bfloat16, HALF), (torch.float32, FP32)])
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "flex"])
 def test_unrolled_attention_is_the_written_out_one(cuda, backend, dtype, tolerance):
-    documents = Documents.after_each_other(LENGTHS, cuda)
+    documents = Documents.from_lengths(LENGTHS, cuda)
     inputs = [x.to(cuda, dtype) for x in unroll(documents, 3, 64)]
     exact = [x.float() for x in inputs]
     found, expected = (
@@ -106,4 +106,4 @@ def test_block_attention_is_the_written_out_one(cuda, backend, dtype, tolerance,
 def blocks_on(device: torch.device, size: int) -> Blocks:
     """At every third place of a packed row."""
     candidates = torch.arange(sum(LENGTHS), device=device)[None] % 3 == 0
-    return all_blocks(candidates, size, Documents.after_each_other(LENGTHS, device))
+    return place_blocks(candidates, size, Documents.from_lengths(LENGTHS, device))

@@ -86,7 +86,7 @@ def measured(case: Case, dtype: torch.dtype) -> dict[str, Any]:
 
 def sums(output: StepOutput) -> dict[str, Any]:
     scalars = {"loss_sum": output.loss_sum.item(), "loss_weight": output.loss_weight.item()}
-    return {**scalars, **{name: counts.tolist() for name, counts in sorted(output.counts.items())}}
+    return {**scalars, **{name: counts.tolist() for name, counts in sorted(output.metric_sums.items())}}
 
 
 def digests(strategy: DraftStrategy) -> dict[str, list[float]]:

@@ -22,7 +22,7 @@ def test_loss_sums_and_gradients_are_the_fixed_ones(case):
     output = strategy.forward_loss(strategy.collate(samples(strategy), NAMES), HALFWAY)
     assert output.loss_sum.item() == pytest.approx(expected["loss_sum"], rel=RELATIVE)
     for name, values in expected["counts"].items():
-        assert output.counts[name].tolist() == pytest.approx(values, rel=RELATIVE, abs=1e-9)
+        assert output.metric_sums[name].tolist() == pytest.approx(values, rel=RELATIVE, abs=1e-9)
     found = projections(strategy, output.loss_sum)
     assert found.keys() == expected["gradients"].keys()
     for name, (norm, along) in expected["gradients"].items():

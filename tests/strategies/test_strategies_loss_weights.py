@@ -57,7 +57,7 @@ def test_the_sum_and_its_divisor_are_those_of_the_weighed_labels(strategy, loss,
         output = made.forward_loss(batch_of(made), StepContext(global_step=3, total_steps=10, training=True))
     assert float(output.loss_weight) == pytest.approx(expected, rel=1e-6)
     assert output.loss_sum.item() == pytest.approx(expected * math.log(VOCAB), rel=1e-5)
-    assert output.counts["acc_denoms"].tolist() == list(BY_PLACE[loss])
+    assert output.metric_sums["acc_denoms"].tolist() == list(BY_PLACE[loss])
 
 
 @pytest.mark.parametrize("copies", [1, 3])

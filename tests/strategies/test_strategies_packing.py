@@ -106,7 +106,7 @@ def assert_same_step(strategy: DraftStrategy, first: TrainBatch, second: TrainBa
     outputs = [strategy.forward_loss(batch, ctx) for batch in (first, second)]
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(outputs[0].loss_weight, outputs[1].loss_weight, **close)
-    torch.testing.assert_close(outputs[0].counts, outputs[1].counts, **close)
+    torch.testing.assert_close(outputs[0].metric_sums, outputs[1].metric_sums, **close)
     divisor = outputs[0].loss_weight.clamp(min=1)
     torch.testing.assert_close(*(output.loss_sum / divisor for output in outputs), **close)
     found, expected = ([grad / divisor for grad in gradients(strategy, output)] for output in outputs)
@@ -144,7 +144,7 @@ def test_packed_measures_as_padded(variant: str, loss_masks: list[list[bool]]) -
     """Teacher-forced counts, and the block counts and walks of every sample."""
     strategy, samples = strategy_of(variant), samples_of(loss_masks)
     batches = packed(strategy, samples), padded(strategy, samples)
-    counts = [strategy.forward_loss(batch, StepContext(training=False)).counts for batch in batches]
+    counts = [strategy.forward_loss(batch, StepContext(training=False)).metric_sums for batch in batches]
     torch.testing.assert_close(*counts, rtol=1e-9, atol=1e-9)
     first, second = (replay(strategy, batch, 3) for batch in batches)
     assert first == second
@@ -200,7 +200,7 @@ def _middle_of(strategy: DraftStrategy, samples: list[dict[str, Tensor]]) -> lis
     rows[0, 6:17] = True
     proposed = strategy.propose(batch, rows, 3)
     assert (proposed[0, 6:16] >= 0).all()
-    return [output.loss_sum.detach(), *gradients(strategy, output), *output.counts.values(), proposed[0, 6:16]]
+    return [output.loss_sum.detach(), *gradients(strategy, output), *output.metric_sums.values(), proposed[0, 6:16]]
 
 
 @pytest.mark.parametrize("variant", ["eagle3", "dflash", "dspark", "peagle"])

@@ -6,7 +6,7 @@ import torch
 from draft_toys import HIDDEN, VOCAB
 from torch.nn import functional as F
 
-from draftworks.drafts.anchors import drawn_blocks
+from draftworks.drafts.anchors import draw_blocks
 from draftworks.strategies.dflash.strategy import DFlashStrategy
 
 OPTIONS = {"block_size": 4, "num_layers": 2, "layer_ids": [1, 3, 6], "num_anchors": 5}
@@ -36,5 +36,5 @@ def anchors_drawn(strategy: DFlashStrategy, batch, step: int) -> list[list[int]]
     mask = batch["loss_mask"]
     candidates = mask & F.pad(mask[:, 1:], (0, 1), value=False)
     options = strategy.options
-    blocks = drawn_blocks(candidates, batch["draws"], step, options.num_anchors, options.block_size)
+    blocks = draw_blocks(candidates, batch["draws"], step, options.num_anchors, options.block_size)
     return [row[on].tolist() for row, on in zip(blocks.anchors, blocks.live)]

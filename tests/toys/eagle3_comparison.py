@@ -45,12 +45,12 @@ def assert_trains_as_transcribed(strategy, samples, parts):
     tolerance = TOLERANCE[strategy.model.fc.weight.dtype]
     output = run(strategy, samples)
     expected, leaves = reference(strategy, samples, parts)
-    counts = output.counts
+    metric_sums = output.metric_sums
     assert_close(output.loss_sum, expected.loss, tolerance)
     assert float(output.loss_weight) == expected.loss_weight
-    assert_close(counts["loss_sums"] / counts["loss_denoms"].clamp(min=1), expected.step_losses, tolerance)
-    assert counts["acc_corrects"].tolist() == expected.corrects
-    assert counts["acc_denoms"].tolist() == expected.denoms
+    assert_close(metric_sums["loss_sums"] / metric_sums["loss_denoms"].clamp(min=1), expected.step_losses, tolerance)
+    assert metric_sums["acc_corrects"].tolist() == expected.corrects
+    assert metric_sums["acc_denoms"].tolist() == expected.denoms
     expected.loss.backward()
     for name, found in gradients(strategy, output.loss_sum).items():
         assert_close(found, leaves[name].grad, tolerance, name)

@@ -145,11 +145,11 @@ class Acceptance(NamedTuple):
     all_denoms: list[int]
 
 
-def reference_acceptance(states, w, gates: Tensor, last: Tensor, head: Tensor) -> Acceptance:
+def reference_acceptance(states, w, label_mask: Tensor, last: Tensor, head: Tensor) -> Acceptance:
     """Row by row: q̃ = exp(z[t2d] − logsumexp(z)), pm on where the row is supervised and the target's argmax in t2d."""
     sums, all_sums = ([0.0] * len(states) for _ in range(2))
     denoms, all_denoms = ([0] * len(states) for _ in range(2))
-    for i, b, t in gates.nonzero().tolist():
+    for i, b, t in label_mask.nonzero().tolist():
         z = last[b, t + 1 + i] @ head.T
         q = torch.exp(z[w["t2d"]] - torch.logsumexp(z, -1))
         p = torch.softmax(states[i][b, t] @ w["lm_head.weight"].T, -1)

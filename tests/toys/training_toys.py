@@ -54,12 +54,12 @@ class ToyStrategy(DraftStrategy):
         losses = nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         loss_sum = (losses * mask).sum() * (float("nan") if ctx.global_step == self.break_at else 1.0)
         correct = ((logits.argmax(-1) == labels) & mask).sum(dtype=torch.float64)
-        counts = {"acc_corrects": correct[None], "acc_denoms": mask.sum(dtype=torch.float64)[None]}
-        return StepOutput(loss_sum, mask.sum(), counts)
+        metric_sums = {"acc_corrects": correct[None], "acc_denoms": mask.sum(dtype=torch.float64)[None]}
+        return StepOutput(loss_sum, mask.sum(), metric_sums)
 
-    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
+    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
         said = self.model(batch["last"]).argmax(-1)
-        return torch.where(rows, said, -1)[..., None].expand(-1, -1, count)
+        return torch.where(position_mask, said, -1)[..., None].expand(-1, -1, count)
 
     def drafter(self) -> Drafter:
         raise NotImplementedError

@@ -21,7 +21,7 @@ def random_inputs(batch, kv_heads, group, lengths, dim, steps, dtype):
 def outputs_and_gradients(attend, size, dtype):
     leaves, (query, *rest) = random_inputs(*size, dtype)
     steps = size[-1]
-    output = attend(query, rest[:steps], rest[steps:], Documents.after_each_other(size[3]))
+    output = attend(query, rest[:steps], rest[steps:], Documents.from_lengths(size[3]))
     seed = torch.randn(output.shape, generator=torch.Generator().manual_seed(9)).to(dtype)
     return [output, *torch.autograd.grad(output, leaves, seed)]
 

@@ -128,7 +128,7 @@ def test_loss_curve_and_weights_are_those_of_the_undisturbed_training(legs: Path
         assert (point.step, point.tokens, point.lr) == (other.step, other.tokens, other.lr)
         assert point.loss == pytest.approx(other.loss, rel=1e-5)
     for point, other in zip(mine.evals, theirs.evals, strict=True):
-        assert (point.step, point.result.counts) == (other.step, other.result.counts)
+        assert (point.step, point.result.metric_sums) == (other.step, other.result.metric_sums)
         assert point.result.avg_loss == pytest.approx(other.result.avg_loss, rel=1e-5)
     assert [(session.start_step, session.world_size) for session in mine.sessions] == [
         (0, first), (STOPPED_AFTER, second),

@@ -58,7 +58,7 @@ def assert_same_history(found: History, expected: History) -> None:
         assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
     for mine, theirs in zip(found.evals, expected.evals, strict=True):
         assert mine.step == theirs.step
-        assert mine.result.counts == theirs.result.counts
+        assert mine.result.metric_sums == theirs.result.metric_sums
         assert mine.result.avg_loss == pytest.approx(theirs.result.avg_loss, rel=1e-5)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
-from draftworks.drafts.supervision import token_mean_gates
+from draftworks.drafts.supervision import token_mean_label_mask
 from draftworks.evaluation.ladder.differences import Course
 from draftworks.evaluation.ladder.prompt_acceptance import Pass, PromptAcceptance
 from draftworks.features.contracts import TrainBatch
@@ -68,10 +68,10 @@ def answer_mask(batch: TrainBatch) -> Tensor:
 def accepted_prefixes(strategy: DraftStrategy, batch: TrainBatch, count: int) -> Prefixes:
     """Proposals are asked for at the rows of answers."""
     ids, documents = batch["input_ids"], Documents.of(batch)
-    gates = token_mean_gates(answer_mask(batch), count, documents)
-    proposals = strategy.propose(batch, gates[0], count)
-    answers = torch.stack([documents.ahead(ids, 2 + i, fill=-1) for i in range(count)], dim=-1)
-    hits = (proposals == answers) & gates.permute(1, 2, 0)
+    label_mask = token_mean_label_mask(answer_mask(batch), count, documents)
+    proposals = strategy.propose(batch, label_mask[0], count)
+    answers = torch.stack([documents.shift_left(ids, 2 + i, fill=-1) for i in range(count)], dim=-1)
+    hits = (proposals == answers) & label_mask.permute(1, 2, 0)
     accepted = hits.cumprod(-1).sum(-1)
     after = torch.nn.functional.pad(proposals, (0, 1), value=-1)
     return Prefixes(accepted, after.gather(-1, accepted[..., None]).squeeze(-1))
@@ -122,7 +122,7 @@ def with_replay(strategy: DraftStrategy, count: int) -> Callable[[TrainBatch, St
         for rung, prompts in (("block", [r.blocks for r in replayed]), ("walk", [r.walk for r in replayed])):
             for name in ("passes", "accepted", "emitted"):
                 total = sum(getattr(prompt, name) for prompt in prompts)
-                output.counts[f"{rung}_{name}"] = torch.tensor([total], dtype=torch.float64)
+                output.metric_sums[f"{rung}_{name}"] = torch.tensor([total], dtype=torch.float64)
         return output
 
     return forward

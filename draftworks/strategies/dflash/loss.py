@@ -25,7 +25,7 @@ class BlockLosses(NamedTuple):
 
 
 def block_cross_entropy(
-    states: Tensor, head: Tensor, labels: Tensor, counts: Tensor, weigh: Weigh, chunk_blocks: int
+    states: Tensor, head: Tensor, labels: Tensor, label_mask: Tensor, weigh: Weigh, chunk_blocks: int
 ) -> BlockLosses:
     """Cross-entropy of the rows that count.
 
@@ -33,7 +33,7 @@ def block_cross_entropy(
         states: (R, H), of the rows that count, in order of block and place.
         head: (V, H), frozen.
         labels: (N, k) int64, k labels of N blocks.
-        counts: (N, k) bool with R that are on.
+        label_mask: (N, k) bool with R that are on.
         weigh: factors of the loss, from the cross-entropies; taken as constants.
         chunk_blocks: blocks whose logits are held at a time.
     """
@@ -45,7 +45,7 @@ def block_cross_entropy(
         correct = are_first_choice(logits, chunk.labels)
         return BlockLosses(loss, chunk.by_place(ce).sum(0), chunk.by_place(correct).sum(0))
 
-    return chunked_loss(formula, chunks(labels, counts, chunk_blocks), [states])
+    return chunked_loss(formula, chunks(labels, label_mask, chunk_blocks), [states])
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,17 @@ class Chunk:
         return weigh(self.by_place(ce), self.counted)[self.counted].to(ce.dtype)
 
 
-def chunks(labels: Tensor, counts: Tensor, chunk_blocks: int) -> Iterator[Chunk]:
+def chunks(labels: Tensor, label_mask: Tensor, chunk_blocks: int) -> Iterator[Chunk]:
     """`chunk_blocks` blocks after the other, without those in which nothing counts, but at least one. Arguments as
     `block_cross_entropy`."""
-    rows_after = F.pad(counts.sum(1).cumsum(0), (1, 0)).tolist()
+    rows_after = F.pad(label_mask.sum(1).cumsum(0), (1, 0)).tolist()
     if not rows_after[-1]:
-        yield Chunk(slice(0, 0), counts[:0], labels[:0].flatten())
+        yield Chunk(slice(0, 0), label_mask[:0], labels[:0].flatten())
     rows_before = [*rows_after[::chunk_blocks], rows_after[-1]]
     for start, begin, end in zip(range(0, len(labels), chunk_blocks), rows_before, rows_before[1:]):
         if begin < end:
             blocks = slice(start, start + chunk_blocks)
-            yield Chunk(slice(begin, end), counts[blocks], labels[blocks][counts[blocks]])
+            yield Chunk(slice(begin, end), label_mask[blocks], labels[blocks][label_mask[blocks]])
 
 
 def are_first_choice(logits: Tensor, labels: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.anchors import Blocks, all_blocks
+from draftworks.drafts.anchors import Blocks, place_blocks
 from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded_linear
@@ -168,21 +168,21 @@ class DFlashDraft(nn.Module):
         features: Tensor,
         blocks: Blocks,
         labels: Tensor,
-        counts: Tensor,
+        label_mask: Tensor,
         weigh: Weigh,
         chunk_blocks: int,
     ) -> BlockLosses:
         """Loss of every label that counts; one call per micro-batch.
 
         Args:
-            labels, counts: (B, A, size - 1).
+            labels, label_mask: (B, A, size - 1).
         """
         states = self.states(input_ids, self.context(features), blocks)[:, :, 1:]
         return block_cross_entropy(
-            self.norm(states[counts]),
+            self.norm(states[label_mask]),
             self.target_head,
             labels.flatten(0, 1),
-            counts.flatten(0, 1),
+            label_mask.flatten(0, 1),
             weigh,
             chunk_blocks,
         )
@@ -222,7 +222,7 @@ class DFlashDraft(nn.Module):
         anchored = F.pad(rows[:, :-1], (1, 0))
         if documents is not None:
             anchored = anchored & (documents.positions > 0)
-        blocks = all_blocks(anchored, self.block_size, documents)
+        blocks = place_blocks(anchored, self.block_size, documents)
         proposals = input_ids.new_full((*rows.shape, count), -1)
         at_once = PROPOSED_AT_ONCE * (1 if documents is None else len(documents.lengths))
         for start in range(0, blocks.count, at_once):

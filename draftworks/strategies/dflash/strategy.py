@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftworks.drafts.anchors import Blocks, drawn_blocks, label_mask, labels_of, sample_seed
-from draftworks.drafts.collation import Layout, collate_features, lengths_of
+from draftworks.drafts.anchors import Blocks, derive_sample_seed, draw_blocks, gather_labels, make_label_mask
+from draftworks.drafts.collation import BatchLayout, collate_features, sample_lengths
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.sizes import head_counts, mask_token
+from draftworks.drafts.sizes import mask_token, resolve_head_counts
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
@@ -48,7 +48,7 @@ class DFlashStrategy(DraftStrategy):
                 f"{options.strategy} predicts over the target's whole vocabulary: expected no vocabulary mapping"
             )
         self.options = options
-        self.draft_tokens = self.most_draft_tokens = options.block_size - 1
+        self.draft_tokens = self.max_draft_tokens = options.block_size - 1
         self.feature_names = DFLASH.features(target.num_layers, options)
         self._target = target = target.shaped(options)
         self._seed = seed
@@ -57,53 +57,53 @@ class DFlashStrategy(DraftStrategy):
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """Right-pad; taps side by side in `features` (B, S, taps · H). `draws`, `eval_draws` (B,) are where anchors come from."""
-        return self._laid_out(samples, sample_ids, Layout.padded(lengths_of(samples)))
+        return self._laid_out(samples, sample_ids, BatchLayout.padded(sample_lengths(samples)))
 
     def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """The same in one row without padding, B = 1; `draws`, `eval_draws` are still one for each sample."""
-        return self._laid_out(samples, sample_ids, Layout.packed(lengths_of(samples)))
+        return self._laid_out(samples, sample_ids, BatchLayout.packed(sample_lengths(samples)))
 
     def _laid_out(
-        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: Layout
+        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: BatchLayout
     ) -> TrainBatch:
         batch = collate_features(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
-        batch["draws"] = torch.tensor([sample_seed(self._seed, name) for name in sample_ids])
-        batch["eval_draws"] = torch.tensor([sample_seed(0, name) for name in sample_ids])
-        return TrainBatch(batch, tuple(sample_ids), sum(lengths_of(samples)), layout.documents)
+        batch["draws"] = torch.tensor([derive_sample_seed(self._seed, name) for name in sample_ids])
+        batch["eval_draws"] = torch.tensor([derive_sample_seed(0, name) for name in sample_ids])
+        return TrainBatch(batch, tuple(sample_ids), sum(sample_lengths(samples)), layout.documents)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """See the class for what the sums mean. The step of `ctx` decides the anchors of a training."""
         mask, ids = batch["loss_mask"], batch["input_ids"]
         blocks = self.blocks(batch, ctx)
-        counts = label_mask(blocks, mask, contiguous=self.options.loss == "token_mean")
+        label_mask = make_label_mask(blocks, mask, contiguous=self.options.loss == "token_mean")
         result = self.model(
             ids,
             batch["features"],
             blocks,
-            labels_of(blocks, ids),
-            counts,
+            gather_labels(blocks, ids),
+            label_mask,
             self.weigh,
             self.options.objective_chunk_blocks,
         )
-        supervised = counts.sum(dim=(0, 1), dtype=torch.float64)
+        supervised = label_mask.sum(dim=(0, 1), dtype=torch.float64)
         sums = {
             "acc_corrects": result.corrects,
             "acc_denoms": supervised,
             "loss_sums": result.ce_sums,
             "loss_denoms": supervised,
         }
-        return StepOutput(result.loss, self.loss_weight(counts, len(batch["draws"])).to(result.loss.dtype), sums)
+        return StepOutput(result.loss, self.loss_weight(label_mask, len(batch["draws"])).to(result.loss.dtype), sums)
 
     def blocks(self, batch: TrainBatch, ctx: StepContext) -> Blocks:
         """Those that the loss looks at; see the class."""
         mask, documents = batch["loss_mask"], Documents.of(batch)
-        candidates = mask & documents.ahead(mask, 1)
+        candidates = mask & documents.shift_left(mask, 1)
         seeds, step = (batch["draws"], ctx.global_step) if ctx.training else (batch["eval_draws"], 0)
-        return drawn_blocks(candidates, seeds, step, self.options.num_anchors, self.options.block_size, documents)
+        return draw_blocks(candidates, seeds, step, self.options.num_anchors, self.options.block_size, documents)
 
-    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
+    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
         self._check_count(count)
-        return self.model.propose(batch["input_ids"], batch["features"], rows, count, Documents.of(batch))
+        return self.model.propose(batch["input_ids"], batch["features"], position_mask, count, Documents.of(batch))
 
     def drafter(self) -> Drafter:
         return DFlashDrafter(self.model, self.feature_names)
@@ -144,11 +144,11 @@ class DFlashStrategy(DraftStrategy):
         options = self.options
         return self._by_place if options.weighting == "uniform" else dpace(options.dpace_alpha, options.weighting)
 
-    def loss_weight(self, counts: Tensor, samples: int) -> Tensor:
+    def loss_weight(self, label_mask: Tensor, samples: int) -> Tensor:
         """Scalar, from which labels count (B, A, k) and of how many samples these are."""
         if self.options.loss == "specforge" and self.options.weighting != "uniform":
-            return torch.full((), float(samples), device=counts.device)
-        flat = counts.flatten(0, 1)
+            return torch.full((), float(samples), device=label_mask.device)
+        flat = label_mask.flatten(0, 1)
         return self._by_place(torch.zeros(flat.shape, dtype=torch.float64, device=flat.device), flat).sum()
 
     def _check_count(self, count: int) -> None:
@@ -161,7 +161,7 @@ class DFlashStrategy(DraftStrategy):
 
 def _sizes(options: DFlashOptions, target: TargetParts, taps: int) -> DFlashSizes:
     return DFlashSizes(
-        **head_counts(options.strategy, options, target)._asdict(),
+        **resolve_head_counts(options.strategy, options, target)._asdict(),
         intermediate_size=options.intermediate_size or target.intermediate_size,
         taps=taps,
         block_size=options.block_size,

@@ -57,7 +57,7 @@ class DominoRows(NamedTuple):
 
 
 def domino_cross_entropy(
-    rows: DominoRows, head: Tensor, projection: Tensor, labels: Tensor, counts: Tensor, objective: DominoObjective
+    rows: DominoRows, head: Tensor, projection: Tensor, labels: Tensor, label_mask: Tensor, objective: DominoObjective
 ) -> DominoLosses:
     """Losses of the rows that count.
 
@@ -65,7 +65,7 @@ def domino_cross_entropy(
         head: (V, H), frozen.
         projection: (V, E), trained.
         labels: (N, k) int64, k labels of N blocks.
-        counts: (N, k) bool with R that are on.
+        label_mask: (N, k) bool with R that are on.
     """
     share = objective.lambda_base
 
@@ -85,7 +85,7 @@ def domino_cross_entropy(
             base_accepted=_prefixes(base_hits, chunk.counted),
         )
 
-    return chunked_loss(formula, chunks(labels, counts, objective.chunk_blocks), rows, [projection])
+    return chunked_loss(formula, chunks(labels, label_mask, objective.chunk_blocks), rows, [projection])
 
 
 def _prefixes(hits: Tensor, counted: Tensor) -> Tensor:

@@ -90,28 +90,30 @@ class DominoDraft(SpeakingDraft):
         features: Tensor,
         blocks: Blocks,
         labels: Tensor,
-        counts: Tensor,
+        label_mask: Tensor,
         objective: DominoObjective,
     ) -> DominoLosses:
         """Loss of every label that counts, each fed the true tokens before it; one call per micro-batch.
 
         Args:
-            labels, counts: (B, A, k), k labels of a block.
+            labels, label_mask: (B, A, k), k labels of a block.
         """
         backbone = self.backbone
         states = backbone.states(input_ids, backbone.context(features), blocks)[:, :, self._first_row :]
-        rows = backbone.norm(states[counts])
+        rows = backbone.norm(states[label_mask])
         known = input_ids.gather(1, blocks.anchors)[..., None]
         read = torch.cat([known, labels[..., :-1]], dim=-1)
-        prefixes = self.correction.prefixes(self._embedded(read.flatten(0, 1)))[counts.flatten(0, 1)]
+        prefixes = self.correction.prefixes(self._embedded(read.flatten(0, 1)))[label_mask.flatten(0, 1)]
         is_corrected = torch.arange(labels.shape[-1], device=labels.device) >= self._pure_prefix
-        bottlenecks = self.correction.bottleneck(rows, prefixes) * is_corrected.expand_as(counts)[counts][:, None]
+        bottlenecks = (
+            self.correction.bottleneck(rows, prefixes) * is_corrected.expand_as(label_mask)[label_mask][:, None]
+        )
         return domino_cross_entropy(
             DominoRows(rows, bottlenecks),
             backbone.target_head,
             self.correction.projection,
             labels.flatten(0, 1),
-            counts.flatten(0, 1),
+            label_mask.flatten(0, 1),
             objective,
         )
 

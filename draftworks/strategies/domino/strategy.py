@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftworks.drafts.anchors import label_mask, labels_of, sample_seed
+from draftworks.drafts.anchors import derive_sample_seed, gather_labels, make_label_mask
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
@@ -54,8 +54,8 @@ class DominoStrategy(DraftStrategy):
         self._dflash = DFlashStrategy(options, target, vocab, seed)
         self.feature_names = self._dflash.feature_names
         # A server asks for one less than a block has tokens, even where all of them could propose.
-        self.draft_tokens, self.most_draft_tokens = options.block_size - 1, options.labels
-        generator = torch.Generator().manual_seed(sample_seed(seed, "correction"))
+        self.draft_tokens, self.max_draft_tokens = options.block_size - 1, options.labels
+        generator = torch.Generator().manual_seed(derive_sample_seed(seed, "correction"))
         sizes = DominoSizes(
             emb_dim=options.emb_dim,
             gru_hidden_dim=options.gru_hidden_dim,
@@ -75,12 +75,12 @@ class DominoStrategy(DraftStrategy):
         ids, options = batch["input_ids"], self.options
         blocks = self._dflash.blocks(batch, ctx)
         labelled = replace(blocks, size=1 + options.labels)
-        counts = label_mask(labelled, batch["loss_mask"], contiguous=options.loss == "token_mean")
+        label_mask = make_label_mask(labelled, batch["loss_mask"], contiguous=options.loss == "token_mean")
         share = options.lambda_base(ctx.global_step, ctx.total_steps) if ctx.training else 0.0
         objective = DominoObjective(self._dflash.weigh, share, options.objective_chunk_blocks)
-        result = self.model(ids, batch["features"], blocks, labels_of(labelled, ids), counts, objective)
-        supervised = counts.sum(dim=(0, 1), dtype=torch.float64)
-        labelled_blocks = counts.any(-1).sum(dtype=torch.float64)
+        result = self.model(ids, batch["features"], blocks, gather_labels(labelled, ids), label_mask, objective)
+        supervised = label_mask.sum(dim=(0, 1), dtype=torch.float64)
+        labelled_blocks = label_mask.any(-1).sum(dtype=torch.float64)
         sums = {
             "acc_corrects": result.corrects,
             "acc_denoms": supervised,
@@ -91,16 +91,16 @@ class DominoStrategy(DraftStrategy):
             "base_accept_len_sums": result.base_accepted[None],
             **dict.fromkeys(("accept_len_denoms", "base_accept_len_denoms"), labelled_blocks[None]),
         }
-        weight = self._dflash.loss_weight(counts, len(batch["draws"]))
+        weight = self._dflash.loss_weight(label_mask, len(batch["draws"]))
         return StepOutput(result.loss, weight.to(result.loss.dtype), sums)
 
-    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
-        if count > self.most_draft_tokens:
+    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
+        if count > self.max_draft_tokens:
             raise ConfigError(
-                f"domino: a block of {self.options.block_size} proposes {self.most_draft_tokens} tokens, asked for {count}: "
-                f"set evaluation.draft_tokens to at most {self.most_draft_tokens}"
+                f"domino: a block of {self.options.block_size} proposes {self.max_draft_tokens} tokens, asked for {count}: "
+                f"set evaluation.draft_tokens to at most {self.max_draft_tokens}"
             )
-        return self.model.propose(batch["input_ids"], batch["features"], rows, count, Documents.of(batch))
+        return self.model.propose(batch["input_ids"], batch["features"], position_mask, count, Documents.of(batch))
 
     def drafter(self) -> Drafter:
         return BlockDrafter(self.model, DFlashDrafter(self.model.backbone, self.feature_names))

@@ -81,7 +81,7 @@ def dspark_losses(
     projection: Tensor,
     last: Tensor,
     labels: Tensor,
-    counts: Tensor,
+    label_mask: Tensor,
     objective: DSparkObjective,
 ) -> DSparkLosses:
     """Losses of the rows that count.
@@ -91,7 +91,7 @@ def dspark_losses(
         projection: (V, r), trained.
         last: (N, H), the target's last hidden states.
         labels: (n, k) int64, k labels of n blocks.
-        counts: (n, k) bool with R that are on; of a block the first ones.
+        label_mask: (n, k) bool with R that are on; of a block the first ones.
     """
     teacher = _Teacher(last, head)
 
@@ -121,7 +121,7 @@ def dspark_losses(
             confidence_errors=errors,
         )
 
-    return chunked_loss(formula, chunks(labels, counts, objective.chunk_blocks), rows, [projection])
+    return chunked_loss(formula, chunks(labels, label_mask, objective.chunk_blocks), rows, [projection])
 
 
 class _Teacher(NamedTuple):

@@ -56,30 +56,30 @@ class DSparkDraft(SpeakingDraft):
         last: Tensor,
         blocks: Blocks,
         labels: Tensor,
-        counts: Tensor,
+        label_mask: Tensor,
         objective: DSparkObjective,
     ) -> DSparkLosses:
         """Loss of every label that counts, each fed the true token before it; one call per micro-batch.
 
         Args:
             last: (B, S, H), the target's last hidden states.
-            labels, counts: (B, A, size); of a block the first ones count.
+            labels, label_mask: (B, A, size); of a block the first ones count.
         """
         backbone, markov = self.backbone, self.markov_head
-        taught = counts.any(-1)
+        taught = label_mask.any(-1)
         states = backbone.states(input_ids, backbone.context(features), blocks)[taught]
         known = input_ids.gather(1, blocks.anchors)[taught]
-        labels, counts = labels[taught], counts[taught]
+        labels, label_mask = labels[taught], label_mask[taught]
         normed = backbone.norm(states)
         embedded = markov.embed(torch.cat([known[:, None], labels[:, :-1]], dim=1)).to(normed.dtype)
         rows = DSparkRows(
-            states=normed[counts],
-            narrow=markov.over_block(embedded, normed)[counts],
-            confidences=self._confidences(normed[counts], embedded[counts]),
-            positions=_said_at(blocks, input_ids.shape[1])[taught][counts],
+            states=normed[label_mask],
+            narrow=markov.over_block(embedded, normed)[label_mask],
+            confidences=self._confidences(normed[label_mask], embedded[label_mask]),
+            positions=_said_at(blocks, input_ids.shape[1])[taught][label_mask],
         )
         projection = markov.projection.to(normed.dtype)
-        return dspark_losses(rows, backbone.target_head, projection, last.flatten(0, 1), labels, counts, objective)
+        return dspark_losses(rows, backbone.target_head, projection, last.flatten(0, 1), labels, label_mask, objective)
 
     @torch.no_grad()
     def say(self, states: Tensor, known: Tensor, count: int, choose: Choose) -> Tensor:
@@ -102,5 +102,5 @@ class DSparkDraft(SpeakingDraft):
 def _said_at(blocks: Blocks, length: int) -> Tensor:
     """(B, A, size) int64: where in the flattened batch of (B, length) positions the target says what row i of a block
     proposes. The label at place anchor + 1 + i is said at anchor + i, the place of the row itself."""
-    places = blocks.places.unflatten(1, (-1, blocks.size))
+    places = blocks.row_positions.unflatten(1, (-1, blocks.size))
     return places + torch.arange(len(places), device=places.device)[:, None, None] * length

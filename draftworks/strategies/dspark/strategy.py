@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftworks.drafts.anchors import label_mask, labels_of, sample_seed
-from draftworks.drafts.collation import Layout, collate_feature, lengths_of
+from draftworks.drafts.anchors import derive_sample_seed, gather_labels, make_label_mask
+from draftworks.drafts.collation import BatchLayout, collate_feature, sample_lengths
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
@@ -52,7 +52,7 @@ class DSparkStrategy(DraftStrategy):
         self.options = options
         self._dflash = DFlashStrategy(options, target, vocab, seed)
         self.feature_names = DSPARK.features(target.num_layers, options)
-        self.draft_tokens = self.most_draft_tokens = options.block_size
+        self.draft_tokens = self.max_draft_tokens = options.block_size
         self._hidden_size = target.hidden_size
         sizes = DSparkSizes(
             markov_head_type=options.markov_head_type,
@@ -60,20 +60,20 @@ class DSparkStrategy(DraftStrategy):
             confidence_head=options.confidence_head,
             confidence_with_markov=options.confidence_with_markov,
         )
-        generator = torch.Generator().manual_seed(sample_seed(seed, "heads"))
+        generator = torch.Generator().manual_seed(derive_sample_seed(seed, "heads"))
         self.model = DSparkDraft(self._dflash.model, sizes, generator)
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """DFlash's batch, and `last` (B, S, H)."""
         batch = self._dflash.collate(samples, sample_ids)
-        return self._with_last(batch, samples, Layout.padded(lengths_of(samples)))
+        return self._with_last(batch, samples, BatchLayout.padded(sample_lengths(samples)))
 
     def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """The same in one row without padding."""
         batch = self._dflash.pack(samples, sample_ids)
-        return self._with_last(batch, samples, Layout.packed(lengths_of(samples)))
+        return self._with_last(batch, samples, BatchLayout.packed(sample_lengths(samples)))
 
-    def _with_last(self, batch: TrainBatch, samples: Sequence[Mapping[str, Tensor]], layout: Layout) -> TrainBatch:
+    def _with_last(self, batch: TrainBatch, samples: Sequence[Mapping[str, Tensor]], layout: BatchLayout) -> TrainBatch:
         last = collate_feature(samples, batch.sample_ids, "last", self._hidden_size, layout)
         return replace(batch, tensors={**batch.tensors, "last": last})
 
@@ -82,7 +82,7 @@ class DSparkStrategy(DraftStrategy):
         ids, options = batch["input_ids"], self.options
         blocks = self._dflash.blocks(batch, ctx)
         labelled = replace(blocks, size=1 + options.block_size)
-        counts = label_mask(labelled, batch["loss_mask"], contiguous=True)
+        label_mask = make_label_mask(labelled, batch["loss_mask"], contiguous=True)
         objective = DSparkObjective(
             weigh=self._dflash.weigh,
             ce_weight=options.ce_weight,
@@ -90,18 +90,18 @@ class DSparkStrategy(DraftStrategy):
             confidence_weight=options.confidence_weight,
             chunk_blocks=options.objective_chunk_blocks,
         )
-        labels = labels_of(labelled, ids)
-        result = self.model(ids, batch["features"], batch["last"], blocks, labels, counts, objective)
-        weight = self._dflash.loss_weight(counts, len(batch["draws"]))
-        return StepOutput(result.loss, weight.to(result.loss.dtype), _sums(result, counts))
+        labels = gather_labels(labelled, ids)
+        result = self.model(ids, batch["features"], batch["last"], blocks, labels, label_mask, objective)
+        weight = self._dflash.loss_weight(label_mask, len(batch["draws"]))
+        return StepOutput(result.loss, weight.to(result.loss.dtype), _sums(result, label_mask))
 
-    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
-        if count > self.most_draft_tokens:
+    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
+        if count > self.max_draft_tokens:
             raise ConfigError(
-                f"dspark: a block of {self.options.block_size} proposes {self.most_draft_tokens} tokens, asked for {count}: "
-                f"set evaluation.draft_tokens to at most {self.most_draft_tokens}"
+                f"dspark: a block of {self.options.block_size} proposes {self.max_draft_tokens} tokens, asked for {count}: "
+                f"set evaluation.draft_tokens to at most {self.max_draft_tokens}"
             )
-        return self.model.propose(batch["input_ids"], batch["features"], rows, count, Documents.of(batch))
+        return self.model.propose(batch["input_ids"], batch["features"], position_mask, count, Documents.of(batch))
 
     def drafter(self) -> Drafter:
         return BlockDrafter(self.model, DFlashDrafter(self.model.backbone, self._dflash.feature_names))
@@ -114,9 +114,9 @@ class DSparkStrategy(DraftStrategy):
         return {**self._dflash.config(), "strategy": self.name, "feature_names": list(self.feature_names)}
 
 
-def _sums(result: DSparkLosses, counts: Tensor) -> dict[str, Tensor]:
-    labels = counts.sum(dim=(0, 1), dtype=torch.float64)
-    blocks = counts.any(-1).sum(dtype=torch.float64)[None]
+def _sums(result: DSparkLosses, label_mask: Tensor) -> dict[str, Tensor]:
+    labels = label_mask.sum(dim=(0, 1), dtype=torch.float64)
+    blocks = label_mask.any(-1).sum(dtype=torch.float64)[None]
     by_place = {"loss": result.loss_sums, "acceptance": result.acceptance_sums}
     if result.confidence_errors is not None:
         by_place["confidence_error"] = result.confidence_errors

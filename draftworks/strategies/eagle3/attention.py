@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, PACKED_KERNELS, Attended, ByDocument, CausalKernel
-from draftworks.drafts.flex import block_mask_on, check_flex, flex_attention_on
+from draftworks.drafts.flex import check_flex, get_block_mask_factory, get_flex_attention
 
 
 def fused_ttt_attention(
@@ -40,7 +40,7 @@ def fused_ttt_attention(
 
 def _kernel(device: torch.device, dtype: torch.dtype, head_size: int, documents: Documents) -> CausalKernel:
     kernel = CAUSAL_KERNELS[device.type]
-    if not documents.several:
+    if not documents.has_several:
         return kernel
     if packed_kernel_works(device, dtype, head_size):
         return PACKED_KERNELS[device.type](documents)
@@ -55,7 +55,7 @@ def fused_kernel_works(device: torch.device, dtype: torch.dtype, head_size: int)
     if device.type not in CAUSAL_KERNELS:
         return False
     kernel = CAUSAL_KERNELS[device.type]
-    one, several = (Documents.after_each_other(lengths, device) for lengths in ((7,), (3, 2, 2)))
+    one, several = (Documents.from_lengths(lengths, device) for lengths in ((7,), (3, 2, 2)))
     tried = ((kernel, one), (ByDocument(kernel, several), several))
     return all(_works(kernel, row, dtype, head_size) for kernel, row in tried)
 
@@ -65,7 +65,7 @@ def packed_kernel_works(device: torch.device, dtype: torch.dtype, head_size: int
     """The same of a kernel that takes a whole packed row at once."""
     if device.type not in PACKED_KERNELS:
         return False
-    documents = Documents.after_each_other((3, 2, 2), device)
+    documents = Documents.from_lengths((3, 2, 2), device)
     return _works(PACKED_KERNELS[device.type](documents), documents, dtype, head_size)
 
 
@@ -182,7 +182,7 @@ def flex_ttt_attention(
 ) -> Tensor:
     """torch's flex attention, which skips the tiles that the mask leaves out."""
     mask, heads = _flex_mask(documents.lengths, len(keys), window, query.device), query.shape[1]
-    attention = flex_attention_on(query.device.type)
+    attention = get_flex_attention(query.device.type)
     return attention(query, _joined(keys, heads), _joined(values, heads), block_mask=mask)
 
 
@@ -194,17 +194,17 @@ def _joined(steps: Sequence[Tensor], heads: int) -> Tensor:
 def _sees(documents: Documents, steps: int, window: int | None) -> Tensor:
     """(S, steps · S) bool: a row sees step 0 of its document up to itself, or the window that ends there, and itself in
     the others."""
-    numbers = documents.numbers
-    causal = (numbers[:, None] == numbers).tril()
+    document_ids = documents.document_ids
+    causal = (document_ids[:, None] == document_ids).tril()
     if window is not None:
         causal = causal.triu(1 - window)
-    own = torch.eye(len(numbers), dtype=torch.bool, device=numbers.device)
+    own = torch.eye(len(document_ids), dtype=torch.bool, device=document_ids.device)
     return torch.cat([causal, *[own] * (steps - 1)], dim=1)
 
 
 @functools.lru_cache(maxsize=_MASKS_KEPT)
 def _flex_mask(lengths: tuple[int, ...], steps: int, window: int | None, device: torch.device) -> Any:
-    length, begins = sum(lengths), Documents.after_each_other(lengths, device).begins
+    length, begins = sum(lengths), Documents.from_lengths(lengths, device).begins
     key = torch.arange(steps * length, device=device)
     if window is not None:
         begins = torch.maximum(begins, key[:length] + 1 - window)
@@ -214,7 +214,7 @@ def _flex_mask(lengths: tuple[int, ...], steps: int, window: int | None, device:
     def seen(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return ((kv <= q) & (kv >= begins[q])) | (own[kv] == q)
 
-    return block_mask_on(device.type)(seen, None, None, length, steps * length, device=device)
+    return get_block_mask_factory(device.type)(seen, None, None, length, steps * length, device=device)
 
 
 TttAttention = Callable[..., Tensor]

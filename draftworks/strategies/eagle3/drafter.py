@@ -59,7 +59,7 @@ class Eagle3Drafter(Drafter):
             if temperature == 0:
                 tokens.append(self._model.draft_ids[logits.argmax()])
             else:
-                distributions.append(self._model.over_target(distribution(logits, temperature)))
+                distributions.append(self._model.to_target_vocab(distribution(logits, temperature)))
                 tokens.append(draw(distributions[-1], generator))
         return Proposal(torch.stack(tokens), torch.stack(distributions) if distributions else None)
 

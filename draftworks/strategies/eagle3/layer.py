@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotation, seeded_linear
-from draftworks.drafts.rows import ActiveRows
+from draftworks.drafts.rows import ActivePositions
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.attention import per_query_head, ttt_attention
 
@@ -135,7 +135,7 @@ class Eagle3Layer(nn.Module):
         hidden: Tensor,
         rotation: Rotation,
         steps: int,
-        active: ActiveRows,
+        active: ActivePositions,
         emerge: Emerge,
         documents: Documents,
     ) -> Iterator[Tensor]:
@@ -154,7 +154,7 @@ class Eagle3Layer(nn.Module):
         tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
 
         def known(step: int, _: Tensor) -> Tensor:
-            return active.ahead(step, documents).take(tokens)
+            return active.shift(step, documents).gather(tokens)
 
         yield from self._steps(halves, tokens, hidden, rotation, steps, active, emerge, documents, known)
 
@@ -164,7 +164,7 @@ class Eagle3Layer(nn.Module):
         hidden: Tensor,
         rotation: Rotation,
         steps: int,
-        active: ActiveRows,
+        active: ActivePositions,
         emerge: Emerge,
         documents: Documents,
         say: Say,
@@ -192,7 +192,7 @@ class Eagle3Layer(nn.Module):
         hidden: Tensor,
         rotation: Rotation,
         steps: int,
-        active: ActiveRows,
+        active: ActivePositions,
         emerge: Emerge,
         documents: Documents,
         next_tokens: Callable[[int, Tensor], Tensor],
@@ -200,18 +200,18 @@ class Eagle3Layer(nn.Module):
         """`next_tokens`: from a step's number and the states spoken before it to its tokens, projected, (R, all heads · D)."""
         normed, residual = self.begin(hidden)
         joint = F.linear(normed, halves.states) + tokens
-        spoken = residual = active.take(residual)
+        spoken = residual = active.gather(residual)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(steps):
             if step > 0:
                 normed, residual = self.begin(hidden)
-                joint = active.spread(F.linear(normed, halves.states) + next_tokens(step, spoken))
+                joint = active.scatter(F.linear(normed, halves.states) + next_tokens(step, spoken))
             heads = self.self_attn.heads(joint, rotation.at(documents.positions + step))
             keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
             values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
             attended = ttt_attention(heads.query, keys, values, documents, *self.attention)
-            hidden = residual + self.self_attn.o_proj(active.take(attended.transpose(1, 2).flatten(2)))
+            hidden = residual + self.self_attn.o_proj(active.gather(attended.transpose(1, 2).flatten(2)))
             hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
             spoken, hidden = emerge(hidden)
             yield spoken

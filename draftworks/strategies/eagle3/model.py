@@ -13,7 +13,7 @@ from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear
 from draftworks.drafts.objectives import BatchObjective, Objective
 from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
-from draftworks.drafts.rows import ActiveRows
+from draftworks.drafts.rows import ActivePositions
 from draftworks.drafts.supervision import teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.layer import Eagle3Attending, Eagle3Layer, Eagle3Sizes, StepStates
@@ -67,7 +67,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
         self.fc = seeded_linear(sizes.taps * width, width, generator)
         self.midlayer = Eagle3Layer(target, sizes, generator, attention, norms.norm_before_residual)
         self.norm = RmsNorm(width, target.rms_norm_eps).requires_grad_(norms.norm_output)
-        self._speak_over(draft_ids, target)
+        self._init_head(draft_ids, target)
         self.rotary = Rotary(target)
         self.register_buffer("embed_tokens", target.embedding, persistent=False)
         self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
@@ -99,14 +99,14 @@ class Eagle3Draft(ReducedVocabularyDraft):
         Returns:
             (B, S, count) int64 ids of the target; -1 in other rows.
         """
-        active = ActiveRows.where(rows)
+        active = ActivePositions.where(rows)
         draft_ids, said = self.draft_ids, []
 
         def say(spoken: Tensor) -> Tensor:
             said.append(draft_ids[argmax_of_head(self.lm_head.weight, spoken)])
             return self.embed(said[-1])
 
-        first = self.embed(documents.ahead(input_ids, 1))
+        first = self.embed(documents.shift_left(input_ids, 1))
         rotation = self.rotary(documents.longest + count, first.dtype)
         self.midlayer.run_free(first, self.fuse(features), rotation, count, active, self.emerge, documents, say)
         proposals = input_ids.new_full((input_ids.numel(), count), -1)
@@ -118,7 +118,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
         return self.embed_tokens if self.own_target_head is None else self.own_target_head
 
     def unroll(
-        self, input_ids: Tensor, features: Tensor, steps: int, active: ActiveRows, documents: Documents
+        self, input_ids: Tensor, features: Tensor, steps: int, active: ActivePositions, documents: Documents
     ) -> list[Tensor]:
         """Spoken states of every step, (R, H) each: what `lm_head` is applied to.
 
@@ -127,7 +127,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
             features: (B, S, taps · H), the taps in ascending order.
             active: rows whose states are wanted.
         """
-        first = self.embed(documents.ahead(input_ids, 1))
+        first = self.embed(documents.shift_left(input_ids, 1))
         rotation = self.rotary(documents.longest + steps, first.dtype)
         return list(self.midlayer.unroll(first, self.fuse(features), rotation, steps, active, self.emerge, documents))
 
@@ -136,7 +136,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
         input_ids: Tensor,
         features: Tensor,
         last: Tensor,
-        gates: Tensor,
+        label_mask: Tensor,
         step_weights: Sequence[float],
         objective: Objective | BatchObjective,
         documents: Documents,
@@ -146,12 +146,12 @@ class Eagle3Draft(ReducedVocabularyDraft):
 
         Args:
             last: (B, S, H), the target's last hidden state after its final norm.
-            gates: (T, B, S) bool, supervised rows of every step.
+            label_mask: (T, B, S) bool, supervised rows of every step.
             step_weights: T factors on the steps' summed losses.
         """
-        active = ActiveRows.where(gates.any(0))
-        states = self.unroll(input_ids, features, gates.shape[0], active, documents)
+        active = ActivePositions.where(label_mask.any(0))
+        states = self.unroll(input_ids, features, label_mask.shape[0], active, documents)
         teacher = self.teacher(last, self.target_head)
-        plan = teacher_plan(gates)
+        plan = teacher_plan(label_mask)
         plan = plan._replace(rows=active.renumber(plan.rows))
         return distill(states, self.lm_head.weight, teacher, plan, step_weights, objective, training)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draftworks.drafts.collation import Layout, collate_taught, lengths_of, without_last_positions
+from draftworks.drafts.collation import BatchLayout, collate_with_last, mask_last_positions, sample_lengths
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.objectives import (
     BatchObjective,
@@ -19,10 +19,10 @@ from draftworks.drafts.objectives import (
     MeanLogAcceptance,
     Objective,
 )
-from draftworks.drafts.reduced_vocabulary import checked_draft_ids
-from draftworks.drafts.sizes import head_counts
+from draftworks.drafts.reduced_vocabulary import require_draft_ids
+from draftworks.drafts.sizes import resolve_head_counts
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
-from draftworks.drafts.supervision import specforge_gates, token_mean_gates
+from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.eagle3.drafter import Eagle3Drafter
@@ -56,10 +56,10 @@ class Eagle3Strategy(ChainStrategy):
     `lk_lambda` CE and 1 − α blended. A row whose target argmax is outside the draft vocabulary costs nothing, while
     accuracy counts it as wrong. The modes of `options.loss`:
 
-    `token_mean`: rows by `token_mean_gates`; loss_sum = Σ_i decay^i Σ_rows cost, loss_weight = rows supervised at step 0.
+    `token_mean`: rows by `token_mean_label_mask`; loss_sum = Σ_i decay^i Σ_rows cost, loss_weight = rows supervised at step 0.
         Depends on supervised tokens only, however they are batched and padded; so the blend of `lk_lambda` is each
         row's own. `loss_denoms` counts the supervised rows of each step, like `acc_denoms`.
-    `specforge`: SpecForge's loss number for number. Rows by `specforge_gates`, the last position of every sample masked
+    `specforge`: SpecForge's loss number for number. Rows by `specforge_label_mask`, the last position of every sample masked
         out; loss_sum = Σ_i decay^i L_i and loss_weight = 1. For `ce`, L_i = Σ_rows CE / (B·S), padding and prompt counted
         in B·S, which are the `loss_denoms`; for the others L_i is made of means over the batch, see `MeanLogAcceptance`
         and `MeanBlend`, and `loss_denoms` are 1 in training.
@@ -76,7 +76,7 @@ class Eagle3Strategy(ChainStrategy):
     model_methods = ("propose",)
 
     def __init__(self, options: Eagle3Options, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
-        draft_ids = checked_draft_ids(self.name, vocab, options.draft_vocab_size, target)
+        draft_ids = require_draft_ids(self.name, vocab, options.draft_vocab_size, target)
         self.options = options
         self.draft_tokens = options.ttt_length
         self.feature_names = EAGLE3.features(target.num_layers, options)
@@ -90,43 +90,43 @@ class Eagle3Strategy(ChainStrategy):
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """Right-pad with token 0, mask off and features 0; taps side by side in `features` (B, S, taps · H), `last` (B, S, H)."""
-        return self._laid_out(samples, sample_ids, Layout.padded(lengths_of(samples)))
+        return self._laid_out(samples, sample_ids, BatchLayout.padded(sample_lengths(samples)))
 
     def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """The same in one row without padding, B = 1."""
-        return self._laid_out(samples, sample_ids, Layout.packed(lengths_of(samples)))
+        return self._laid_out(samples, sample_ids, BatchLayout.packed(sample_lengths(samples)))
 
     def _laid_out(
-        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: Layout
+        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: BatchLayout
     ) -> TrainBatch:
-        batch = collate_taught(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
+        batch = collate_with_last(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
         if self.options.loss == "specforge":
-            batch = without_last_positions(batch, layout)
-        return TrainBatch(batch, tuple(sample_ids), sum(lengths_of(samples)), layout.documents)
+            batch = mask_last_positions(batch, layout)
+        return TrainBatch(batch, tuple(sample_ids), sum(sample_lengths(samples)), layout.documents)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """See the class for what the sums mean. The loss follows no schedule."""
         mask, documents = batch["loss_mask"], Documents.of(batch)
-        gates = self.chain_gates(mask, documents)
-        supervised = gates.sum(dim=(1, 2), dtype=torch.float64)
+        label_mask = self.chain_label_mask(mask, documents)
+        supervised = label_mask.sum(dim=(1, 2), dtype=torch.float64)
         shares = self._shares(supervised, mask.numel(), ctx.training)
         weights, objective = shares.step_weights, self._objective(mask.numel())
         inputs = (batch["input_ids"], batch["features"], batch["last"])
-        result = self.model(*inputs, gates, weights, objective, documents, ctx.training)
-        counts = {
+        result = self.model(*inputs, label_mask, weights, objective, documents, ctx.training)
+        metric_sums = {
             "acc_corrects": result.corrects,
             "acc_denoms": supervised,
             "loss_sums": result.loss_sums * shares.of_each_step,
             "loss_denoms": shares.denoms,
         }
         if result.accepted is not None:
-            counts |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
+            metric_sums |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
         if result.accepted_anywhere is not None:
-            counts |= {
+            metric_sums |= {
                 "unconditional_acceptance_sums": result.accepted_anywhere,
                 "unconditional_acceptance_denoms": supervised,
             }
-        return StepOutput(result.loss, shares.loss_weight.to(result.loss.dtype), counts)
+        return StepOutput(result.loss, shares.loss_weight.to(result.loss.dtype), metric_sums)
 
     def _shares(self, supervised: Tensor, positions: int, training: bool) -> Shares:
         """For (T,) supervised rows by step, among so many positions of the batch."""
@@ -142,12 +142,12 @@ class Eagle3Strategy(ChainStrategy):
             loss_weight=torch.full_like(supervised[0], batch_weight),
         )
 
-    def chain_gates(self, loss_mask: Tensor, documents: Documents) -> Tensor:
-        gates = specforge_gates if self.options.loss == "specforge" else token_mean_gates
-        return gates(loss_mask, self.options.ttt_length, documents)
+    def chain_label_mask(self, loss_mask: Tensor, documents: Documents) -> Tensor:
+        supervise = specforge_label_mask if self.options.loss == "specforge" else token_mean_label_mask
+        return supervise(loss_mask, self.options.ttt_length, documents)
 
-    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
-        return self.model.propose(batch["input_ids"], batch["features"], rows, count, Documents.of(batch))
+    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
+        return self.model.propose(batch["input_ids"], batch["features"], position_mask, count, Documents.of(batch))
 
     def drafter(self) -> Drafter:
         return Eagle3Drafter(self.model, self.feature_names[:-1])
@@ -183,5 +183,5 @@ class Eagle3Strategy(ChainStrategy):
 
 
 def _sizes(options: Eagle3Options, target: TargetParts, taps: int) -> Eagle3Sizes:
-    heads = head_counts("eagle3", options, target)
+    heads = resolve_head_counts("eagle3", options, target)
     return Eagle3Sizes(*heads, options.intermediate_size or target.intermediate_size, taps)

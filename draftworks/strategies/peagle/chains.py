@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.anchors import drawing_order
+from draftworks.drafts.anchors import shuffle_positions
 from draftworks.drafts.attention import SeenKeys
 from draftworks.drafts.documents import Documents
 
@@ -32,20 +32,20 @@ class Thinning:
         return ((rows - depth).clamp(min=0).double() * share).long()
 
 
-def drawn_chains(gates: Tensor, seeds: Tensor, step: int, thinning: Thinning, documents: Documents) -> Tensor:
-    """Which chains are at which depth: (D, B, S) bool by anchor. Depth 0 is that of `gates`.
+def drawn_chains(label_mask: Tensor, seeds: Tensor, step: int, thinning: Thinning, documents: Documents) -> Tensor:
+    """Which chains are at which depth: (D, B, S) bool by anchor. Depth 0 is that of `label_mask`.
 
     Args:
-        gates: (D, B, S) bool, where a row counts. Which rows go to depth 1 depends on depth 1 alone: in the loss mode of
+        label_mask: (D, B, S) bool, where a row counts. Which rows go to depth 1 depends on depth 1 alone: in the loss mode of
             SpecForge a chain may count there and not at depth 0.
-        seeds: int64, see `sample_seed`: of every document, those of a row together, in order.
+        seeds: int64, see `derive_sample_seed`: of every document, those of a row together, in order.
         thinning: how many of a document's chains are kept.
     """
-    order = drawing_order(seeds, step, gates.shape[1], documents)
-    rows = _sums_within(gates[0], documents)
-    kept, alive = [gates[0]], torch.ones_like(gates[0])
-    for depth in range(1, len(gates)):
-        candidates = (alive & gates[depth]).gather(1, order)
+    order = shuffle_positions(seeds, step, label_mask.shape[1], documents)
+    rows = _sums_within(label_mask[0], documents)
+    kept, alive = [label_mask[0]], torch.ones_like(label_mask[0])
+    for depth in range(1, len(label_mask)):
+        candidates = (alive & label_mask[depth]).gather(1, order)
         places = _counted_within(candidates, documents)
         drawn = candidates & (places <= thinning.quota(rows, depth))
         alive = torch.zeros_like(alive).scatter(1, order, drawn)
@@ -53,9 +53,9 @@ def drawn_chains(gates: Tensor, seeds: Tensor, step: int, thinning: Thinning, do
     return torch.stack(kept)
 
 
-def all_chains(gates: Tensor) -> Tensor:
+def all_chains(label_mask: Tensor) -> Tensor:
     """Every chain that counts, as far as it does so without a gap."""
-    return torch.cat([gates[:1], gates[1:].cumprod(0).bool()])
+    return torch.cat([label_mask[:1], label_mask[1:].cumprod(0).bool()])
 
 
 def _counted_within(flags: Tensor, documents: Documents) -> Tensor:

@@ -47,7 +47,7 @@ class PEagleDrafter(Drafter):
         logits = self._model.lm_head(states)
         if temperature == 0:
             return Proposal(self._model.draft_ids[logits.argmax(-1)])
-        probabilities = self._model.over_target(distribution(logits, temperature))
+        probabilities = self._model.to_target_vocab(distribution(logits, temperature))
         return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
 
     def _through(self, inputs: RowInputs, keeps: bool) -> Tensor:

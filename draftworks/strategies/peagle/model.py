@@ -22,7 +22,7 @@ from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear, unset
 from draftworks.drafts.objectives import CrossEntropy
 from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
-from draftworks.drafts.rows import ActiveRows
+from draftworks.drafts.rows import ActivePositions
 from draftworks.drafts.supervision import teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.attention import ttt_attention
@@ -126,16 +126,16 @@ class PEagleLayer(nn.Module):
         self.input_layernorm = RmsNorm(width, eps)
         self.post_attention_layernorm = RmsNorm(width, eps)
 
-    def forward(self, hidden: Tensor, rows: Rows, wanted: ActiveRows | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, rows: Rows, wanted: ActivePositions | None = None) -> Tensor:
         """States (T, H) of all rows, or of those that are wanted, from what they were (n, H)."""
         return self._over(self.input_layernorm(hidden), hidden, rows, wanted)
 
-    def _over(self, read: Tensor, residual: Tensor, rows: Rows, wanted: ActiveRows | None) -> Tensor:
+    def _over(self, read: Tensor, residual: Tensor, rows: Rows, wanted: ActivePositions | None) -> Tensor:
         attention = self.self_attn
         attended = rows.attend(attention.q_proj(read), attention.k_proj(read), attention.v_proj(read))
         residual = rows.each(residual)
         if wanted is not None:
-            attended, residual = wanted.take(attended[None]), wanted.take(residual[None])
+            attended, residual = wanted.gather(attended[None]), wanted.gather(residual[None])
         hidden = residual + attention.o_proj(attended)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -154,7 +154,7 @@ class PEagleFirstLayer(PEagleLayer):
         self.hidden_norm = RmsNorm(target.hidden_size, target.rms_norm_eps)
         self._norm_before_residual = norm_before_residual
 
-    def forward(self, hidden: Tensor, embedded: Tensor, rows: Rows, wanted: ActiveRows | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, embedded: Tensor, rows: Rows, wanted: ActivePositions | None = None) -> Tensor:
         """As of the other layers, with the tokens' embeddings (n, H)."""
         normed = self.hidden_norm(hidden)
         read = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
@@ -216,7 +216,7 @@ class PEagleDraft(ReducedVocabularyDraft):
             [first, *(PEagleLayer(target, sizes, generator) for _ in range(1, sizes.num_layers))]
         )
         self.norm = RmsNorm(width, eps)
-        self._speak_over(draft_ids, target)
+        self._init_head(draft_ids, target)
         self.rotary = Rotary(target)
         self.mask_token_id, self.head_dim, self._attention = sizes.mask_token_id, target.head_dim, attention
         self._trains_embeddings = traits.train_embeddings
@@ -248,7 +248,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         token = torch.full((1,), self.mask_token_id, device=self.mask_hidden.device)
         return self.begin(self.mask_hidden[0], token)
 
-    def through_layers(self, inputs: RowInputs, rows: Sequence[Rows], wanted: ActiveRows | None = None) -> Tensor:
+    def through_layers(self, inputs: RowInputs, rows: Sequence[Rows], wanted: ActivePositions | None = None) -> Tensor:
         """What `lm_head` reads of the rows that are wanted, or of all.
 
         Args:
@@ -271,9 +271,11 @@ class PEagleDraft(ReducedVocabularyDraft):
         """
         chains = Chains.of(kept, documents)
         by_depth = ByDepth.where(kept, chains)
-        inputs = self.begin(features.flatten(0, 1), documents.ahead(input_ids, 1).flatten()).then(self.begin_masked())
+        inputs = self.begin(features.flatten(0, 1), documents.shift_left(input_ids, 1).flatten()).then(
+            self.begin_masked()
+        )
         rows = BatchRows(chains, self.rotary, self.head_dim, inputs.hidden.dtype, self._attention)
-        wanted = ActiveRows(by_depth.index, 1, input_ids.numel() + chains.count)
+        wanted = ActivePositions(by_depth.index, 1, input_ids.numel() + chains.count)
         return list(self.through_layers(inputs, [rows] * len(self.layers), wanted).split(by_depth.sizes))
 
     def forward(
@@ -286,7 +288,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         """
         states = self.states(input_ids, features, kept, documents)
         plan = teacher_plan(kept)
-        rows = [ActiveRows.where(on).renumber(rows) for on, rows in zip(kept, plan.rows, strict=True)]
+        rows = [ActivePositions.where(on).renumber(rows) for on, rows in zip(kept, plan.rows, strict=True)]
         plan = plan._replace(rows=torch.stack(rows))
         teacher = self.teacher(last, self.target_head)
         return distill(states, self.lm_head.weight, teacher, plan, [1.0] * len(kept), CrossEntropy(), training)

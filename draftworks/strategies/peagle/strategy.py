@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftworks.drafts.anchors import sample_seed
-from draftworks.drafts.collation import Layout, collate_taught, lengths_of, without_last_positions
+from draftworks.drafts.anchors import derive_sample_seed
+from draftworks.drafts.collation import BatchLayout, collate_with_last, mask_last_positions, sample_lengths
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.reduced_vocabulary import checked_draft_ids
-from draftworks.drafts.sizes import head_counts, mask_token
+from draftworks.drafts.reduced_vocabulary import require_draft_ids
+from draftworks.drafts.sizes import mask_token, resolve_head_counts
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
-from draftworks.drafts.supervision import specforge_gates, token_mean_gates
+from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
@@ -55,9 +55,9 @@ class PEagleStrategy(DraftStrategy):
     model_methods = ("propose",)
 
     def __init__(self, options: PEagleOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
-        draft_ids = checked_draft_ids(self.name, vocab, options.draft_vocab_size, target)
+        draft_ids = require_draft_ids(self.name, vocab, options.draft_vocab_size, target)
         self.options = options
-        self.draft_tokens = self.most_draft_tokens = options.num_depths
+        self.draft_tokens = self.max_draft_tokens = options.num_depths
         self.feature_names = PEAGLE.features(target.num_layers, options)
         self._target = target = target.shaped(options)
         self._seed = seed
@@ -69,20 +69,20 @@ class PEagleStrategy(DraftStrategy):
 
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """Right-pad; taps side by side in `features` (B, S, taps · H), `last` (B, S, H). `draws` (B,) is where chains come from."""
-        return self._laid_out(samples, sample_ids, Layout.padded(lengths_of(samples)))
+        return self._laid_out(samples, sample_ids, BatchLayout.padded(sample_lengths(samples)))
 
     def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """The same in one row without padding, B = 1; `draws` are still one for each sample."""
-        return self._laid_out(samples, sample_ids, Layout.packed(lengths_of(samples)))
+        return self._laid_out(samples, sample_ids, BatchLayout.packed(sample_lengths(samples)))
 
     def _laid_out(
-        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: Layout
+        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: BatchLayout
     ) -> TrainBatch:
-        batch = collate_taught(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
-        batch["draws"] = torch.tensor([sample_seed(self._seed, name) for name in sample_ids])
+        batch = collate_with_last(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
+        batch["draws"] = torch.tensor([derive_sample_seed(self._seed, name) for name in sample_ids])
         if self.options.loss == "specforge":
-            batch = without_last_positions(batch, layout)
-        return TrainBatch(batch, tuple(sample_ids), sum(lengths_of(samples)), layout.documents)
+            batch = mask_last_positions(batch, layout)
+        return TrainBatch(batch, tuple(sample_ids), sum(sample_lengths(samples)), layout.documents)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """See the class for what the sums mean. The step of `ctx` decides the chains of a training."""
@@ -91,16 +91,16 @@ class PEagleStrategy(DraftStrategy):
             batch["input_ids"], batch["features"], batch["last"], kept, Documents.of(batch), ctx.training
         )
         supervised = kept.sum(dim=(1, 2), dtype=torch.float64)
-        counts = {
+        metric_sums = {
             "acc_corrects": result.corrects,
             "acc_denoms": supervised,
             "loss_sums": result.loss_sums,
             "loss_denoms": supervised,
         }
         if result.accepted is not None:
-            counts |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
+            metric_sums |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
         if result.accepted_anywhere is not None:
-            counts |= {
+            metric_sums |= {
                 "unconditional_acceptance_sums": result.accepted_anywhere,
                 "unconditional_acceptance_denoms": supervised,
             }
@@ -108,25 +108,25 @@ class PEagleStrategy(DraftStrategy):
             labelled = result.taught.sum().clamp(min=1).to(result.loss.dtype)
             answers = batch["loss_mask"].sum().to(labelled.dtype)
             weight = torch.ones_like(labelled) if ctx.training else answers
-            return StepOutput(result.loss * (weight / labelled), weight, counts)
-        return StepOutput(result.loss, supervised.sum().to(result.loss.dtype), counts)
+            return StepOutput(result.loss * (weight / labelled), weight, metric_sums)
+        return StepOutput(result.loss, supervised.sum().to(result.loss.dtype), metric_sums)
 
     def chains(self, batch: TrainBatch, ctx: StepContext) -> Tensor:
         """Which rows the loss looks at, (D, B, S) bool; see the class."""
         documents = Documents.of(batch)
-        gates = specforge_gates if self.options.loss == "specforge" else token_mean_gates
-        counts = gates(batch["loss_mask"], self.options.num_depths, documents)
+        supervise = specforge_label_mask if self.options.loss == "specforge" else token_mean_label_mask
+        label_mask = supervise(batch["loss_mask"], self.options.num_depths, documents)
         if not ctx.training:
-            return all_chains(counts)
-        return drawn_chains(counts, batch["draws"], ctx.global_step, self._thinning, documents)
+            return all_chains(label_mask)
+        return drawn_chains(label_mask, batch["draws"], ctx.global_step, self._thinning, documents)
 
-    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
+    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
         if count > self.draft_tokens:
             raise ConfigError(
                 f"peagle: a draft of num_depths {self.draft_tokens} proposes so many tokens, asked for {count}: "
                 f"set evaluation.draft_tokens to at most {self.draft_tokens}"
             )
-        return self.model.propose(batch["input_ids"], batch["features"], rows, count, Documents.of(batch))
+        return self.model.propose(batch["input_ids"], batch["features"], position_mask, count, Documents.of(batch))
 
     def drafter(self) -> Drafter:
         return PEagleDrafter(self.model, self.feature_names[:-1])
@@ -153,7 +153,7 @@ class PEagleStrategy(DraftStrategy):
 
 def _sizes(options: PEagleOptions, target: TargetParts, taps: int) -> PEagleSizes:
     return PEagleSizes(
-        **head_counts("peagle", options, target)._asdict(),
+        **resolve_head_counts("peagle", options, target)._asdict(),
         intermediate_size=options.intermediate_size or target.intermediate_size,
         taps=taps,
         num_layers=options.num_layers,

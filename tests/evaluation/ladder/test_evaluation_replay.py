@@ -21,8 +21,8 @@ class Scripted:
 
     proposals: Tensor
 
-    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
-        return self.proposals[:, :, :count].masked_fill(~rows[..., None], -1)
+    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
+        return self.proposals[:, :, :count].masked_fill(~position_mask[..., None], -1)
 
 
 class Counted(NamedTuple):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from draftworks.drafts.collation import collate_features
 from draftworks.drafts.layers import seeded_linear
 from draftworks.drafts.strategy import Drafter, DraftStrategy, Proposal, StepContext, StepOutput
-from draftworks.drafts.supervision import token_mean_gates
+from draftworks.drafts.supervision import token_mean_label_mask
 from draftworks.features.contracts import TrainBatch
 
 
@@ -42,22 +42,22 @@ class OneHeadStrategy(DraftStrategy):
         return TrainBatch(batch, tuple(sample_ids), sum(len(sample["input_ids"]) for sample in samples))
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        rows = token_mean_gates(batch["loss_mask"], 1)[0]
+        rows = token_mean_label_mask(batch["loss_mask"], 1)[0]
         logits, labels = self._logits(batch)[rows], _ahead(batch["input_ids"], 2)[rows]
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")
         count = rows.sum(dtype=torch.float64)[None]
-        counts = {
+        metric_sums = {
             "acc_corrects": (logits.argmax(-1) == labels).sum(dtype=torch.float64)[None],
             "acc_denoms": count,
             "loss_sums": loss.detach().double()[None],
             "loss_denoms": count,
         }
-        return StepOutput(loss, count[0].to(loss.dtype), counts)
+        return StepOutput(loss, count[0].to(loss.dtype), metric_sums)
 
     @torch.no_grad()
-    def propose(self, batch: TrainBatch, rows: Tensor, count: int) -> Tensor:
+    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
         guesses = self._logits(batch).argmax(-1)
-        return torch.where(rows, guesses, -1)[..., None].expand(-1, -1, count)
+        return torch.where(position_mask, guesses, -1)[..., None].expand(-1, -1, count)
 
     def drafter(self) -> Drafter:
         return OneHeadDrafter(self)

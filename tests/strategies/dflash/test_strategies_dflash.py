@@ -106,8 +106,8 @@ def test_sums_do_not_depend_on_batching_order_or_padding(make, loss, weighting):
     torch.testing.assert_close(whole.loss_sum, sum(part.loss_sum for part in parts))
     if not (loss == "specforge" and weighting == "dpace"):
         torch.testing.assert_close(whole.loss_weight, sum(part.loss_weight for part in parts))
-    for name, total in whole.counts.items():
-        torch.testing.assert_close(total, sum(part.counts[name] for part in parts))
+    for name, total in whole.metric_sums.items():
+        torch.testing.assert_close(total, sum(part.metric_sums[name] for part in parts))
 
 
 def test_evaluation_looks_at_the_same_blocks_whatever_the_step_and_the_seed(make):

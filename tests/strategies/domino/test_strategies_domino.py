@@ -89,7 +89,7 @@ def test_accepted_lengths_are_those_of_the_plain_writing(make, shift_label, loss
     strategy = make(shift_label=shift_label, loss=loss, num_anchors=12)
     easy = half_easy(strategy)
     batch = strategy.collate(easy, NAMES)
-    counts = strategy.forward_loss(batch, HALFWAY).counts
+    counts = strategy.forward_loss(batch, HALFWAY).metric_sums
     anchors = anchors_drawn(strategy, batch, HALFWAY.global_step)
     expected = [
         reference.sums(strategy, s["input_ids"], s["loss_mask"], side_by_side(s), drawn, 0.5)
@@ -128,8 +128,8 @@ def test_sums_do_not_depend_on_batching_order_or_padding(make, shift_label, loss
     torch.testing.assert_close(whole.loss_sum, sum(part.loss_sum for part in parts))
     if weighting == "uniform":
         torch.testing.assert_close(whole.loss_weight, sum(part.loss_weight for part in parts))
-    for name, total in whole.counts.items():
-        torch.testing.assert_close(total, sum(part.counts[name] for part in parts))
+    for name, total in whole.metric_sums.items():
+        torch.testing.assert_close(total, sum(part.metric_sums[name] for part in parts))
 
 
 @BOTH_SHIFTS
@@ -138,8 +138,8 @@ def test_packed_samples_give_the_sums_and_proposals_of_padded_ones(make, shift_l
     padded, packed = (lay(SAMPLES, NAMES) for lay in (strategy.collate, strategy.pack))
     outputs = [strategy.forward_loss(batch, HALFWAY) for batch in (padded, packed)]
     torch.testing.assert_close(outputs[1].loss_sum, outputs[0].loss_sum)
-    for name, total in outputs[0].counts.items():
-        torch.testing.assert_close(outputs[1].counts[name], total)
+    for name, total in outputs[0].metric_sums.items():
+        torch.testing.assert_close(outputs[1].metric_sums[name], total)
     rows = [torch.ones(batch["input_ids"].shape, dtype=torch.bool) for batch in (padded, packed)]
     apart, together = (strategy.propose(batch, on, 3) for batch, on in zip((padded, packed), rows))
     begins = 0
@@ -163,7 +163,7 @@ def test_an_evaluation_looks_at_what_is_served_whatever_the_step(make):
     with torch.no_grad():
         outputs = [strategy.forward_loss(batch, StepContext(step, 20, training=False)) for step in (0, 5, 20)]
     assert outputs[0].loss_sum == outputs[1].loss_sum == outputs[2].loss_sum
-    torch.testing.assert_close(outputs[0].loss_sum, outputs[0].counts["loss_sums"].sum())
+    torch.testing.assert_close(outputs[0].loss_sum, outputs[0].metric_sums["loss_sums"].sum())
 
 
 def test_an_untrained_draft_proposes_what_its_backbone_does(parts):

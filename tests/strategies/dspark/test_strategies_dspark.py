@@ -103,7 +103,7 @@ def test_counts_are_those_of_the_plain_writing(make, heads):
     batch = strategy.collate(samples, NAMES)
     output = strategy.forward_loss(batch, HERE)
     expected = expected_sums(strategy, samples, batch)
-    found = dict(output.counts)
+    found = dict(output.metric_sums)
     assert found.pop("accept_len_sums") == sum(one.accept_len for one in expected) > 0
     torch.testing.assert_close(found.pop("tau_sums").item(), sum(one.tau for one in expected))
     assert found.pop("accept_len_denoms") == found.pop("tau_denoms") == sum(one.blocks for one in expected)
@@ -128,8 +128,8 @@ def test_sums_do_not_depend_on_batching_order_or_padding(make, heads, weighting)
     whole, parts = run(2, 0, 1, extra=30), [run(0), run(1), run(2)]
     torch.testing.assert_close(whole.loss_sum, sum(part.loss_sum for part in parts))
     torch.testing.assert_close(whole.loss_weight, sum(part.loss_weight for part in parts))
-    for name, total in whole.counts.items():
-        torch.testing.assert_close(total, sum(part.counts[name] for part in parts))
+    for name, total in whole.metric_sums.items():
+        torch.testing.assert_close(total, sum(part.metric_sums[name] for part in parts))
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "dpace"])
@@ -148,7 +148,7 @@ def test_no_number_depends_on_how_many_blocks_a_chunk_has(make, heads):
     for size in (1, 3, 100):
         strategy = make(**heads, objective_chunk_blocks=size, gamma=3.0)
         output = strategy.forward_loss(strategy.collate(SAMPLES, NAMES), HERE)
-        seen.append([output.loss_sum, *gradients(strategy, output.loss_sum).values(), *output.counts.values()])
+        seen.append([output.loss_sum, *gradients(strategy, output.loss_sum).values(), *output.metric_sums.values()])
     for others in seen[:-1]:
         torch.testing.assert_close(others, seen[-1])
 
@@ -343,13 +343,13 @@ def test_the_markov_head_says_more_than_a_backbone_of_what_follows_a_token(parts
             output = strategy.forward_loss(batch, StepContext(step, 60, training=True))
             loss = output.loss_sum / output.loss_weight
             losses.append(loss.item())
-            errors.append(output.counts["confidence_error_sums"].sum().item())
+            errors.append(output.metric_sums["confidence_error_sums"].sum().item())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         assert losses[-1] < 0.7 * losses[0]
         assert errors[-1] < 0.7 * errors[0]
-        tau[rank] = float(output.counts["tau_sums"] / output.counts["accept_len_denoms"])
+        tau[rank] = float(output.metric_sums["tau_sums"] / output.metric_sums["accept_len_denoms"])
     assert tau[16] > 1.3 * tau[0]
 
 

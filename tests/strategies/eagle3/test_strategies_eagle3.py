@@ -56,7 +56,7 @@ def test_attention_back_ends_give_the_same_draft_and_are_no_part_of_it(make_stra
 
 def test_loss_per_step_is_over_supervised_rows_or_all_positions(make_strategy, make_sample):
     samples = [make_sample(mask, seed) for seed, mask in enumerate(MASKS)]
-    by_token, by_position = (run(make_strategy(loss=loss), samples).counts for loss in ("token_mean", "specforge"))
+    by_token, by_position = (run(make_strategy(loss=loss), samples).metric_sums for loss in ("token_mean", "specforge"))
     assert by_token["loss_denoms"].tolist() == by_token["acc_denoms"].tolist()
     assert by_position["loss_denoms"].tolist() == [3 * 12] * 4
 
@@ -75,8 +75,8 @@ def test_ragged_batch_equals_the_sum_of_single_samples(make_strategy, make_sampl
     singles = [run(strategy, [sample]) for sample in samples]
     assert_close(together.loss_sum, sum(s.loss_sum.detach() for s in singles), 1e-12)
     assert together.loss_weight == sum(s.loss_weight for s in singles)
-    for name, counts in together.counts.items():
-        assert_close(counts, sum(s.counts[name] for s in singles), 1e-12, name)
+    for name, counts in together.metric_sums.items():
+        assert_close(counts, sum(s.metric_sums[name] for s in singles), 1e-12, name)
     parts_of_whole = gradients(strategy, sum(s.loss_sum for s in singles))
     for name, found in whole.items():
         assert_close(found, parts_of_whole[name], 1e-12, name)
@@ -127,8 +127,8 @@ def test_labels_outside_the_draft_vocabulary_cost_nothing_and_count_as_wrong(mak
     output = run(strategy, [sample])
     assert output.loss_sum.item() == 0
     assert float(output.loss_weight) == 6
-    assert output.counts["acc_denoms"].tolist() == [6, 5, 4, 3]
-    assert not output.counts["acc_corrects"].any()
+    assert output.metric_sums["acc_denoms"].tolist() == [6, 5, 4, 3]
+    assert not output.metric_sums["acc_corrects"].any()
     assert all(not grad.any() for grad in gradients(strategy, output.loss_sum).values())
 
 
@@ -149,9 +149,9 @@ def test_no_grad_gives_the_same_numbers(make_strategy, make_sample):
     with_grad = run(strategy, samples)
     with torch.no_grad():
         without = run(strategy, samples)
-    assert with_grad.counts.keys() == without.counts.keys()
+    assert with_grad.metric_sums.keys() == without.metric_sums.keys()
     assert torch.equal(with_grad.loss_sum.detach(), without.loss_sum)
-    assert all(torch.equal(with_grad.counts[name], without.counts[name]) for name in with_grad.counts)
+    assert all(torch.equal(with_grad.metric_sums[name], without.metric_sums[name]) for name in with_grad.metric_sums)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -162,14 +162,14 @@ def test_acceptance_rate_equals_plain_transcription(make_strategy, make_sample, 
     batch = strategy.collate(samples, ["a", "b", "c"])
     w = strategy.model.state_dict()
     with torch.no_grad():
-        counts = strategy.forward_loss(batch, StepContext(training=False)).counts
+        counts = strategy.forward_loss(batch, StepContext(training=False)).metric_sums
         states = reference_states(
             w, parts, batch["input_ids"], batch["features"], parts.embedding.to(dtype), strategy.options
         )
         expected = reference_acceptance(
             states,
             w,
-            strategy.chain_gates(batch["loss_mask"], Documents.of(batch)),
+            strategy.chain_label_mask(batch["loss_mask"], Documents.of(batch)),
             batch["last"],
             parts.head.to(dtype),
         )
@@ -204,7 +204,7 @@ def test_an_evaluation_in_specforges_mode_weighs_batches_by_their_positions(make
 
 
 def test_training_does_not_count_acceptance(make_strategy, make_sample):
-    assert not any("acceptance" in name for name in run(make_strategy(), [make_sample(MASKS[0])]).counts)
+    assert not any("acceptance" in name for name in run(make_strategy(), [make_sample(MASKS[0])]).metric_sums)
 
 
 def test_bfloat16_compute_stays_near_float32(make_strategy, make_sample):

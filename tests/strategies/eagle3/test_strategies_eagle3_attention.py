@@ -19,7 +19,7 @@ from draftworks.strategies.eagle3.attention import (
 )
 
 CPU = torch.device("cpu")
-SIX = Documents.after_each_other((6,))
+SIX = Documents.from_lengths((6,))
 
 
 @pytest.mark.skipif(not fused_kernel_works(CPU, torch.float64, 4), reason="this torch lacks the fused CPU kernel")
@@ -51,7 +51,7 @@ def test_sdpa_equals_eager_in_value_and_every_gradient(size):
 def test_flex_equals_eager(size, bounds):
     query, *rest = (x.detach() for x in random_inputs(*size, torch.float32)[1])
     keys, values = rest[: size[-1]], rest[size[-1] :]
-    documents = Documents.after_each_other(size[3])
+    documents = Documents.from_lengths(size[3])
     attends = (flex_ttt_attention, eager_ttt_attention)
     found, expected = (attend(query, keys, values, documents, *bounds) for attend in attends)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -60,7 +60,7 @@ def test_flex_equals_eager(size, bounds):
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
 @pytest.mark.parametrize("lengths", [(11,), (4, 10, 5)], ids=["one", "several"])
 def test_a_row_sees_the_window_that_ends_with_it_and_its_own_later_keys(backend, lengths):
-    documents, window = Documents.after_each_other(lengths), 3
+    documents, window = Documents.from_lengths(lengths), 3
     _, (query, *rest) = random_inputs(1, 2, 2, lengths, 4, 3, torch.float64)
     changed, row = [x.detach().clone() for x in rest], 7
     for x in (changed[0], changed[3]):  # keys and values of step 0
@@ -110,7 +110,7 @@ def test_fused_equals_eager_beyond_one_block_of_the_kernel():
 
 @pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
 def test_later_rows_other_samples_and_other_documents_are_never_seen(backend):
-    documents = Documents.after_each_other((4, 10, 5))
+    documents = Documents.from_lengths((4, 10, 5))
     _, (query, *rest) = random_inputs(2, 2, 2, documents.lengths, 4, 3, torch.float64)
     query, rest = query.detach(), [x.detach().clone() for x in rest]
     before = ttt_attention(query, rest[:3], rest[3:], documents, backend)

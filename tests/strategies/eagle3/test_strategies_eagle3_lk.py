@@ -34,8 +34,8 @@ def test_ragged_batch_equals_the_sum_of_single_samples(make_strategy, make_sampl
     whole = gradients(strategy, together.loss_sum)
     singles = [run(strategy, [sample]) for sample in samples]
     assert together.loss_weight == sum(s.loss_weight for s in singles)
-    for name, counts in together.counts.items():
-        assert_close(counts, sum(s.counts[name] for s in singles), 1e-12, name)
+    for name, counts in together.metric_sums.items():
+        assert_close(counts, sum(s.metric_sums[name] for s in singles), 1e-12, name)
     added_up = gradients(strategy, sum(s.loss_sum for s in singles))
     for name, found in whole.items():
         assert_close(found, added_up[name], 1e-12, name)
@@ -58,11 +58,11 @@ def test_evaluation_and_training_give_the_same_numbers(make_strategy, make_sampl
     weights = [each.loss_weight for each in (training, evaluation)]
     assert_close(training.loss_sum / weights[0], evaluation.loss_sum / weights[1], 1e-12)
     of_evaluations = {"unconditional_acceptance_sums", "unconditional_acceptance_denoms"}
-    assert evaluation.counts.keys() - training.counts.keys() == of_evaluations
-    by_step = [each.counts["loss_sums"] / each.counts["loss_denoms"] for each in (training, evaluation)]
+    assert evaluation.metric_sums.keys() - training.metric_sums.keys() == of_evaluations
+    by_step = [each.metric_sums["loss_sums"] / each.metric_sums["loss_denoms"] for each in (training, evaluation)]
     assert_close(*by_step, 1e-12)
-    same = training.counts.keys() - {"loss_sums", "loss_denoms"}
-    assert all(torch.equal(training.counts[name], evaluation.counts[name]) for name in same)
+    same = training.metric_sums.keys() - {"loss_sums", "loss_denoms"}
+    assert all(torch.equal(training.metric_sums[name], evaluation.metric_sums[name]) for name in same)
 
 
 @pytest.mark.parametrize("loss", ["token_mean", "specforge"])
@@ -96,7 +96,7 @@ def test_training_raises_the_acceptance_of_a_batch_seen_again_and_again(make_str
         (output.loss_sum / output.loss_weight).backward()
         optimizer.step()
         optimizer.zero_grad()
-        rates.append(float(output.counts["acceptance_sums"].sum() / output.counts["acceptance_denoms"].sum()))
+        rates.append(float(output.metric_sums["acceptance_sums"].sum() / output.metric_sums["acceptance_denoms"].sum()))
     assert rates[-1] > rates[0] + 0.2
 
 

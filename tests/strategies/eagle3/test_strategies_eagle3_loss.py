@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, MeanLogAcceptance
-from draftworks.drafts.supervision import teacher_plan, token_mean_gates
+from draftworks.drafts.supervision import teacher_plan, token_mean_label_mask
 from draftworks.drafts.teacher import Teacher
 from draftworks.strategies.eagle3 import loss as losses
 from draftworks.strategies.eagle3.loss import distill
@@ -32,7 +32,7 @@ def case():
     draft_head = torch.randn(len(ids), hidden, generator=generator, dtype=torch.float64)
     mask = torch.rand(2, rows // 2, generator=generator) < 0.8
     leaves = [x.clone().requires_grad_() for x in (draft_head, *states)]
-    return leaves, Teacher(last, head, ids, index), teacher_plan(token_mean_gates(mask, steps)), (1.0, 0.5, 0.25)
+    return leaves, Teacher(last, head, ids, index), teacher_plan(token_mean_label_mask(mask, steps)), (1.0, 0.5, 0.25)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

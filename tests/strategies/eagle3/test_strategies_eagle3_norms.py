@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.draft_io import load_draft, read_config, save_draft
-from draftworks.drafts.rows import ActiveRows
+from draftworks.drafts.rows import ActivePositions
 from draftworks.errors import StoreError
 from draftworks.strategies.eagle3.options import EAGLE3, Eagle3Options
 
@@ -90,7 +90,7 @@ def test_training_on_its_own_proposals_says_them_again(make_strategy, variant):
     proposals = strategy.propose(batch, here, steps)[0, row]
     batch["input_ids"][0, row + 2 : row + 2 + steps] = proposals
     states = strategy.model.unroll(
-        batch["input_ids"], batch["features"], steps, ActiveRows.where(here), Documents.of(batch)
+        batch["input_ids"], batch["features"], steps, ActivePositions.where(here), Documents.of(batch)
     )
     said = [strategy.model.draft_ids[strategy.model.lm_head(state).argmax(-1)].item() for state in states]
     assert said == proposals.tolist()

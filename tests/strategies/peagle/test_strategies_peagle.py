@@ -91,8 +91,8 @@ def test_loss_and_gradients_are_those_of_the_plain_writing(make, options):
     expected = sum(one.loss for one in sums)
     torch.testing.assert_close(output.loss_sum, expected)
     assert output.loss_weight == kept.sum()
-    assert output.counts["acc_corrects"].tolist() == [sum(right) for right in zip(*(one.corrects for one in sums))]
-    assert output.counts["acc_denoms"].tolist() == kept.sum(dim=(1, 2)).tolist()
+    assert output.metric_sums["acc_corrects"].tolist() == [sum(right) for right in zip(*(one.corrects for one in sums))]
+    assert output.metric_sums["acc_denoms"].tolist() == kept.sum(dim=(1, 2)).tolist()
     found, wanted = gradients(strategy, output.loss_sum), gradients(strategy, expected)
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-9, msg=name)
@@ -156,8 +156,8 @@ def test_sums_do_not_depend_on_batching_order_or_padding(make, measuring):
         whole, parts = run(2, 0, 1, extra=30), [run(0), run(1), run(2)]
     torch.testing.assert_close(whole.loss_sum, sum(part.loss_sum for part in parts))
     torch.testing.assert_close(whole.loss_weight, sum(part.loss_weight for part in parts))
-    for name, total in whole.counts.items():
-        torch.testing.assert_close(total, sum(part.counts[name] for part in parts))
+    for name, total in whole.metric_sums.items():
+        torch.testing.assert_close(total, sum(part.metric_sums[name] for part in parts))
 
 
 def test_what_is_behind_a_sample_has_no_part_in_it(make):
@@ -181,7 +181,7 @@ def test_an_evaluation_takes_every_chain_whatever_the_step_and_the_seed(make):
         ]
     assert outputs[0].loss_sum == outputs[1].loss_sum == outputs[2].loss_sum
     # Answers of 5, 4, 3 and 6 tokens, the first of them said by the target.
-    assert outputs[0].counts["acc_denoms"].tolist() == [4 + 3 + 2 + 5, 3 + 2 + 1 + 4, 2 + 1 + 3, 1 + 2]
+    assert outputs[0].metric_sums["acc_denoms"].tolist() == [4 + 3 + 2 + 5, 3 + 2 + 1 + 4, 2 + 1 + 3, 1 + 2]
     training = [strategy.forward_loss(batches[0], StepContext(step, training=True)).loss_sum for step in (0, 5)]
     assert training[0] != training[1]
 
@@ -189,9 +189,9 @@ def test_an_evaluation_takes_every_chain_whatever_the_step_and_the_seed(make):
 def test_acceptance_is_counted_where_there_are_no_gradients(make):
     strategy = make()
     batch = strategy.collate(SAMPLES, NAMES)
-    assert "acceptance_sums" not in strategy.forward_loss(batch, MIDDLE).counts
+    assert "acceptance_sums" not in strategy.forward_loss(batch, MIDDLE).metric_sums
     with torch.no_grad():
-        counts = strategy.forward_loss(batch, MEASURED).counts
+        counts = strategy.forward_loss(batch, MEASURED).metric_sums
     assert (counts["acceptance_sums"] > 0).all()
     assert (counts["acceptance_sums"] < counts["acceptance_denoms"]).all()
     assert (counts["acceptance_denoms"] <= counts["acc_denoms"]).all()

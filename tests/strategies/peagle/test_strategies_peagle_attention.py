@@ -18,7 +18,7 @@ def chains_of(lengths: tuple[int, ...], batch: int = 1, depths: int = 5, share: 
     generator = torch.Generator().manual_seed(sum(lengths))
     alive = torch.rand(depths - 1, batch, sum(lengths), generator=generator) < share
     kept = torch.cat([torch.ones_like(alive[:1]), alive.cumprod(0).bool()])
-    return Chains.of(kept, Documents.after_each_other(lengths))
+    return Chains.of(kept, Documents.from_lengths(lengths))
 
 
 def inputs_of(chains: Chains) -> list[Tensor]:

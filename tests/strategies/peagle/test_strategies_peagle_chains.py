@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.anchors import sample_seed
+from draftworks.drafts.anchors import derive_sample_seed
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.supervision import specforge_gates, token_mean_gates
+from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.strategies.peagle.chains import ByDepth, Chains, Thinning, all_chains, drawn_chains
 
-SEED = torch.tensor([sample_seed(42, "sample")])
+SEED = torch.tensor([derive_sample_seed(42, "sample")])
 DEPTHS = 5
-GATES = {"token_mean": token_mean_gates, "specforge": specforge_gates}
+GATES = {"token_mean": token_mean_label_mask, "specforge": specforge_label_mask}
 masks = st.lists(st.booleans(), min_size=1, max_size=40)
 thinnings = st.builds(Thinning, st.floats(0.1, 1.0), st.floats(0.0, 1.0))
 both_modes = pytest.mark.parametrize("mode", GATES)
@@ -26,9 +26,9 @@ both_modes = pytest.mark.parametrize("mode", GATES)
 
 def drawn(mask: list[bool], mode: str, thinning: Thinning, step: int = 0) -> Tensor:
     """(D, S) of one sample."""
-    documents = Documents.after_each_other((len(mask),))
-    gates = GATES[mode](torch.tensor([mask]), DEPTHS, documents)
-    return drawn_chains(gates, SEED, step, thinning, documents)[:, 0]
+    documents = Documents.from_lengths((len(mask),))
+    label_mask = GATES[mode](torch.tensor([mask]), DEPTHS, documents)
+    return drawn_chains(label_mask, SEED, step, thinning, documents)[:, 0]
 
 
 @both_modes
@@ -37,11 +37,11 @@ def drawn(mask: list[bool], mode: str, thinning: Thinning, step: int = 0) -> Ten
 def test_every_depth_keeps_as_many_as_the_formula_says_of_those_before_it(mode, mask, thinning, step):
     """speculators: int((valid - d) · max(r ** d, r_min)) of the candidates, all where these are fewer."""
     kept = drawn(mask, mode, thinning, step)
-    gates = GATES[mode](torch.tensor([mask]), DEPTHS)[:, 0]
-    assert torch.equal(kept[0], gates[0])
-    valid, before = int(gates[0].sum()), torch.ones(len(mask), dtype=torch.bool)
+    label_mask = GATES[mode](torch.tensor([mask]), DEPTHS)[:, 0]
+    assert torch.equal(kept[0], label_mask[0])
+    valid, before = int(label_mask[0].sum()), torch.ones(len(mask), dtype=torch.bool)
     for depth in range(1, DEPTHS):
-        candidates = before & gates[depth]
+        candidates = before & label_mask[depth]
         assert not (kept[depth] & ~candidates).any()
         quota = int(max(0, valid - depth) * max(thinning.ratio**depth, thinning.least))
         assert kept[depth].sum() == min(quota, int(candidates.sum()))
@@ -52,7 +52,7 @@ def test_every_depth_keeps_as_many_as_the_formula_says_of_those_before_it(mode, 
 @given(mask=masks)
 def test_a_ratio_of_one_keeps_every_chain_that_counts(mask):
     kept = drawn(mask, "token_mean", Thinning(1.0, 0.2))
-    assert torch.equal(kept, token_mean_gates(torch.tensor([mask]), DEPTHS)[:, 0])
+    assert torch.equal(kept, token_mean_label_mask(torch.tensor([mask]), DEPTHS)[:, 0])
 
 
 @both_modes
@@ -63,13 +63,13 @@ def test_a_sample_draws_the_same_whatever_is_around_it(mode, mask, padding, befo
     padded = torch.ones(2, length + padding, dtype=torch.bool)
     padded[1] = F.pad(torch.tensor(mask), (0, padding))
     seeds = torch.cat([SEED + 1, SEED])
-    one_each = Documents.after_each_other((length + padding,))
-    gates = GATES[mode](padded, DEPTHS, one_each)
-    beside = drawn_chains(gates, seeds, 3, thinning, one_each)[:, 1]
+    one_each = Documents.from_lengths((length + padding,))
+    label_mask = GATES[mode](padded, DEPTHS, one_each)
+    beside = drawn_chains(label_mask, seeds, 3, thinning, one_each)[:, 1]
     assert torch.equal(beside[:, :length], alone)
-    packed = Documents.after_each_other((before + 1, length))
-    gates = GATES[mode](torch.tensor([[True] * (before + 1) + mask]), DEPTHS, packed)
-    behind = drawn_chains(gates, seeds, 3, thinning, packed)[:, 0]
+    packed = Documents.from_lengths((before + 1, length))
+    label_mask = GATES[mode](torch.tensor([[True] * (before + 1) + mask]), DEPTHS, packed)
+    behind = drawn_chains(label_mask, seeds, 3, thinning, packed)[:, 0]
     assert torch.equal(behind[:, before + 1 :], alone)
 
 
@@ -88,17 +88,17 @@ def test_every_chain_is_kept_equally_often():
 @both_modes
 def test_all_chains_go_on_until_a_row_that_does_not_count(mode):
     mask = [False, True, True, True, False, True, True, True, True, False]
-    gates = GATES[mode](torch.tensor([mask]), DEPTHS)
-    kept = all_chains(gates)[:, 0]
-    assert torch.equal(kept[0], gates[0, 0])
+    label_mask = GATES[mode](torch.tensor([mask]), DEPTHS)
+    kept = all_chains(label_mask)[:, 0]
+    assert torch.equal(kept[0], label_mask[0, 0])
     for row in range(len(mask)):
-        counted = gates[1:, 0, row].tolist()
+        counted = label_mask[1:, 0, row].tolist()
         expected = counted.index(False) if False in counted else DEPTHS - 1
         assert kept[1:, row].tolist() == [depth < expected for depth in range(DEPTHS - 1)]
 
 
 def test_masked_places_are_listed_chain_by_chain_and_found_again_by_depth():
-    documents = Documents.after_each_other((4, 3))
+    documents = Documents.from_lengths((4, 3))
     kept = torch.zeros(4, 2, 7, dtype=torch.bool)
     kept[0, :, :] = torch.tensor([1, 0, 1, 0, 1, 0, 0])
     kept[1, 0, [1, 5]] = kept[2, 0, 1] = kept[1, 1, 4] = kept[2, 1, 4] = kept[3, 1, 4] = True
