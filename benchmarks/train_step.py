@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from torch import Generator
+    from torch import Generator, Tensor
 
     from draftworks.data.vocab import VocabMapping
     from draftworks.drafts.strategy import DraftStrategy
@@ -122,7 +122,13 @@ def measure(case: Case) -> Result:
 
 
 def prepare(case: Case) -> tuple[DraftStrategy, TrainBatch]:
-    """A draft of a made-up target, and one batch of random features."""
+    """A draft of a made-up target, and one padded batch of random features."""
+    strategy, samples = prepare_samples(case)
+    return strategy, strategy.collate(samples, [str(i) for i in range(case.batch)])
+
+
+def prepare_samples(case: Case) -> tuple[DraftStrategy, list[dict[str, Tensor]]]:
+    """A draft of a made-up target, and samples of random tokens and features."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -133,7 +139,7 @@ def prepare(case: Case) -> tuple[DraftStrategy, TrainBatch]:
         sample["input_ids"] = torch.randint(case.vocab, (case.length,), generator=generator)
         sample["loss_mask"] = torch.arange(case.length) >= round(case.length * (1 - case.loss_share))
         samples.append(sample)
-    return strategy, strategy.collate(samples, [str(i) for i in range(case.batch)])
+    return strategy, samples
 
 
 def made_up_target(case: Case, generator: Generator) -> TargetParts:
