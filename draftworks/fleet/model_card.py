@@ -16,7 +16,7 @@ import yaml
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
-from draftworks.evaluation.ladder.rungs import MEANINGS
+from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
 from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.storage.artifacts import Artifact
@@ -145,7 +145,7 @@ def _acceptance_on(report: ReportSummary) -> tuple[str, str]:
 
 def _rungs(subject: CardSubject) -> str:
     measured = sorted({score.rung for report in subject.reports for score in report.scores})
-    lines = [f"* **Rung {rung}**: {MEANINGS[rung]}" for rung in measured]
+    lines = [f"* **Rung {rung}**: {RUNG_MEANINGS[rung]}" for rung in measured]
     lengths = "Lengths are draft tokens accepted per pass of the target; the token that the target adds itself is not counted."
     return _section("What the rungs mean", "\n".join(lines), lengths)
 

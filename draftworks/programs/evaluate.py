@@ -21,10 +21,11 @@ from draftworks.drafts.strategy import ChainStrategy, DraftStrategy
 from draftworks.errors import ConfigError
 from draftworks.evaluation.baselines import BigramDraft, BigramTable
 from draftworks.evaluation.evaluator import Evaluator, Forward, collate_labels, measure_label_agreement
-from draftworks.evaluation.ladder.differences import Course
-from draftworks.evaluation.ladder.measure import first_prompts, replayed
+from draftworks.evaluation.ladder.differences import AnswerTrace
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
+from draftworks.evaluation.ladder.prompts import select_prompts
+from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.evaluation.ladder.statistics import Resampling
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.writing import save_report
@@ -132,30 +133,32 @@ class _Measuring:
     def every_rung(self, name: str, weights_digest: str) -> DraftMeasurement:
         """Rungs 0 to 4; the target itself decodes on the last, unless it has done so before."""
         captured = [self.samples.tokens.by_id(ref.sample_id) for ref in self.samples.refs]
-        prompts = first_prompts(captured, self.run.evaluation.loop.prompts)
-        found = self._with_replay(name, courses_of={prompt.sample_id for prompt in prompts})
+        prompts = select_prompts(captured, self.run.evaluation.loop.prompts)
+        found = self._with_replay(name, trace_ids={prompt.sample_id for prompt in prompts})
         rung4 = Rung4(
             self.run,
             self.draft,
             weights_digest,
             prompts,
-            found.courses,
+            found.traces,
             self.draft_tokens,
             self.device,
             say=lambda text: self._say(f"{name}: {text}"),
         )
         return replace(found.measured, loops=rung4.measure())
 
-    def _with_replay(self, name: str, courses_of: Collection[str] = ()) -> _Measured:
+    def _with_replay(self, name: str, trace_ids: Collection[str] = ()) -> _Measured:
         result = self.accuracy(name, self.strategy.forward_loss)
-        found = replayed(self.strategy, self.loader(), self.draft_tokens, self.device, courses_of)
+        found = replay_all(self.strategy, self.loader(), self.draft_tokens, self.device, trace_ids)
         measured = DraftMeasurement(result, tuple(one.blocks for one in found), tuple(one.walk for one in found))
         walk = micro_mean(measured.walk)
         if walk is not None:
             self._say(
                 f"{name}: {walk:.3f} accepted tokens per pass of the target (rung 3, {self.draft_tokens} proposed)"
             )
-        return _Measured(measured, {one.walk.sample_id: one.first for one in found if one.first is not None})
+        return _Measured(
+            measured, {one.walk.sample_id: one.first_answer for one in found if one.first_answer is not None}
+        )
 
     def bigram(self) -> BigramDraft:
         """The table, counted as the draft is: the same rows at the same steps."""
@@ -192,7 +195,7 @@ class _Measured:
     """A draft's replayed rungs, and the walks that were wanted token by token, by sample id."""
 
     measured: DraftMeasurement
-    courses: Mapping[str, Course]
+    traces: Mapping[str, AnswerTrace]
 
 
 def _columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:

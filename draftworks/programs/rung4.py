@@ -14,12 +14,12 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
 from draftworks.distributed.collectives import from_rank_0, on_every_rank, rank
 from draftworks.evaluation.ladder.decoding import DecodingLimits
-from draftworks.evaluation.ladder.differences import Course
-from draftworks.evaluation.ladder.loop import Loop, loop_revision
-from draftworks.evaluation.ladder.loop_cache import Found, LoopCache, LoopIdentity
-from draftworks.evaluation.ladder.measure import Prompt
+from draftworks.evaluation.ladder.differences import AnswerTrace
+from draftworks.evaluation.ladder.loop import DecodingLoop, get_loop_revision
+from draftworks.evaluation.ladder.loop_cache import LoopCache, LoopIdentity, LoopLookup
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import micro_mean
+from draftworks.evaluation.ladder.prompts import Prompt
 from draftworks.programs.assembly import Draft
 from draftworks.storage.identity import digest
 
@@ -38,7 +38,7 @@ class Rung4:
     draft: Draft
     weights_digest: str
     prompts: Sequence[Prompt]
-    walks: Mapping[str, Course]
+    walks: Mapping[str, AnswerTrace]
     draft_tokens: int
     device: torch.device
     say: Callable[[str], None]
@@ -53,7 +53,9 @@ class Rung4:
             return ()
         identities = [self._identity(temperature) for temperature in self.run.evaluation.loop.temperatures]
         cache = self._on_rank_0(self._cache)
-        found: list[Found] = self._on_rank_0(lambda: [Found() if cache is None else cache.find(i) for i in identities])
+        found: list[LoopLookup] = self._on_rank_0(
+            lambda: [LoopLookup() if cache is None else cache.find(i) for i in identities]
+        )
         loops = []
         for identity, one in zip(identities, found):
             if one.problem is not None:
@@ -67,18 +69,20 @@ class Rung4:
         """Kept as soon as it is measured: an interruption later on loses nothing of it."""
         walks = self.walks if identity.temperature == 0 else None
         measured = self._loop.measure(self.prompts, identity.temperature, walks)
-        self._on_rank_0(lambda: None if cache is None else cache.keep(identity, measured))
+        self._on_rank_0(lambda: None if cache is None else cache.store(identity, measured))
         return measured
 
     @cached_property
-    def _loop(self) -> Loop:
+    def _loop(self) -> DecodingLoop:
         """With the target in memory."""
         from draftworks.capture.engines.hf import load_hf_engine
 
         run, target = self.run, self.run.target
         engine = load_hf_engine(target, CaptureSpec(compute_dtype=run.evaluation.loop.compute_dtype), self.device)
         taps = resolve_strategy(run.strategy).taps(target.num_layers, self.draft.options)
-        return Loop(engine.model, self.draft.strategy, taps, self._limits, self.draft_tokens, run.seed, run.max_length)
+        return DecodingLoop(
+            engine.model, self.draft.strategy, taps, self._limits, self.draft_tokens, run.seed, run.max_length
+        )
 
     @cached_property
     def _limits(self) -> DecodingLimits:
@@ -98,7 +102,7 @@ class Rung4:
             max_length=self.run.max_length,
             compute_dtype=self.run.evaluation.loop.compute_dtype,
             seed=self.run.seed,
-            revision=loop_revision(self.run.target),
+            revision=get_loop_revision(self.run.target),
         )
 
     def _prompts_digest(self, compared: bool) -> str:
@@ -122,6 +126,6 @@ def _told(loop: LoopMeasurement, known: bool) -> str:
         f"{micro_mean(loop.prompts) or 0:.3f} accepted tokens per pass in the real loop at temperature "
         f"{loop.temperature:g} (rung 4), {loop.speed_up:.2f} times the speed of plain decoding"
     )
-    if not known or loop.occasion is None:
+    if not known or loop.timing_context is None:
         return told
-    return f"{told}; measured before, on {loop.occasion.device} at {loop.occasion.date:%Y-%m-%d %H:%M %Z}"
+    return f"{told}; measured before, on {loop.timing_context.device} at {loop.timing_context.date:%Y-%m-%d %H:%M %Z}"

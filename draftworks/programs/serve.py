@@ -17,9 +17,17 @@ from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.process_group import resolve_device
 from draftworks.errors import ConfigError, DataError, EngineError
 from draftworks.evaluation.ladder.decoding import DecodingLimits
-from draftworks.evaluation.ladder.loop import occasion
-from draftworks.evaluation.ladder.served import SERVED, Agreement, Question, Served, agreement, questions, serve
-from draftworks.evaluation.ladder.statistics import Resampling, summary
+from draftworks.evaluation.ladder.loop import current_timing_context
+from draftworks.evaluation.ladder.server_acceptance import (
+    SERVER_METRIC,
+    ServerMeasurement,
+    ServerPrompt,
+    WalkAgreement,
+    ask_server,
+    build_server_prompts,
+    compare_with_walk,
+)
+from draftworks.evaluation.ladder.statistics import Resampling, summarize_acceptance
 from draftworks.evaluation.report.comparison import walk_of
 from draftworks.export.names import DRAFT_FOLDER
 from draftworks.programs.program import ProgramContext, run_program
@@ -52,26 +60,26 @@ def measure(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
         _require_cpu_can(run)
     stop_ids = ChatTokenizer.load(run.target).eos_ids
     limits = DecodingLimits(run.max_new_tokens, stop_ids)
-    asked = questions(TokenizedSet.open(run.tokens), run.serving.prompts, limits, run.max_length)
+    asked = build_server_prompts(TokenizedSet.open(run.tokens), run.serving.prompts, limits, run.max_length)
     if not asked:
         raise DataError(f"{run.tokens}: expected samples with a prompt before their answer, found none to ask a server")
     with _serving(run, ctx, _options(run, device, speculation)) as client:
         live = _ask(client, run, ctx, asked, stop_ids)
     resampling = Resampling(run.confidence, run.resamples)
-    compared = agreement(live.served.prompts, walk_of(run.report), run.serving.tolerance, resampling)
+    compared = compare_with_walk(live.served.prompts, walk_of(run.report), run.serving.tolerance, resampling)
     ctx.log(_told(live, compared))
     result = {
         "schema_version": SCHEMA_VERSION,
-        "metric": f"eval/{SERVED}",
+        "metric": f"eval/{SERVER_METRIC}",
         "rung": 6,
-        "acceptance": summary(live.served.prompts, resampling).to_json(),
+        "acceptance": summarize_acceptance(live.served.prompts, resampling).to_json(),
         "prompts": {one.sample_id: list(one.histogram) for one in live.served.prompts},
         "walk": compared.to_json(),
         **live.to_json(),
         "algorithm": speculation.algorithm,
         "compute_dtype": run.serving.compute_dtype,
         "concurrency": run.serving.concurrency,
-        "occasion": occasion(resolve_device(run.serving.device)).to_json(),
+        "occasion": current_timing_context(resolve_device(run.serving.device)).to_json(),
     }
     publish_json(run.out / RESULT, result)
     return {name: value for name, value in result.items() if name != "prompts"}
@@ -87,7 +95,7 @@ class _Live:
         accept_length: tokens per pass as /server_info has them; None where it has none.
     """
 
-    served: Served
+    served: ServerMeasurement
     seconds: float
     counters: Counters
     accept_length: float | None
@@ -96,7 +104,7 @@ class _Live:
     def to_json(self) -> dict[str, Any]:
         return {
             "answers": self.served.answers,
-            "same_answers": self.served.same,
+            "same_answers": self.served.identical_answers,
             "tokens": self.served.tokens,
             "seconds": round(self.seconds, 3),
             "tokens_per_second": round(self.served.tokens / self.seconds, 2),
@@ -143,7 +151,7 @@ class _AnsweringProgress:
 
 
 def _ask(
-    client: SpeculatingClient, run: ServeRun, ctx: ProgramContext, asked: list[Question], stop_ids: tuple[int, ...]
+    client: SpeculatingClient, run: ServeRun, ctx: ProgramContext, asked: list[ServerPrompt], stop_ids: tuple[int, ...]
 ) -> _Live:
     info = client.raw_info()
     proposed = verified_tokens(info) - 1
@@ -153,14 +161,14 @@ def _ask(
             "the same. Leave evaluation.draft_tokens out for a draft whose own configuration says how many it proposes"
         )
 
-    def answer(question: Question):
-        sampling = {"temperature": 0.0, "max_new_tokens": question.room, "stop_token_ids": list(stop_ids)}
+    def answer(question: ServerPrompt):
+        sampling = {"temperature": 0.0, "max_new_tokens": question.max_new_tokens, "stop_token_ids": list(stop_ids)}
         return client.answer(GenerateRequest(uuid.uuid4().hex, question.prompt, sampling))
 
     before, started = client.counters(), time.monotonic()
     progress = _AnsweringProgress(ctx, len(asked), started)
     ctx.log(f"SGLang is ready: {len(asked)} answers, {run.serving.concurrency} at a time")
-    served = serve(asked, answer, run.serving.concurrency, progress.add)
+    served = ask_server(asked, answer, run.serving.concurrency, progress.add)
     seconds = time.monotonic() - started
     return _Live(
         served,
@@ -201,12 +209,12 @@ def _require_cpu_can(run: ServeRun) -> None:
     require_cpu_speculation(Path(run.sglang.python))
 
 
-def _told(live: _Live, compared: Agreement) -> str:
+def _told(live: _Live, compared: WalkAgreement) -> str:
     served, paired = live.served, compared.paired
     return (
-        f"{served.tokens} tokens in {served.passes} passes (rung 6), {served.same} of {served.answers} answers are the eval "
+        f"{served.tokens} tokens in {served.passes} passes (rung 6), {served.identical_answers} of {served.answers} answers are the eval "
         f"set's own; {paired.difference:+.3f} accepted tokens per pass against the walk (rung 3) on {paired.prompts} "
-        f"samples, {compared.equal} of them equal count for count"
+        f"samples, {compared.equal_samples} of them equal count for count"
     )
 
 

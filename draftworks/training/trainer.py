@@ -15,7 +15,7 @@ from draftworks.distributed.collectives import rank
 from draftworks.drafts.draft_io import read_weights
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.evaluation.evaluator import Evaluator
-from draftworks.evaluation.ladder.replay import with_replay
+from draftworks.evaluation.ladder.replay import forward_with_replay
 from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, EvalResult
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.schedule import TrainSchedule
@@ -115,7 +115,7 @@ class Trainer:
         self._evaluator = Evaluator(device)
         self._forward = self.strategy.forward_loss
         if training.best_metric in (BLOCK_METRIC, WALK_METRIC):
-            self._forward = with_replay(strategy, strategy.draft_tokens)
+            self._forward = forward_with_replay(strategy, strategy.draft_tokens)
         if resumed is not None:
             resumed.restore(optimizer, device)
             self.controller.restore(resumed)

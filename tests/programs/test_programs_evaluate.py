@@ -63,7 +63,7 @@ def test_another_slice_column_decodes_nothing_again(trained: RunFiles, tmp_path:
     again = run_of(trained, tmp_path / "again", tmp_path / "loops", slices=("length",))
     assert loops_of(again) == first
     assert loads == ["tiny"]
-    assert f"{first[0].occasion.date:%Y-%m-%d %H:%M} UTC" in (again.out / "report.md").read_text()
+    assert f"{first[0].timing_context.date:%Y-%m-%d %H:%M} UTC" in (again.out / "report.md").read_text()
 
 
 def test_only_a_temperature_that_is_new_is_decoded(

@@ -15,7 +15,7 @@ from fake_speculating_sglang import Script, fake_python, key
 from draftworks.config.run_files import TOKENS_FOLDER
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.evaluation.ladder.decoding import DecodingLimits
-from draftworks.evaluation.ladder.served import questions
+from draftworks.evaluation.ladder.server_acceptance import build_server_prompts
 from draftworks.evaluation.report.comparison import walk_of
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.targets.registry import HELDOUT
@@ -35,7 +35,7 @@ def served_like_the_walk(site: Any, folder: Path) -> Script:
     store = ArtifactStore(site.var)
     tokens = TokenizedSet.open(store.current(f"{HELDOUT}_responses", "small").path / TOKENS_FOLDER)
     walk = {one.sample_id: one for one in walk_of(store.current("eagle3_report", "small").path / HELDOUT)}
-    asked = questions(tokens, len(tokens), DecodingLimits(24), max_length=96)
+    asked = build_server_prompts(tokens, len(tokens), DecodingLimits(24), max_length=96)
     answers = {key(list(q.prompt)): (list(q.expected), list(walk[q.sample_id].histogram)) for q in asked}
     script = Script(answers)
     (site.registry / "deployment.yaml").write_text(f"sglang: {{python: {fake_python(folder, script)}}}\n")

@@ -46,7 +46,10 @@ class ReportFolders:
         self, draft: str, answers: str, accepted: Mapping[str, list[int]], draft_tokens: int = 3
     ) -> Artifact:
         """A report of a draft, by the draft tokens that each pass of the walk accepted on each prompt; none is no walk."""
-        walk = [PromptAcceptance.of_passes(name, found, sum(found) + len(found)) for name, found in accepted.items()]
+        walk = [
+            PromptAcceptance.from_accepted_counts(name, found, sum(found) + len(found))
+            for name, found in accepted.items()
+        ]
         measured = {"trained": DraftMeasurement(ACCURACY, walk=tuple(walk)), "untrained": DraftMeasurement(ACCURACY)}
 
         def build(out: Path) -> BuildResult:

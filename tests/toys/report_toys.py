@@ -20,7 +20,7 @@ DRAFT_TOKENS = 3
 def prompts(*accepted: list[int]) -> tuple[PromptAcceptance, ...]:
     """Prompts s0, s1, ... by the accepted tokens of their passes."""
     return tuple(
-        PromptAcceptance.of_passes(f"s{index}", lengths, sum(lengths) + len(lengths))
+        PromptAcceptance.from_accepted_counts(f"s{index}", lengths, sum(lengths) + len(lengths))
         for index, lengths in enumerate(accepted)
     )
 

@@ -14,17 +14,17 @@ from transformers import PreTrainedModel
 from draftworks.drafts.sampling import Verdict, distribution, draw, verify
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError
-from draftworks.evaluation.ladder.differences import Course, Difference
+from draftworks.evaluation.ladder.differences import AnswerTrace, Difference
 from draftworks.evaluation.ladder.prompt_acceptance import Pass, PromptAcceptance
 from draftworks.evaluation.ladder.target_session import TargetPass, TargetSession
 from draftworks.storage.identity import LayerTap
 
-NEARLY_GREEDY = 1 / 16
+LOW_TEMPERATURE = 1 / 16
 """A temperature at which a draft says its best guesses, and at which gaps up to 5 have probabilities in float32."""
-TRIES = 16
+MAX_TRIES = 16
 
 
-def with_gap(
+def add_gap(
     difference: Difference,
     model: PreTrainedModel,
     strategy: DraftStrategy,
@@ -38,20 +38,20 @@ def with_gap(
         answer: to `prompt`, as the loop gave it.
     """
     if difference.place is None:
-        gap = target_gap(model, [*prompt, *answer[: difference.position]])
+        gap = measure_target_gap(model, [*prompt, *answer[: difference.position]])
     else:
         said, guesses = difference.position - difference.place, difference.place
-        gap = draft_gap(model, strategy, taps, [*prompt, *answer[:said]], answer[said : said + guesses])
+        gap = measure_draft_gap(model, strategy, taps, [*prompt, *answer[:said]], answer[said : said + guesses])
     return replace(difference, gap=gap)
 
 
-def target_gap(model: PreTrainedModel, tokens: Sequence[int]) -> float | None:
+def measure_target_gap(model: PreTrainedModel, tokens: Sequence[int]) -> float | None:
     """Of what the target says after `tokens`; None where the second largest logit is minus infinity."""
-    largest = TargetSession(model).read(tokens).logits[-1].double().topk(2).values
+    largest = TargetSession(model).forward(tokens).logits[-1].double().topk(2).values
     return _finite(float(largest[0] - largest[1]))
 
 
-def draft_gap(
+def measure_draft_gap(
     model: PreTrainedModel,
     strategy: DraftStrategy,
     taps: Sequence[LayerTap],
@@ -66,16 +66,16 @@ def draft_gap(
     Returns:
         None where the draft did not repeat these guesses, or where the gap is too large for a probability.
     """
-    features = TargetSession(model, taps).read(tokens[:-1]).features
+    features = TargetSession(model, taps).forward(tokens[:-1]).features
     following = torch.tensor(tokens[1:], device=model.device)
     generator = Generator(model.device).manual_seed(0)
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         drafter = strategy.drafter()
         drafter.extend(features, following)
-        proposal = drafter.propose(len(guesses) + 1, NEARLY_GREEDY, generator)
+        proposal = drafter.propose(len(guesses) + 1, LOW_TEMPERATURE, generator)
         if proposal.tokens[:-1].tolist() == list(guesses):
             likeliest = proposal.probabilities[-1].double().topk(2).values
-            return _finite(NEARLY_GREEDY * float(likeliest.log().diff().neg()))
+            return _finite(LOW_TEMPERATURE * float(likeliest.log().diff().neg()))
     return None
 
 
@@ -96,7 +96,7 @@ class DecodingLimits:
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodingResult:
     """An answer, and the seconds it took, prefill included."""
 
     tokens: tuple[int, ...]
@@ -104,15 +104,15 @@ class Decoded:
 
 
 @dataclass(frozen=True)
-class Speculated(Decoded):
+class SpeculativeDecodingResult(DecodingResult):
     """`passes` are those after the prefill, which gives the first token; `acceptance` counts them."""
 
     acceptance: PromptAcceptance
     passes: tuple[Pass, ...]
 
     @property
-    def course(self) -> Course:
-        return Course(self.tokens, self.passes)
+    def trace(self) -> AnswerTrace:
+        return AnswerTrace(self.tokens, self.passes)
 
 
 @dataclass
@@ -144,16 +144,16 @@ def decode(
     limits: DecodingLimits,
     temperature: float = 0.0,
     generator: Generator | None = None,
-) -> Decoded:
+) -> DecodingResult:
     """Plain decoding with a cache."""
     started = time.perf_counter()
     session, answer = TargetSession(model), _Answer(limits)
-    logits = session.read(prompt).logits[-1]
+    logits = session.forward(prompt).logits[-1]
     answer.say([_next(logits, temperature, generator)])
     while not answer.over:
-        logits = session.read(answer.tokens[-1:]).logits[-1]
+        logits = session.forward(answer.tokens[-1:]).logits[-1]
         answer.say([_next(logits, temperature, generator)])
-    return Decoded(tuple(answer.tokens), time.perf_counter() - started)
+    return DecodingResult(tuple(answer.tokens), time.perf_counter() - started)
 
 
 def speculate(
@@ -166,7 +166,7 @@ def speculate(
     temperature: float = 0.0,
     generator: Generator | None = None,
     sample_id: str = "",
-) -> Speculated:
+) -> SpeculativeDecodingResult:
     """Speculative decoding: the draft proposes `count` tokens, the target verifies them in one pass.
 
     Greedy, the answer is that of `decode` token for token, to rounding of the target's logits; at a temperature it has the
@@ -179,8 +179,8 @@ def speculate(
         raise ConfigError("a prompt of no tokens: speculative decoding begins at the last prompt position")
     started = time.perf_counter()
     session, answer, drafter = TargetSession(model, taps, rewinds=True), _Answer(limits), strategy.drafter()
-    seen = session.read(prompt)
-    session.keep(len(prompt))
+    seen = session.forward(prompt)
+    session.rewind_to(len(prompt))
     answer.say([_next(seen.logits[-1], temperature, generator)])
     following = torch.tensor([*prompt[1:], answer.tokens[-1]], device=model.device)
     known = len(prompt)
@@ -189,23 +189,25 @@ def speculate(
         drafter.extend(seen.features, following)
         proposal = drafter.propose(count, temperature, generator)
         proposed = proposal.tokens.tolist()
-        seen = session.read([answer.tokens[-1], *proposed])
+        seen = session.forward([answer.tokens[-1], *proposed])
         verdict: Verdict = verify(proposal, seen.logits, temperature, generator)
         said = [*proposed[: verdict.accepted], verdict.next_token]
         passes.append(_pass(proposed, verdict.accepted, emitted=answer.say(said)))
         rows = verdict.accepted + 1
         known += rows
-        session.keep(known)
+        session.rewind_to(known)
         seen = TargetPass(seen.logits[:rows], {name: stream[:rows] for name, stream in seen.features.items()})
         following = torch.tensor(said, device=model.device)
     seconds = time.perf_counter() - started
-    return Speculated(tuple(answer.tokens), seconds, PromptAcceptance.of(sample_id, passes), tuple(passes))
+    return SpeculativeDecodingResult(
+        tuple(answer.tokens), seconds, PromptAcceptance.of(sample_id, passes), tuple(passes)
+    )
 
 
 def _pass(proposed: Sequence[int], accepted: int, emitted: int) -> Pass:
     """Where the answer ended within what was accepted, the rest of it does not count."""
-    refused = proposed[accepted] if accepted < min(emitted, len(proposed)) else None
-    return Pass(min(accepted, emitted), emitted, refused)
+    rejected = proposed[accepted] if accepted < min(emitted, len(proposed)) else None
+    return Pass(min(accepted, emitted), emitted, rejected)
 
 
 def _next(logits: Tensor, temperature: float, generator: Generator | None) -> int:

@@ -12,14 +12,14 @@ from draftworks.evaluation.ladder.prompt_acceptance import Pass
 
 
 @dataclass(frozen=True)
-class Course:
+class AnswerTrace:
     """How one greedy answer came about, on rung 3 or 4: its tokens, and the passes after the prefill, which gives the first."""
 
     answer: tuple[int, ...]
     passes: tuple[Pass, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"answer": list(self.answer), "passes": [[one.accepted, one.refused] for one in self.passes]}
+        return {"answer": list(self.answer), "passes": [[one.accepted, one.rejected_token] for one in self.passes]}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Difference:
         return cls(**values)
 
 
-def first_difference(sample_id: str, walk: Course, loop: Course) -> Difference | None:
+def first_difference(sample_id: str, walk: AnswerTrace, loop: AnswerTrace) -> Difference | None:
     """None where both say the same and accept the same in every pass."""
     if walk.answer != loop.answer:
         position = len(os.path.commonprefix([walk.answer, loop.answer]))
@@ -63,7 +63,7 @@ def first_difference(sample_id: str, walk: Course, loop: Course) -> Difference |
         if walked.accepted != looped.accepted:
             place = min(walked.accepted, looped.accepted)
             token = walk.answer[before + place]
-            proposed = [token if one.accepted > place else one.refused for one in (walked, looped)]
+            proposed = [token if one.accepted > place else one.rejected_token for one in (walked, looped)]
             return Difference(sample_id, "draft", before + place, *proposed, pass_number=number, place=place)
         before += walked.accepted + 1
     return None

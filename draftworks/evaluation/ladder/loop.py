@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from draftworks.config.run_files import TargetFiles
 from draftworks.distributed.collectives import from_rank_0, gather_from_ranks, rank, world_size
 from draftworks.drafts.strategy import DraftStrategy
-from draftworks.evaluation.ladder.decoding import DecodingLimits, decode, speculate, with_gap
-from draftworks.evaluation.ladder.differences import Course, Difference, first_difference
-from draftworks.evaluation.ladder.measure import Prompt
-from draftworks.evaluation.ladder.measurement import LoopMeasurement, Occasion
+from draftworks.evaluation.ladder.decoding import DecodingLimits, add_gap, decode, speculate
+from draftworks.evaluation.ladder.differences import AnswerTrace, Difference, first_difference
+from draftworks.evaluation.ladder.measurement import LoopMeasurement, TimingContext
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.ladder.target_session import sums_up
+from draftworks.evaluation.ladder.prompts import Prompt
+from draftworks.evaluation.ladder.target_session import has_recurrent_state
 from draftworks.storage.identity import LayerTap, digest
 
 LOOP_REVISION = 1
@@ -27,13 +27,13 @@ _REWOUND = 2
 """Of targets whose layers keep one state of all that they have read: at first it was not put back after a refusal."""
 
 
-def loop_revision(target: TargetFiles) -> int:
+def get_loop_revision(target: TargetFiles) -> int:
     """Of what a loop with this target counts. Reads its config."""
-    return _REWOUND if sums_up(target) else LOOP_REVISION
+    return _REWOUND if has_recurrent_state(target) else LOOP_REVISION
 
 
 @dataclass(frozen=True)
-class Loop:
+class DecodingLoop:
     """A target, its draft, and how they decode together.
 
     Attributes:
@@ -44,12 +44,12 @@ class Loop:
     strategy: DraftStrategy
     taps: Sequence[LayerTap]
     limits: DecodingLimits
-    count: int
+    draft_tokens: int
     seed: int
     max_length: int | None = None
 
     def measure(
-        self, prompts: Sequence[Prompt], temperature: float, walks: Mapping[str, Course] | None = None
+        self, prompts: Sequence[Prompt], temperature: float, walks: Mapping[str, AnswerTrace] | None = None
     ) -> LoopMeasurement:
         """Decode every prompt with and without the draft, one after the other; ranks share the prompts. A collective.
 
@@ -71,10 +71,10 @@ class Loop:
             tokens=sum(part.tokens for part in parts),
             plain_tokens=sum(part.plain_tokens for part in parts),
             differences=None if walks is None else found,
-            occasion=from_rank_0(occasion(self.model.device)),
+            timing_context=from_rank_0(current_timing_context(self.model.device)),
         )
 
-    def _one(self, prompt: Prompt, temperature: float, walk: Course | None = None) -> _Part:
+    def _one(self, prompt: Prompt, temperature: float, walk: AnswerTrace | None = None) -> _Part:
         limits = self.limits
         if self.max_length is not None:
             limits = limits.within(self.max_length - len(prompt.tokens))
@@ -85,33 +85,33 @@ class Loop:
             self.taps,
             prompt.tokens,
             limits,
-            self.count,
+            self.draft_tokens,
             temperature,
             self._generator(prompt),
             prompt.sample_id,
         )
-        difference = None if walk is None else self._difference(prompt, walk, spoken.course)
+        difference = None if walk is None else self._difference(prompt, walk, spoken.trace)
         return _Part(
             spoken.acceptance, spoken.seconds, plain.seconds, len(spoken.tokens), len(plain.tokens), difference
         )
 
-    def _difference(self, prompt: Prompt, walk: Course, loop: Course) -> Difference | None:
+    def _difference(self, prompt: Prompt, walk: AnswerTrace, loop: AnswerTrace) -> Difference | None:
         found = first_difference(prompt.sample_id, walk, loop)
         if found is None:
             return None
-        return with_gap(found, self.model, self.strategy, self.taps, prompt.tokens, loop.answer)
+        return add_gap(found, self.model, self.strategy, self.taps, prompt.tokens, loop.answer)
 
     def _generator(self, prompt: Prompt) -> torch.Generator:
         """A prompt's own, from (seed, sample id): what one prompt draws does not depend on the others, or on the ranks."""
         return torch.Generator(self.model.device).manual_seed(int(digest([self.seed, prompt.sample_id])[:15], 16))
 
 
-def occasion(device: torch.device) -> Occasion:
+def current_timing_context(device: torch.device) -> TimingContext:
     """Here and now."""
     threads = torch.get_num_threads()
     cpu = f"{platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-    return Occasion(name, datetime.now(UTC).replace(microsecond=0))
+    return TimingContext(name, datetime.now(UTC).replace(microsecond=0))
 
 
 @dataclass(frozen=True)

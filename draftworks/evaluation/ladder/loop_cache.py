@@ -61,7 +61,7 @@ class LoopIdentity:
 
 
 @dataclass(frozen=True)
-class Found:
+class LoopLookup:
     """A measurement that was kept; without one, what is wrong with the entry if there is any."""
 
     measurement: LoopMeasurement | None = None
@@ -105,25 +105,27 @@ class LoopCache:
     def path(self, identity: LoopIdentity) -> Path:
         return self.folder / f"{identity.key}.json"
 
-    def find(self, identity: LoopIdentity) -> Found:
+    def find(self, identity: LoopIdentity) -> LoopLookup:
         """What was kept under this identity; an entry that is damaged or another's is as good as none."""
         path = self.path(identity)
         try:
             entry = LoopEntry.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
             if entry.identity != identity.to_json():
                 differing = "; ".join(describe_changes(identity.to_json(), entry.identity))
-                return Found(problem=f"{path} is of another loop: {differing}")
+                return LoopLookup(problem=f"{path} is of another loop: {differing}")
             if entry.digest != digest(entry.measurement):
-                return Found(problem=f"{path} is altered: expected {entry.digest}, found {digest(entry.measurement)}")
-            return Found(_measurement(entry.measurement))
+                return LoopLookup(
+                    problem=f"{path} is altered: expected {entry.digest}, found {digest(entry.measurement)}"
+                )
+            return LoopLookup(_measurement(entry.measurement))
         except FileNotFoundError:
-            return Found()
+            return LoopLookup()
         except ValidationError as error:
-            return Found(problem=describe(error, LoopEntry, str(path)))
+            return LoopLookup(problem=describe(error, LoopEntry, str(path)))
         except (OSError, ValueError, LookupError, TypeError, DraftworksError) as error:
-            return Found(problem=f"{path} cannot be read: {error!r}")
+            return LoopLookup(problem=f"{path} cannot be read: {error!r}")
 
-    def keep(self, identity: LoopIdentity, measured: LoopMeasurement) -> Path:
+    def store(self, identity: LoopIdentity, measured: LoopMeasurement) -> Path:
         """Publish an entry, in place of one that is there.
 
         Raises:

@@ -11,11 +11,11 @@ from draftworks.evaluation.ladder.differences import Difference
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, micro_mean
 from draftworks.evaluation.result import EvalResult
 
-TIMED = ("temperature", "seconds", "plain_seconds", "tokens", "plain_tokens")
+TIMED_FIELDS = ("temperature", "seconds", "plain_seconds", "tokens", "plain_tokens")
 
 
 @dataclass(frozen=True)
-class Occasion:
+class TimingContext:
     """Where and when something was timed. `date` has a time zone."""
 
     device: str
@@ -25,7 +25,7 @@ class Occasion:
         return {"device": self.device, "date": self.date.isoformat()}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Occasion:
+    def from_json(cls, values: Mapping[str, Any]) -> TimingContext:
         return cls(values["device"], datetime.fromisoformat(values["date"]))
 
 
@@ -36,7 +36,7 @@ class LoopMeasurement:
     Attributes:
         seconds, plain_seconds: of decoding all prompts, prefill included; `tokens`, `plain_tokens` what came out.
         differences: where the loop and the walk part; None where they were not compared, as at a temperature above 0.
-        occasion: of the seconds: a measurement may be older than the report it is in. None where it is not known.
+        timing_context: of the seconds: a measurement may be older than the report it is in. None where it is not known.
     """
 
     temperature: float
@@ -46,7 +46,7 @@ class LoopMeasurement:
     tokens: int
     plain_tokens: int
     differences: tuple[Difference, ...] | None = None
-    occasion: Occasion | None = None
+    timing_context: TimingContext | None = None
 
     @property
     def speed_up(self) -> float:
@@ -56,20 +56,20 @@ class LoopMeasurement:
     def to_json(self) -> dict[str, Any]:
         """All but the prompts, of which there may be many."""
         return {
-            **{name: getattr(self, name) for name in TIMED},
+            **{name: getattr(self, name) for name in TIMED_FIELDS},
             "differences": None if self.differences is None else [asdict(each) for each in self.differences],
-            "occasion": None if self.occasion is None else self.occasion.to_json(),
+            "occasion": None if self.timing_context is None else self.timing_context.to_json(),
         }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], prompts: tuple[PromptAcceptance, ...]) -> LoopMeasurement:
-        """From `to_json`, which may have more entries than these, and of old reports has no differences and no occasion."""
-        differences, occasion = values.get("differences"), values.get("occasion")
+        """From `to_json`, which may have more entries than these, and of old reports has no differences and no timing context."""
+        differences, context = values.get("differences"), values.get("occasion")
         return cls(
             prompts=prompts,
-            **{name: values[name] for name in TIMED},
+            **{name: values[name] for name in TIMED_FIELDS},
             differences=None if differences is None else tuple(Difference.from_json(each) for each in differences),
-            occasion=None if occasion is None else Occasion.from_json(occasion),
+            timing_context=None if context is None else TimingContext.from_json(context),
         )
 
 
@@ -90,11 +90,11 @@ class DraftMeasurement:
 
     def metrics(self) -> dict[str, Any]:
         """All rungs by name: those of the result, and accepted tokens per pass of the others."""
-        counted = {f"eval/{name}_acc_len": micro_mean(prompts) for name, prompts in self.rungs().items()}
+        counted = {f"eval/{name}_acc_len": micro_mean(prompts) for name, prompts in self.prompts_by_rung().items()}
         speed_ups = {f"eval/rung4_loop_t{loop.temperature:g}_speed_up": loop.speed_up for loop in self.loops}
         return {**self.result.metrics(), **counted, **speed_ups}
 
-    def rungs(self) -> dict[str, tuple[PromptAcceptance, ...]]:
+    def prompts_by_rung(self) -> dict[str, tuple[PromptAcceptance, ...]]:
         """What counts passes, by the name under which it is published."""
         counted = {"rung2_block": self.blocks, "rung3_walk": self.walk}
         counted |= {f"rung4_loop_t{loop.temperature:g}": loop.prompts for loop in self.loops}

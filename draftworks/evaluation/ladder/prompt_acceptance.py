@@ -20,12 +20,12 @@ class Pass:
 
     Attributes:
         accepted, emitted: draft tokens accepted, tokens that came out.
-        refused: the draft token at which acceptance ended; None where all stood or the answer was over.
+        rejected_token: the draft token at which acceptance ended; None where all stood or the answer was over.
     """
 
     accepted: int
     emitted: int
-    refused: int | None = None
+    rejected_token: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class PromptAcceptance:
 
     @classmethod
     def of(cls, sample_id: str, passes: Sequence[Pass]) -> PromptAcceptance:
-        return cls.of_passes(sample_id, [one.accepted for one in passes], sum(one.emitted for one in passes))
+        return cls.from_accepted_counts(sample_id, [one.accepted for one in passes], sum(one.emitted for one in passes))
 
     @classmethod
-    def of_passes(cls, sample_id: str, accepted: Sequence[int], emitted: int) -> PromptAcceptance:
+    def from_accepted_counts(cls, sample_id: str, accepted: Sequence[int], emitted: int) -> PromptAcceptance:
         """Counted from the accepted draft tokens of each pass."""
         counts = Counter(accepted)
         lengths = range(max(counts, default=-1) + 1)
@@ -79,7 +79,7 @@ def macro_mean(prompts: Iterable[PromptAcceptance]) -> float | None:
     return ratio(math.fsum(means), len(means))
 
 
-def histogram(prompts: Iterable[PromptAcceptance]) -> tuple[int, ...]:
+def sum_histograms(prompts: Iterable[PromptAcceptance]) -> tuple[int, ...]:
     """Entry n is the number of passes that accepted exactly n draft tokens; as long as the longest."""
     return tuple(map(sum, zip_longest(*(prompt.histogram for prompt in prompts), fillvalue=0)))
 

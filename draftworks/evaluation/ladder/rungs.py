@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MEANINGS = {
+RUNG_MEANINGS = {
     0: "How often the draft's token at a position is the target's own argmax, teacher-forced.",
     1: "a1 + a1 a2 + a1 a2 a3 + … of these accuracies: what would be accepted if positions were independent.",
     2: "The accepted prefix of a proposal, counted jointly, at every position of the answers.",

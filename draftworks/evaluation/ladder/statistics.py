@@ -13,7 +13,13 @@ from typing import Any, Literal
 import numpy as np
 
 from draftworks.errors import ConfigError, DataError
-from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, histogram, macro_mean, micro_mean, ratio
+from draftworks.evaluation.ladder.prompt_acceptance import (
+    PromptAcceptance,
+    macro_mean,
+    micro_mean,
+    ratio,
+    sum_histograms,
+)
 
 Statistic = Literal["micro", "macro"]
 CELLS = 2**20  # draws held at once: 8 MiB each for the draws and for what they pick
@@ -34,7 +40,7 @@ class Resampling:
             raise ConfigError(f"resamples: expected 1 or more, found {self.resamples}")
 
 
-BY_DEFAULT = Resampling()
+DEFAULT_RESAMPLING = Resampling()
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class AcceptanceSummary:
 
 
 def bootstrap_interval(
-    prompts: Iterable[PromptAcceptance], statistic: Statistic = "micro", resampling: Resampling = BY_DEFAULT
+    prompts: Iterable[PromptAcceptance], statistic: Statistic = "micro", resampling: Resampling = DEFAULT_RESAMPLING
 ) -> Interval | None:
     """Percentile bootstrap over prompts (Efron 1979; Efron & Tibshirani 1993, chapter 13); None without a pass.
 
@@ -111,7 +117,7 @@ def paired_difference(
     a: Iterable[PromptAcceptance],
     b: Iterable[PromptAcceptance],
     statistic: Statistic = "micro",
-    resampling: Resampling = BY_DEFAULT,
+    resampling: Resampling = DEFAULT_RESAMPLING,
 ) -> PairedDifference:
     """Draft a against draft b on the prompts measured with both, drawn together.
 
@@ -135,7 +141,9 @@ def paired_difference(
     return PairedDifference(difference, interval, len(shared), len(of_a) - len(shared), len(of_b) - len(shared))
 
 
-def summary(prompts: Iterable[PromptAcceptance], resampling: Resampling = BY_DEFAULT) -> AcceptanceSummary:
+def summarize_acceptance(
+    prompts: Iterable[PromptAcceptance], resampling: Resampling = DEFAULT_RESAMPLING
+) -> AcceptanceSummary:
     """Everything there is to say about one draft on these prompts."""
     prompts = list(prompts)
     interval = bootstrap_interval(prompts, "micro", resampling)
@@ -150,7 +158,7 @@ def summary(prompts: Iterable[PromptAcceptance], resampling: Resampling = BY_DEF
         low=interval.low if interval else None,
         high=interval.high if interval else None,
         confidence=resampling.confidence,
-        histogram=histogram(prompts),
+        histogram=sum_histograms(prompts),
         tokens_per_pass=ratio(emitted, passes),
     )
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 from draftworks.config.run_files import TargetFiles
 from draftworks.storage.identity import LayerTap
 
-_CUT_BY_TOKENS = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+_CROPPABLE = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 """Layers of a cache that hold something for each token, of which the last can be taken away."""
 
 
@@ -35,27 +35,27 @@ class TargetSession:
 
     Args:
         taps: residual streams to hand over with the logits.
-        rewinds: `keep` will be called after every `read`. Layers with a sliding window hold on to more until then.
+        rewinds: `rewind_to` will be called after every `forward`. Layers with a sliding window hold on to more until then.
     """
 
     def __init__(self, model: PreTrainedModel, taps: Sequence[LayerTap] = (), rewinds: bool = False) -> None:
         self._model = model
         self._taps = tuple(taps)
         self._cache = DynamicCache(config=model.config)
-        self._summing = [index for index, layer in enumerate(self._cache.layers) if type(layer) not in _CUT_BY_TOKENS]
+        self._recurrent = [index for index, layer in enumerate(self._cache.layers) if type(layer) not in _CROPPABLE]
         self._rewinds = rewinds
         self._known = 0
         self._last: tuple[int, ...] = ()
         if rewinds:
-            for layer in self._cut_by_tokens:
+            for layer in self._croppable_layers:
                 if isinstance(layer, DynamicSlidingWindowLayer):
                     layer.activate_past_recording()
 
     @torch.no_grad()
-    def read(self, tokens: Sequence[int]) -> TargetPass:
+    def forward(self, tokens: Sequence[int]) -> TargetPass:
         """One pass over the tokens that follow those in the cache."""
         if self._rewinds:
-            self._before = {index: deepcopy(self._cache.layers[index]) for index in self._summing}
+            self._before = {index: deepcopy(self._cache.layers[index]) for index in self._recurrent}
             self._last = tuple(tokens)
         self._known += len(tokens)
         out = self._model(
@@ -68,37 +68,37 @@ class TargetSession:
         return TargetPass(out.logits[0], features)
 
     @torch.no_grad()
-    def keep(self, tokens: int) -> None:
+    def rewind_to(self, length: int) -> None:
         """Forget everything after so many tokens, all of them of the last pass."""
-        refused, self._known = self._known - tokens, tokens
-        if not refused or not self._summing:
-            self._cut(refused)
+        rejected, self._known = self._known - length, length
+        if not rejected or not self._recurrent:
+            self._crop(rejected)
             return
-        self._cut(len(self._last))
+        self._crop(len(self._last))
         for index, layer in self._before.items():
             self._cache.layers[index] = layer
-        stay = self._last[: len(self._last) - refused]
+        stay = self._last[: len(self._last) - rejected]
         if stay:
             self._model.base_model(input_ids=self._ids(stay), past_key_values=self._cache, use_cache=True)
-            self._cut(0)
+            self._crop(0)
 
     @property
-    def _cut_by_tokens(self) -> list[DynamicLayer]:
-        return [layer for index, layer in enumerate(self._cache.layers) if index not in self._summing]
+    def _croppable_layers(self) -> list[DynamicLayer]:
+        return [layer for index, layer in enumerate(self._cache.layers) if index not in self._recurrent]
 
-    def _cut(self, tokens: int) -> None:
+    def _crop(self, tokens: int) -> None:
         """Take so many away; layers with a window shrink to it again, also where it is none."""
-        for layer in self._cut_by_tokens:
+        for layer in self._croppable_layers:
             layer.crop(-tokens)
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], device=self._model.device)
 
 
-def sums_up(target: TargetFiles) -> bool:
+def has_recurrent_state(target: TargetFiles) -> bool:
     """Whether some layers of a target keep one state of all that they have read. Reads its config.json alone."""
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         target.model, revision=target.revision or "main", trust_remote_code=False
     )
     layers = DynamicCache(config=config).layers
-    return any(type(layer) not in _CUT_BY_TOKENS for layer in layers)
+    return any(type(layer) not in _CROPPABLE for layer in layers)

@@ -13,7 +13,7 @@ from draftworks.evaluation.ladder.statistics import (
     PairedDifference,
     Resampling,
     paired_difference,
-    summary,
+    summarize_acceptance,
 )
 from draftworks.evaluation.report.summary import TRAINED
 
@@ -109,5 +109,5 @@ def _of_draft(name: str, measured: DraftMeasurement, resampling: Resampling) -> 
         yield Finding(name, 0, f"per_position_acc_{position}", accuracy)
     yield Finding(name, 1, SIMULATED, result.simulated_acc_len)
     for rung in counted_rungs(measured):
-        acceptance = summary(rung.prompts, resampling)
+        acceptance = summarize_acceptance(rung.prompts, resampling)
         yield Finding(name, rung.rung, rung.metric, acceptance.micro, acceptance, rung.temperature, rung.speed_up)

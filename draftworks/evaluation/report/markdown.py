@@ -8,8 +8,8 @@ from typing import Any
 
 from draftworks.evaluation.ladder.differences import Difference
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
-from draftworks.evaluation.ladder.prompt_acceptance import histogram
-from draftworks.evaluation.ladder.rungs import MEANINGS
+from draftworks.evaluation.ladder.prompt_acceptance import sum_histograms
+from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.findings import WALK, Finding
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import DIFFERENCES, TRAINED
@@ -162,7 +162,7 @@ def _histogram_table(report: Report) -> str:
     """Of every walk, how many of a hundred passes accepted so many draft tokens."""
     rows = []
     for name, measured in report.drafts.items():
-        counts = histogram(measured.walk)
+        counts = sum_histograms(measured.walk)
         if any(counts):
             shares = {str(length): f"{100 * count / sum(counts):.0f}" for length, count in enumerate(counts)}
             nothing = {str(length): "0" for length in range(report.draft_tokens + 1)}
@@ -173,7 +173,7 @@ def _histogram_table(report: Report) -> str:
 def _meanings(report: Report) -> str:
     """Of the rungs that are there."""
     measured = sorted({found.rung for found in report.findings})
-    lines = [f"* **Rung {rung}.** {MEANINGS[rung]}" for rung in measured]
+    lines = [f"* **Rung {rung}.** {RUNG_MEANINGS[rung]}" for rung in measured]
     return "\n".join(lines + [f"* {COUNTING}"] * (measured[-1] > 1))
 
 
@@ -216,9 +216,9 @@ def loops_section(drafts: Mapping[str, DraftMeasurement]) -> str:
 def _occasions(loops: Iterable[LoopMeasurement]) -> str:
     """A loop that was measured before keeps the speed it had then."""
     told = [
-        f"{decoding(loop.temperature)} on {loop.occasion.device}, {loop.occasion.date:%Y-%m-%d %H:%M %Z}"
+        f"{decoding(loop.temperature)} on {loop.timing_context.device}, {loop.timing_context.date:%Y-%m-%d %H:%M %Z}"
         for loop in loops
-        if loop.occasion is not None
+        if loop.timing_context is not None
     ]
     return f"Rung 4 was timed: {'; '.join(told)}." if told else ""
 

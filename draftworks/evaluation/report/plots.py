@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, TypeAlias
 
-from draftworks.evaluation.ladder.prompt_acceptance import histogram
+from draftworks.evaluation.ladder.prompt_acceptance import sum_histograms
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,7 +24,7 @@ Look: TypeAlias = tuple[str, str]  # colour, marker
 
 def acceptance_plot(drafts: Mapping[str, DraftMeasurement], draft_tokens: int, title: str) -> bytes:
     """Teacher-forced accuracy by draft position; beside it, if there is a walk, how many tokens its passes accepted."""
-    walked = {name: counts for name, measured in drafts.items() if any(counts := histogram(measured.walk))}
+    walked = {name: counts for name, measured in drafts.items() if any(counts := sum_histograms(measured.walk))}
     looks = dict(zip(drafts, cycle(zip(COLOURS, MARKERS))))
     figure = new_figure(10.4 if walked else 6.4, 3.8)
     axes = figure.subplots(1, 2 if walked else 1, squeeze=False)[0]

@@ -14,7 +14,7 @@ import pandas as pd
 from draftworks.errors import ConfigError
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import ratio
-from draftworks.evaluation.ladder.statistics import BY_DEFAULT, Resampling
+from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Resampling
 from draftworks.evaluation.report.findings import Comparison, Finding, compared_on_walk, findings_of, metric_name
 from draftworks.evaluation.report.slices import slices
 from draftworks.evaluation.report.summary import (
@@ -54,7 +54,7 @@ class Report:
     draft_tokens: int
     label_agreement: float | None = None
     columns: pd.DataFrame | None = field(default=None, compare=False)
-    resampling: Resampling = BY_DEFAULT
+    resampling: Resampling = DEFAULT_RESAMPLING
     provenance: Mapping[str, Any] = field(default_factory=dict)
     created: datetime = field(default_factory=_now)
 

@@ -10,7 +10,7 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.ladder.statistics import BY_DEFAULT, Resampling, summary
+from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Resampling, summarize_acceptance
 
 MISSING = "(none)"
 BINS = 4
@@ -29,7 +29,7 @@ def slices(
     prompts: Iterable[PromptAcceptance],
     columns: pd.DataFrame,
     by: Sequence[str],
-    resampling: Resampling = BY_DEFAULT,
+    resampling: Resampling = DEFAULT_RESAMPLING,
 ) -> pd.DataFrame:
     """One row per column and value, with the same measures as the summary; a column's slices partition the prompts.
 
@@ -49,7 +49,7 @@ def slices(
     rows = []
     for column in by:
         for value, positions in _values(known[column]):
-            measured = summary([prompts[position] for position in positions], resampling)
+            measured = summarize_acceptance([prompts[position] for position in positions], resampling)
             rows.append({"column": column, "value": value, **{name: getattr(measured, name) for name in MEASURES}})
     return pd.DataFrame(rows, columns=["column", "value", *MEASURES]).astype(MEASURES)
 

@@ -22,13 +22,13 @@ def test_proposals_are_forgotten_also_beyond_a_sliding_window(window: int):
     with torch.no_grad():
         whole = model(torch.tensor([said])).logits[0]
     session = TargetSession(model, rewinds=True)
-    session.read(said[:PROMPT])
-    session.keep(PROMPT)
+    session.forward(said[:PROMPT])
+    session.rewind_to(PROMPT)
     known = PROMPT
     while known + PROPOSED < len(said):
         accepted = known % (PROPOSED + 1)  # every number, from none to all
         proposed = [*said[known : known + 1 + accepted], *[0] * (PROPOSED - accepted)]
-        found = session.read(proposed).logits[: accepted + 1]
+        found = session.forward(proposed).logits[: accepted + 1]
         torch.testing.assert_close(found, whole[known : known + 1 + accepted])
         known += accepted + 1
-        session.keep(known)
+        session.rewind_to(known)

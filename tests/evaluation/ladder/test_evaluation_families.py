@@ -12,8 +12,9 @@ from model_families import FAMILIES, in_float64
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftworks.config.run_files import TargetFiles
-from draftworks.evaluation.ladder.loop import Loop, loop_revision
-from draftworks.evaluation.ladder.measure import Prompt, replayed
+from draftworks.evaluation.ladder.loop import DecodingLoop, get_loop_revision
+from draftworks.evaluation.ladder.prompts import Prompt
+from draftworks.evaluation.ladder.replay import replay_all
 from draftworks.evaluation.ladder.target_session import TargetSession
 
 PROMPT, ANSWER, PROPOSED = 21, 16, 3
@@ -34,25 +35,25 @@ def test_refused_tokens_leave_no_trace(name: str, family_target: MakeTarget):
     with torch.no_grad():
         whole = model(torch.tensor([said]), output_hidden_states=True, use_cache=False)
     session = TargetSession(model, TAPS, rewinds=True)
-    session.read(said[:PROMPT])
-    session.keep(PROMPT)
+    session.forward(said[:PROMPT])
+    session.rewind_to(PROMPT)
     known = PROMPT
     while known + PROPOSED < len(said):
         accepted = known % (PROPOSED + 1)  # every number, from none to all
-        found = session.read([*said[known : known + 1 + accepted], *[7] * (PROPOSED - accepted)])
+        found = session.forward([*said[known : known + 1 + accepted], *[7] * (PROPOSED - accepted)])
         stay = slice(known, known + 1 + accepted)
         torch.testing.assert_close(found.logits[: accepted + 1], whole.logits[0, stay], rtol=0, atol=1e-2)
         for tap in TAPS:
             expected = whole.hidden_states[tap.hf_index][0, stay]
             torch.testing.assert_close(found.features[tap.name][: accepted + 1], expected, rtol=0, atol=1e-2)
         known += accepted + 1
-        session.keep(known)
+        session.rewind_to(known)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loops_of_layers_that_sum_up_are_counted_anew(name: str, family_target: MakeTarget):
     """Others keep what was measured before."""
-    assert loop_revision(family_target(name)) == (2 if name in SUMMING else 1)
+    assert get_loop_revision(family_target(name)) == (2 if name in SUMMING else 1)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +67,10 @@ def test_the_walk_equals_the_real_loop(name: str, make: MakeDraft, family_target
     answers = greedy_answers(tiny_folder, prompts=4, max_new_tokens=24, model=loaded(target))
     ladder = build_ladder(answers, target, steps=30, make=make)
     names = {sample.name for sample in ladder.samples}
-    walked = replayed(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
-    loop = Loop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
+    walked = replay_all(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
+    loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
     prompts = [Prompt(sample.name, sample.prompt) for sample in ladder.samples]
-    found = loop.measure(prompts, 0.0, {one.walk.sample_id: one.first for one in walked})
+    found = loop.measure(prompts, 0.0, {one.walk.sample_id: one.first_answer for one in walked})
     assert all(one.gap is not None and one.gap < 1e-4 for one in found.differences)
     tied = {one.sample_id for one in found.differences}
     assert len(tied) < 2

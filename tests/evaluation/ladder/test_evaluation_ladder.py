@@ -26,8 +26,8 @@ from draftworks.drafts.sampling import Verdict, verify
 from draftworks.drafts.strategy import Proposal
 from draftworks.evaluation.evaluator import collate_labels, measure_label_agreement
 from draftworks.evaluation.ladder.decoding import DecodingLimits, decode, speculate
-from draftworks.evaluation.ladder.loop import Loop
-from draftworks.evaluation.ladder.measure import Prompt
+from draftworks.evaluation.ladder.loop import DecodingLoop
+from draftworks.evaluation.ladder.prompts import Prompt
 from draftworks.evaluation.ladder.replay import replay
 
 
@@ -174,7 +174,7 @@ def cut(sample: Sample, length: int) -> Sample:
 def test_measured_loops_equal_the_walks_over_answers_cut_to_the_same_length(ladder: Ladder):
     length = max(len(sample.prompt) for sample in ladder.samples) + 12
     samples = [cut(sample, length) for sample in ladder.samples]
-    loop = Loop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0, max_length=length)
+    loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0, max_length=length)
     measured = loop.measure([Prompt(sample.name, sample.prompt) for sample in samples], temperature=0.0)
     walks = [one.walk for one in replay(ladder.strategy, ladder.batch(samples), TTT)]
     assert sorted(walks, key=lambda walk: walk.sample_id) == list(measured.prompts)

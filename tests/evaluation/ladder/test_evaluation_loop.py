@@ -12,10 +12,11 @@ from ladder_toys import TAPS, TTT, Ladder, build_ladder, eagle3, greedy_answers
 from torch import Tensor
 
 from draftworks.evaluation.ladder import loop as loop_module
-from draftworks.evaluation.ladder.decoding import draft_gap, speculate
-from draftworks.evaluation.ladder.differences import Course, Difference
-from draftworks.evaluation.ladder.loop import Loop
-from draftworks.evaluation.ladder.measure import Prompt, replayed
+from draftworks.evaluation.ladder.decoding import measure_draft_gap, speculate
+from draftworks.evaluation.ladder.differences import AnswerTrace, Difference
+from draftworks.evaluation.ladder.loop import DecodingLoop
+from draftworks.evaluation.ladder.prompts import Prompt
+from draftworks.evaluation.ladder.replay import replay_all
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +25,14 @@ def ladder(tiny_folder, tiny_target) -> Ladder:
     return build_ladder(greedy_answers(tiny_folder, prompts=8, max_new_tokens=32), tiny_target, steps=40, make=eagle3)
 
 
-def courses(ladder: Ladder) -> dict[str, Course]:
+def traces(ladder: Ladder) -> dict[str, AnswerTrace]:
     names = {sample.name for sample in ladder.samples}
-    found = replayed(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
-    return {one.walk.sample_id: one.first for one in found}
+    found = replay_all(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), names)
+    return {one.walk.sample_id: one.first_answer for one in found}
 
 
-def differences(ladder: Ladder, walks: dict[str, Course]) -> list[Difference]:
-    loop = Loop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
+def differences(ladder: Ladder, walks: dict[str, AnswerTrace]) -> list[Difference]:
+    loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
     prompts = [Prompt(sample.name, sample.prompt) for sample in ladder.samples]
     return list(loop.measure(prompts, 0.0, walks).differences)
 
@@ -42,16 +43,16 @@ def gap(logits: Tensor) -> float:
 
 
 def test_in_float64_nothing_differs(ladder: Ladder):
-    assert differences(ladder, courses(ladder)) == []
+    assert differences(ladder, traces(ladder)) == []
 
 
 def test_walks_are_kept_token_by_token_only_where_they_are_asked_for(ladder: Ladder):
     asked = ladder.samples[2]
-    found = replayed(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), {asked.name})
-    [kept] = [one for one in found if one.first is not None]
-    assert (kept.walk.sample_id, kept.first.answer) == (asked.name, asked.answer)
-    assert [one.accepted for one in kept.first.passes] == [one.accepted for one in spoken(ladder, 2).passes]
-    assert kept.first == spoken(ladder, 2).course
+    found = replay_all(ladder.strategy, [ladder.batch(ladder.samples)], TTT, torch.device("cpu"), {asked.name})
+    [kept] = [one for one in found if one.first_answer is not None]
+    assert (kept.walk.sample_id, kept.first_answer.answer) == (asked.name, asked.answer)
+    assert [one.accepted for one in kept.first_answer.passes] == [one.accepted for one in spoken(ladder, 2).passes]
+    assert kept.first_answer == spoken(ladder, 2).trace
 
 
 def spoken(ladder: Ladder, index: int):
@@ -65,7 +66,7 @@ def test_target_that_says_other_tokens_is_listed_with_its_own_gap(ladder: Ladder
     with torch.no_grad():
         for weight in changed.parameters():
             weight += 0.03 * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-    found = differences(replace(ladder, model=changed), courses(ladder))
+    found = differences(replace(ladder, model=changed), traces(ladder))
     answers = {sample.name: sample for sample in ladder.samples}
     said = [one for one in found if one.whose == "target"]
     assert said
@@ -90,7 +91,7 @@ def test_draft_that_proposes_other_tokens_is_listed_with_its_own_gap(ladder: Lad
         replace(sample, features={name: stored_badly(each) for name, each in sample.features.items()})
         for sample in ladder.samples
     ]
-    found = differences(ladder, courses(replace(ladder, samples=noisy)))
+    found = differences(ladder, traces(replace(ladder, samples=noisy)))
     assert found
     places = {sample.name: index for index, sample in enumerate(ladder.samples)}
     for one in found:
@@ -113,16 +114,16 @@ def proposals_of(ladder: Ladder, index: int) -> list[Tensor]:
 def test_gap_of_a_proposal_that_the_draft_does_not_make_is_unknown(ladder: Ladder):
     sample = ladder.samples[0]
     tokens = [*sample.prompt, *sample.answer[:4]]
-    assert draft_gap(ladder.model, ladder.strategy, TAPS, tokens, [0]) is None
-    assert draft_gap(ladder.model, ladder.strategy, TAPS, tokens, []) > 0
+    assert measure_draft_gap(ladder.model, ladder.strategy, TAPS, tokens, [0]) is None
+    assert measure_draft_gap(ladder.model, ladder.strategy, TAPS, tokens, []) > 0
 
 
 def test_sampled_loops_are_compared_with_no_walk_and_say_when_they_were_timed(ladder: Ladder):
-    loop = Loop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
+    loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed=0)
     measured = loop.measure([Prompt("s", ladder.samples[0].prompt)], 0.7)
     assert measured.differences is None
-    assert "CPU, 1 thread" in measured.occasion.device
-    assert (datetime.now(UTC) - measured.occasion.date).total_seconds() < 600
+    assert "CPU, 1 thread" in measured.timing_context.device
+    assert (datetime.now(UTC) - measured.timing_context.date).total_seconds() < 600
 
 
 def test_what_a_prompt_draws_depends_on_its_sample_id_and_the_seed_alone(ladder: Ladder, monkeypatch):
@@ -138,7 +139,9 @@ def test_what_a_prompt_draws_depends_on_its_sample_id_and_the_seed_alone(ladder:
             return speculate_as_ever(*arguments)
 
         monkeypatch.setattr(loop_module, "speculate", listening)
-        found = Loop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed).measure(prompts, 1.0).prompts
+        found = (
+            DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed).measure(prompts, 1.0).prompts
+        )
         return {each.sample_id: (seeds[each.sample_id], each.passes, each.accepted, each.histogram) for each in found}
 
     together = drawn([one, other])

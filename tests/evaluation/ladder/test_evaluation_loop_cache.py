@@ -15,7 +15,7 @@ from report_toys import prompts
 from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.differences import Difference
 from draftworks.evaluation.ladder.loop_cache import LoopCache, LoopIdentity
-from draftworks.evaluation.ladder.measurement import LoopMeasurement, Occasion
+from draftworks.evaluation.ladder.measurement import LoopMeasurement, TimingContext
 
 IDENTITY = LoopIdentity(
     weights_digest="a",
@@ -55,7 +55,7 @@ MEASURED = LoopMeasurement(
     tokens=9,
     plain_tokens=9,
     differences=(Difference("s0", "target", 3, 7, None, gap=1e-7), Difference("s1", "draft", 2, 7, 8, 0, 1, 0.25)),
-    occasion=Occasion("a GPU", datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)),
+    timing_context=TimingContext("a GPU", datetime(2026, 5, 4, 3, 2, 1, tzinfo=UTC)),
 )
 
 
@@ -65,8 +65,12 @@ def cache(tmp_path: Path) -> LoopCache:
 
 
 def test_what_was_kept_is_found_with_when_and_where_it_was_timed(cache: LoopCache) -> None:
-    for measured in (MEASURED, replace(MEASURED, differences=None, occasion=None), replace(MEASURED, differences=())):
-        cache.keep(IDENTITY, measured)
+    for measured in (
+        MEASURED,
+        replace(MEASURED, differences=None, timing_context=None),
+        replace(MEASURED, differences=()),
+    ):
+        cache.store(IDENTITY, measured)
         assert cache.find(IDENTITY).measurement == measured
 
 
@@ -77,7 +81,7 @@ def test_nothing_is_found_where_nothing_was_kept(cache: LoopCache) -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in fields(LoopIdentity)])
 def test_everything_that_decides_a_loop_changes_its_key(name: str, cache: LoopCache) -> None:
-    cache.keep(IDENTITY, MEASURED)
+    cache.store(IDENTITY, MEASURED)
     other = replace(IDENTITY, **{name: OTHERS[name]})
     assert other.key != IDENTITY.key
     assert cache.find(other).measurement is None
@@ -100,19 +104,19 @@ def altered(entry: str) -> str:
     ],
 )
 def test_damaged_entry_is_none_and_says_why(damage, reason: str, cache: LoopCache) -> None:
-    path = cache.keep(IDENTITY, MEASURED)
+    path = cache.store(IDENTITY, MEASURED)
     path.write_text(damage(path.read_text()))
     found = cache.find(IDENTITY)
     assert found.measurement is None
     assert str(path) in found.problem
     assert re.search(reason, found.problem)
-    cache.keep(IDENTITY, MEASURED)
+    cache.store(IDENTITY, MEASURED)
     assert cache.find(IDENTITY).measurement == MEASURED
 
 
 def test_entry_of_another_loop_under_this_name_is_none_and_names_what_differs(cache: LoopCache) -> None:
     other = replace(IDENTITY, seed=7)
-    cache.keep(other, MEASURED).rename(cache.path(IDENTITY))
+    cache.store(other, MEASURED).rename(cache.path(IDENTITY))
     found = cache.find(IDENTITY)
     assert found.measurement is None
     assert "of another loop: seed: expected 1, found 7" in found.problem
@@ -122,7 +126,7 @@ def test_entry_that_is_a_folder_is_none_and_says_so(cache: LoopCache) -> None:
     cache.path(IDENTITY).mkdir()
     assert "cannot be read" in cache.find(IDENTITY).problem
     with pytest.raises(StoreError, match="a measured loop cannot be kept"):
-        cache.keep(IDENTITY, MEASURED)
+        cache.store(IDENTITY, MEASURED)
 
 
 def test_folder_that_is_a_file_is_refused_at_once(tmp_path: Path) -> None:
@@ -132,5 +136,5 @@ def test_folder_that_is_a_file_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_no_staging_is_left_behind(cache: LoopCache) -> None:
-    path = cache.keep(IDENTITY, MEASURED)
+    path = cache.store(IDENTITY, MEASURED)
     assert list(cache.folder.iterdir()) == [path]

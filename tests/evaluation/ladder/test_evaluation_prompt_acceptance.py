@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import DataError
-from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, histogram, macro_mean, micro_mean
+from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance, macro_mean, micro_mean, sum_histograms
 
-EASY = PromptAcceptance.of_passes("easy", [3, 3, 2], emitted=11)
-HARD = PromptAcceptance.of_passes("hard", [0, 0, 1, 0, 0, 1], emitted=8)
-WITHOUT_A_PASS = PromptAcceptance.of_passes("empty", [], emitted=0)
+EASY = PromptAcceptance.from_accepted_counts("easy", [3, 3, 2], emitted=11)
+HARD = PromptAcceptance.from_accepted_counts("hard", [0, 0, 1, 0, 0, 1], emitted=8)
+WITHOUT_A_PASS = PromptAcceptance.from_accepted_counts("empty", [], emitted=0)
 
 accepted_lengths = st.lists(st.integers(0, 7), max_size=20)
 
@@ -29,7 +29,7 @@ def test_micro_mean_weighs_passes_and_macro_mean_prompts() -> None:
 
 
 def test_prompts_that_accepted_nothing_count() -> None:
-    useless = PromptAcceptance.of_passes("useless", [0, 0], emitted=2)
+    useless = PromptAcceptance.from_accepted_counts("useless", [0, 0], emitted=2)
     assert micro_mean([EASY, useless]) == 8 / 5
     assert macro_mean([EASY, useless]) == pytest.approx(8 / 3 / 2)
 
@@ -46,17 +46,19 @@ def test_mean_of_nothing_is_not_a_number(mean, prompts) -> None:
 
 
 def test_histogram_adds_prompts_and_is_as_long_as_the_longest() -> None:
-    assert histogram([EASY, HARD, WITHOUT_A_PASS]) == (4, 2, 1, 2)
-    assert histogram([]) == ()
+    assert sum_histograms([EASY, HARD, WITHOUT_A_PASS]) == (4, 2, 1, 2)
+    assert sum_histograms([]) == ()
 
 
 @given(st.lists(accepted_lengths, max_size=8))
 def test_histogram_counts_every_pass_and_every_accepted_token(samples: list[list[int]]) -> None:
-    prompts = [PromptAcceptance.of_passes(f"s{index}", accepted, 0) for index, accepted in enumerate(samples)]
-    total = histogram(prompts)
+    prompts = [
+        PromptAcceptance.from_accepted_counts(f"s{index}", accepted, 0) for index, accepted in enumerate(samples)
+    ]
+    total = sum_histograms(prompts)
     assert sum(total) == sum(len(accepted) for accepted in samples)
     assert sum(length * count for length, count in enumerate(total)) == sum(map(sum, samples))
-    assert total == PromptAcceptance.of_passes("all", sum(samples, []), 0).histogram
+    assert total == PromptAcceptance.from_accepted_counts("all", sum(samples, []), 0).histogram
 
 
 @pytest.mark.parametrize("wrong", [{"passes": 4}, {"accepted": 7}, {"histogram": (0, 1, 0, 2)}, {"histogram": ()}])

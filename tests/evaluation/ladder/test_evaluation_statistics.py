@@ -21,7 +21,7 @@ from draftworks.evaluation.ladder.statistics import (
     Resampling,
     bootstrap_interval,
     paired_difference,
-    summary,
+    summarize_acceptance,
 )
 
 DRAFT_TOKENS = 5
@@ -42,7 +42,7 @@ def simulated(prompts: int, seed: int, gain: float = 0.0, noise: int = 0) -> lis
 
 
 def of_pass_lengths(sample_id: str, accepted: list[int]) -> PromptAcceptance:
-    return PromptAcceptance.of_passes(sample_id, accepted, emitted=sum(accepted) + len(accepted))
+    return PromptAcceptance.from_accepted_counts(sample_id, accepted, emitted=sum(accepted) + len(accepted))
 
 
 def width(interval: Interval) -> float:
@@ -198,7 +198,7 @@ def test_drafts_without_a_common_prompt_are_not_compared() -> None:
 
 def test_summary_by_hand() -> None:
     data = [of_pass_lengths("x", [2, 0]), of_pass_lengths("y", [3, 3, 1]), of_pass_lengths("z", [])]
-    assert summary(data) == AcceptanceSummary(
+    assert summarize_acceptance(data) == AcceptanceSummary(
         prompts=3,
         passes=5,
         accepted=9,
@@ -214,14 +214,14 @@ def test_summary_by_hand() -> None:
 
 
 def test_summary_of_nothing_has_no_ratio() -> None:
-    nothing = summary([])
+    nothing = summarize_acceptance([])
     assert (nothing.prompts, nothing.passes, nothing.histogram) == (0, 0, ())
     assert (nothing.micro, nothing.macro, nothing.low, nothing.high, nothing.tokens_per_pass) == (None,) * 5
 
 
 @pytest.mark.parametrize("prompts", [0, 12])
 def test_summary_round_trips_through_json(prompts: int) -> None:
-    before = summary(simulated(prompts, seed=14))
+    before = summarize_acceptance(simulated(prompts, seed=14))
     assert AcceptanceSummary.from_json(json.loads(json.dumps(before.to_json()))) == before
 
 

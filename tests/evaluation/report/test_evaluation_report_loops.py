@@ -12,25 +12,25 @@ import pytest
 from report_toys import full_report
 
 from draftworks.evaluation.ladder.differences import Difference
-from draftworks.evaluation.ladder.measurement import Occasion
+from draftworks.evaluation.ladder.measurement import TimingContext
 from draftworks.evaluation.report.markdown import report_markdown
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import DIFFERENCES, REPORT
 from draftworks.evaluation.report.writing import save_report
 
-THEN = Occasion("a GPU", datetime(2026, 3, 1, 22, 0, tzinfo=UTC))
+THEN = TimingContext("a GPU", datetime(2026, 3, 1, 22, 0, tzinfo=UTC))
 FOUND = (
     Difference("s0", "target", 7, walk=31, loop=None, gap=3.2e-6),
     Difference("s2", "draft", 2, walk=40, loop=41, pass_number=1, place=0),
 )
 
 
-def report_with(differences: tuple[Difference, ...] | None, occasion: Occasion | None = THEN) -> Report:
+def report_with(differences: tuple[Difference, ...] | None, occasion: TimingContext | None = THEN) -> Report:
     """Greedy is compared and was timed then; the loop at temperature 0.7 is neither."""
     report = full_report()
     trained = report.drafts["trained"]
     greedy, sampled = trained.loops
-    loops = (replace(greedy, differences=differences, occasion=occasion), sampled)
+    loops = (replace(greedy, differences=differences, timing_context=occasion), sampled)
     return replace(report, drafts={**report.drafts, "trained": replace(trained, loops=loops)})
 
 
@@ -61,12 +61,12 @@ def test_table_without_differences_has_the_same_types(tmp_path: Path) -> None:
 
 
 def test_report_of_before_there_were_differences_is_read(tmp_path: Path) -> None:
-    save_report(report_with(None, occasion=None), tmp_path)
+    save_report(report_with(None, timing_context=None), tmp_path)
     values = json.loads((tmp_path / REPORT).read_text())
     for loop in values["drafts"]["trained"]["loops"]:
         del loop["differences"], loop["occasion"]
     (tmp_path / REPORT).write_text(json.dumps(values))
-    assert Report.load(tmp_path) == report_with(None, occasion=None)
+    assert Report.load(tmp_path) == report_with(None, timing_context=None)
 
 
 def test_markdown_says_that_nothing_differs() -> None:
@@ -96,4 +96,4 @@ def test_markdown_without_a_comparison_does_not_speak_of_one() -> None:
 
 def test_markdown_says_when_and_where_the_speed_was_measured() -> None:
     assert "Rung 4 was timed: greedy on a GPU, 2026-03-01 22:00 UTC." in report_markdown(report_with(()))
-    assert "was timed" not in report_markdown(report_with((), occasion=None))
+    assert "was timed" not in report_markdown(report_with((), timing_context=None))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.ladder.statistics import Resampling, summary
+from draftworks.evaluation.ladder.statistics import Resampling, summarize_acceptance
 from draftworks.evaluation.report.slices import MISSING, slices
 
 QUICK = Resampling(resamples=50)
@@ -19,7 +19,8 @@ QUICK = Resampling(resamples=50)
 def prompts_of(count: int) -> list[PromptAcceptance]:
     """Each accepts other numbers of tokens than the others."""
     return [
-        PromptAcceptance.of_passes(f"s{index:02}", [index % 4, *[1] * (index % 3)], emitted=5) for index in range(count)
+        PromptAcceptance.from_accepted_counts(f"s{index:02}", [index % 4, *[1] * (index % 3)], emitted=5)
+        for index in range(count)
     ]
 
 
@@ -36,9 +37,9 @@ def sizes(table: pd.DataFrame) -> dict[str, int]:
 
 def test_slices_by_hand() -> None:
     prompts = [
-        PromptAcceptance.of_passes("a", [2, 2], 6),
-        PromptAcceptance.of_passes("b", [0, 1, 1], 5),
-        PromptAcceptance.of_passes("c", [3], 4),
+        PromptAcceptance.from_accepted_counts("a", [2, 2], 6),
+        PromptAcceptance.from_accepted_counts("b", [0, 1, 1], 5),
+        PromptAcceptance.from_accepted_counts("c", [3], 4),
     ]
     columns = pd.DataFrame(
         {"task": ["code", "chat", "code"], "language": ["de", "en", "en"], "unused": 0}, index=list("abc")
@@ -72,7 +73,7 @@ def test_slice_has_the_numbers_of_its_own_summary() -> None:
     columns = pd.DataFrame({"half": ["x", "y"] * 10}, index=[prompt.sample_id for prompt in prompts])
     table = slices(prompts, columns, ["half"], QUICK).set_index("value")
     for value, members in (("x", prompts[::2]), ("y", prompts[1::2])):
-        expected = summary(members, QUICK)
+        expected = summarize_acceptance(members, QUICK)
         found = table.loc[value]
         assert (found["micro"], found["low"], found["high"]) == (expected.micro, expected.low, expected.high)
 
@@ -92,7 +93,7 @@ anything = st.one_of(
 @given(anything)
 def test_slices_partition_the_prompts(values: list) -> None:
     table = by_one(values, dtype=object)
-    total = summary(prompts_of(len(values)), QUICK)
+    total = summarize_acceptance(prompts_of(len(values)), QUICK)
     assert table[["prompts", "passes", "accepted"]].sum().tolist() == [total.prompts, total.passes, total.accepted]
     assert (table["prompts"] > 0).all()
     assert sizes(table).get(MISSING, 0) == pd.Series(values, dtype=object).isna().sum()
@@ -145,7 +146,7 @@ def test_prompts_that_the_columns_do_not_know_are_a_slice_of_their_own() -> None
 
 def test_slice_without_a_pass_is_there_without_a_ratio() -> None:
     columns = pd.DataFrame({"task": ["code"]}, index=["empty"])
-    table = slices([PromptAcceptance.of_passes("empty", [], 0)], columns, ["task"], QUICK)
+    table = slices([PromptAcceptance.from_accepted_counts("empty", [], 0)], columns, ["task"], QUICK)
     assert table[["prompts", "passes"]].values.tolist() == [[1, 0]]
     assert table[["micro", "macro", "low", "high"]].isna().all(axis=None)
 

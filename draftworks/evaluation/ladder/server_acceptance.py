@@ -12,62 +12,62 @@ from typing import Any
 from draftworks.data.token_rows import TokenRow
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.ladder.replay import answer_spans
+from draftworks.evaluation.ladder.replay import find_answer_spans
 from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
 from draftworks.sglang.server_figures import SpeculatedAnswer
 
-SERVED = "rung6_server_acc_len"
+SERVER_METRIC = "rung6_server_acc_len"
 
 
 @dataclass(frozen=True)
-class Question:
+class ServerPrompt:
     """What a server is asked: the tokens before an answer of the eval set, and that answer.
 
     Attributes:
-        room: most tokens of an answer, so that it ends where the eval set's does.
+        max_new_tokens: most tokens of an answer, so that it ends where the eval set's does.
     """
 
     sample_id: str
     prompt: tuple[int, ...]
     expected: tuple[int, ...]
-    room: int
+    max_new_tokens: int
 
 
 @dataclass(frozen=True)
-class Served:
+class ServerMeasurement:
     """What a server accepted, sample by sample, in all answers of a sample together, as the walk counts them.
 
     Attributes:
-        answers, same: how many were given, and how many are the eval set's own token for token.
+        answers, identical_answers: how many were given, and how many are the eval set's own token for token.
         passes, tokens: as the answers' own counters and ids have them.
     """
 
     prompts: tuple[PromptAcceptance, ...]
     answers: int
-    same: int
+    identical_answers: int
     passes: int
     tokens: int
 
 
 @dataclass(frozen=True)
-class Agreement:
+class WalkAgreement:
     """The live server against the walk.
 
     Attributes:
         paired: accepted tokens per pass, the server's minus the walk's.
-        equal: samples on which passes, accepted and emitted tokens are the same, count for count.
-        allowed: how far apart they may be whatever the interval says.
+        equal_samples: samples on which passes, accepted and emitted tokens are the same, count for count.
+        tolerance: how far apart they may be whatever the interval says.
     """
 
     paired: PairedDifference
-    equal: int
-    allowed: float
+    equal_samples: int
+    tolerance: float
 
     @property
     def agrees(self) -> bool:
         """Whether the difference is small, or may be chance."""
         interval = self.paired.interval
-        return abs(self.paired.difference) <= self.allowed or interval.low <= 0 <= interval.high
+        return abs(self.paired.difference) <= self.tolerance or interval.low <= 0 <= interval.high
 
     def to_json(self) -> dict[str, Any]:
         """`only_served` and `only_walked` are samples that were left out, being in one of the two alone."""
@@ -78,13 +78,15 @@ class Agreement:
             "prompts": paired.prompts,
             "only_served": paired.only_in_a,
             "only_walked": paired.only_in_b,
-            "equal": self.equal,
-            "allowed": self.allowed,
+            "equal": self.equal_samples,
+            "allowed": self.tolerance,
             "agrees": self.agrees,
         }
 
 
-def questions(rows: Iterable[TokenRow], samples: int, limits: DecodingLimits, max_length: int) -> list[Question]:
+def build_server_prompts(
+    rows: Iterable[TokenRow], samples: int, limits: DecodingLimits, max_length: int
+) -> list[ServerPrompt]:
     """Every answer of the first `samples` samples by id, which is a hash: the same choice for every draft."""
     ordered = sorted(rows, key=lambda row: row.sample_id)
     return list(
@@ -92,26 +94,26 @@ def questions(rows: Iterable[TokenRow], samples: int, limits: DecodingLimits, ma
     )
 
 
-def _of_row(row: TokenRow, limits: DecodingLimits, max_length: int) -> list[Question]:
+def _of_row(row: TokenRow, limits: DecodingLimits, max_length: int) -> list[ServerPrompt]:
     ids = row.input_ids.tolist()
     return [
-        Question(
+        ServerPrompt(
             row.sample_id,
             prompt=tuple(ids[:begin]),
             expected=tuple(ids[begin:end]),
-            room=limits.within(max_length - begin).max_new_tokens,
+            max_new_tokens=limits.within(max_length - begin).max_new_tokens,
         )
-        for begin, end in answer_spans(row.loss_mask)
+        for begin, end in find_answer_spans(row.loss_mask)
         if begin > 0
     ]
 
 
-def serve(
-    asked: Sequence[Question],
-    answer: Callable[[Question], SpeculatedAnswer],
+def ask_server(
+    asked: Sequence[ServerPrompt],
+    answer: Callable[[ServerPrompt], SpeculatedAnswer],
     at_a_time: int,
     answered: Callable[[SpeculatedAnswer], None] = lambda _: None,
-) -> Served:
+) -> ServerMeasurement:
     """Ask a server everything, so many questions at a time. An error or interrupt waits for no answer.
 
     Args:
@@ -130,18 +132,18 @@ def serve(
     for question, found in zip(asked, answers, strict=True):
         accepted[question.sample_id] += found.within_the_answer()
         emitted[question.sample_id] += max(len(found.output_ids) - 1, 0)  # the prefill gave the first
-    return Served(
-        tuple(PromptAcceptance.of_passes(name, passes, emitted[name]) for name, passes in accepted.items()),
+    return ServerMeasurement(
+        tuple(PromptAcceptance.from_accepted_counts(name, passes, emitted[name]) for name, passes in accepted.items()),
         answers=len(answers),
-        same=sum(found.output_ids == question.expected for question, found in zip(asked, answers)),
+        identical_answers=sum(found.output_ids == question.expected for question, found in zip(asked, answers)),
         passes=sum(found.passes for found in answers),
         tokens=sum(len(found.output_ids) for found in answers),
     )
 
 
-def agreement(
+def compare_with_walk(
     served: Sequence[PromptAcceptance], walk: Sequence[PromptAcceptance], tolerance: float, resampling: Resampling
-) -> Agreement:
+) -> WalkAgreement:
     """The server against the walk, on the samples that both have.
 
     Args:
@@ -155,7 +157,7 @@ def agreement(
     both = [(one, walked[one.sample_id]) for one in served if one.sample_id in walked]
     equal = sum(_counts(one) == _counts(other) for one, other in both)
     emitted, passes = (sum(getattr(other, name) for _, other in both) for name in ("emitted", "passes"))
-    return Agreement(paired, equal, tolerance * emitted / passes)
+    return WalkAgreement(paired, equal, tolerance * emitted / passes)
 
 
 def _counts(prompt: PromptAcceptance) -> tuple[int, int, int]:
