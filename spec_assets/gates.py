@@ -77,9 +77,9 @@ def beats_baselines(workspace: Workspace, report: str, target: str) -> dg.AssetC
 
 def not_worse(workspace: Workspace, report: str, target: str) -> dg.AssetCheckResult:
     """Whether the draft of a report is accepted no less than the one it replaces."""
-    from draftworks.evaluation.report.comparison import against_replaced
+    from draftworks.evaluation.report.comparison import compare_with_replaced_draft
 
-    found = against_replaced(workspace.artifacts, report, target)
+    found = compare_with_replaced_draft(workspace.artifacts, report, target)
     return dg.AssetCheckResult(
         passed=not found.worse,
         severity=dg.AssetCheckSeverity.ERROR,

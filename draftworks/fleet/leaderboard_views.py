@@ -108,13 +108,13 @@ def markdown(standings: Sequence[Standing]) -> str:
 
 def plot(standings: Sequence[Standing]) -> bytes | None:
     """A bar with its interval for each of the first drafts that have a value, coloured by metric; None without one."""
-    from draftworks.evaluation.report.plots import COLOURS, as_png, label, new_figure
+    from draftworks.evaluation.report.plots import COLOURS, label_axes, make_figure, render_png
 
     measured = [one for one in standings if one.latest is not None]
     shown = measured[:MOST_BARS]
     if not shown:
         return None
-    figure = new_figure(6.4, 1.4 + 0.26 * len(shown))
+    figure = make_figure(6.4, 1.4 + 0.26 * len(shown))
     axes = figure.add_subplot()
     metrics = sorted({one.latest.score.metric for one in shown})
     for metric, colour in zip(metrics, COLOURS):
@@ -129,8 +129,8 @@ def plot(standings: Sequence[Standing]) -> bytes | None:
     title = (
         "leaderboard" if len(shown) == len(measured) else f"leaderboard: the first {len(shown)} of {len(measured):,}"
     )
-    label(axes, title, "draft tokens accepted per pass", "")
-    return as_png(figure)
+    label_axes(axes, title, "draft tokens accepted per pass", "")
+    return render_png(figure)
 
 
 def readable_age(seconds: float) -> str:

@@ -28,7 +28,7 @@ from draftworks.evaluation.ladder.server_acceptance import (
     compare_with_walk,
 )
 from draftworks.evaluation.ladder.statistics import Resampling, summarize_acceptance
-from draftworks.evaluation.report.comparison import walk_of
+from draftworks.evaluation.report.comparison import read_walk
 from draftworks.export.names import DRAFT_FOLDER
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.sglang.client import GenerateRequest
@@ -66,7 +66,7 @@ def measure(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
     with _serving(run, ctx, _options(run, device, speculation)) as client:
         live = _ask(client, run, ctx, asked, stop_ids)
     resampling = Resampling(run.confidence, run.resamples)
-    compared = compare_with_walk(live.served.prompts, walk_of(run.report), run.serving.tolerance, resampling)
+    compared = compare_with_walk(live.served.prompts, read_walk(run.report), run.serving.tolerance, resampling)
     ctx.log(_told(live, compared))
     result = {
         "schema_version": SCHEMA_VERSION,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from draftworks.evaluation.report.plots import COLOURS, as_png, label, new_figure
+from draftworks.evaluation.report.plots import COLOURS, label_axes, make_figure, render_png
 from draftworks.training.history import History
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def training_plot(history: History, title: str, published_step: int | None = None) -> bytes:
     """`training_figure` as PNG."""
-    return as_png(training_figure(history, title, published_step))
+    return render_png(training_figure(history, title, published_step))
 
 
 def training_figure(history: History, title: str, published_step: int | None = None) -> Figure:
@@ -23,14 +23,14 @@ def training_figure(history: History, title: str, published_step: int | None = N
     What a loss is made of is the strategy's affair (EAGLE-3 adds up weighted draft steps), so it is given no unit. A
     vertical line is where the training was resumed, a ring the evaluation of the draft that was published.
     """
-    figure = new_figure(9.0, 3.6)
+    figure = make_figure(9.0, 3.6)
     left, right = figure.subplots(1, 2)
     _curves(
         left,
         [(point.step, point.loss) for point in history.train],
         [(point.step, point.result.avg_loss) for point in history.evals],
     )
-    label(left, title, "optimizer step", "loss (training objective)")
+    label_axes(left, title, "optimizer step", "loss (training objective)")
     _curves(
         right,
         [(point.step, point.simulated_acc_len) for point in history.train],
@@ -45,7 +45,7 @@ def training_figure(history: History, title: str, published_step: int | None = N
         ring = {"marker": "o", "s": 90, "facecolors": "none", "edgecolors": COLOURS[1], "zorder": 3}
         left.scatter([published_step], [published.avg_loss], **ring)
         right.scatter([published_step], [published.simulated_acc_len], **ring)
-    label(right, "", "optimizer step", "simulated_acc_len (rung 1)")
+    label_axes(right, "", "optimizer step", "simulated_acc_len (rung 1)")
     return figure
 
 

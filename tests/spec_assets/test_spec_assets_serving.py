@@ -16,7 +16,7 @@ from draftworks.config.run_files import TOKENS_FOLDER
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.server_acceptance import build_server_prompts
-from draftworks.evaluation.report.comparison import walk_of
+from draftworks.evaluation.report.comparison import read_walk
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.targets.registry import HELDOUT
 from spec_assets.definitions import REGISTRY, build_definitions
@@ -34,7 +34,7 @@ def served_like_the_walk(site: Any, folder: Path) -> Script:
     """A server that answers as the eval set has it, in the passes of the walk."""
     store = ArtifactStore(site.var)
     tokens = TokenizedSet.open(store.current(f"{HELDOUT}_responses", "small").path / TOKENS_FOLDER)
-    walk = {one.sample_id: one for one in walk_of(store.current("eagle3_report", "small").path / HELDOUT)}
+    walk = {one.sample_id: one for one in read_walk(store.current("eagle3_report", "small").path / HELDOUT)}
     asked = build_server_prompts(tokens, len(tokens), DecodingLimits(24), max_length=96)
     answers = {key(list(q.prompt)): (list(q.expected), list(walk[q.sample_id].histogram)) for q in asked}
     script = Script(answers)

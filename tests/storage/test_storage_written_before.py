@@ -20,7 +20,7 @@ from draftworks.errors import StoreError
 from draftworks.evaluation.cache.eval_cache import EvalCache
 from draftworks.evaluation.ladder.loop_cache import LoopCache, LoopEntry, LoopIdentity
 from draftworks.evaluation.report.report import Report
-from draftworks.evaluation.report.summary import checked_prompts, read_report
+from draftworks.evaluation.report.summary import read_report, require_prompts_file
 from draftworks.evaluation.report.writing import save_report
 from draftworks.storage.artifacts import ArtifactStore, BuildResult
 from draftworks.storage.manifest import list_files
@@ -74,7 +74,7 @@ def check_checkpoint(root: Path) -> None:
 
 
 def check_report(root: Path) -> None:
-    checked_prompts(root / "report")
+    require_prompts_file(root / "report")
 
 
 def check_conversations(root: Path) -> None:

@@ -59,7 +59,7 @@ def write_meta(folder: Path, config: EvalConfig, inputs: Mapping[str, str]) -> N
     (folder / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-def problem_with(folder: Path, config: EvalConfig, inputs: Mapping[str, str] | None, verify: bool) -> str | None:
+def find_entry_problem(folder: Path, config: EvalConfig, inputs: Mapping[str, str] | None, verify: bool) -> str | None:
     """Why a folder is not a config's entry.
 
     Args:
@@ -166,7 +166,7 @@ class EvalCache:
         """
 
         def checked(folder: Path) -> T:
-            problem = problem_with(folder, config, None, verify=True)
+            problem = find_entry_problem(folder, config, None, verify=True)
             if problem is not None:
                 raise _not_whole(problem)
             return read(folder)
@@ -223,7 +223,7 @@ class EvalCache:
     def _examine(self, config: EvalConfig, inputs: Mapping[str, str] | None, verify: bool) -> _Finding:
         try:
             problem = read_undisturbed(
-                self.dir_for(config), lambda folder: problem_with(folder, config, inputs, verify)
+                self.dir_for(config), lambda folder: find_entry_problem(folder, config, inputs, verify)
             )
         except FolderMissing:
             return _Finding(exists=False)

@@ -15,7 +15,7 @@ from draftworks.errors import StoreError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
 from draftworks.evaluation.report.findings import WALK
-from draftworks.evaluation.report.summary import REPORT, TRAINED, checked_prompts, read_report, reading
+from draftworks.evaluation.report.summary import REPORT, TRAINED, read_report, report_file_errors, require_prompts_file
 from draftworks.evaluation.report.tables import read_prompts
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_eval_set
@@ -24,19 +24,19 @@ from draftworks.targets.registry import HELDOUT
 
 
 @dataclass(frozen=True)
-class Replacement:
+class ReplacedDraftComparison:
     """What came of comparing a draft with the one it replaces, on the walk (rung 3).
 
     Attributes:
         new, old: the reports; `old` is None for a first draft.
         paired: accepted tokens per pass, the new draft's minus the old one's; None where nothing can be compared.
-        why_not: the reason then.
+        reason: the reason then.
     """
 
     new: Artifact
     old: Artifact | None
     paired: PairedDifference | None = None
-    why_not: str = ""
+    reason: str = ""
 
     @property
     def worse(self) -> bool:
@@ -45,7 +45,7 @@ class Replacement:
 
     def describe(self) -> str:
         if self.paired is None:
-            return f"nothing to compare: {self.why_not}"
+            return f"nothing to compare: {self.reason}"
         low, high = self.paired.interval.low, self.paired.interval.high
         verdict = "accepted less" if self.worse else "accepted more" if low > 0 else "no difference can be told"
         return (
@@ -71,7 +71,7 @@ class Replacement:
         }
 
 
-def against_replaced(artifacts: ArtifactStore, asset: str, target: str) -> Replacement:
+def compare_with_replaced_draft(artifacts: ArtifactStore, asset: str, target: str) -> ReplacedDraftComparison:
     """The draft of the current report against that of the newest report before it with other weights, on `heldout`.
 
     A prompt counts if its tokens and loss mask are the same in both: an answer that was generated anew keeps the id of its
@@ -82,26 +82,26 @@ def against_replaced(artifacts: ArtifactStore, asset: str, target: str) -> Repla
         StoreError: there is no report, or the current one, or what it was measured on, is missing or damaged.
     """
     new = artifacts.current(asset, target)
-    old = report_before(artifacts, new)
+    old = find_previous_report(artifacts, new)
     if old is None:
-        return Replacement(new, None, why_not=_why_none_before(artifacts, new))
+        return ReplacedDraftComparison(new, None, reason=_why_none_before(artifacts, new))
     measured = _Measured.of(artifacts, new)
     try:
         before = _Measured.of(artifacts, old)
     except StoreError as error:
-        return Replacement(new, old, why_not=f"the report before it cannot be used: {error}")
+        return ReplacedDraftComparison(new, old, reason=f"the report before it cannot be used: {error}")
     if measured.draft_tokens != before.draft_tokens:
-        return Replacement(new, old, why_not=_other_count(measured.draft_tokens, before.draft_tokens))
-    same = same_samples(measured.tokens, before.tokens)
+        return ReplacedDraftComparison(new, old, reason=_other_count(measured.draft_tokens, before.draft_tokens))
+    same = find_identical_samples(measured.tokens, before.tokens)
     pair = [[prompt for prompt in one.walk if prompt.sample_id in same] for one in (measured, before)]
     if not _with_a_pass(pair[0]) & _with_a_pass(pair[1]):
-        return Replacement(
-            new, old, why_not="no held-out prompt has the same tokens in both reports and a pass in both"
+        return ReplacedDraftComparison(
+            new, old, reason="no held-out prompt has the same tokens in both reports and a pass in both"
         )
-    return Replacement(new, old, paired_difference(*pair, resampling=measured.resampling))
+    return ReplacedDraftComparison(new, old, paired_difference(*pair, resampling=measured.resampling))
 
 
-def report_before(artifacts: ArtifactStore, report: Artifact) -> Artifact | None:
+def find_previous_report(artifacts: ArtifactStore, report: Artifact) -> Artifact | None:
     """The newest report, made before this one, of a draft with other weights."""
     earlier = (found for found in _of_other_drafts(artifacts, report) if found.created < report.created)
     return next(earlier, None)
@@ -114,18 +114,18 @@ def _of_other_drafts(artifacts: ArtifactStore, report: Artifact) -> Iterator[Art
     return (found for found in reports if ReportIdentity.of(found).draft != draft)
 
 
-def walk_of(folder: Path) -> tuple[PromptAcceptance, ...]:
+def read_walk(folder: Path) -> tuple[PromptAcceptance, ...]:
     """What was accepted of the trained draft, prompt by prompt, in a saved report; empty where it has no walk.
 
     Raises:
         StoreError: missing, damaged, altered, or of another schema.
     """
-    path = checked_prompts(folder)
-    with reading(path):
+    path = require_prompts_file(folder)
+    with report_file_errors(path):
         return read_prompts(path).get((TRAINED, WALK), ())
 
 
-def same_samples(left: TokenizedSet, right: TokenizedSet) -> set[str]:
+def find_identical_samples(left: TokenizedSet, right: TokenizedSet) -> set[str]:
     """Ids of the samples that have the same tokens and the same loss mask in both sets."""
     rows = {row.sample_id: row for row in left}
     return {
@@ -166,9 +166,9 @@ class _Measured:
         """Raises StoreError where the report, or what it was measured on, is missing or damaged."""
         folder = report.path / HELDOUT
         values = read_report(folder)
-        with reading(folder / REPORT):
+        with report_file_errors(folder / REPORT):
             draft_tokens, resampling = values["draft_tokens"], Resampling(**values["resampling"])
-        return cls(walk_of(folder), draft_tokens, resampling, TokenizedSet.open(_eval_tokens(artifacts, report)))
+        return cls(read_walk(folder), draft_tokens, resampling, TokenizedSet.open(_eval_tokens(artifacts, report)))
 
 
 def _why_none_before(artifacts: ArtifactStore, report: Artifact) -> str:

@@ -59,7 +59,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BaselineComparison:
     """The trained draft against another on the walk."""
 
     other: str
@@ -69,7 +69,7 @@ class Comparison:
         return {"metric": WALK, "rung": 3, "draft": TRAINED, "other": self.other, **asdict(self.paired)}
 
 
-def metric_name(rung: int, temperature: float = 0.0) -> str:
+def name_counted_metric(rung: int, temperature: float = 0.0) -> str:
     """Of a rung that counts passes; `temperature` is of rung 4 only."""
     names = {2: BLOCK, 3: WALK, 4: f"{LOOP}_t{temperature:g}"}
     if rung not in names:
@@ -77,29 +77,30 @@ def metric_name(rung: int, temperature: float = 0.0) -> str:
     return names[rung]
 
 
-def counted_rungs(measured: DraftMeasurement) -> tuple[CountedRung, ...]:
+def list_counted_rungs(measured: DraftMeasurement) -> tuple[CountedRung, ...]:
     """Those that were measured, from the lowest."""
     rungs = [CountedRung(2, BLOCK, measured.blocks), CountedRung(3, WALK, measured.walk)]
     for loop in measured.loops:
         if loop.prompts:
-            name = metric_name(4, loop.temperature)
+            name = name_counted_metric(4, loop.temperature)
             rungs.append(CountedRung(4, name, loop.prompts, loop.temperature, loop.speed_up))
     return tuple(rung for rung in rungs if rung.prompts)
 
 
-def findings_of(drafts: Mapping[str, DraftMeasurement], resampling: Resampling) -> tuple[Finding, ...]:
+def collect_findings(drafts: Mapping[str, DraftMeasurement], resampling: Resampling) -> tuple[Finding, ...]:
     """Of every draft, from the lowest rung; rung 0 has one per position."""
     return tuple(found for name, measured in drafts.items() for found in _of_draft(name, measured, resampling))
 
 
-def compared_on_walk(drafts: Mapping[str, DraftMeasurement], resampling: Resampling) -> tuple[Comparison, ...]:
+def compare_on_walk(drafts: Mapping[str, DraftMeasurement], resampling: Resampling) -> tuple[BaselineComparison, ...]:
     """The trained draft against each that has a walk too."""
     walked = {name: measured.walk for name, measured in drafts.items() if any(p.passes for p in measured.walk)}
     trained = walked.pop(TRAINED, None)
     if trained is None:
         return ()
     return tuple(
-        Comparison(name, paired_difference(trained, walk, resampling=resampling)) for name, walk in walked.items()
+        BaselineComparison(name, paired_difference(trained, walk, resampling=resampling))
+        for name, walk in walked.items()
     )
 
 
@@ -108,6 +109,6 @@ def _of_draft(name: str, measured: DraftMeasurement, resampling: Resampling) -> 
     for position, accuracy in enumerate(result.per_position_acc, start=1):
         yield Finding(name, 0, f"per_position_acc_{position}", accuracy)
     yield Finding(name, 1, SIMULATED, result.simulated_acc_len)
-    for rung in counted_rungs(measured):
+    for rung in list_counted_rungs(measured):
         acceptance = summarize_acceptance(rung.prompts, resampling)
         yield Finding(name, rung.rung, rung.metric, acceptance.micro, acceptance, rung.temperature, rung.speed_up)

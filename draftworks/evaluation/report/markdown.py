@@ -13,17 +13,17 @@ from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.findings import WALK, Finding
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import DIFFERENCES, TRAINED
-from draftworks.evaluation.report.tables import decoding, table, worth_showing
+from draftworks.evaluation.report.tables import describe_decoding, render_table, select_slices_to_show
 
-COUNTING = "Lengths count draft tokens; tokens per pass count the target's own token too. Intervals are by bootstrap over prompts."
+LENGTHS_NOTE = "Lengths count draft tokens; tokens per pass count the target's own token too. Intervals are by bootstrap over prompts."
 
-VOCABULARIES = (
+VOCABULARY_NOTE = (
     "The first of these rates and the loss look at those only, so both get better as the vocabulary gets smaller: between "
     "vocabularies, compare the second, the accuracies and the rungs."
 )
 
 
-def report_markdown(report: Report) -> str:
+def render_report(report: Report) -> str:
     """Headline, drafts by rungs, slices, histogram, what the rungs mean."""
     parts = [
         _headline(report),
@@ -32,7 +32,7 @@ def report_markdown(report: Report) -> str:
         _rates_table(report),
         _context(report),
         _exactness(report),
-        loops_section(report.drafts),
+        render_loops(report.drafts),
         _slices_table(report),
         _histogram_table(report),
         _meanings(report),
@@ -56,7 +56,7 @@ def _speed_ups(report: Report) -> list[str]:
     """Of the trained draft, by temperature."""
     loops = [found for found in report.findings if found.draft == TRAINED and found.rung == 4]
     return [
-        f"{_times(loop.speed_up)} as fast as plain decoding ({decoding(loop.temperature)}, {loop.acceptance.prompts:,} prompts)"
+        f"{_times(loop.speed_up)} as fast as plain decoding ({describe_decoding(loop.temperature)}, {loop.acceptance.prompts:,} prompts)"
         for loop in loops
     ]
 
@@ -73,7 +73,7 @@ def _comparisons(report: Report) -> str:
 
 def _rungs_table(report: Report) -> str:
     """A row per draft, a column per number."""
-    return table([_draft_row(name, report.findings) for name in report.drafts])
+    return render_table([_draft_row(name, report.findings) for name in report.drafts])
 
 
 def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
@@ -88,7 +88,7 @@ def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
         if each.metric == WALK and each.value is not None:
             row["tokens per pass (walk)"] = _number(each.acceptance.tokens_per_pass)
         if each.rung == 4:
-            row[f"speed-up ({decoding(each.temperature)})"] = _times(each.speed_up)
+            row[f"speed-up ({describe_decoding(each.temperature)})"] = _times(each.speed_up)
     return row
 
 
@@ -111,7 +111,9 @@ def _rates_table(report: Report) -> str:
         )
     if not rows:
         return ""
-    return f"{table(rows)}\n\nThe draft's vocabulary has {_rounded_down(coverage)} of the labels. {VOCABULARIES}"
+    return (
+        f"{render_table(rows)}\n\nThe draft's vocabulary has {_rounded_down(coverage)} of the labels. {VOCABULARY_NOTE}"
+    )
 
 
 def _percentages(shares: Iterable[float]) -> str:
@@ -145,7 +147,7 @@ def _exactness(report: Report) -> str:
 
 def _slices_table(report: Report) -> str:
     """The walk by columns of the eval data, where a column has more than one slice."""
-    return table([_slice_row(one) for one in worth_showing(report.walk_slices).itertuples()])
+    return render_table([_slice_row(one) for one in select_slices_to_show(report.walk_slices).itertuples()])
 
 
 def _slice_row(one: Any) -> dict[str, str]:
@@ -167,14 +169,14 @@ def _histogram_table(report: Report) -> str:
             shares = {str(length): f"{100 * count / sum(counts):.0f}" for length, count in enumerate(counts)}
             nothing = {str(length): "0" for length in range(report.draft_tokens + 1)}
             rows.append({"% of passes of the walk that accepted": name, **nothing, **shares})
-    return table(rows)
+    return render_table(rows)
 
 
 def _meanings(report: Report) -> str:
     """Of the rungs that are there."""
     measured = sorted({found.rung for found in report.findings})
     lines = [f"* **Rung {rung}.** {RUNG_MEANINGS[rung]}" for rung in measured]
-    return "\n".join(lines + [f"* {COUNTING}"] * (measured[-1] > 1))
+    return "\n".join(lines + [f"* {LENGTHS_NOTE}"] * (measured[-1] > 1))
 
 
 def _length(found: Finding) -> str:
@@ -203,10 +205,10 @@ def _rounded_down(share: float) -> str:
     return f"{math.floor(share * 10_000) / 100:.2f}%"
 
 
-SHOWN = 12
+MAX_SHOWN_DIFFERENCES = 12
 
 
-def loops_section(drafts: Mapping[str, DraftMeasurement]) -> str:
+def render_loops(drafts: Mapping[str, DraftMeasurement]) -> str:
     """Empty where no draft was on rung 4."""
     loops = [loop for measured in drafts.values() for loop in measured.loops if loop.prompts]
     parts = [_occasions(loops), *(_compared(loop) for loop in loops if loop.differences is not None)]
@@ -216,7 +218,7 @@ def loops_section(drafts: Mapping[str, DraftMeasurement]) -> str:
 def _occasions(loops: Iterable[LoopMeasurement]) -> str:
     """A loop that was measured before keeps the speed it had then."""
     told = [
-        f"{decoding(loop.temperature)} on {loop.timing_context.device}, {loop.timing_context.date:%Y-%m-%d %H:%M %Z}"
+        f"{describe_decoding(loop.temperature)} on {loop.timing_context.device}, {loop.timing_context.date:%Y-%m-%d %H:%M %Z}"
         for loop in loops
         if loop.timing_context is not None
     ]
@@ -233,8 +235,8 @@ def _compared(loop: LoopMeasurement) -> str:
         f"{courses}: {len(found):,} of {prompts} differ. A gap between the two largest logits that is as small as "
         "rounding is a tie that either may win; a wider one is not."
     )
-    more = len(found) - SHOWN
-    shown = table([_row(one) for one in found[:SHOWN]])
+    more = len(found) - MAX_SHOWN_DIFFERENCES
+    shown = render_table([_row(one) for one in found[:MAX_SHOWN_DIFFERENCES]])
     return "\n\n".join([told, shown, *([f"{more:,} more are in `{DIFFERENCES}`."] if more > 0 else [])])
 
 

@@ -22,25 +22,25 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 Look: TypeAlias = tuple[str, str]  # colour, marker
 
 
-def acceptance_plot(drafts: Mapping[str, DraftMeasurement], draft_tokens: int, title: str) -> bytes:
+def plot_acceptance(drafts: Mapping[str, DraftMeasurement], draft_tokens: int, title: str) -> bytes:
     """Teacher-forced accuracy by draft position; beside it, if there is a walk, how many tokens its passes accepted."""
     walked = {name: counts for name, measured in drafts.items() if any(counts := sum_histograms(measured.walk))}
     looks = dict(zip(drafts, cycle(zip(COLOURS, MARKERS))))
-    figure = new_figure(10.4 if walked else 6.4, 3.8)
+    figure = make_figure(10.4 if walked else 6.4, 3.8)
     axes = figure.subplots(1, 2 if walked else 1, squeeze=False)[0]
     _accuracies(axes[0], {name: measured.result for name, measured in drafts.items()}, looks)
-    label(axes[0], title, "draft position", "equal to the target's argmax (%)")
+    label_axes(axes[0], title, "draft position", "equal to the target's argmax (%)")
     if walked:
         _accepted_lengths(axes[1], walked, draft_tokens, looks)
-        label(axes[1], "", "draft tokens accepted by a pass", "passes of the walk (%)")
-    return as_png(figure)
+        label_axes(axes[1], "", "draft tokens accepted by a pass", "passes of the walk (%)")
+    return render_png(figure)
 
 
-def slices_plot(slices: pd.DataFrame, title: str) -> bytes:
+def plot_slices(slices: pd.DataFrame, title: str) -> bytes:
     """The walk of each slice that has a pass, with its interval, in the order of the table."""
     measured = slices[slices["passes"] > 0]
     rows = range(len(measured))
-    figure = new_figure(6.4, 1.4 + 0.26 * len(measured))
+    figure = make_figure(6.4, 1.4 + 0.26 * len(measured))
     axes = figure.add_subplot()
     axes.hlines(rows, measured["low"], measured["high"], color=COLOURS[0], alpha=0.5)
     axes.plot(measured["micro"], rows, color=COLOURS[0], marker=MARKERS[0], linestyle="")
@@ -48,8 +48,8 @@ def slices_plot(slices: pd.DataFrame, title: str) -> bytes:
     axes.set_yticks(rows, [name.replace("$", r"\$") for name in names])  # a dollar would start a formula
     axes.set_ylim(len(measured) - 0.5, -0.5)
     axes.set_xlim(0, max(1.05 * measured["high"].max(), 0.1))
-    label(axes, title, "rung3_walk_acc_len (draft tokens per pass)", "")
-    return as_png(figure)
+    label_axes(axes, title, "rung3_walk_acc_len (draft tokens per pass)", "")
+    return render_png(figure)
 
 
 def _accuracies(axes: Axes, results: Mapping[str, EvalResult], looks: Mapping[str, Look]) -> None:
@@ -78,14 +78,14 @@ def _accepted_lengths(
     axes.legend(title="draft (rung3_walk_acc_len)", frameon=False)
 
 
-def new_figure(width: float, height: float) -> Figure:
+def make_figure(width: float, height: float) -> Figure:
     """An empty figure, in inches, that belongs to no window."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def label(axes: Axes, title: str, x: str, y: str) -> None:
+def label_axes(axes: Axes, title: str, x: str, y: str) -> None:
     """Title, axis labels with units, a quiet grid."""
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(x)
@@ -95,7 +95,7 @@ def label(axes: Axes, title: str, x: str, y: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def as_png(figure: Figure) -> bytes:
+def render_png(figure: Figure) -> bytes:
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=110)
     return stream.getvalue()

@@ -15,15 +15,21 @@ from draftworks.errors import ConfigError
 from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import ratio
 from draftworks.evaluation.ladder.statistics import DEFAULT_RESAMPLING, Resampling
-from draftworks.evaluation.report.findings import Comparison, Finding, compared_on_walk, findings_of, metric_name
-from draftworks.evaluation.report.slices import slices
+from draftworks.evaluation.report.findings import (
+    BaselineComparison,
+    Finding,
+    collect_findings,
+    compare_on_walk,
+    name_counted_metric,
+)
+from draftworks.evaluation.report.slices import slice_acceptance
 from draftworks.evaluation.report.summary import (
     REPORT,
     SCHEMA_VERSION,
     TRAINED,
-    checked_prompts,
     read_report,
-    reading,
+    report_file_errors,
+    require_prompts_file,
 )
 from draftworks.evaluation.report.tables import PromptsByRung, read_prompts
 from draftworks.evaluation.result import EvalResult
@@ -71,19 +77,19 @@ class Report:
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """Every draft on every rung; made once, since the intervals of large eval sets take seconds."""
-        return findings_of(self.drafts, self.resampling)
+        return collect_findings(self.drafts, self.resampling)
 
     @cached_property
-    def comparisons(self) -> tuple[Comparison, ...]:
+    def comparisons(self) -> tuple[BaselineComparison, ...]:
         """The trained draft against the others on the walk."""
-        return compared_on_walk(self.drafts, self.resampling)
+        return compare_on_walk(self.drafts, self.resampling)
 
     @cached_property
     def walk_slices(self) -> pd.DataFrame:
         """The walk of the trained draft by every column of the eval data."""
         if self.columns is None:
-            return slices((), pd.DataFrame(), ())
-        return slices(self.drafts[TRAINED].walk, self.columns, list(self.columns), self.resampling)
+            return slice_acceptance((), pd.DataFrame(), ())
+        return slice_acceptance(self.drafts[TRAINED].walk, self.columns, list(self.columns), self.resampling)
 
     @property
     def headline(self) -> Finding:
@@ -124,7 +130,7 @@ class Report:
         """
         values = read_report(folder)
         prompts = _saved_prompts(folder)
-        with reading(folder / REPORT):
+        with report_file_errors(folder / REPORT):
             return cls(
                 target=values["target"],
                 strategy=values["strategy"],
@@ -139,8 +145,8 @@ class Report:
 
 
 def _saved_prompts(folder: Path) -> PromptsByRung:
-    path = checked_prompts(folder)
-    with reading(path):
+    path = require_prompts_file(folder)
+    with report_file_errors(path):
         return read_prompts(path)
 
 
@@ -153,10 +159,10 @@ def _loop_json(loop: LoopMeasurement) -> dict[str, Any]:
 def _measurement(name: str, values: Mapping[str, Any], prompts: PromptsByRung) -> DraftMeasurement:
     return DraftMeasurement(
         result=EvalResult.from_json(values["result"]),
-        blocks=prompts.get((name, metric_name(2)), ()),
-        walk=prompts.get((name, metric_name(3)), ()),
+        blocks=prompts.get((name, name_counted_metric(2)), ()),
+        walk=prompts.get((name, name_counted_metric(3)), ()),
         loops=tuple(
-            LoopMeasurement.from_json(loop, prompts[name, metric_name(4, loop["temperature"])])
+            LoopMeasurement.from_json(loop, prompts[name, name_counted_metric(4, loop["temperature"])])
             for loop in values["loops"]
         ),
     )

@@ -25,7 +25,7 @@ MEASURES = {
 }
 
 
-def slices(
+def slice_acceptance(
     prompts: Iterable[PromptAcceptance],
     columns: pd.DataFrame,
     by: Sequence[str],

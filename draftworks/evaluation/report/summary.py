@@ -28,7 +28,7 @@ def read_report(folder: Path) -> dict[str, Any]:
         StoreError: missing, damaged, or of another schema.
     """
     path = folder / REPORT
-    with reading(path):
+    with report_file_errors(path):
         values = read_json(path)
         version = values["schema_version"]
     if version != SCHEMA_VERSION:
@@ -36,21 +36,21 @@ def read_report(folder: Path) -> dict[str, Any]:
     return values
 
 
-def checked_prompts(folder: Path) -> Path:
+def require_prompts_file(folder: Path) -> Path:
     """prompts.parquet, being the one that report.json was published with.
 
     Raises:
         StoreError: it is missing, altered, or of another report.
     """
     values = read_report(folder)
-    with reading(folder / REPORT):
+    with report_file_errors(folder / REPORT):
         published = FileManifest.of_digests({PROMPTS: values["files"][PROMPTS]})
     published.require(folder, f"It is not the file that {REPORT} was published with. {EVALUATE_AGAIN}")
     return folder / PROMPTS
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def report_file_errors(path: Path) -> Iterator[None]:
     """Whatever is wrong with the contents of `path` is said with its name.
 
     Raises:
@@ -143,7 +143,7 @@ class ReportSummary:
             StoreError: missing, damaged, or of another schema.
         """
         values = read_report(folder)
-        with reading(folder / REPORT):
+        with report_file_errors(folder / REPORT):
             return cls(
                 target=values["target"],
                 strategy=values["strategy"],

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
-from draftworks.evaluation.report.findings import Finding, counted_rungs
+from draftworks.evaluation.report.findings import Finding, list_counted_rungs
 from draftworks.storage.atomic import publish_file
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from draftworks.evaluation.ladder.measurement import DraftMeasurement  # it imports torch
 from collections.abc import Sequence
 
-LONGEST_CELL = 40
+MAX_CELL_LENGTH = 40
 
 
-def table(rows: Sequence[Mapping[str, str]]) -> str:
+def render_table(rows: Sequence[Mapping[str, str]]) -> str:
     """Columns in the order in which they are first met; empty without a row."""
     from tabulate import tabulate
 
@@ -30,7 +30,7 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     return tabulate(cells, headers="keys", tablefmt="pipe", disable_numparse=True, missingval="")
 
 
-def decoding(temperature: float | None) -> str:
+def describe_decoding(temperature: float | None) -> str:
     """How a loop chose its tokens."""
     return f"temperature {temperature:g}" if temperature else "greedy"
 
@@ -38,11 +38,11 @@ def decoding(temperature: float | None) -> str:
 def _cell(text: str) -> str:
     """Values of the eval data may hold anything, also what would break a table."""
     text = " ".join(str(text).split())
-    text = text if len(text) <= LONGEST_CELL else f"{text[: LONGEST_CELL - 1]}…"
+    text = text if len(text) <= MAX_CELL_LENGTH else f"{text[: MAX_CELL_LENGTH - 1]}…"
     return text.replace("|", "\\|")
 
 
-SHOWN_PER_COLUMN = 12
+MAX_SLICES_PER_COLUMN = 12
 COUNTED = ("low", "high", "confidence", "prompts", "passes", "tokens_per_pass")
 SUMMARY_SCHEMA = pa.schema(
     [
@@ -82,28 +82,28 @@ DIFFERENCES_SCHEMA = pa.schema(
 PromptsByRung: TypeAlias = dict[tuple[str, str], tuple[PromptAcceptance, ...]]
 
 
-def summary_table(heading: Mapping[str, str], findings: Iterable[Finding]) -> pa.Table:
+def build_summary_table(heading: Mapping[str, str], findings: Iterable[Finding]) -> pa.Table:
     """One row per finding: `heading` says of which target, strategy and eval set."""
     return pa.Table.from_pylist([{**heading, **_summary_row(found)} for found in findings], SUMMARY_SCHEMA)
 
 
-def prompts_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
+def build_prompts_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
     """One row per draft, rung and prompt: what two drafts are compared by later."""
     rows = [
         {"draft": name, "rung": rung.rung, "metric": rung.metric, **vars(prompt)}
         for name, measured in drafts.items()
-        for rung in counted_rungs(measured)
+        for rung in list_counted_rungs(measured)
         for prompt in rung.prompts
     ]
     return pa.Table.from_pylist(rows, PROMPTS_SCHEMA)
 
 
-def slices_table(slices: pd.DataFrame) -> pa.Table:
+def build_slices_table(slices: pd.DataFrame) -> pa.Table:
     """With types of its own, also without a row."""
     return pa.Table.from_pandas(slices, SLICES_SCHEMA, preserve_index=False)
 
 
-def differences_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
+def build_differences_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
     """One row per prompt on which the loop did not do what the walk did; see `Difference`."""
     rows = [
         {"draft": name, **vars(difference)}
@@ -114,10 +114,12 @@ def differences_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
     return pa.Table.from_pylist(rows, DIFFERENCES_SCHEMA)
 
 
-def worth_showing(slices: pd.DataFrame) -> pd.DataFrame:
+def select_slices_to_show(slices: pd.DataFrame) -> pd.DataFrame:
     """Slices of the columns that have more than one, the largest of those that have many."""
     several = slices[slices.groupby("column")["value"].transform("size") > 1]
-    largest = several.sort_values("prompts", ascending=False, kind="stable").groupby("column").head(SHOWN_PER_COLUMN)
+    largest = (
+        several.sort_values("prompts", ascending=False, kind="stable").groupby("column").head(MAX_SLICES_PER_COLUMN)
+    )
     return several.loc[sorted(largest.index)]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftworks.evaluation.report.markdown import report_markdown
-from draftworks.evaluation.report.plots import acceptance_plot, slices_plot
+from draftworks.evaluation.report.markdown import render_report
+from draftworks.evaluation.report.plots import plot_acceptance, plot_slices
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import (
     DIFFERENCES,
@@ -18,12 +18,12 @@ from draftworks.evaluation.report.summary import (
     TABLE,
 )
 from draftworks.evaluation.report.tables import (
-    differences_table,
-    prompts_table,
+    build_differences_table,
+    build_prompts_table,
+    build_slices_table,
+    build_summary_table,
     publish_table,
-    slices_table,
-    summary_table,
-    worth_showing,
+    select_slices_to_show,
 )
 from draftworks.storage.atomic import publish_file, publish_json
 from draftworks.storage.manifest import FileManifest
@@ -33,14 +33,14 @@ def save_report(report: Report, folder: Path) -> None:
     """Write all forms into `folder`, each atomically, report.json last."""
     folder.mkdir(parents=True, exist_ok=True)
     heading = {"target": report.target, "strategy": report.strategy, "eval_set": report.eval_set}
-    publish_table(folder / TABLE, summary_table(heading, report.findings))
-    publish_table(folder / PROMPTS, prompts_table(report.drafts))
-    publish_table(folder / SLICES, slices_table(report.walk_slices))
-    publish_table(folder / DIFFERENCES, differences_table(report.drafts))
+    publish_table(folder / TABLE, build_summary_table(heading, report.findings))
+    publish_table(folder / PROMPTS, build_prompts_table(report.drafts))
+    publish_table(folder / SLICES, build_slices_table(report.walk_slices))
+    publish_table(folder / DIFFERENCES, build_differences_table(report.drafts))
     with publish_file(folder / MARKDOWN) as staging:
-        staging.write_text(report_markdown(report), encoding="utf-8")
+        staging.write_text(render_report(report), encoding="utf-8")
     with publish_file(folder / PLOT) as staging:
-        staging.write_bytes(acceptance_plot(report.drafts, report.draft_tokens, report.title))
+        staging.write_bytes(plot_acceptance(report.drafts, report.draft_tokens, report.title))
     _save_slices_plot(report, folder / SLICES_PLOT)
     written = FileManifest.record(folder, (TABLE, PROMPTS, SLICES, DIFFERENCES))
     publish_json(folder / REPORT, {**report.to_json(), "files": written.digests})
@@ -48,9 +48,9 @@ def save_report(report: Report, folder: Path) -> None:
 
 def _save_slices_plot(report: Report, path: Path) -> None:
     """None where there is nothing to compare."""
-    shown = worth_showing(report.walk_slices)
+    shown = select_slices_to_show(report.walk_slices)
     if not shown["passes"].any():
         path.unlink(missing_ok=True)
         return
     with publish_file(path) as staging:
-        staging.write_bytes(slices_plot(shown, report.title))
+        staging.write_bytes(plot_slices(shown, report.title))

@@ -11,7 +11,7 @@ import pytest
 from report_folders import ASSET, TARGET, ReportFolders
 
 from draftworks.errors import StoreError
-from draftworks.evaluation.report.comparison import Replacement, against_replaced
+from draftworks.evaluation.report.comparison import ReplacedDraftComparison, compare_with_replaced_draft
 
 SAMPLES = {f"s{index}": [index, 7, 8, 9] for index in range(12)}
 GOOD = {name: [3, 2, 3] for name in SAMPLES}
@@ -24,8 +24,8 @@ def folders(tmp_path: Path) -> ReportFolders:
     return ReportFolders(tmp_path)
 
 
-def compared(folders: ReportFolders) -> Replacement:
-    return against_replaced(folders.artifacts, ASSET, TARGET)
+def compared(folders: ReportFolders) -> ReplacedDraftComparison:
+    return compare_with_replaced_draft(folders.artifacts, ASSET, TARGET)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from report_toys import full_report, rungs_0_and_1
 
-from draftworks.evaluation.report.plots import acceptance_plot, slices_plot
+from draftworks.evaluation.report.plots import plot_acceptance, plot_slices
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import PLOT, SLICES_PLOT
 from draftworks.evaluation.report.writing import save_report
@@ -25,7 +25,7 @@ def opened(data: bytes) -> Image.Image:
 
 
 def drawn(report: Report) -> Image.Image:
-    return opened(acceptance_plot(report.drafts, report.draft_tokens, report.title))
+    return opened(plot_acceptance(report.drafts, report.draft_tokens, report.title))
 
 
 def test_histogram_stands_beside_the_accuracies_where_there_is_a_walk() -> None:
@@ -52,4 +52,4 @@ def test_slices_may_have_any_name(value: str) -> None:
             "high": [1.9, 1.0, None],
         }
     )
-    assert opened(slices_plot(table, "slices")).width < 1000
+    assert opened(plot_slices(table, "slices")).width < 1000

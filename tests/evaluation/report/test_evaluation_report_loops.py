@@ -13,7 +13,7 @@ from report_toys import full_report
 
 from draftworks.evaluation.ladder.differences import Difference
 from draftworks.evaluation.ladder.measurement import TimingContext
-from draftworks.evaluation.report.markdown import report_markdown
+from draftworks.evaluation.report.markdown import render_report
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import DIFFERENCES, REPORT
 from draftworks.evaluation.report.writing import save_report
@@ -70,11 +70,11 @@ def test_report_of_before_there_were_differences_is_read(tmp_path: Path) -> None
 
 
 def test_markdown_says_that_nothing_differs() -> None:
-    assert "none of 3 prompts differ" in report_markdown(report_with(()))
+    assert "none of 3 prompts differ" in render_report(report_with(()))
 
 
 def test_markdown_shows_differences_with_their_gaps() -> None:
-    lines = report_markdown(report_with(FOUND)).splitlines()
+    lines = render_report(report_with(FOUND)).splitlines()
     assert any("2 of 3 prompts differ" in line for line in lines)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith(("| s0", "| s2"))]
     assert rows == [
@@ -85,15 +85,15 @@ def test_markdown_shows_differences_with_their_gaps() -> None:
 
 def test_markdown_shows_the_first_of_many_differences_and_says_where_the_others_are() -> None:
     many = tuple(replace(FOUND[0], sample_id=f"many{index}") for index in range(20))
-    text = report_markdown(report_with(many))
+    text = render_report(report_with(many))
     assert text.count("\n| many") == 12
     assert f"8 more are in `{DIFFERENCES}`" in text
 
 
 def test_markdown_without_a_comparison_does_not_speak_of_one() -> None:
-    assert "differ" not in report_markdown(report_with(None))
+    assert "differ" not in render_report(report_with(None))
 
 
 def test_markdown_says_when_and_where_the_speed_was_measured() -> None:
-    assert "Rung 4 was timed: greedy on a GPU, 2026-03-01 22:00 UTC." in report_markdown(report_with(()))
-    assert "was timed" not in report_markdown(report_with((), timing_context=None))
+    assert "Rung 4 was timed: greedy on a GPU, 2026-03-01 22:00 UTC." in render_report(report_with(()))
+    assert "was timed" not in render_report(report_with((), timing_context=None))

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from report_toys import full_report, prompts, rungs_0_and_1
 
-from draftworks.evaluation.report.markdown import report_markdown
+from draftworks.evaluation.report.markdown import render_report
 from draftworks.evaluation.report.report import Report
 
 WARNING = "not exact here"
@@ -27,18 +27,18 @@ def columns_of(**values: list[str]) -> pd.DataFrame:
 
 
 def test_headline_is_the_walk_with_interval_tokens_per_pass_and_speed_up() -> None:
-    headline = report_markdown(full_report()).splitlines()[0]
+    headline = render_report(full_report()).splitlines()[0]
     for words in ("**1.50** draft tokens accepted", "95% interval", "rung3_walk_acc_len", "2.50 tokens per pass"):
         assert words in headline
     assert "1.50× as fast as plain decoding (greedy, 3 prompts)" in headline
 
 
 def test_headline_without_a_walk_says_which_rung_it_is() -> None:
-    assert "`simulated_acc_len` **1.20** (rung 1)" in report_markdown(rungs_0_and_1()).splitlines()[0]
+    assert "`simulated_acc_len` **1.20** (rung 1)" in render_report(rungs_0_and_1()).splitlines()[0]
 
 
 def test_table_has_drafts_by_rungs_and_empty_cells_for_what_was_not_measured() -> None:
-    table = rows_of(report_markdown(full_report()), "draft")
+    table = rows_of(render_report(full_report()), "draft")
     walk = table["draft"].index("rung3_walk_acc_len")
     assert table["trained"][walk].startswith("1.50 (")
     assert table["untrained"][walk].startswith("0.08 (")
@@ -48,7 +48,7 @@ def test_table_has_drafts_by_rungs_and_empty_cells_for_what_was_not_measured() -
 
 
 def test_rungs_that_were_not_measured_are_not_mentioned() -> None:
-    text = report_markdown(rungs_0_and_1())
+    text = render_report(rungs_0_and_1())
     assert "Rung 1" in text
     for words in ("Rung 2", "Rung 3", "Rung 4", "walk", "loop", "speed-up", "interval", "nan", "None"):
         assert words not in text
@@ -58,14 +58,14 @@ def test_walk_without_a_pass_has_no_number() -> None:
     """Answers of one token: the prefill gives them."""
     report = full_report()
     drafts = {**report.drafts, "trained": replace(report.drafts["trained"], walk=prompts([], []), loops=())}
-    text = report_markdown(replace(report, drafts=drafts, columns=None))
+    text = render_report(replace(report, drafts=drafts, columns=None))
     table = rows_of(text, "draft")
     assert table["trained"][table["draft"].index("rung3_walk_acc_len")] == "none"
     assert "`rung2_block_acc_len`" in text.splitlines()[0]
 
 
 def test_histogram_is_of_a_hundred_passes_up_to_the_tokens_proposed() -> None:
-    table = rows_of(report_markdown(replace(full_report(), draft_tokens=4)), "% of passes")
+    table = rows_of(render_report(replace(full_report(), draft_tokens=4)), "% of passes")
     assert list(table.values()) == [
         ["0", "1", "2", "3", "4"],
         ["33", "17", "17", "33", "0"],
@@ -74,20 +74,20 @@ def test_histogram_is_of_a_hundred_passes_up_to_the_tokens_proposed() -> None:
 
 
 def test_slices_are_shown_of_columns_that_have_more_than_one() -> None:
-    table = rows_of(report_markdown(full_report()), "slice by")
+    table = rows_of(render_report(full_report()), "slice by")
     assert "language" not in table
     assert [table["task"][0], table["task"][1]] == ["code", "2"]
 
 
 @pytest.mark.parametrize("columns", [None, columns_of(language=["en"] * 3)], ids=["no columns", "one slice"])
 def test_nothing_to_slice_by_shows_no_slices(columns: pd.DataFrame | None) -> None:
-    assert "slice by" not in report_markdown(replace(full_report(), columns=columns))
+    assert "slice by" not in render_report(replace(full_report(), columns=columns))
 
 
 def test_one_prompt_has_no_interval() -> None:
     """It would have no width, which looks like certainty."""
     columns = columns_of(task=["code", "chat", "code"])
-    text = report_markdown(replace(full_report(), columns=columns))
+    text = render_report(replace(full_report(), columns=columns))
     [chat] = [line for line in text.splitlines() if "chat" in line]
     assert chat.rstrip(" |").endswith(" 1.67")
 
@@ -99,14 +99,14 @@ def test_many_slices_of_a_column_are_cut_to_the_largest() -> None:
     )
     report = full_report()
     drafts = {"trained": replace(report.drafts["trained"], walk=walk)}
-    text = report_markdown(replace(report, drafts=drafts, columns=columns))
+    text = render_report(replace(report, drafts=drafts, columns=columns))
     assert text.count("| source") == 12
     assert "| many" in text
 
 
 def test_values_cannot_break_the_table() -> None:
     columns = columns_of(task=["a|b", "two\nlines", "x" * 100])
-    text = report_markdown(replace(full_report(), columns=columns))
+    text = render_report(replace(full_report(), columns=columns))
     table = next(part for part in text.split("\n\n") if part.startswith("| slice by"))
     lines = table.splitlines()
     assert len(lines) == 2 + 3
@@ -124,7 +124,7 @@ def test_values_cannot_break_the_table() -> None:
     ],
 )
 def test_says_whether_rungs_2_and_3_are_exact(share: float | None, words: str) -> None:
-    text = report_markdown(replace(full_report(), label_agreement=share))
+    text = render_report(replace(full_report(), label_agreement=share))
     assert words in text
     assert (WARNING in text) == (share is not None and share < 1)
 
@@ -133,7 +133,7 @@ def test_draft_that_is_worse_than_another_is_shown_to_be() -> None:
     report: Report = full_report()
     trained, untrained = report.drafts["trained"], report.drafts["untrained"]
     drafts = {"trained": replace(trained, walk=untrained.walk), "untrained": replace(untrained, walk=trained.walk)}
-    assert "-1.42 (-2.00 to" in report_markdown(replace(report, drafts=drafts))
+    assert "-1.42 (-2.00 to" in render_report(replace(report, drafts=drafts))
 
 
 def test_acceptance_rates_say_over_which_positions_they_are_and_that_losses_do_not_compare() -> None:
@@ -145,8 +145,8 @@ def test_acceptance_rates_say_over_which_positions_they_are_and_that_losses_do_n
         **{"unconditional_acceptance_sums": (5.0, 2.0), "unconditional_acceptance_denoms": (10.0, 8.0)},
     }
     counted = replace(trained, result=replace(trained.result, metric_sums=metric_sums))
-    text = report_markdown(replace(report, drafts={**report.drafts, "trained": counted}))
+    text = render_report(replace(report, drafts={**report.drafts, "trained": counted}))
     assert "| trained | 75.0 · 25.0 | 50.0 · 25.0 |" in re.sub(" +", " ", text)
     assert "The draft's vocabulary has 40.00% of the labels." in text
     assert "both get better as the vocabulary gets smaller" in text
-    assert "acceptance rate" not in report_markdown(report)
+    assert "acceptance rate" not in render_report(report)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from draftworks.errors import DataError
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.statistics import Resampling, summarize_acceptance
-from draftworks.evaluation.report.slices import MISSING, slices
+from draftworks.evaluation.report.slices import MISSING, slice_acceptance
 
 QUICK = Resampling(resamples=50)
 
@@ -28,7 +28,7 @@ def by_one(values: list, **options) -> pd.DataFrame:
     """The slices of as many prompts by a column of these values."""
     prompts = prompts_of(len(values))
     columns = pd.DataFrame({"it": values}, index=[prompt.sample_id for prompt in prompts], **options)
-    return slices(prompts, columns, ["it"], QUICK)
+    return slice_acceptance(prompts, columns, ["it"], QUICK)
 
 
 def sizes(table: pd.DataFrame) -> dict[str, int]:
@@ -44,7 +44,7 @@ def test_slices_by_hand() -> None:
     columns = pd.DataFrame(
         {"task": ["code", "chat", "code"], "language": ["de", "en", "en"], "unused": 0}, index=list("abc")
     )
-    table = slices(prompts, columns, ["task", "language"])
+    table = slice_acceptance(prompts, columns, ["task", "language"])
     assert table.columns.tolist() == [
         "column",
         "value",
@@ -71,7 +71,7 @@ def test_slices_by_hand() -> None:
 def test_slice_has_the_numbers_of_its_own_summary() -> None:
     prompts = prompts_of(20)
     columns = pd.DataFrame({"half": ["x", "y"] * 10}, index=[prompt.sample_id for prompt in prompts])
-    table = slices(prompts, columns, ["half"], QUICK).set_index("value")
+    table = slice_acceptance(prompts, columns, ["half"], QUICK).set_index("value")
     for value, members in (("x", prompts[::2]), ("y", prompts[1::2])):
         expected = summarize_acceptance(members, QUICK)
         found = table.loc[value]
@@ -141,12 +141,12 @@ def test_numbers_beside_nulls_in_an_object_column_are_numbers() -> None:
 
 def test_prompts_that_the_columns_do_not_know_are_a_slice_of_their_own() -> None:
     columns = pd.DataFrame({"task": ["code", "chat"]}, index=["s01", "elsewhere"])
-    assert sizes(slices(prompts_of(3), columns, ["task"], QUICK)) == {"code": 1, MISSING: 2}
+    assert sizes(slice_acceptance(prompts_of(3), columns, ["task"], QUICK)) == {"code": 1, MISSING: 2}
 
 
 def test_slice_without_a_pass_is_there_without_a_ratio() -> None:
     columns = pd.DataFrame({"task": ["code"]}, index=["empty"])
-    table = slices([PromptAcceptance.from_accepted_counts("empty", [], 0)], columns, ["task"], QUICK)
+    table = slice_acceptance([PromptAcceptance.from_accepted_counts("empty", [], 0)], columns, ["task"], QUICK)
     assert table[["prompts", "passes"]].values.tolist() == [[1, 0]]
     assert table[["micro", "macro", "low", "high"]].isna().all(axis=None)
 
@@ -160,15 +160,15 @@ def test_no_prompts_give_an_empty_table_of_the_same_shape() -> None:
 def test_unknown_column_is_refused_by_name() -> None:
     columns = pd.DataFrame({"task": ["code"], "language": ["en"]}, index=["s00"])
     with pytest.raises(DataError, match="slices by length: expected columns of the eval data, found task, language"):
-        slices(prompts_of(1), columns, ["task", "length"])
+        slice_acceptance(prompts_of(1), columns, ["task", "length"])
 
 
 def test_columns_of_another_eval_set_are_refused() -> None:
     with pytest.raises(DataError, match="an index of sample ids such as s00, found none of the 2 prompts"):
-        slices(prompts_of(2), pd.DataFrame({"task": ["code", "chat"]}), ["task"])
+        slice_acceptance(prompts_of(2), pd.DataFrame({"task": ["code", "chat"]}), ["task"])
 
 
 def test_columns_that_know_a_sample_twice_are_refused() -> None:
     columns = pd.DataFrame({"task": ["code", "chat"]}, index=["s00", "s00"])
     with pytest.raises(DataError, match="each sample id once, found s00 more often"):
-        slices(prompts_of(1), columns, ["task"])
+        slice_acceptance(prompts_of(1), columns, ["task"])
