@@ -27,18 +27,18 @@ from torch import nn
 
 from draftworks.drafts.draft_io import read_weights
 from draftworks.evaluation.result import EvalResult
-from draftworks.training.backend import FSDPTrainingBackend, process_group_of_one
+from draftworks.training.backend import FSDPTrainingBackend, ensure_process_group
 from draftworks.training.checkpoint_files import read_record
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.history import History
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule
-from draftworks.training.position import Position
+from draftworks.training.progress import TrainingProgress
 from draftworks.training.resume import Checkpointer, read_resume_state
 from draftworks.training.snapshot import WEIGHTS
 
 BYTES_PER_PARAMETER = 12  # fp32 weights and two moments
 WIDTH = 2048
-START = Position(samples=8_000, global_batch_size=8)
+START = TrainingProgress(samples=8_000, global_batch_size=8)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Training:
         self.optimizer.step()
 
     def save(self, manager: CheckpointManager, step: int) -> None:
-        position = Position(START.samples, START.global_batch_size, step)
+        position = TrainingProgress(START.samples, START.global_batch_size, step)
         checkpointer = Checkpointer(manager, self.backend, self.optimizer, {})
         checkpointer.save(position, History(1_000), EvalResult.empty(), 0.0)
 
@@ -156,7 +156,7 @@ def main(
 ) -> None:
     """Print a small table and one line of JSON."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch, process_group_of_one(torch.device("cpu")):
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, ensure_process_group(torch.device("cpu")):
         result = measure(megabytes, repeats, Path(scratch))
     print(f"{'MB':>8} {'plain s':>8} {'save s':>8} {'ratio':>6} {'async pause s':>14} {'load s':>7}")
     print(

@@ -51,11 +51,11 @@ def measure() -> list[FileCount]:
     """Count the files of one packed step of the toy, in a process group of this process alone."""
     import torch
 
-    from draftworks.training.backend import process_group_of_one
+    from draftworks.training.backend import ensure_process_group
 
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    with process_group_of_one(device):
+    with ensure_process_group(device):
         return count_files(make_step(device))
 
 

@@ -27,7 +27,7 @@ from gpu_flops import FORMULAS, Work, peak_flops
 from gpu_steps import CONTEXT, StepTimes, timed, trainer_core
 
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.training.backend import process_group_of_one
+from draftworks.training.backend import ensure_process_group
 from draftworks.training.core import TrainerCore
 
 SHARES = (1.0, 0.5, 0.7, 0.9)
@@ -112,7 +112,7 @@ def main(
 def measured(names: Sequence[str], case: Case, device: torch.device, peak: float | None) -> Iterator[Result]:
     """One strategy after the other, in both layouts; what does not fit into the device is told, and the next has its turn."""
     target = made_up_target(SHAPES[case.size], device, torch.bfloat16)
-    with process_group_of_one(device):
+    with ensure_process_group(device):
         for name in names:
             for layout in ("padded", "packed"):
                 yield _measured(name, target, case, layout, device, peak)

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.features.contracts import TrainBatch
-from draftworks.training.backend import FSDPTrainingBackend, process_group_of_one
+from draftworks.training.backend import FSDPTrainingBackend, ensure_process_group
 
 LENGTHS = (70, 33, 52)
 COUNT = 3
@@ -51,7 +51,7 @@ class Difference:
 
 def differences(name: str, device: torch.device) -> Iterator[Difference]:
     """From the CPU in fp32, padded: of the device, in both dtypes and layouts. The draft is a small one."""
-    with process_group_of_one(device), exact_products():
+    with ensure_process_group(device), exact_products():
         reference = small_step(name, torch.device("cpu"), "float32", "padded", sharded=False)
         for dtype in ("float32", "bfloat16"):
             for layout in ("padded", "packed"):

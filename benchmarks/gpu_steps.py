@@ -15,7 +15,7 @@ from draftworks.features.contracts import TrainBatch
 from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.compiling import compile_blocks
 from draftworks.training.core import TrainerCore
-from draftworks.training.trainer import optimizer_of, plan_of
+from draftworks.training.trainer import make_optimizer, make_plan
 
 CONTEXT = StepContext(global_step=1, total_steps=4, training=True)
 """Where the losses of Domino count alike."""
@@ -45,7 +45,7 @@ def trainer_core(strategy: DraftStrategy, device: torch.device, dtype: str, comp
         compile_blocks(strategy, device)
     backend = FSDPTrainingBackend(device, getattr(torch, dtype))
     backend.prepare_model(strategy)
-    return TrainerCore(strategy, backend, optimizer_of(training, plan_of(training, 100), backend))
+    return TrainerCore(strategy, backend, make_optimizer(training, make_plan(training, 100), backend))
 
 
 def timed(core: TrainerCore, batch: TrainBatch, steps: int, warm_up: int) -> StepTimes:

@@ -29,11 +29,11 @@ from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.features.contracts import TrainBatch
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.packed_schedule import PackedTrainSchedule
-from draftworks.features.packing import PackLimits, document_lengths, fill
+from draftworks.features.packing import PackLimits, fill_share, require_lengths
 from draftworks.programs.assembly import Samples, build_draft, open_samples
-from draftworks.training.backend import FSDPTrainingBackend, process_group_of_one
+from draftworks.training.backend import FSDPTrainingBackend, ensure_process_group
 from draftworks.training.core import TrainerCore
-from draftworks.training.trainer import optimizer_of, plan_of
+from draftworks.training.trainer import make_optimizer, make_plan
 
 DFLASH = {
     "block_size": 6,
@@ -96,7 +96,7 @@ def main(
         run = run.model_copy(update={"strategy": strategy, "options": DFLASH, "vocab_mapping": None})
     changes = {"global_batch_size": global_batch or run.training.global_batch_size, "micro_batch_size": batch}
     run = run.model_copy(update={"training": run.training.model_copy(update={**changes, "processes": 1})})
-    with process_group_of_one(CPU):
+    with ensure_process_group(CPU):
         results, difference = measure(run, pack_tokens, steps)
     print(table(results))
     print(f"largest difference of a step's loss: {difference:.1e} of it; load {os.getloadavg()[0]:.1f}")
@@ -135,7 +135,7 @@ def side_of(run: TrainRun) -> Side:
     backend = FSDPTrainingBackend(CPU)
     backend.prepare_model(strategy)
     return Side(
-        strategy, TrainerCore(strategy, backend, optimizer_of(run.training, plan_of(run.training, 100), backend))
+        strategy, TrainerCore(strategy, backend, make_optimizer(run.training, make_plan(run.training, 100), backend))
     )
 
 
@@ -186,7 +186,7 @@ def fills(run: TrainRun, pack_tokens: int) -> str:
     with a heavy tail."""
     features = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, 0).strategy
     samples = open_samples(run.train, run.store, features, run.target)
-    real = document_lengths(samples.refs, PackLimits(pack_tokens, "own_row"))
+    real = require_lengths(samples.refs, PackLimits(pack_tokens, "own_row"))
     heavy = tuple(np.clip(np.random.default_rng(0).lognormal(6, 1, 20_000), 16, 4096).astype(int).tolist())
     lines = [
         f"{'lengths':>12} {'batch':>6} {'limit':>6} {'ranks':>6} {'rows/step':>10} {'fill':>7} {'of limit':>9} {'ms/plan':>8}"
@@ -203,9 +203,9 @@ def fills(run: TrainRun, pack_tokens: int) -> str:
             samples=len(lengths), lengths=lengths, pack_tokens=limit, global_batch_size=batch, world=ranks
         )
         begin = time.perf_counter()
-        plan = [schedule.rows(taken) for taken in schedule.samples_of_steps(0)]
+        plan = [schedule.pack_step(taken) for taken in schedule.samples_of_steps(0)]
         cost = (time.perf_counter() - begin) / len(plan) * 1e3
-        level = statistics.mean(fill(rows, lengths) for rows in plan)
+        level = statistics.mean(fill_share(rows, lengths) for rows in plan)
         rows = sum(map(len, plan))
         full = sum(lengths[index] for step in plan for row in step for index in row) / (rows * limit)
         lines.append(

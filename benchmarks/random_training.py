@@ -11,7 +11,7 @@ from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import FeatureSet, TargetFiles, TrainRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
-from draftworks.data.vocab import build_vocab_mapping, supervised_counts
+from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import write_feature_set
@@ -39,7 +39,7 @@ def random_training(folder: Path, steps: int) -> TrainRun:
     )
     train, heldout = (random_set(folder, name, samples, target) for name, samples in (("train", 33), ("heldout", 24)))
     vocab = folder / "vocab.safetensors"
-    build_vocab_mapping(supervised_counts(TokenizedSet.open(train.tokens), target.vocab_size), 64).save(vocab)
+    build_vocab_mapping(count_supervised_tokens(TokenizedSet.open(train.tokens), target.vocab_size), 64).save(vocab)
     training = TrainingSpec(
         processes=RANKS,
         global_batch_size=8,

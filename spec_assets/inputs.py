@@ -8,7 +8,7 @@ import dagster as dg
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
-from draftworks.data.sources import matching_files
+from draftworks.data.sources import find_files
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import check_demands
 from draftworks.preflight.findings import Findings
@@ -68,7 +68,7 @@ def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Mater
     """The conversations the target's draft learns from, as the files the registry names."""
     registry = workspace.registry
     spec = registry.dataset(registry.target(context.partition_key).dataset)
-    files = matching_files(spec.files, registry.root)
+    files = find_files(spec.files, registry.root)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(workspace.dataset_version(spec)),
         metadata={

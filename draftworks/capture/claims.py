@@ -122,7 +122,7 @@ def shared_out(
             keys = _keys_of(window)
             with claims.take(keys) as taken:
                 store.refresh()
-                lacking = frozenset(store.missing(keys))
+                lacking = frozenset(store.find_missing(keys))
                 own = _only(window, lacking & taken.own, whole)
                 if own:
                     yield own

@@ -117,7 +117,7 @@ def plan_capture(run: CaptureRun, tokens: Sequence[TokenRow], store: KeyedFeatur
     for row in tokens:
         _check_row(row, run)
     keys_of_rows = [streams.keys(row.token_digest) for row in tokens]
-    lacking = set(store.missing(key for keys in keys_of_rows for key in keys.values()))
+    lacking = set(store.find_missing(key for keys in keys_of_rows for key in keys.values()))
     jobs, nbytes = [], 0
     for index, (row, keys) in enumerate(zip(tokens, keys_of_rows, strict=True)):
         missing = tuple(name for name, key in keys.items() if key in lacking)

@@ -134,7 +134,7 @@ def write_manifest(
     store = open_store(run.store)
     streams = StreamPlan.of(run)
     refs = [_ref(run, streams, store, row, index) for index, row in enumerate(tokens)]
-    missing = set(store.missing(key for ref in refs for key in ref.feature_keys.values()))
+    missing = set(store.find_missing(key for ref in refs for key in ref.feature_keys.values()))
     lacking = [ref for ref in refs if not missing.isdisjoint(ref.feature_keys.values())]
     excused = _quarantined(run, refs, failed)
     unexplained = [ref.sample_id for ref in lacking if ref.sample_id not in excused]

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Item
-from draftworks.data.formats import RowError, format_of, parse_conversation, parse_tokens
+from draftworks.data.formats import RowError, detect_format, parse_conversation, parse_tokens
 from draftworks.data.rows import RawRow, Rejection, read_rows, reject
-from draftworks.data.sources import matching_files
+from draftworks.data.sources import find_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 from draftworks.storage.atomic import publish_file
@@ -50,7 +50,7 @@ class LoadedTokens:
     report: LoadReport
 
 
-def kind_of(dataset: DatasetSpec, root: Path) -> Kind:
+def detect_kind(dataset: DatasetSpec, root: Path) -> Kind:
     """Whether a data set holds conversations or pre-tokenized rows; with format `auto` the first usable row decides.
 
     Raises:
@@ -58,11 +58,11 @@ def kind_of(dataset: DatasetSpec, root: Path) -> Kind:
     """
     if dataset.format != "auto":
         return "tokens" if dataset.format == "tokens" else "conversations"
-    for path in matching_files(dataset.files, root):
+    for path in find_files(dataset.files, root):
         for row in read_rows(path):
             try:
                 if isinstance(row, RawRow):
-                    return "tokens" if format_of(row.value) == "tokens" else "conversations"
+                    return "tokens" if detect_format(row.value) == "tokens" else "conversations"
             except RowError:
                 continue
     raise DataError(
@@ -118,7 +118,7 @@ def _load(
     found: dict[str, Item],
 ) -> LoadReport:
     """Fill `found` by id; the first of several equal rows is kept."""
-    paths = matching_files(dataset.files, root)
+    paths = find_files(dataset.files, root)
     quarantine = out / QUARANTINE_FILE
     tally = _Tally()
     with publish_file(quarantine) as staging, staging.open("w", encoding="utf-8") as stream:

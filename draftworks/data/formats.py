@@ -39,7 +39,7 @@ class RowError(ValueError):
     """Why a row is rejected."""
 
 
-def format_of(row: Any) -> Format:
+def detect_format(row: Any) -> Format:
     """The format a row shows by its key.
 
     Raises:
@@ -63,7 +63,7 @@ def parse_conversation(row: Any, expected: Format | None = None) -> Conversation
     Raises:
         RowError: unknown role, empty or non-text content, no assistant turn, or another format.
     """
-    name = format_of(row)
+    name = detect_format(row)
     if name == "tokens":
         raise RowError("a pre-tokenized row in a data set of conversations")
     if expected is not None and name != expected:
@@ -84,7 +84,7 @@ def parse_tokens(row: Any, vocab_size: int | None = None) -> TokenRow:
     Raises:
         RowError: wrong types, lengths, ids outside the vocabulary, nothing supervised, or another format.
     """
-    if format_of(row) != "tokens":
+    if detect_format(row) != "tokens":
         raise RowError("a conversation in a data set of pre-tokenized rows")
     ids = _integers(row["input_ids"], "input_ids", LARGEST_ID if vocab_size is None else vocab_size - 1)
     mask = _integers(row.get("loss_mask"), "loss_mask", 1)

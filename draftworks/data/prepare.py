@@ -10,11 +10,11 @@ from typing import Any, Literal
 from draftworks.config.registry_files import DatasetSpec, DataSpec
 from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, VOCAB_FILE, TargetFiles
 from draftworks.data.conversations import read_conversations, select, write_conversations
-from draftworks.data.datasets import kind_of, load_conversations, load_tokens
+from draftworks.data.datasets import detect_kind, load_conversations, load_tokens
 from draftworks.data.split import is_held_out
 from draftworks.data.tokenized import TokenizedSet, write_tokens
-from draftworks.data.tokenizing import Progress, fit_rows, tokenize
-from draftworks.data.vocab import build_vocab_mapping, supervised_counts
+from draftworks.data.tokenizing import Progress, cut_rows, tokenize
+from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.errors import DataError
 from draftworks.storage.identity import digest
 
@@ -79,7 +79,7 @@ class _Chosen:
 def _chosen(
     dataset: DatasetSpec, count: int | None, max_rejected_share: float, root: Path, target: TargetFiles, out: Path
 ) -> _Chosen:
-    kind = kind_of(dataset, root)
+    kind = detect_kind(dataset, root)
     if kind == "tokens":
         loaded = load_tokens(dataset, root, out, max_rejected_share, target.vocab_size)
         return _Chosen(kind, tuple(select(loaded.rows, count)), loaded.report.counts())
@@ -102,7 +102,7 @@ def tokenize_part(
     A part of `kind` "tokens" is tokenized already and only cut to `max_length`.
     """
     if kind == "tokens":
-        result = fit_rows(TokenizedSet.open(part), target, data, max_length)
+        result = cut_rows(TokenizedSet.open(part), target, data, max_length)
     else:
         result = tokenize(read_conversations(part), target, data, max_length, progress, thinking=thinking)
     return write_tokens(out / TOKENS_FOLDER, result.rows, result.counts())
@@ -119,7 +119,7 @@ def supervised_rows(tokens: Path, out: Path) -> dict[str, Any]:
 
 def map_vocabulary(tokens: Path, target: TargetFiles, draft_vocab_size: int, out: Path) -> dict[str, Any]:
     """The reduced vocabulary of a target's drafts: its most frequent supervised tokens."""
-    counts = supervised_counts(TokenizedSet.open(tokens), target.vocab_size)
+    counts = count_supervised_tokens(TokenizedSet.open(tokens), target.vocab_size)
     mapping = build_vocab_mapping(counts, draft_vocab_size)
     mapping.save(out / VOCAB_FILE)
     return {

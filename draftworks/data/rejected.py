@@ -23,7 +23,7 @@ class RejectedSample(NamedTuple):
     excerpt: str = ""
 
 
-def rejection_counts(rejected: Sequence[RejectedSample]) -> dict[str, Any]:
+def count_rejections(rejected: Sequence[RejectedSample]) -> dict[str, Any]:
     """How many and why, for the summary of `write_tokens`."""
     reasons = Counter(each.reason for each in rejected)
     return {

@@ -55,10 +55,10 @@ def reject(row: RawRow, reason: str) -> Rejection:
         text = json.dumps(row.value, ensure_ascii=False, default=repr)
     except (ValueError, RecursionError):
         text = repr(type(row.value))
-    return Rejection(row.file, row.line, excerpt(reason), excerpt(text))
+    return Rejection(row.file, row.line, make_excerpt(reason), make_excerpt(text))
 
 
-def excerpt(text: str) -> str:
+def make_excerpt(text: str) -> str:
     """The beginning of a text, printable in any encoding."""
     cut = text if len(text) <= EXCERPT_LENGTH else text[:EXCERPT_LENGTH] + "..."
     return cut.encode("utf-8", "backslashreplace").decode()
@@ -89,7 +89,7 @@ def _line_rows(path: Path, max_line_bytes: int) -> Iterator[RawRow | Rejection]:
             if len(raw) > max_line_bytes and not raw.endswith(b"\n"):
                 _skip_line(stream, max_line_bytes)
                 start = raw[: 4 * EXCERPT_LENGTH].decode("utf-8", "replace")
-                yield Rejection(str(path), number, f"line longer than {max_line_bytes:,} bytes", excerpt(start))
+                yield Rejection(str(path), number, f"line longer than {max_line_bytes:,} bytes", make_excerpt(start))
                 continue
             if number == 1:
                 raw = raw.removeprefix(codecs.BOM_UTF8)
@@ -109,7 +109,7 @@ def _decoded(raw: bytes, file: str, line: int) -> RawRow | Rejection:
         reason = f"not UTF-8 ({error.reason} at byte {error.start})"
     except ValueError as error:
         reason = f"invalid JSON ({error})"
-    return Rejection(file, line, reason, excerpt(raw[: 4 * EXCERPT_LENGTH].decode("utf-8", "replace").rstrip()))
+    return Rejection(file, line, reason, make_excerpt(raw[: 4 * EXCERPT_LENGTH].decode("utf-8", "replace").rstrip()))
 
 
 def _is_list(path: Path) -> bool:

@@ -14,7 +14,7 @@ from draftworks.storage.identity import FileDigests, digest
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-def matching_files(patterns: Sequence[str], root: Path) -> list[Path]:
+def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
     """Files of all globs relative to `root`, each once, sorted within a glob.
 
     Raises:
@@ -37,4 +37,4 @@ def matching_files(patterns: Sequence[str], root: Path) -> list[Path]:
 
 def dataset_version(spec: DatasetSpec, root: Path, digests: FileDigests) -> str:
     """Digest of the content of the files and how they are read; their names and places do not matter."""
-    return digest([spec.format, sorted(digests.of_file(path) for path in matching_files(spec.files, root))])
+    return digest([spec.format, sorted(digests.of_file(path) for path in find_files(spec.files, root))])

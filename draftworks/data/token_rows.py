@@ -39,7 +39,7 @@ class TokenRow:
         return int(np.count_nonzero(self.loss_mask))
 
 
-class Fitted(NamedTuple):
+class CutRow(NamedTuple):
     """A row that fits, and how many supervised tokens were cut off to make it fit. `was_cut` also counts others."""
 
     row: TokenRow
@@ -47,7 +47,7 @@ class Fitted(NamedTuple):
     cut_supervised: int
 
 
-def fit(row: TokenRow, max_length: int) -> Fitted:
+def cut_to_length(row: TokenRow, max_length: int) -> CutRow:
     """Cut a row to its first `max_length` tokens, if it still has supervised ones then.
 
     Raises:
@@ -56,8 +56,8 @@ def fit(row: TokenRow, max_length: int) -> Fitted:
     if not row.supervised:
         raise DataError("no supervised token")
     if len(row) <= max_length:
-        return Fitted(row, False, 0)
+        return CutRow(row, False, 0)
     cut = TokenRow(row.sample_id, row.input_ids[:max_length], row.loss_mask[:max_length], row.columns)
     if not cut.supervised:
         raise DataError(f"no supervised token in the first {max_length} of {len(row)}")
-    return Fitted(cut, True, row.supervised - cut.supervised)
+    return CutRow(cut, True, row.supervised - cut.supervised)

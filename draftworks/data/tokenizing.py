@@ -16,8 +16,8 @@ from draftworks.config.registry_files import DataSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
-from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts
-from draftworks.data.token_rows import Fitted, TokenRow, fit
+from draftworks.data.rejected import RejectedSample, check_rejected, count_rejections
+from draftworks.data.token_rows import CutRow, TokenRow, cut_to_length
 from draftworks.errors import ConfigError, DataError
 
 CHUNK = 256
@@ -41,7 +41,7 @@ class TokenizeResult:
     def counts(self) -> dict[str, Any]:
         """What was cut and rejected, for the summary of `write_tokens`."""
         cut = {"cut_samples": self.cut_samples, "cut_supervised_tokens": self.cut_supervised_tokens}
-        return {**cut, **rejection_counts(self.rejected)}
+        return {**cut, **count_rejections(self.rejected)}
 
     @property
     def supervised_share(self) -> float:
@@ -86,7 +86,7 @@ def tokenize(
     return _collect(done, len(items), data.max_rejected_share, progress)
 
 
-def fit_rows(rows: Iterable[TokenRow], target: TargetFiles, data: DataSpec, max_length: int) -> TokenizeResult:
+def cut_rows(rows: Iterable[TokenRow], target: TargetFiles, data: DataSpec, max_length: int) -> TokenizeResult:
     """Pre-tokenized rows under the same length limit; errors as `tokenize`."""
     check_length(target, max_length)
     items = list(rows)
@@ -107,9 +107,9 @@ def check_length(target: TargetFiles, max_length: int) -> None:
 
 
 def _collect(
-    chunks: Iterable[Sequence[Fitted | RejectedSample]], total: int, limit: float, progress: Progress | None = None
+    chunks: Iterable[Sequence[CutRow | RejectedSample]], total: int, limit: float, progress: Progress | None = None
 ) -> TokenizeResult:
-    fitted: list[Fitted] = []
+    fitted: list[CutRow] = []
     rejected: list[RejectedSample] = []
     for chunk in chunks:
         for each in chunk:
@@ -158,7 +158,7 @@ def _tokenizer(target: TargetFiles, thinking: bool | None) -> ChatTokenizer:
     return ChatTokenizer.load(target, thinking)
 
 
-def _encode_chunk(work: _Work, conversations: Sequence[Conversation]) -> list[Fitted | RejectedSample]:
+def _encode_chunk(work: _Work, conversations: Sequence[Conversation]) -> list[CutRow | RejectedSample]:
     chat = _tokenizer(work.target, work.thinking)
     encode = partial(_encode, chat, work.only_last_turn)
     return [_fitted(each.id, partial(encode, each), work.max_length) for each in conversations]
@@ -169,8 +169,8 @@ def _encode(chat: ChatTokenizer, only_last_turn: bool, conversation: Conversatio
     return TokenRow(conversation.id, encoded.input_ids, encoded.loss_mask, conversation.columns)
 
 
-def _fitted(sample_id: str, make: Callable[[], TokenRow], max_length: int) -> Fitted | RejectedSample:
+def _fitted(sample_id: str, make: Callable[[], TokenRow], max_length: int) -> CutRow | RejectedSample:
     try:
-        return fit(make(), max_length)
+        return cut_to_length(make(), max_length)
     except DataError as error:
         return RejectedSample(sample_id, str(error))

@@ -75,7 +75,7 @@ class VocabMapping:
         return cls(tensors["d2t"], tensors["t2d"])
 
 
-def supervised_counts(tokens: TokenizedSet, vocab_size: int) -> np.ndarray:
+def count_supervised_tokens(tokens: TokenizedSet, vocab_size: int) -> np.ndarray:
     """How often each target id is supervised, int64 (V,).
 
     Raises:

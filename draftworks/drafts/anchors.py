@@ -57,14 +57,14 @@ class Blocks:
     def count(self) -> int:
         return self.anchors.shape[1]
 
-    def seen_keys(self, length: int) -> SeenKeys:
+    def make_seen_keys(self, length: int) -> SeenKeys:
         """A token sees its document before the anchor, of `length` positions in all, and all of its own block."""
         begin, end = (x.repeat_interleave(self.size, dim=1) for x in (self.begins, self.anchors))
         token = torch.arange(end.shape[1], device=end.device)
         own_begin = (token - token % self.size).expand_as(end)
         return SeenKeys(begin, end, own_begin, own_begin + self.size, length)
 
-    def part(self, start: int, stop: int) -> Blocks:
+    def select(self, start: int, stop: int) -> Blocks:
         return replace(self, anchors=self.anchors[:, start:stop], live=self.live[:, start:stop])
 
     def _tokens_from(self, first: Tensor) -> Tensor:

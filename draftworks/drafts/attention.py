@@ -1,6 +1,6 @@
 """Attention of draft tokens, each of which sees two intervals of keys: some of the context, and some of the draft tokens.
 
-So it is for the blocks of DFlash (`Blocks.seen_keys`) and for the chains of P-EAGLE (`Chains.seen_keys`): `SeenKeys` says it in four bounds
+So it is for the blocks of DFlash (`Blocks.make_seen_keys`) and for the chains of P-EAGLE (`Chains.make_seen_keys`): `SeenKeys` says it in four bounds
 for each token, and everything else here follows from these.
 
 Three back ends give the same numbers to rounding: `eager` writes the mask out; `sdpa` goes through the tokens in groups, cuts the
@@ -34,10 +34,10 @@ class KeyValue(NamedTuple):
     key: Tensor
     value: Tensor
 
-    def at(self, span: slice) -> KeyValue:
+    def select(self, span: slice) -> KeyValue:
         return KeyValue(self.key[:, :, span], self.value[:, :, span])
 
-    def followed_by(self, others: KeyValue) -> KeyValue:
+    def concat(self, others: KeyValue) -> KeyValue:
         return KeyValue(*(torch.cat(both, dim=2) for both in zip(self, others, strict=True)))
 
 
@@ -57,7 +57,7 @@ class SeenKeys:
     own_end: Tensor
     context: int
 
-    def within(self, window: int | None) -> SeenKeys:
+    def with_window(self, window: int | None) -> SeenKeys:
         """Less what is not among the newest `window` positions, a token's own included."""
         if window is None:
             return self
@@ -70,13 +70,13 @@ class SeenKeys:
             own_end=torch.minimum(self.own_end, token + 1),
         )
 
-    def mask(self, group: Group | None = None) -> Tensor:
+    def make_mask(self, group: Group | None = None) -> Tensor:
         """(B, 1, n, S + n) bool, which keys a token sees; or of a group, (B, 1, tokens, keys of context + own)."""
         tokens, context, own = group or Group(slice(None), slice(0, self.context), slice(0, self.begin.shape[1]))
         in_context = _between(context, self.begin[:, tokens], self.end[:, tokens])
         return torch.cat([in_context, _between(own, self.own_begin[:, tokens], self.own_end[:, tokens])], -1)[:, None]
 
-    def cut(self, most: int) -> list[slice]:
+    def split_tokens(self, most: int) -> list[slice]:
         """The tokens in pieces of one document each, as even as can be and none of more than `most`."""
         pieces, start = [], 0
         for count in self.begin.amin(0).unique_consecutive(return_counts=True)[1].tolist():
@@ -85,13 +85,13 @@ class SeenKeys:
             start += count
         return pieces
 
-    def groups(self, pieces: list[slice]) -> list[Group]:
+    def make_groups(self, pieces: list[slice]) -> list[Group]:
         """With what each piece of the tokens sees."""
         bounds = (self.begin.amin(0), self.end.amax(0), self.own_begin.amin(0), self.own_end.amax(0))
         begin, end, own_begin, own_end = torch.stack(bounds).tolist()
         return [Group(at, _span(begin[at], end[at]), _span(own_begin[at], own_end[at])) for at in pieces]
 
-    def block_mask(self) -> Any:
+    def make_block_mask(self) -> Any:
         """flex's `BlockMask` of it, the same for all heads. It is made tile by tile: nothing as large as queries times keys is
         ever held."""
         from torch.nn.attention.flex_attention import BlockMask
@@ -194,24 +194,26 @@ class DraftAttention:
 
     def _eager(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
         groups = query.shape[1] // own.key.shape[1]
-        key, value = (x.repeat_interleave(groups, dim=1) for x in context.followed_by(own))
+        key, value = (x.repeat_interleave(groups, dim=1) for x in context.concat(own))
         wide = torch.promote_types(query.dtype, torch.float32)
         scores = (query @ key.transpose(-1, -2)).to(wide) * query.shape[-1] ** -0.5
-        seen = self._seen.within(window).mask()
+        seen = self._seen.with_window(window).make_mask()
         return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(query.dtype) @ value
 
     def _sdpa(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
-        seen = self._seen.within(window)
+        seen = self._seen.with_window(window)
         if window not in self._groups:
             # Pieces are of whole documents only where no window moves the beginnings.
-            self._pieces = self._pieces or self._seen.cut(GROUP_TOKENS.get(query.device.type, GROUP_TOKENS["cuda"]))
-            self._groups[window] = seen.groups(self._pieces)
+            self._pieces = self._pieces or self._seen.split_tokens(
+                GROUP_TOKENS.get(query.device.type, GROUP_TOKENS["cuda"])
+            )
+            self._groups[window] = seen.make_groups(self._pieces)
         return _InGroups.apply(seen, self._groups[window], query, *context, *own)
 
     def _flex(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
         if window not in self._flex_masks:
-            self._flex_masks[window] = self._seen.within(window).block_mask()
-        key, value = context.followed_by(own)
+            self._flex_masks[window] = self._seen.with_window(window).make_block_mask()
+        key, value = context.concat(own)
         attention = get_flex_attention(query.device.type)
         return attention(query, key, value, block_mask=self._flex_masks[window], enable_gqa=True)
 
@@ -224,7 +226,7 @@ class _InGroups(torch.autograd.Function):
         kernel = choose_masked_kernel(query.device.type, query.dtype, query.shape[-1])
         output, sums = torch.empty_like(query), []
         for group in groups:
-            attended = kernel.forward(*_part(group, query, *keys_and_values), seen.mask(group))
+            attended = kernel.forward(*_part(group, query, *keys_and_values), seen.make_mask(group))
             output[:, :, group.tokens] = attended.output
             sums.append(attended.lse)
         ctx.save_for_backward(query, *keys_and_values, output, *sums)
@@ -239,7 +241,7 @@ class _InGroups(torch.autograd.Function):
         for group, lse in zip(ctx.groups, ctx.saved_tensors[6:], strict=True):
             attended = Attended(output[:, :, group.tokens], lse)
             inputs = _part(group, query, *keys_and_values)
-            d_query, *both = ctx.kernel.backward(grad[:, :, group.tokens], *inputs, ctx.seen.mask(group), attended)
+            d_query, *both = ctx.kernel.backward(grad[:, :, group.tokens], *inputs, ctx.seen.make_mask(group), attended)
             gradients[0][:, :, group.tokens] = d_query
             reach = group.context.stop - group.context.start
             for d_joined, d_context, d_own in zip(both, gradients[1:3], gradients[3:], strict=True):
@@ -251,4 +253,4 @@ class _InGroups(torch.autograd.Function):
 def _part(group: Group, query: Tensor, *keys_and_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value of a group; keys and values are of the context, then the tokens' own."""
     context, own = KeyValue(*keys_and_values[:2]), KeyValue(*keys_and_values[2:])
-    return query[:, :, group.tokens], *context.at(group.context).followed_by(own.at(group.own))
+    return query[:, :, group.tokens], *context.select(group.context).concat(own.select(group.own))

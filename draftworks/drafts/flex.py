@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftworks.drafts.compiled import compiled
+from draftworks.drafts.torch_compile import compile_for_many_kinds
 from draftworks.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def _compiled(learns: bool) -> Callable[..., Tensor]:
     def measuring(*args: Any, **kwargs: Any) -> Tensor:
         return flex_attention(*args, **kwargs)
 
-    return compiled(learning if learns else measuring)
+    return compile_for_many_kinds(learning if learns else measuring)
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def get_block_mask_factory(device_type: str) -> Callable[..., Any]:
     """torch's `create_block_mask`; compiled where it would else hold every element of a large mask, as int64, several times."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return compiled(create_block_mask) if device_type == "cuda" else create_block_mask
+    return compile_for_many_kinds(create_block_mask) if device_type == "cuda" else create_block_mask
 
 
 def check_flex(strategy: str, device: torch.device) -> None:

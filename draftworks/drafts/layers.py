@@ -21,14 +21,14 @@ _STATIC_ROPE = ("linear", "llama3", "yarn")
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
-def unset(kind: type[Layer], *sizes: int, **options: Any) -> Layer:
+def uninitialized(kind: type[Layer], *sizes: int, **options: Any) -> Layer:
     """A layer whose weights are for the caller to set, on the default device: with `torch.device("meta")`, sizes alone."""
     return nn.utils.skip_init(kind, *sizes, device=torch.get_default_device(), **options)
 
 
 def seeded_linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
     """A linear layer without bias, uniform in ±1/sqrt(inputs), drawn from `generator` alone."""
-    layer = unset(nn.Linear, inputs, outputs, bias=False)
+    layer = uninitialized(nn.Linear, inputs, outputs, bias=False)
     bound = 1 / math.sqrt(inputs)
     nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
     return layer

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from draftworks.drafts.layers import unset
+from draftworks.drafts.layers import uninitialized
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.drafts.teacher import Teacher
 from draftworks.errors import ConfigError
@@ -25,7 +25,7 @@ class ReducedVocabularyDraft(nn.Module):
 
     def _init_head(self, draft_ids: Tensor, target: TargetParts) -> None:
         """Make the head, which begins as the target's rows, and the tables. `draft_ids` (V_d,) int64 ascending."""
-        self.lm_head = unset(nn.Linear, target.hidden_size, draft_ids.numel(), bias=False)
+        self.lm_head = uninitialized(nn.Linear, target.hidden_size, draft_ids.numel(), bias=False)
         with torch.no_grad():
             self.lm_head.weight.copy_(target.head[draft_ids])
         in_draft = torch.zeros(target.vocab_size, dtype=torch.bool, device=draft_ids.device)

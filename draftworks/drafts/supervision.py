@@ -56,15 +56,15 @@ class TeacherPlan(NamedTuple):
     """Which rows every teacher position teaches, over the flattened batch (N = B·S).
 
     Attributes:
-        positions: (P,) flat positions whose teacher distribution is needed by any step, ascending.
-        rows: (T, P) flat row that step i trains on that distribution, or -1 where its gate is off.
+        teacher_positions: (P,) flat positions whose teacher distribution is needed by any step, ascending.
+        draft_positions: (T, P) flat row that step i trains on that distribution, or -1 where its gate is off.
     """
 
-    positions: Tensor
-    rows: Tensor
+    teacher_positions: Tensor
+    draft_positions: Tensor
 
 
-def teacher_plan(label_mask: Tensor) -> TeacherPlan:
+def make_teacher_plan(label_mask: Tensor) -> TeacherPlan:
     """Turn label_mask around: from rows to teacher positions, so that each distribution is computed once for all steps."""
     steps, batch, length = label_mask.shape
     shifted = [F.pad(gate, (1 + step, 0), value=False)[:, :length] for step, gate in enumerate(label_mask)]

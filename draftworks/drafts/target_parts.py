@@ -54,7 +54,7 @@ class TargetParts:
     def tied(self) -> bool:
         return self.head is self.embedding
 
-    def shaped(self, options: LayerOptions) -> TargetParts:
+    def with_layer_options(self, options: LayerOptions) -> TargetParts:
         """With what a draft's own options say instead of the target."""
         return replace(
             self,
@@ -109,7 +109,7 @@ class _Weights:
         if len(names) != 1:
             found = f"several: {sorted(names)}" if names else f"none among {len(self._files)} tensors"
             raise StoreError(f"{self._where}: expected one tensor '*{suffix}', found {found}")
-        tensor = self._files.part(names[0])[:].clone()
+        tensor = self._files.open_tensor(names[0])[:].clone()
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
             raise StoreError(
                 f"{self._files[names[0]]}: {names[0]}: expected floating point {shape} as config.json says, "

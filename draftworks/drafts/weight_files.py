@@ -46,20 +46,20 @@ class WeightFiles(Mapping[str, Path]):
     def __len__(self) -> int:
         return len(self._names)
 
-    def part(self, name: str) -> Any:
+    def open_tensor(self, name: str) -> Any:
         """A tensor that is read when it is indexed."""
         try:
             return self._opened(self[name]).get_slice(name)
         except SafetensorError as error:
             raise StoreError(f"{self[name]}: {name} is not here, though the index says so: {error}") from error
 
-    def rows(self, name: str, numbers: Tensor) -> Tensor:
+    def read_rows(self, name: str, row_ids: Tensor) -> Tensor:
         """Single rows of a matrix; the others are not read."""
-        part = self.part(name)
-        return torch.cat([part[number : number + 1] for number in numbers.tolist()])
+        part = self.open_tensor(name)
+        return torch.cat([part[number : number + 1] for number in row_ids.tolist()])
 
     def nbytes(self, name: str) -> int:
-        part = self.part(name)
+        part = self.open_tensor(name)
         return prod(part.get_shape()) * BITS.get(part.get_dtype(), 8) // 8
 
 

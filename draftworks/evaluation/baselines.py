@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.data.vocab import supervised_counts
+from draftworks.data.vocab import count_supervised_tokens
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import argmax_of_head
 from draftworks.drafts.strategy import StepContext, StepOutput
-from draftworks.drafts.supervision import teacher_plan
+from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.features.contracts import TrainBatch
 
 MakeLabelMask = Callable[..., Tensor]
@@ -37,7 +37,7 @@ class BigramTable:
         Raises:
             DataError: an id is outside the vocabulary.
         """
-        unigram = int(supervised_counts(tokens, vocab_size).argmax())
+        unigram = int(count_supervised_tokens(tokens, vocab_size).argmax())
         ids, is_second = tokens.flat_ids.astype(np.int64), tokens.flat_mask.copy()
         is_second[np.cumsum(tokens.lengths) - tokens.lengths] = False
         second = np.flatnonzero(is_second)
@@ -69,12 +69,15 @@ class BigramDraft:
     def __call__(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """Counts of one batch with `input_ids` (B, S), `loss_mask` (B, S) and `last` (B, S, H)."""
         label_mask = self._make_label_mask(batch["loss_mask"], documents=Documents.of(batch))
-        plan = teacher_plan(label_mask)
-        ids, last = batch["input_ids"].flatten()[plan.positions], batch["last"].flatten(0, 1)[plan.positions]
+        plan = make_teacher_plan(label_mask)
+        ids, last = (
+            batch["input_ids"].flatten()[plan.teacher_positions],
+            batch["last"].flatten(0, 1)[plan.teacher_positions],
+        )
         # Every step that predicts from one position proposes the same token there: the table looks one token back.
         correct = self._successor[ids] == argmax_of_head(self._head, last)
         metric_sums = {
-            "acc_corrects": ((plan.rows >= 0) & correct).sum(1, dtype=torch.float64),
+            "acc_corrects": ((plan.draft_positions >= 0) & correct).sum(1, dtype=torch.float64),
             "acc_denoms": label_mask.sum(dim=(1, 2), dtype=torch.float64),
         }
         nothing = torch.zeros((), device=ids.device)

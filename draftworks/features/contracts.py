@@ -192,7 +192,7 @@ class FeatureStore(ABC):
 class KeyedFeatureStore(FeatureStore):
     """A store that finds features by the keys of their references, whoever put them: keys are content.
 
-    `put` stores nothing twice, so that only what is `missing` needs to be captured.
+    `put` stores nothing twice, so that only what is missing needs to be captured.
     """
 
     @property
@@ -201,7 +201,7 @@ class KeyedFeatureStore(FeatureStore):
         """Names the store in references and manifests."""
 
     @abstractmethod
-    def missing(self, keys: Iterable[str]) -> list[str]:
+    def find_missing(self, keys: Iterable[str]) -> list[str]:
         """The keys that are not here, in the order given.
 
         Raises:

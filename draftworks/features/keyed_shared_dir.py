@@ -44,7 +44,7 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         for name, tensor in tensors.items():
             key = ref.feature_keys[name]
             specs[name] = FeatureSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            if self._store.file_of(key) is None:
+            if self._store.find_newest_file(key) is None:
                 self._store.put(self._sample(key, FEATURE), {FEATURE: tensor})
         specs = {**ref.feature_specs, **specs}
         size = sum(spec.nbytes for spec in specs.values())
@@ -69,15 +69,15 @@ class KeyedSharedDirStore(KeyedFeatureStore):
     def estimate_bytes(self, ref: SampleRef) -> int:
         return self._store.estimate_bytes(ref)
 
-    def missing(self, keys: Iterable[str]) -> list[str]:
+    def find_missing(self, keys: Iterable[str]) -> list[str]:
         """A few keys are looked up one by one: the whole folder may have millions of files."""
         keys = list(keys)
         if len(keys) <= FEW_KEYS:
-            return [key for key in keys if self._store.file_of(key) is None]
-        return self._store.absent(keys)
+            return [key for key in keys if self._store.find_newest_file(key) is None]
+        return self._store.find_absent(keys)
 
     def refresh(self) -> None:
-        """Nothing is remembered: see `missing`."""
+        """Nothing is remembered: see `find_missing`."""
 
     def flush(self) -> None:
         """Nothing is buffered: see `put`."""
@@ -92,7 +92,7 @@ class KeyedSharedDirStore(KeyedFeatureStore):
     def _fetch(self, ref: SampleRef, name: str, key: str) -> Tensor:
         where = f"sample {ref.sample_id}, feature {name}"
         while True:
-            file = self._store.file_of(key)
+            file = self._store.find_newest_file(key)
             if file is None:
                 raise StoreError(
                     f"{where}: key {key} is not in the feature store {self._store.root}. Capture the features again: "
@@ -101,7 +101,7 @@ class KeyedSharedDirStore(KeyedFeatureStore):
             try:
                 found, handle = self._store.get(self._sample(key, f"{file}/{FEATURE}", ref.feature_specs.get(name)))
             except StoreError as error:
-                if self._store.file_of(key) != file:
+                if self._store.find_newest_file(key) != file:
                     continue  # another machine has put the same feature meanwhile, and ours went with it
                 raise StoreError(f"{where}: {error}. If the file is damaged, remove it and capture again") from error
             self._store.release(handle)

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftworks.errors import DraftworksError
 from draftworks.features.contracts import FeatureStore, SampleRef, TrainBatch
 from draftworks.features.packed_schedule import PackedEvaluationSchedule, PackedTrainSchedule
-from draftworks.features.packing import PackLimits, document_lengths
+from draftworks.features.packing import PackLimits, require_lengths
 from draftworks.features.schedule import BatchSchedule, EvaluationSchedule, MicroBatch, PaddedTrainSchedule
 
 Sample = dict[str, Tensor]
@@ -96,11 +96,11 @@ class FeatureDataLoader:
         """The same samples in every step as `for_training` takes, in packed rows: `pack` as `DraftStrategy.pack`.
 
         Raises:
-            DataError: a sample does not fit into a row, see `document_lengths`.
+            DataError: a sample does not fit into a row, see `require_lengths`.
         """
         schedule = PackedTrainSchedule(
             samples=len(refs),
-            lengths=document_lengths(refs, limits),
+            lengths=require_lengths(refs, limits),
             pack_tokens=limits.tokens,
             global_batch_size=global_batch_size,
             rank=rank,
@@ -139,9 +139,9 @@ class FeatureDataLoader:
         """Every sample exactly once, in packed rows.
 
         Raises:
-            DataError: a sample does not fit into a row, see `document_lengths`.
+            DataError: a sample does not fit into a row, see `require_lengths`.
         """
-        lengths = document_lengths(refs, limits)
+        lengths = require_lengths(refs, limits)
         schedule = PackedEvaluationSchedule(lengths=lengths, pack_tokens=limits.tokens, rank=rank, world=world)
         return cls(refs, store, schedule, pack, prefetch)
 

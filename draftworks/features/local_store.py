@@ -166,7 +166,7 @@ class LocalFeatureStore(KeyedFeatureStore):
         with self._lock:
             return key in self._where or key in self._writer.tensors
 
-    def missing(self, keys: Iterable[str]) -> list[str]:
+    def find_missing(self, keys: Iterable[str]) -> list[str]:
         """The keys that are not here, in the order given.
 
         Raises:

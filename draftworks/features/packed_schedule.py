@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from draftworks.errors import ConfigError
-from draftworks.features.packing import Row, packed_rows
+from draftworks.features.packing import Row, pack_rows
 from draftworks.features.schedule import BatchSchedule, MicroBatch, TrainSchedule
 
 
@@ -38,14 +38,14 @@ class PackedTrainSchedule(TrainSchedule):
                 "training.global_batch_size or lower training.processes"
             )
 
-    def rows(self, samples: np.ndarray) -> list[Row]:
+    def pack_step(self, samples: np.ndarray) -> list[Row]:
         """The rows of all ranks, of the step that takes these samples."""
         chosen = samples.tolist()
-        packed = packed_rows([self.lengths[sample] for sample in chosen], self.pack_tokens, self.world)
+        packed = pack_rows([self.lengths[sample] for sample in chosen], self.pack_tokens, self.world)
         return [tuple(chosen[place] for place in row) for row in packed]
 
-    def cut(self, samples: np.ndarray) -> list[MicroBatch]:
-        *before, last = _share(self.rows(samples), self.lengths, self.rank, self.world)
+    def split_step(self, samples: np.ndarray) -> list[MicroBatch]:
+        *before, last = _share(self.pack_step(samples), self.lengths, self.rank, self.world)
         return [*(replace(batch, ends_step=False) for batch in before), last]
 
 
@@ -66,7 +66,7 @@ class PackedEvaluationSchedule(BatchSchedule):
         yield from _share(self._rows(), self.lengths, self.rank, self.world)[after:]
 
     def _rows(self) -> list[Row]:
-        return packed_rows(self.lengths, self.pack_tokens, self.world)
+        return pack_rows(self.lengths, self.pack_tokens, self.world)
 
 
 def _share(rows: Sequence[Row], lengths: Sequence[int], rank: int, world: int) -> list[MicroBatch]:

@@ -29,7 +29,7 @@ class PackLimits:
     overlong: Overlong = "refuse"
 
 
-def packed_rows(lengths: Sequence[int], limit: int, multiple: int = 1) -> list[Row]:
+def pack_rows(lengths: Sequence[int], limit: int, multiple: int = 1) -> list[Row]:
     """All documents, each in one row, in rows of at most `limit` tokens as even as they come.
 
     Best fit, longest documents first: into the fewest rows this finds, then again into as many at the lowest limit that
@@ -49,13 +49,13 @@ def packed_rows(lengths: Sequence[int], limit: int, multiple: int = 1) -> list[R
     return sorted(rows, key=lambda row: (-_tokens(row, lengths), row))
 
 
-def fill(rows: Sequence[Row], lengths: Sequence[int]) -> float:
+def fill_share(rows: Sequence[Row], lengths: Sequence[int]) -> float:
     """Tokens / (rows x the longest row): what a rectangle around these rows would hold of documents."""
     sizes = [_tokens(row, lengths) for row in rows]
     return sum(sizes) / (len(sizes) * max(sizes))
 
 
-def document_lengths(refs: Sequence[SampleRef], limits: PackLimits) -> tuple[int, ...]:
+def require_lengths(refs: Sequence[SampleRef], limits: PackLimits) -> tuple[int, ...]:
     """Tokens of every sample.
 
     Raises:

@@ -31,6 +31,6 @@ def holds_feature_set(store: StoreSpec, feature_set: Path) -> bool:
         return False
     opened = open_store(store)
     try:
-        return not opened.missing({key for ref in refs for key in ref.feature_keys.values()})
+        return not opened.find_missing({key for ref in refs for key in ref.feature_keys.values()})
     finally:
         opened.close()

@@ -35,7 +35,7 @@ _FILE_NAME = re.compile(r"([0-9a-f]{32})\.g([1-9][0-9]{0,18})\.safetensors")
 
 
 @dataclass(frozen=True)
-class Place:
+class SampleLocation:
     """One generation of one sample."""
 
     sample_key: str
@@ -46,7 +46,7 @@ class Place:
         return f"{self.sample_key}.g{self.generation}.safetensors"
 
     @classmethod
-    def parse(cls, file_name: str) -> Place | None:
+    def parse(cls, file_name: str) -> SampleLocation | None:
         match = _FILE_NAME.fullmatch(file_name)
         return None if match is None else cls(match[1], int(match[2]))
 
@@ -76,18 +76,18 @@ class SampleFolder:
         except OSError as error:
             raise StoreError(f"{self.root} cannot be opened as a shared feature store: {error}") from error
 
-    def path(self, place: Place) -> Path:
+    def path(self, place: SampleLocation) -> Path:
         return self._samples / place.sample_key[:3] / place.file_name
 
     def newest(self, key: str) -> int:
         """The highest generation of a sample; 0 if there is none."""
         return max((place.generation for place in self._generations(key)), default=0)
 
-    def next_place(self, key: str) -> Place:
-        return Place(key, max(self.newest(key) + 1, time.time_ns() // 1000))
+    def next_place(self, key: str) -> SampleLocation:
+        return SampleLocation(key, max(self.newest(key) + 1, time.time_ns() // 1000))
 
     @contextmanager
-    def staged(self) -> Iterator[Path]:
+    def stage(self) -> Iterator[Path]:
         """A path to write to; whatever lies there when the block ends is removed."""
         path = self._staging / staging_name()
         try:
@@ -118,19 +118,19 @@ class SampleFolder:
             if place.generation < generation:
                 self.path(place).unlink(missing_ok=True)
 
-    def places(self) -> list[Place]:
-        found = (Place.parse(path.name) for path in self._samples.glob("*/*.safetensors"))
+    def places(self) -> list[SampleLocation]:
+        found = (SampleLocation.parse(path.name) for path in self._samples.glob("*/*.safetensors"))
         return [place for place in found if place is not None]
 
     def staging_files(self) -> list[Path]:
         return list(self._staging.iterdir())
 
-    def _generations(self, key: str) -> list[Place]:
+    def _generations(self, key: str) -> list[SampleLocation]:
         try:
             names = os.listdir(self._samples / key[:3])
         except FileNotFoundError:
             return []
-        places = (Place.parse(name) for name in names if name.startswith(key))
+        places = (SampleLocation.parse(name) for name in names if name.startswith(key))
         return [place for place in places if place is not None]
 
     def _agree_on_identity(self, policy: AuthPolicy) -> str:
@@ -139,7 +139,7 @@ class SampleFolder:
         if not path.exists():
             identity = {"schema": STORE_SCHEMA, "store_id": uuid.uuid4().hex, "sealed_by": policy.kind}
             sealed = {**identity, "seal": policy.seal(canonical_json(identity).encode())}
-            with self.staged() as staged:
+            with self.stage() as staged:
                 staged.write_text(json.dumps(sealed, indent=2) + "\n")
                 fsync(staged)
                 self.publish(staged, path)
@@ -162,7 +162,7 @@ def age_s(path: Path) -> float:
         return 0.0
 
 
-def size_of(path: Path) -> int:
+def file_size(path: Path) -> int:
     """Bytes of a file; 0 if it is gone."""
     try:
         return path.stat().st_size
@@ -172,7 +172,7 @@ def size_of(path: Path) -> int:
 
 def remove(path: Path) -> int:
     """Remove a file, which another process may do at the same time; bytes freed."""
-    size = size_of(path)
+    size = file_size(path)
     with suppress(FileNotFoundError):
         path.unlink()
         return size

@@ -70,7 +70,7 @@ class TrainSchedule(BatchSchedule):
 
     def batches(self, epoch: int, after: int = 0) -> Iterator[MicroBatch]:
         for samples in self.samples_of_steps(epoch)[after:]:
-            yield from self.cut(samples)
+            yield from self.split_step(samples)
 
     def samples_of_steps(self, epoch: int) -> np.ndarray:
         """(steps, global_batch_size): the samples of every step."""
@@ -78,7 +78,7 @@ class TrainSchedule(BatchSchedule):
         return order[: self.steps * self.global_batch_size].reshape(self.steps, self.global_batch_size)
 
     @abstractmethod
-    def cut(self, samples: np.ndarray) -> list[MicroBatch]:
+    def split_step(self, samples: np.ndarray) -> list[MicroBatch]:
         """This rank's micro-batches of the step that takes these samples; as many on every rank."""
 
 
@@ -106,7 +106,7 @@ class PaddedTrainSchedule(TrainSchedule):
         """Micro-batches of a rank per optimizer step."""
         return self.global_batch_size // (self.micro_batch_size * self.world)
 
-    def cut(self, samples: np.ndarray) -> list[MicroBatch]:
+    def split_step(self, samples: np.ndarray) -> list[MicroBatch]:
         mine = samples.reshape(self.accumulation, self.world, self.micro_batch_size)[:, self.rank].tolist()
         return [MicroBatch(tuple(row), ends_step=turn == self.accumulation) for turn, row in enumerate(mine, start=1)]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureSpec, FeatureStore, SampleRef
 from draftworks.features.sample_file import SampleHeader, read_sample_header, read_tensor, write_sample
-from draftworks.features.sample_folder import Place, SampleFolder, age_s, remove, sample_key, size_of
+from draftworks.features.sample_folder import SampleFolder, SampleLocation, age_s, file_size, remove, sample_key
 from draftworks.features.sealing import AuthPolicy
 from draftworks.storage.atomic import fsync
 from draftworks.storage.regular_files import open_regular
@@ -25,7 +25,7 @@ from draftworks.storage.regular_files import open_regular
 
 @dataclass(frozen=True)
 class _Lease:
-    place: Place
+    place: SampleLocation
     since: float
 
 
@@ -145,7 +145,7 @@ class SharedDirFeatureStore(FeatureStore):
             "root": str(self.root),
             "uri": self.uri,
             "samples": len({place.sample_key for place in places}),
-            "bytes": sum(size_of(self._folder.path(place)) for place in places),
+            "bytes": sum(file_size(self._folder.path(place)) for place in places),
             "staging_files": len(self._folder.staging_files()),
             "leases": leases,
             "sealed_by": self._policy.kind,
@@ -155,24 +155,24 @@ class SharedDirFeatureStore(FeatureStore):
     def estimate_bytes(self, ref: SampleRef) -> int:
         return sum(spec.nbytes for spec in ref.feature_specs.values())
 
-    def file_of(self, sample_id: str) -> str | None:
+    def find_newest_file(self, sample_id: str) -> str | None:
         """The name of the newest file of a sample, with which its keys begin; None where there is none."""
         key = sample_key(sample_id)
         newest = self._folder.newest(key)
-        return Place(key, newest).file_name if newest else None
+        return SampleLocation(key, newest).file_name if newest else None
 
-    def absent(self, sample_ids: Iterable[str]) -> list[str]:
+    def find_absent(self, sample_ids: Iterable[str]) -> list[str]:
         """Those of which nothing is here, in the order given, by one look at the whole folder."""
         present = {place.sample_key for place in self._folder.places()}
         return [sample_id for sample_id in sample_ids if sample_key(sample_id) not in present]
 
-    def _publish(self, sample_id: str, tensors: Mapping[str, Tensor]) -> Place:
+    def _publish(self, sample_id: str, tensors: Mapping[str, Tensor]) -> SampleLocation:
         key = sample_key(sample_id)
         aborts = self._aborts[key]
         while True:
             place = self._folder.next_place(key)
             try:
-                with self._folder.staged() as staged:
+                with self._folder.stage() as staged:
                     write_sample(staged, sample_id, place.generation, tensors, self._policy)
                     fsync(staged)
                     with self._lock:
@@ -185,13 +185,13 @@ class SharedDirFeatureStore(FeatureStore):
                     f"sample {sample_id} cannot be written to {self._folder.path(place)}: {error}"
                 ) from error
 
-    def _place_of(self, ref: SampleRef) -> Place:
+    def _place_of(self, ref: SampleRef) -> SampleLocation:
         if ref.feature_store_uri != self.uri:
             raise StoreError(
                 f"sample {ref.sample_id} is in the store {ref.feature_store_uri or 'of nobody'}, "
                 f"expected {self.uri} ({self.root})"
             )
-        places = {Place.parse(key.partition("/")[0]) for key in ref.feature_keys.values()}
+        places = {SampleLocation.parse(key.partition("/")[0]) for key in ref.feature_keys.values()}
         place = places.pop() if len(places) == 1 else None
         if place is None or place.sample_key != sample_key(ref.sample_id):
             raise StoreError(
@@ -201,7 +201,7 @@ class SharedDirFeatureStore(FeatureStore):
             )
         return place
 
-    def _read(self, ref: SampleRef, place: Place) -> dict[str, Tensor]:
+    def _read(self, ref: SampleRef, place: SampleLocation) -> dict[str, Tensor]:
         path = self._folder.path(place)
         try:
             with open_regular(path) as stream:
@@ -219,7 +219,7 @@ class SharedDirFeatureStore(FeatureStore):
         except OSError as error:
             raise StoreError(f"sample {ref.sample_id}: {path} cannot be read: {error}") from error
 
-    def _absent(self, place: Place) -> str:
+    def _absent(self, place: SampleLocation) -> str:
         where = f"generation {place.generation} in {self.root}"
         newest = self._folder.newest(place.sample_key)
         if newest not in (0, place.generation):
@@ -229,10 +229,10 @@ class SharedDirFeatureStore(FeatureStore):
         kept = "removed by hand or by gc" if self.retain_on_release else "released for the last time, or removed by gc"
         return f"{where} is gone ({place.file_name}): {kept}. Put it again"
 
-    def _leased(self) -> set[Place]:
+    def _leased(self) -> set[SampleLocation]:
         return {lease.place for lease in self._leases.values()}
 
-    def _expired(self, place: Place) -> bool:
+    def _expired(self, place: SampleLocation) -> bool:
         return self._max_sample_age_s is not None and age_s(self._folder.path(place)) > self._max_sample_age_s
 
 
@@ -254,7 +254,7 @@ def _spec(ref: SampleRef, name: str, tensor: Tensor) -> FeatureSpec:
     return replace(known, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
 
-def _require_agreement(ref: SampleRef, place: Place, header: SampleHeader, stored: Mapping[str, str]) -> None:
+def _require_agreement(ref: SampleRef, place: SampleLocation, header: SampleHeader, stored: Mapping[str, str]) -> None:
     """StoreError unless the file is this sample's, has the ref's features, in the ref's shapes and dtypes."""
     if (header.sample_id, header.generation) != (ref.sample_id, place.generation):
         raise StoreError(

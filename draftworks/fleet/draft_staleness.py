@@ -16,7 +16,7 @@ from draftworks.config.draft_config import read_config
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
-from draftworks.data.sources import dataset_version, matching_files
+from draftworks.data.sources import dataset_version, find_files
 from draftworks.errors import DraftworksError
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.identity import FileDigests, canonical_json
@@ -91,7 +91,7 @@ class TrainedFor:
             yield Change(f"training data: not known, {str(error).splitlines()[0]}")
             return
         if prepared is not None and prepared.identity.get("dataset") != now:
-            yield Change("training data", self._later(matching_files(spec.files, self.registry.root)))
+            yield Change("training data", self._later(find_files(spec.files, self.registry.root)))
 
     def _recipe(self) -> Iterator[Change]:
         differing = [*self._data_settings(), *self._settings()]

@@ -9,7 +9,7 @@ import os
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.data.sources import matching_files
+from draftworks.data.sources import find_files
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.preflight.compatibility import check_demands
 from draftworks.preflight.findings import Finding, Findings
@@ -87,7 +87,7 @@ def _check_data(target: TargetSpec, registry: Registry, findings: Findings) -> b
             wanted.setdefault(dataset, f"{where}: eval set {name}: data set {dataset}")
     for name, told in wanted.items():
         try:
-            files = matching_files(registry.dataset(name).files, registry.root)
+            files = find_files(registry.dataset(name).files, registry.root)
         except DraftworksError as error:
             findings.error(f"{told}: {error}")
             continue

@@ -14,10 +14,10 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
-from draftworks.data.datasets import kind_of
+from draftworks.data.datasets import detect_kind
 from draftworks.data.formats import RowError, parse_conversation, parse_tokens
 from draftworks.data.rows import RawRow, read_rows
-from draftworks.data.sources import matching_files
+from draftworks.data.sources import find_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
 from draftworks.preflight.findings import Findings
@@ -86,9 +86,9 @@ def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
     Raises:
         DataError: no file, an unreadable one, or no row that shows a format.
     """
-    sample = Sample(kind_of(dataset, root))
+    sample = Sample(detect_kind(dataset, root))
     expected = None if dataset.format == "auto" else dataset.format
-    for path in matching_files(dataset.files, root):
+    for path in find_files(dataset.files, root):
         if path.suffix.lower() == ".json" and path.stat().st_size > LARGEST_LIST:
             continue
         for row in islice(read_rows(path), SAMPLE - sample.rows):

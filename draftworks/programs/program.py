@@ -90,7 +90,7 @@ class ProgramContext:
         self.log(line)
 
     def beat(self, said: str | None = None) -> None:
-        """Tell whoever watches for ranks that stand still that this one does not; `said` is what it is at."""
+        """ProgressSink whoever watches for ranks that stand still that this one does not; `said` is what it is at."""
         if self.heartbeat is not None:
             self.heartbeat.beat(said)
 

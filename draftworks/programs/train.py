@@ -27,12 +27,12 @@ from draftworks.programs.assembly import (
 )
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.storage.atomic import publish_file
-from draftworks.training.backend import process_group_of_one
+from draftworks.training.backend import ensure_process_group
 from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_files import read_record
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.observers import ProgressReport, TensorBoardLog, TrainingObserver
-from draftworks.training.plots import training_plot
+from draftworks.training.plots import render_training_plot
 from draftworks.training.trainer import Persistence, TrainedWeights, Trainer
 
 HISTORY, PLOT = "history.json", "training.png"
@@ -43,7 +43,7 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
 
     SIGTERM and SIGINT end the training after the step it is in, with a checkpoint. The same run file goes on from there.
     """
-    with distributed(run.training.device) as device, process_group_of_one(device), deferred_stop() as stop:
+    with distributed(run.training.device) as device, ensure_process_group(device), deferred_stop() as stop:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.training.seed)
         if run.training.pack_tokens is not None:
             resolve_strategy(run.strategy).check_packing(draft.options, "training")
@@ -157,7 +157,7 @@ def _publish(
     config = save_draft(run.out, trainer.strategy, run.target.digest, weights.tensors, provenance)
     history.save(run.out / HISTORY)
     with publish_file(run.out / PLOT) as staging:
-        staging.write_bytes(training_plot(history, f"{run.strategy} draft of {run.target.name}", weights.step))
+        staging.write_bytes(render_training_plot(history, f"{run.strategy} draft of {run.target.name}", weights.step))
     return {**_report(trainer, config, weights.step), "world_size": len(peaks), "peak_rss_bytes": max(peaks)}
 
 

@@ -101,7 +101,7 @@ def _sharded(model: nn.Module) -> list[FSDPModule]:
 
 
 @contextmanager
-def process_group_of_one(device: torch.device) -> Iterator[None]:
+def ensure_process_group(device: torch.device) -> Iterator[None]:
     """A process group of this process alone, if there is none: so FSDP, its masters and its precision are the same
     for one process as for many. The group lives in memory and ends with the context.
     """

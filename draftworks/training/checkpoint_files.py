@@ -138,7 +138,7 @@ def checksum(path: Path) -> str:
     return state.hexdigest()
 
 
-def sync_and_sum(folder: Path, names: Sequence[str]) -> Mapping[str, FileRecord]:
+def sync_and_checksum(folder: Path, names: Sequence[str]) -> Mapping[str, FileRecord]:
     """Flush files to the disk, and read them meanwhile; returns their sizes and checksums by name."""
     with ThreadPoolExecutor(4, thread_name_prefix="sync") as pool:
         synced = [pool.submit(fsync, folder / name) for name in names]
@@ -148,7 +148,7 @@ def sync_and_sum(folder: Path, names: Sequence[str]) -> Mapping[str, FileRecord]
     return found.files
 
 
-def seal(
+def write_record(
     folder: Path,
     run_id: str,
     step: int,

@@ -18,8 +18,8 @@ from draftworks.errors import StoreError
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.manifest import FileRecord, list_files
 from draftworks.training.best import BestRecord, BestRule, read_best
-from draftworks.training.checkpoint_files import CheckpointFolder, read_record, seal, sync_and_sum
-from draftworks.training.snapshot import Snapshot, save_moments, save_plain
+from draftworks.training.checkpoint_files import CheckpointFolder, read_record, sync_and_checksum, write_record
+from draftworks.training.snapshot import Snapshot, save_moments, save_weights_and_rng
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class CheckpointManager:
         if self._writer is None:
             self._save(state, step)
         else:
-            self._pending = self._writer.submit(self._save, state.copied(), step)
+            self._pending = self._writer.submit(self._save, state.copy(), step)
 
     def wait(self) -> None:
         """Until everything is written. Raises what went wrong in a thread since the last call."""
@@ -135,7 +135,7 @@ class CheckpointManager:
         staging = self.folder.staging(step)
         try:
             self._on_rank_0(lambda: self._prepare(step))
-            self._on_all(lambda: save_plain(staging, snapshot, rank()))
+            self._on_all(lambda: save_weights_and_rng(staging, snapshot, rank()))
             save_moments(staging, snapshot.moments, self._group)
             self._on_rank_0(lambda: self._write_documents(staging, snapshot))
             sums = self._sync_and_sum(staging)
@@ -175,11 +175,13 @@ class CheckpointManager:
 
     def _sync_and_sum(self, staging: Path) -> dict[str, FileRecord]:
         """Sizes and checksums of all files, which are on the disk then; the ranks share the work."""
-        mine = self._on_all(lambda: sync_and_sum(staging, list_files(staging)[rank() :: world_size()]))
+        mine = self._on_all(lambda: sync_and_checksum(staging, list_files(staging)[rank() :: world_size()]))
         return {name: found for share in gather_from_ranks(mine, self._group) for name, found in share.items()}
 
     def _publish(self, step: int, snapshot: Snapshot, sums: dict[str, FileRecord]) -> None:
-        seal(self.folder.staging(step), self.folder.run_id, step, world_size(), time.time(), snapshot.state, sums)
+        write_record(
+            self.folder.staging(step), self.folder.run_id, step, world_size(), time.time(), snapshot.state, sums
+        )
         self.folder.publish(step)
         self.folder.point_to(self.folder.latest_pointer, step)
         self._rotate(step)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftworks.drafts.compiled import compiled
 from draftworks.drafts.layers import GatedMlp, RmsNorm
 from draftworks.drafts.strategy import DraftStrategy
+from draftworks.drafts.torch_compile import compile_for_many_kinds
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +39,12 @@ def compile_blocks(
             problem,
         )
         return False
-    for block in compilable(strategy):
-        block.forward = _where_it_learns(block.forward, compiled(block.forward, backend=backend))
+    for block in find_compilable_blocks(strategy):
+        block.forward = _where_it_learns(block.forward, compile_for_many_kinds(block.forward, backend=backend))
     return True
 
 
-def compilable(strategy: DraftStrategy) -> Sequence[nn.Module]:
+def find_compilable_blocks(strategy: DraftStrategy) -> Sequence[nn.Module]:
     """The strategy's FSDP blocks. Where it has none because they are not called as modules: what they are made of."""
     parts = (module for module in strategy.model.modules() if isinstance(module, (GatedMlp, RmsNorm)))
     return strategy.fsdp_blocks() or tuple(parts)

@@ -14,7 +14,7 @@ from draftworks.features.loader import FeatureDataLoader
 from draftworks.training.core import StepResult, TrainerCore
 from draftworks.training.history import EvalPoint, History, Session, TrainPoint
 from draftworks.training.observers import TrainingObserver
-from draftworks.training.position import Position
+from draftworks.training.progress import TrainingProgress
 from draftworks.training.resume import Checkpointer, ResumeState
 
 
@@ -80,7 +80,7 @@ class TrainerController:
         core: TrainerCore,
         loader: FeatureDataLoader,
         plan: Plan,
-        position: Position,
+        position: TrainingProgress,
         hooks: Hooks,
         checkpointer: Checkpointer | None = None,
     ) -> None:

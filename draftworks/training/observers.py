@@ -22,7 +22,7 @@ class TrainingObserver(Protocol):
     def on_eval(self, point: EvalPoint) -> None: ...
 
 
-class Tell(Protocol):
+class ProgressSink(Protocol):
     """Shows short named values; may leave out some that come fast after one another, but none with `force`."""
 
     def __call__(self, values: Mapping[str, Any], *, force: bool = False) -> None: ...
@@ -31,7 +31,7 @@ class Tell(Protocol):
 class ProgressReport:
     """Hands each point to `tell`, e.g. a program's progress line. Evaluations and the last step are never left out."""
 
-    def __init__(self, tell: Tell) -> None:
+    def __init__(self, tell: ProgressSink) -> None:
         self._tell = tell
 
     def on_train(self, point: TrainPoint, total_steps: int) -> None:
@@ -44,7 +44,7 @@ class ProgressReport:
                 "lr": point.lr,
                 "grad_norm": point.grad_norm,
                 "tokens/s": round(point.tokens_per_s),
-                "eta_s": round(eta_seconds(point, total_steps)),
+                "eta_s": round(estimate_remaining_s(point, total_steps)),
             },
             force=point.step == total_steps,
         )
@@ -100,6 +100,6 @@ class TensorBoardLog:
         writer.flush()
 
 
-def eta_seconds(point: TrainPoint, total_steps: int) -> float:
+def estimate_remaining_s(point: TrainPoint, total_steps: int) -> float:
     """Time left at the mean speed so far, evaluations left out."""
     return point.seconds / point.step * (total_steps - point.step)

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def training_plot(history: History, title: str, published_step: int | None = None) -> bytes:
-    """`training_figure` as PNG."""
-    return render_png(training_figure(history, title, published_step))
+def render_training_plot(history: History, title: str, published_step: int | None = None) -> bytes:
+    """`draw_training_figure` as PNG."""
+    return render_png(draw_training_figure(history, title, published_step))
 
 
-def training_figure(history: History, title: str, published_step: int | None = None) -> Figure:
+def draw_training_figure(history: History, title: str, published_step: int | None = None) -> Figure:
     """Loss and simulated acceptance length over optimizer steps, on training and held-out data.
 
     What a loss is made of is the strategy's affair (EAGLE-3 adds up weighted draft steps), so it is given no unit. A

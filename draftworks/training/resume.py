@@ -20,7 +20,7 @@ from draftworks.training.checkpoint_files import CheckpointRecord, read_record, 
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.history import History
 from draftworks.training.optimizer import BF16Optimizer, OptimizerCounters
-from draftworks.training.position import Position
+from draftworks.training.progress import TrainingProgress
 from draftworks.training.snapshot import RNG, WEIGHTS, Snapshot, load_moments, restore_rng, rng_state
 
 HISTORY = "history.json"
@@ -37,7 +37,7 @@ class ResumeState:
 
     folder: Path
     record: CheckpointRecord
-    position: Position
+    position: TrainingProgress
     optimizer: OptimizerCounters
     window: EvalResult
     seconds: float
@@ -65,7 +65,7 @@ class ResumeState:
             restore_rng(self.folder / RNG / f"rank{rank()}.safetensors", device)
 
 
-def read_resume_state(folder: Path, identity: Mapping[str, Any], position: Position) -> ResumeState:
+def read_resume_state(folder: Path, identity: Mapping[str, Any], position: TrainingProgress) -> ResumeState:
     """Read and verify a checkpoint of this very training. A collective: the ranks share the reading.
 
     Args:
@@ -79,7 +79,7 @@ def read_resume_state(folder: Path, identity: Mapping[str, Any], position: Posit
     return on_every_rank(lambda: _read(folder, identity, position))
 
 
-def _read(folder: Path, identity: Mapping[str, Any], position: Position) -> ResumeState:
+def _read(folder: Path, identity: Mapping[str, Any], position: TrainingProgress) -> ResumeState:
     record = read_record(folder)
     _require_same(folder, record.state.get("identity", {}), identity)
     verify(folder, record, list(record.files)[rank() :: world_size()])
@@ -87,7 +87,7 @@ def _read(folder: Path, identity: Mapping[str, Any], position: Position) -> Resu
         return ResumeState(
             folder,
             record,
-            position.at(record.state["position"], folder),
+            position.from_json(record.state["position"], folder),
             OptimizerCounters(**record.state["optimizer"]),
             EvalResult.from_json(record.state["window"]),
             record.state["seconds"],
@@ -126,7 +126,7 @@ class Checkpointer:
         self._optimizer = optimizer
         self._identity = dict(identity)
 
-    def save(self, position: Position, history: History, window: EvalResult, seconds: float) -> None:
+    def save(self, position: TrainingProgress, history: History, window: EvalResult, seconds: float) -> None:
         """Save the state after this step, unless it is saved. A collective. Raises StoreError on all ranks."""
         if self.saved_step == position.global_step:
             return

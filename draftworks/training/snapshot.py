@@ -96,7 +96,7 @@ class Snapshot:
     rng: Mapping[str, Tensor]
     documents: Mapping[str, Any]
 
-    def copied(self) -> Snapshot:
+    def copy(self) -> Snapshot:
         """With tensors of its own, so that training can go on while this is written."""
         weights, moments, rng = (
             {name: tensor.clone() for name, tensor in tensors.items()}
@@ -105,7 +105,7 @@ class Snapshot:
         return Snapshot(self.state, weights, moments, rng, self.documents)
 
 
-def save_plain(folder: Path, snapshot: Snapshot, rank: int) -> None:
+def save_weights_and_rng(folder: Path, snapshot: Snapshot, rank: int) -> None:
     """Weights and this rank's generators.
 
     Raises:

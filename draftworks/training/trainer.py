@@ -28,7 +28,7 @@ from draftworks.training.core import TrainerCore
 from draftworks.training.history import History
 from draftworks.training.observers import TrainingObserver
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule
-from draftworks.training.position import Position
+from draftworks.training.progress import TrainingProgress
 from draftworks.training.resume import Checkpointer, read_resume_state
 from draftworks.training.snapshot import WEIGHTS
 
@@ -87,8 +87,8 @@ class Trainer:
         schedule = train_loader.schedule
         if not isinstance(schedule, TrainSchedule):
             raise TypeError(f"train_loader needs a TrainSchedule, found a {type(schedule).__name__}")
-        plan = plan_of(training, schedule.steps, evaluates_start)
-        position = Position(schedule.samples, schedule.global_batch_size)
+        plan = make_plan(training, schedule.steps, evaluates_start)
+        position = TrainingProgress(schedule.samples, schedule.global_batch_size)
         self.strategy = strategy
         self.persistence = persistence
         self._publish_best = training.publish == "best"
@@ -101,7 +101,7 @@ class Trainer:
             compile_blocks(strategy, device)
         self.backend = FSDPTrainingBackend(device, getattr(torch, training.compute_dtype))
         self.backend.prepare_model(strategy)
-        optimizer = optimizer_of(training, plan, self.backend)
+        optimizer = make_optimizer(training, plan, self.backend)
         self.core = TrainerCore(strategy, self.backend, optimizer)
         checkpointer = None
         if persistence is not None:
@@ -163,7 +163,7 @@ class Trainer:
         return self._evaluator.run(self._forward, self._eval_loader, ctx, self._stop_signal)
 
 
-def plan_of(training: TrainingSpec, steps_per_epoch: int, evaluates_start: bool = False) -> Plan:
+def make_plan(training: TrainingSpec, steps_per_epoch: int, evaluates_start: bool = False) -> Plan:
     """Steps as configured: `epochs` of the data, at least one step, at most `max_steps`, which may be none."""
     steps = max(1, round(training.epochs * steps_per_epoch))
     total = steps if training.max_steps is None else min(steps, training.max_steps)
@@ -178,7 +178,7 @@ def plan_of(training: TrainingSpec, steps_per_epoch: int, evaluates_start: bool 
     )
 
 
-def optimizer_of(training: TrainingSpec, plan: Plan, backend: FSDPTrainingBackend) -> BF16Optimizer:
+def make_optimizer(training: TrainingSpec, plan: Plan, backend: FSDPTrainingBackend) -> BF16Optimizer:
     schedule = LrSchedule(
         training.lr,
         plan.total_steps,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftworks.config.registry_files import DatasetSpec
-from draftworks.data.datasets import kind_of, load_conversations, load_tokens
+from draftworks.data.datasets import detect_kind, load_conversations, load_tokens
 from draftworks.errors import DataError
 
 contents = st.text(min_size=1, max_size=12).filter(str.strip)
@@ -49,7 +49,7 @@ def test_every_format_in_every_kind_of_file_gives_the_same_conversations(tmp_pat
             folder = tmp_path_factory.mktemp("data")
             write_rows(folder / f"a.{suffix}", [as_row(pair_list, form) for pair_list in data])
             for spec in (dataset("a.*"), dataset("a.*", form=form)):
-                assert kind_of(spec, folder) == "conversations"
+                assert detect_kind(spec, folder) == "conversations"
                 found.append(load_conversations(spec, folder, folder / "out", 0.0))
     assert len({each.conversations for each in found}) == 1
     assert len(found[0].conversations) == len(data)
@@ -60,7 +60,7 @@ def test_every_format_in_every_kind_of_file_gives_the_same_conversations(tmp_pat
 def test_pretokenized_rows_are_read_from_every_kind_of_file(tmp_path, suffix):
     write_rows(tmp_path / f"a.{suffix}", [{"input_ids": [1, 2, n], "loss_mask": [0, 1, 1]} for n in (3, 4, 3)])
     spec = dataset("a.*")
-    assert kind_of(spec, tmp_path) == "tokens"
+    assert detect_kind(spec, tmp_path) == "tokens"
     loaded = load_tokens(spec, tmp_path, tmp_path / "out", 0.0, vocab_size=10)
     assert [row.input_ids.tolist() for row in loaded.rows] == [[1, 2, 3], [1, 2, 4]]
     assert loaded.report.duplicates == 1
@@ -104,7 +104,7 @@ def test_empty_data_is_an_error(tmp_path, name, text):
     with pytest.raises(DataError, match="hold no row"):
         load_conversations(dataset(name), tmp_path, tmp_path / "out", 1.0)
     with pytest.raises(DataError, match="no row of .* has a key"):
-        kind_of(dataset(name), tmp_path)
+        detect_kind(dataset(name), tmp_path)
 
 
 def test_a_glob_without_files_is_an_error_before_anything_is_written(tmp_path):
@@ -115,7 +115,7 @@ def test_a_glob_without_files_is_an_error_before_anything_is_written(tmp_path):
 
 def test_kinds_are_not_mixed(tmp_path):
     write_rows(tmp_path / "a.jsonl", [GOOD, {"input_ids": [1], "loss_mask": [1]}])
-    assert kind_of(dataset("a.jsonl"), tmp_path) == "conversations"
+    assert detect_kind(dataset("a.jsonl"), tmp_path) == "conversations"
     assert load_conversations(dataset("a.jsonl"), tmp_path, tmp_path / "out", 0.5).report.rejected == 1
     assert load_tokens(dataset("a.jsonl"), tmp_path, tmp_path / "out", 0.5, vocab_size=10).report.rejected == 1
 

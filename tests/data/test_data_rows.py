@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.data.rows import RawRow, Rejection, read_rows
-from draftworks.data.sources import matching_files
+from draftworks.data.sources import find_files
 from draftworks.errors import DataError
 
 values = st.recursive(
@@ -121,8 +121,8 @@ def test_a_file_that_cannot_be_opened_is_an_error(tmp_path):
 def test_globs_find_each_file_once_and_a_glob_without_files_is_an_error(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         (tmp_path / name).write_text("")
-    assert [path.name for path in matching_files(["*.jsonl", "b.jsonl"], tmp_path)] == ["a.jsonl", "b.jsonl"]
+    assert [path.name for path in find_files(["*.jsonl", "b.jsonl"], tmp_path)] == ["a.jsonl", "b.jsonl"]
     with pytest.raises(DataError, match=r"'\*\.parquet' matches no file below"):
-        matching_files(["*.jsonl", "*.parquet"], tmp_path)
+        find_files(["*.jsonl", "*.parquet"], tmp_path)
     with pytest.raises(DataError, match=r"c\.txt: expected one of \.jsonl, \.json, \.parquet, found '\.txt'"):
-        matching_files(["c.*"], tmp_path)
+        find_files(["c.*"], tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftworks.data.token_rows import TokenRow, fit
+from draftworks.data.token_rows import TokenRow, cut_to_length
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.errors import DataError, StoreError
 
@@ -127,9 +127,9 @@ def test_a_cut_is_counted_and_never_takes_the_last_supervised_token(pairs, lengt
     whole = row("a", pairs)
     if not any(on for _, on in pairs[:length]):
         with pytest.raises(DataError, match=f"no supervised token in the first {length} of {len(pairs)}"):
-            fit(whole, length)
+            cut_to_length(whole, length)
         return
-    fitted = fit(whole, length)
+    fitted = cut_to_length(whole, length)
     assert len(fitted.row) == min(length, len(pairs))
     assert fitted.was_cut == (len(pairs) > length)
     assert fitted.row.supervised + fitted.cut_supervised == whole.supervised

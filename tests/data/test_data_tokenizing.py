@@ -16,7 +16,7 @@ from draftworks.config.registry_files import DataSpec
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
-from draftworks.data.tokenizing import fit_rows, tokenize
+from draftworks.data.tokenizing import cut_rows, tokenize
 from draftworks.errors import ConfigError, DataError
 
 
@@ -84,7 +84,7 @@ def test_too_many_rejected_conversations_are_an_error_that_says_why(tiny_target)
 
 
 def test_a_limit_longer_than_the_models_context_is_an_error_before_any_work(tiny_target):
-    for call in (tokenize, fit_rows):
+    for call in (tokenize, cut_rows):
         with pytest.raises(ConfigError, match=r"tiny: max_length 513 is longer than the model's context of 512"):
             call(iter(()), tiny_target, data(), 513)
 
@@ -111,7 +111,7 @@ def test_pretokenized_rows_are_cut_and_rejected_by_the_same_rules(tiny_target):
         TokenRow("kept", np.arange(4, dtype=np.int32), np.array([0, 1, 1, 1], bool)),
         TokenRow("late", np.arange(4, dtype=np.int32), np.array([0, 0, 0, 1], bool)),
     ]
-    result = fit_rows(rows, tiny_target, data(max_rejected_share=0.5), 3)
+    result = cut_rows(rows, tiny_target, data(max_rejected_share=0.5), 3)
     assert [(row.sample_id, len(row)) for row in result.rows] == [("kept", 3)]
     assert (result.cut_samples, result.cut_supervised_tokens) == (1, 1)
     assert [each.sample_id for each in result.rejected] == ["late"]

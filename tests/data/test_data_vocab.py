@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
-from draftworks.data.vocab import VocabMapping, build_vocab_mapping, supervised_counts
+from draftworks.data.vocab import VocabMapping, build_vocab_mapping, count_supervised_tokens
 from draftworks.errors import ConfigError, DataError, StoreError
 
 counts_and_size = st.lists(st.integers(0, 5), min_size=1, max_size=60).flatmap(
@@ -74,9 +74,9 @@ def test_only_supervised_tokens_are_counted(tmp_path):
     ]
     write_tokens(tmp_path, rows)
     tokens = TokenizedSet.open(tmp_path)
-    assert supervised_counts(tokens, 5).tolist() == [0, 0, 3, 1, 0]
+    assert count_supervised_tokens(tokens, 5).tolist() == [0, 0, 3, 1, 0]
     with pytest.raises(DataError, match="vocabulary 3 ids: it belongs to another target"):
-        supervised_counts(tokens, 3)
+        count_supervised_tokens(tokens, 3)
 
 
 @pytest.mark.parametrize(

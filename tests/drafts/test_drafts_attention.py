@@ -73,10 +73,10 @@ def rule_of_chains(chains: Chains) -> Tensor:
 def test_masks_groups_tiles_and_elements_are_those_of_the_rule(row, size, window):
     lengths, rows, anchors = ROWS[row]
     blocks = drawn(lengths, rows, anchors, size)
-    seen, expected = blocks.seen_keys(sum(lengths)), rule_of_blocks(blocks, sum(lengths), window)
-    assert torch.equal(seen.within(window).mask()[:, 0], expected)
+    seen, expected = blocks.make_seen_keys(sum(lengths)), rule_of_blocks(blocks, sum(lengths), window)
+    assert torch.equal(seen.with_window(window).make_mask()[:, 0], expected)
     assert_groups_cover(seen, window, expected)
-    assert_mask_is(seen.within(window).block_mask(), expected)
+    assert_mask_is(seen.with_window(window).make_block_mask(), expected)
 
 
 @pytest.mark.parametrize(("lengths", "rows"), [((300,), 2), ((150, 20, 5, 60), 1), ((9,), 1)])
@@ -84,16 +84,16 @@ def test_so_are_those_of_chains(lengths, rows):
     generator = torch.Generator().manual_seed(sum(lengths))
     alive = (torch.rand(4, rows, sum(lengths), generator=generator) < 0.6).cumprod(0).bool()
     chains = Chains.of(torch.cat([alive[:1], alive]), Documents.from_lengths(lengths))
-    seen, expected = chains.seen_keys(), rule_of_chains(chains)
-    assert torch.equal(seen.mask()[:, 0], expected)
+    seen, expected = chains.make_seen_keys(), rule_of_chains(chains)
+    assert torch.equal(seen.make_mask()[:, 0], expected)
     assert_groups_cover(seen, None, expected)
-    assert_mask_is(seen.block_mask(), expected)
+    assert_mask_is(seen.make_block_mask(), expected)
 
 
 def assert_groups_cover(seen: SeenKeys, window: int | None, expected: Tensor) -> None:
     """Groups are all tokens in order, each of one document and no longer than was asked; what they see is among their keys, and
     their masks say which of these."""
-    groups = seen.within(window).groups(seen.cut(50))
+    groups = seen.with_window(window).make_groups(seen.split_tokens(50))
     assert [at for group in groups for at in range(expected.shape[1])[group.tokens]] == list(range(expected.shape[1]))
     for group in groups:
         assert 0 < group.tokens.stop - group.tokens.start <= 50
@@ -101,7 +101,7 @@ def assert_groups_cover(seen: SeenKeys, window: int | None, expected: Tensor) ->
         context, own = expected[:, group.tokens].split([seen.context, expected.shape[1]], dim=-1)
         inside = torch.cat([context[..., group.context], own[..., group.own]], dim=-1)
         assert inside.sum() == expected[:, group.tokens].sum()
-        assert torch.equal(seen.within(window).mask(group)[:, 0], inside)
+        assert torch.equal(seen.with_window(window).make_mask(group)[:, 0], inside)
 
 
 def assert_mask_is(found: BlockMask, expected: Tensor) -> None:
@@ -121,7 +121,7 @@ def assert_mask_is(found: BlockMask, expected: Tensor) -> None:
 
 def test_most_of_a_long_context_is_whole_tiles_or_none():
     blocks = drawn((2048,), 1, 500, 4)
-    found = blocks.seen_keys(2048).block_mask()
+    found = blocks.make_seen_keys(2048).make_block_mask()
     partial, full = found.kv_num_blocks.sum(), found.full_kv_num_blocks.sum()
     assert partial < full
     assert partial + full < 0.4 * found.kv_indices.numel()
@@ -139,7 +139,7 @@ def test_back_ends_attend_alike_and_groups_have_the_gradients_of_the_written_out
     ]
 
     def attended(backend: str) -> Tensor:
-        attend = DraftAttention(blocks.seen_keys(sum(lengths)), backend)
+        attend = DraftAttention(blocks.make_seen_keys(sum(lengths)), backend)
         query, *others = inputs if torch.is_grad_enabled() else [x.detach() for x in inputs]
         return attend(query, KeyValue(*others[:2]), KeyValue(*others[2:]), window)
 
@@ -161,5 +161,5 @@ def test_auto_is_flex_for_many_tokens_where_flex_works(monkeypatch, works, ancho
         monkeypatch.setattr(DraftAttention, f"_{name}", lambda self, *_, name=name: taken.append(name))
     blocks = drawn((64,), 1, anchors, 4)
     nothing = KeyValue(torch.zeros(1), torch.zeros(1))
-    DraftAttention(blocks.seen_keys(64))(torch.zeros(1, 2, 4 * anchors, 8), nothing, nothing, None)
+    DraftAttention(blocks.make_seen_keys(64))(torch.zeros(1, 2, 4 * anchors, 8), nothing, nothing, None)
     assert taken == [expected]

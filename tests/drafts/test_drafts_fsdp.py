@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from draftworks.drafts.strategy import StepContext
-from draftworks.training.backend import FSDPTrainingBackend, process_group_of_one
+from draftworks.training.backend import FSDPTrainingBackend, ensure_process_group
 
 
 class Sharded(NamedTuple):
@@ -64,7 +64,7 @@ def flattened_as_on_cuda(rnn: nn.RNNBase) -> None:
 def test_dominos_gru_computes_with_its_masters_at_every_step(make_sample, vocab, monkeypatch):
     monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flattened_as_on_cuda)
     used = []
-    with process_group_of_one(torch.device("cpu")):
+    with ensure_process_group(torch.device("cpu")):
         strategy, backend = make("domino", vocab), FSDPTrainingBackend(torch.device("cpu"))
         backend.prepare_model(strategy)
         gru = strategy.model.correction.prefix_gru

@@ -16,8 +16,8 @@ def test_spread_puts_rows_back_where_take_found_them(mask):
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.equal(active.gather(x), x[mask])
     assert torch.equal(active.scatter(active.gather(x)), x * mask[..., None])
-    torch.autograd.gradcheck(active.take, x)
-    torch.autograd.gradcheck(active.spread, x[mask].detach().requires_grad_())
+    torch.autograd.gradcheck(active.gather, x)
+    torch.autograd.gradcheck(active.scatter, x[mask].detach().requires_grad_())
 
 
 def test_renumber_gives_places_and_keeps_minus_one():

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.drafts.supervision import specforge_label_mask, teacher_plan, token_mean_label_mask
+from draftworks.drafts.supervision import make_teacher_plan, specforge_label_mask, token_mean_label_mask
 
 masks = st.lists(st.booleans(), min_size=1, max_size=12)
 
@@ -37,11 +37,11 @@ def test_teacher_plan_lists_every_gated_row_once_under_its_teacher_position(firs
     mask = torch.tensor([row + [False] * (length - len(row)) for row in (first, second)])
     mask[:, -1] &= not specforge
     label_mask = (specforge_label_mask if specforge else token_mean_label_mask)(mask, steps)
-    plan = teacher_plan(label_mask)
+    plan = make_teacher_plan(label_mask)
     for step in range(steps):
-        taught = plan.rows[step] >= 0
-        rows = plan.rows[step][taught]
+        taught = plan.draft_positions[step] >= 0
+        rows = plan.draft_positions[step][taught]
         assert rows.tolist() == label_mask[step].flatten().nonzero().squeeze(1).tolist()
-        assert (plan.positions[taught] == rows + 1 + step).all()
-        assert (plan.positions[taught] // length == rows // length).all()
-    assert ((plan.rows >= 0).any(0)).all()
+        assert (plan.teacher_positions[taught] == rows + 1 + step).all()
+        assert (plan.teacher_positions[taught] // length == rows // length).all()
+    assert ((plan.draft_positions >= 0).any(0)).all()

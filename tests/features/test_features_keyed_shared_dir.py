@@ -20,7 +20,7 @@ def test_a_reader_goes_on_where_another_machine_puts_the_same_feature_meanwhile(
     """Two that found a key missing both put it; the older file is gone when the reader opens it."""
     store, ref = KeyedSharedDirStore(tmp_path), toy_ref(1, ("last",))
     stored = store.put(ref, toy_tensors(ref))
-    other, find = SharedDirFeatureStore(tmp_path, retain_on_release=True), SharedDirFeatureStore.file_of
+    other, find = SharedDirFeatureStore(tmp_path, retain_on_release=True), SharedDirFeatureStore.find_newest_file
     seen: list[str | None] = []
 
     def overtaken(self: SharedDirFeatureStore, key: str) -> str | None:
@@ -30,7 +30,7 @@ def test_a_reader_goes_on_where_another_machine_puts_the_same_feature_meanwhile(
             other.put(sample, {"feature": toy_tensors(ref)["last"]})
         return seen[-1]
 
-    monkeypatch.setattr(SharedDirFeatureStore, "file_of", overtaken)
+    monkeypatch.setattr(SharedDirFeatureStore, "find_newest_file", overtaken)
     assert torch.equal(store.get(stored)[0]["last"], toy_tensors(ref)["last"])
     assert seen[0] != seen[-1]
 
@@ -43,7 +43,7 @@ def test_a_damaged_file_is_named_with_the_sample_it_is_of(tmp_path: Path):
     with pytest.raises(StoreError, match=rf"sample s1, feature .*{damaged.name} is truncated.* remove it and capture"):
         store.get(ref)
     damaged.unlink()
-    assert len(store.missing(ref.feature_keys.values())) == 1
+    assert len(store.find_missing(ref.feature_keys.values())) == 1
 
 
 def test_reading_leaves_no_lease_and_frees_nothing(tmp_path: Path):

@@ -55,9 +55,9 @@ def test_missing_keeps_order_and_refresh_sees_other_writers(tmp_path: Path):
     reader = LocalFeatureStore(tmp_path)
     _, refs = filled_store(tmp_path, 3)
     keys = ["f" * 32, *refs[2].feature_keys.values(), "e" * 32]
-    assert reader.missing(keys) == keys
+    assert reader.find_missing(keys) == keys
     reader.refresh()
-    assert reader.missing(keys) == ["f" * 32, "e" * 32]
+    assert reader.find_missing(keys) == ["f" * 32, "e" * 32]
     assert reader.contains(refs[0].feature_keys["last"])
 
 
@@ -122,7 +122,7 @@ def test_truncated_shard_is_reported_when_it_is_needed(tmp_path: Path):
     with pytest.raises(StoreError, match=rf"sample s0.*{shard.name}.*truncated"):
         store.get(refs[0])
     with pytest.raises(StoreError, match=rf"{shard.name}.*truncated"):
-        store.missing(["a" * 32])
+        store.find_missing(["a" * 32])
     assert shard.exists()
 
 
@@ -185,7 +185,7 @@ def test_shard_that_another_process_replaced_is_sound_after_refresh(tmp_path: Pa
     shard.unlink()
     shard.write_bytes(whole)
     store.refresh()
-    assert not store.missing(refs[0].feature_keys.values())
+    assert not store.find_missing(refs[0].feature_keys.values())
 
 
 def test_a_tensor_is_verified_once_by_a_store(tmp_path: Path):
@@ -223,7 +223,7 @@ def test_two_processes_write_one_store(tmp_path: Path):
     assert [writer.wait(60) for writer in writers] == [0, 0]
     store = LocalFeatureStore(tmp_path)
     assert store.verify().ok
-    assert not store.missing(f"{i:032x}" for i in range(100))
+    assert not store.find_missing(f"{i:032x}" for i in range(100))
 
 
 def test_concurrent_reads_agree(tmp_path: Path):

@@ -43,7 +43,7 @@ def test_missing_keys_are_those_that_nobody_has_put(spec: StoreSpec):
         store.put(toy_ref(index), toy_tensors(toy_ref(index)))
     store.flush()
     wanted = [key for index in (4, 1, 3) for key in toy_ref(index).feature_keys.values()]
-    assert open_store(spec).missing(wanted) == wanted[:2] + wanted[4:]
+    assert open_store(spec).find_missing(wanted) == wanted[:2] + wanted[4:]
 
 
 def test_a_feature_that_is_there_is_not_stored_again(spec: StoreSpec):

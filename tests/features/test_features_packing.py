@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from draftworks.errors import ConfigError, DataError
 from draftworks.features.contracts import FeatureSpec, SampleRef
 from draftworks.features.packed_schedule import PackedEvaluationSchedule, PackedTrainSchedule
-from draftworks.features.packing import PackLimits, document_lengths, fill, packed_rows
+from draftworks.features.packing import PackLimits, fill_share, pack_rows, require_lengths
 from draftworks.features.schedule import MicroBatch, PaddedTrainSchedule
 
 GENERATOR = np.random.default_rng(0)
@@ -52,24 +52,24 @@ def windows(batches) -> list[list[MicroBatch]]:
 
 @given(documents, st.integers(60, 200), st.integers(1, 5))
 def test_every_document_is_in_one_row_and_no_row_over_the_limit(lengths, limit, multiple):
-    rows = packed_rows(lengths, limit, multiple)
+    rows = pack_rows(lengths, limit, multiple)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     assert all(tokens(row, lengths) <= limit for row in rows)
     assert len(rows) % multiple == 0
     assert sum(not row for row in rows) == max(0, len(rows) - len(lengths))
-    assert rows == packed_rows(lengths, limit, multiple)
+    assert rows == pack_rows(lengths, limit, multiple)
 
 
 @given(documents, st.integers(60, 200), st.integers(1, 5))
 def test_rows_are_not_many_more_than_the_documents_fill(lengths, limit, multiple):
     """Any two rows hold more than the limit together, or best fit would have made one of them."""
-    rows = packed_rows(lengths, limit, multiple)
+    rows = pack_rows(lengths, limit, multiple)
     assert len(rows) <= 2 * -(-sum(lengths) // limit) + multiple
 
 
 @given(documents, st.integers(1, 59), st.integers(1, 4))
 def test_a_document_over_the_limit_is_alone_in_its_row(lengths, limit, multiple):
-    rows = packed_rows(lengths, limit, multiple)
+    rows = pack_rows(lengths, limit, multiple)
     assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
     assert all(len(row) <= 1 or tokens(row, lengths) <= limit for row in rows)
 
@@ -83,11 +83,11 @@ def test_a_document_over_the_limit_is_alone_in_its_row(lengths, limit, multiple)
 def test_rows_of_ragged_lengths_are_97_percent_full(lengths, limit, batch, world):
     """Against the longest of the same step, which is what the other ranks would wait for."""
     one = schedule(lengths, limit, batch, world=world)
-    assert np.mean([fill(one.rows(samples), lengths) for samples in one.samples_of_steps(0)]) >= 0.97
+    assert np.mean([fill_share(one.pack_step(samples), lengths) for samples in one.samples_of_steps(0)]) >= 0.97
 
 
 def test_rows_of_a_large_batch_are_97_percent_full_against_the_limit_too():
-    rows = packed_rows(CUT_AT_128, 1024)
+    rows = pack_rows(CUT_AT_128, 1024)
     assert sum(CUT_AT_128) / (len(rows) * 1024) >= 0.97
 
 
@@ -154,16 +154,16 @@ def test_a_sample_over_the_limit_is_refused_by_name_or_has_a_row_of_its_own():
     with pytest.raises(
         DataError, match=r"2 of 4 samples .* pack_tokens 64; the longest is s3 with 90 tokens.*at least 90.*own_row"
     ):
-        document_lengths(refs(3, 70, 64, 90), PackLimits(64))
-    lengths = document_lengths(refs(3, 70, 64, 90), PackLimits(64, "own_row"))
-    assert packed_rows(lengths, 64) == [(3,), (1,), (2,), (0,)]
+        require_lengths(refs(3, 70, 64, 90), PackLimits(64))
+    lengths = require_lengths(refs(3, 70, 64, 90), PackLimits(64, "own_row"))
+    assert pack_rows(lengths, 64) == [(3,), (1,), (2,), (0,)]
 
 
 def test_lengths_are_those_of_the_features_where_nobody_counted():
     spec = FeatureSpec("last", (17, 4), "float32")
-    assert document_lengths([SampleRef("s", "", "", "", {"last": "k"}, {"last": spec})], PackLimits(64)) == (17,)
+    assert require_lengths([SampleRef("s", "", "", "", {"last": "k"}, {"last": spec})], PackLimits(64)) == (17,)
     with pytest.raises(DataError, match="sample s: its reference does not say how many tokens"):
-        document_lengths([SampleRef("s", "", "", "", {}, {})], PackLimits(64))
+        require_lengths([SampleRef("s", "", "", "", {}, {})], PackLimits(64))
 
 
 def test_more_ranks_than_samples_in_a_step_are_refused():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_equivalence import exact_products
 
-from draftworks.training.backend import process_group_of_one
+from draftworks.training.backend import ensure_process_group
 
 NEEDS_CUDA = (
     pytest.mark.gpu,
@@ -36,5 +36,5 @@ def exact() -> Iterator[None]:
 
 @pytest.fixture
 def one_rank(device: torch.device) -> Iterator[None]:
-    with process_group_of_one(device):
+    with ensure_process_group(device):
         yield

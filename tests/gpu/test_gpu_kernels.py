@@ -92,7 +92,7 @@ def test_block_attention_is_the_written_out_one(cuda, backend, dtype, tolerance,
     inputs = [drawn(1, *shape, 64, seed=i).to(cuda, dtype) for i, shape in enumerate(shapes)]
 
     def attend(x: list[Tensor], name: str) -> Tensor:
-        attention = DraftAttention(blocks.seen_keys(sum(LENGTHS)), name)
+        attention = DraftAttention(blocks.make_seen_keys(sum(LENGTHS)), name)
         return attention(x[0], KeyValue(*x[1:3]), KeyValue(*x[3:]), window)
 
     exact = [x.float() for x in inputs]

@@ -11,7 +11,7 @@ from gpu_toys import TrainingFolder, assert_near, gpu_only
 from torch import nn
 
 from draftworks.config.registry_files import TrainingSpec
-from draftworks.training.backend import process_group_of_one
+from draftworks.training.backend import ensure_process_group
 from draftworks.training.compiling import compile_blocks
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule
 
@@ -36,7 +36,7 @@ def test_stopped_and_resumed_ends_as_undisturbed(name: str, device: torch.device
 @gpu_only
 @pytest.mark.parametrize("name", engine_strategies())
 def test_compiled_trains_as_plain(name: str, cuda: torch.device, tmp_path: Path) -> None:
-    with process_group_of_one(cuda):
+    with ensure_process_group(cuda):
         trained = {}
         for compiles in (False, True):
             spec = SPEC.model_copy(update={"compile": compiles, "max_steps": 3})
@@ -48,7 +48,7 @@ def test_compiled_trains_as_plain(name: str, cuda: torch.device, tmp_path: Path)
 
 @gpu_only
 def test_there_is_a_compiler(cuda: torch.device, tmp_path: Path) -> None:
-    with process_group_of_one(cuda):
+    with ensure_process_group(cuda):
         trainer = TrainingFolder(tmp_path, "dflash", cuda, SPEC).trainer()
         assert compile_blocks(trainer.strategy, cuda)
 

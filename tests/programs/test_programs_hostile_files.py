@@ -32,7 +32,7 @@ from draftworks.features.shards import read_header
 from draftworks.storage.artifacts import ArtifactStore, BuildResult
 from draftworks.storage.manifest import FileRecord
 from draftworks.targets.resolve import _model_config
-from draftworks.training.checkpoint_files import read_record, seal
+from draftworks.training.checkpoint_files import read_record, write_record
 from draftworks.training.history import History
 
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -94,7 +94,7 @@ def kinds(tmp_path_factory, tiny_target) -> dict[str, Kind]:
     checkpoint.mkdir()
     save_file({"a": torch.ones(2)}, checkpoint / "model.safetensors")
     size = (checkpoint / "model.safetensors").stat().st_size
-    seal(checkpoint, "run", 3, 1, 0.0, {"window": {}}, {"model.safetensors": FileRecord(size, "0")})
+    write_record(checkpoint, "run", 3, 1, 0.0, {"window": {}}, {"model.safetensors": FileRecord(size, "0")})
     History(5).save(folder / "history.json")
     artifacts = ArtifactStore(folder / "var")
     made = artifacts.obtain("asset", "target", {"a": 1}, lambda out: BuildResult("v", {}))

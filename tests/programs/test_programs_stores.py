@@ -13,7 +13,7 @@ from draftworks.config.registry_files import CaptureSpec, EvaluationSpec, LoopSp
 from draftworks.config.run_files import CaptureRun, EvaluateRun, FeatureSet, StoreSpec, TargetFiles, TrainRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
-from draftworks.data.vocab import build_vocab_mapping, supervised_counts
+from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.programs.capture import capture
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
@@ -41,7 +41,7 @@ class Chain:
         return capture(run, ProgramContext())
 
     def trained(self) -> dict[str, Any]:
-        counts = supervised_counts(TokenizedSet.open(self.folder / "train-tokens"), self.target.vocab_size)
+        counts = count_supervised_tokens(TokenizedSet.open(self.folder / "train-tokens"), self.target.vocab_size)
         build_vocab_mapping(counts, OPTIONS["draft_vocab_size"]).save(self.folder / "vocab.safetensors")
         run = TrainRun(out=self.folder / "draft", training=TRAINING, train=self._set("train"), **self._common())
         return train(run, ProgramContext())

@@ -24,7 +24,7 @@ from draftworks.evaluation.report.summary import read_report, require_prompts_fi
 from draftworks.evaluation.report.writing import save_report
 from draftworks.storage.artifacts import ArtifactStore, BuildResult
 from draftworks.storage.manifest import list_files
-from draftworks.training.checkpoint_files import CheckpointFolder, read_record, seal, sync_and_sum, verify
+from draftworks.training.checkpoint_files import CheckpointFolder, read_record, sync_and_checksum, verify, write_record
 
 BEFORE = Path(__file__).with_name("written_before")
 CREATED = 1.0e9
@@ -53,7 +53,7 @@ def write_checkpoint(output: Path) -> CheckpointFolder:
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).write_text(text)
     state = {"position": {"step": 2}, "identity": {"options": {"taps": [1, 2]}}}
-    seal(staging, "run", 2, 2, CREATED, state, sync_and_sum(staging, list_files(staging)))
+    write_record(staging, "run", 2, 2, CREATED, state, sync_and_checksum(staging, list_files(staging)))
     folder.publish(2)
     folder.point_to(folder.latest_pointer, 2)
     return folder

@@ -11,7 +11,7 @@ import pytest
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.strategies import available_strategies, resolve_strategy
 from draftworks.config.validation import validated
-from draftworks.data.sources import dataset_version, matching_files
+from draftworks.data.sources import dataset_version, find_files
 from draftworks.errors import ConfigError, DataError
 from draftworks.storage.identity import FileDigests
 from draftworks.strategies.eagle3.options import Eagle3Options, eagle3_taps
@@ -212,7 +212,7 @@ def test_a_hub_target_is_loaded_without_the_network(registry: Registry):
 
 def test_a_dataset_without_files_says_which_pattern_found_nothing(registry: Registry):
     with pytest.raises(DataError, match=r"'data/\*.jsonl' matches no file"):
-        matching_files(registry.dataset("chats").files, registry.root)
+        find_files(registry.dataset("chats").files, registry.root)
 
 
 def test_a_dataset_version_is_its_content(registry: Registry):

@@ -23,7 +23,15 @@ from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.snapshot import RNG, WEIGHTS, Snapshot, load_moments, restore_rng
 
 METRIC = "eval/simulated_acc_len"
-PHASES = ("save_plain", "save_moments", "publish_json", "sync_and_sum", "seal", "fsync_tree", "rename")
+PHASES = (
+    "save_weights_and_rng",
+    "save_moments",
+    "publish_json",
+    "sync_and_checksum",
+    "write_record",
+    "fsync_tree",
+    "rename",
+)
 
 
 def snapshot_of(step: int, moments: dict[str, Tensor] | None = None) -> Snapshot:

@@ -13,7 +13,7 @@ from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import EvaluateRun, FeatureSet, TargetFiles, TrainRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
-from draftworks.data.vocab import build_vocab_mapping, supervised_counts
+from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import write_feature_set
@@ -38,7 +38,7 @@ class RunFiles:
         files = cls(folder, target)
         files.feature_set("train", samples=9, seed=1)
         files.feature_set("heldout", samples=3, seed=2)
-        counts = supervised_counts(TokenizedSet.open(folder / "train-tokens"), target.vocab_size)
+        counts = count_supervised_tokens(TokenizedSet.open(folder / "train-tokens"), target.vocab_size)
         build_vocab_mapping(counts, OPTIONS["draft_vocab_size"]).save(folder / "vocab.safetensors")
         for out in ("draft", "report"):
             (folder / out).mkdir()

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from draftworks.training.backend import process_group_of_one
+from draftworks.training.backend import ensure_process_group
 
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     torch.set_num_threads(1)
-    with process_group_of_one(torch.device("cpu")):
+    with ensure_process_group(torch.device("cpu")):
         yield

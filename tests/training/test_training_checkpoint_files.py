@@ -22,8 +22,8 @@ from draftworks.training.checkpoint_files import (
     CheckpointRecord,
     is_complete,
     read_record,
-    seal,
     verify,
+    write_record,
 )
 from draftworks.training.checkpoint_manager import CheckpointManager
 
@@ -213,7 +213,7 @@ def test_any_state_that_is_json_is_sealed_and_read_back(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]
 ):
     folder = tmp_path_factory.mktemp("sealed")
-    seal(folder, "run", 7, 2, 0.25, state, {})
+    write_record(folder, "run", 7, 2, 0.25, state, {})
     assert read_record(folder) == CheckpointRecord("run", 7, 2, 0.25, state, {})
 
 

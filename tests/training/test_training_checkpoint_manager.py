@@ -95,7 +95,7 @@ def test_replacing_a_step_leaves_the_old_one_the_new_one_or_none(tmp_path: Path,
 
 
 def test_a_disk_error_leaves_nothing_that_fills_the_disk(tmp_path: Path, monkeypatch):
-    break_phase(monkeypatch, "seal", ERRORS[0])
+    break_phase(monkeypatch, "write_record", ERRORS[0])
     with pytest.raises(StoreError):
         save_steps(CheckpointManager(tmp_path, "run"), 1)
     assert names(tmp_path) == []
@@ -200,8 +200,8 @@ def test_the_newest_complete_checkpoint_counts_not_what_the_pointer_says(tmp_pat
 @pytest.fixture
 def held_writes(monkeypatch) -> threading.Event:
     """Writing begins when the event is set."""
-    released, write = threading.Event(), checkpoint_manager.save_plain
-    monkeypatch.setattr(checkpoint_manager, "save_plain", lambda *args: released.wait(10) and write(*args))
+    released, write = threading.Event(), checkpoint_manager.save_weights_and_rng
+    monkeypatch.setattr(checkpoint_manager, "save_weights_and_rng", lambda *args: released.wait(10) and write(*args))
     return released
 
 
@@ -230,7 +230,7 @@ def test_asynchronous_saves_follow_each_other(tmp_path: Path):
 def test_an_error_of_an_asynchronous_save_surfaces_once(tmp_path: Path, monkeypatch, surface: str):
     manager = CheckpointManager(tmp_path, "run", save_async=True)
     with monkeypatch.context() as patch:
-        break_phase(patch, "sync_and_sum", ERRORS[0])
+        break_phase(patch, "sync_and_checksum", ERRORS[0])
         save_steps(manager, 1)
         manager._writer.shutdown(wait=True)
     asked = {

@@ -86,9 +86,9 @@ def rank_0_decides(rank: int, folder: Path) -> None:
 
 def asked_while_it_saves(rank: int, manager: CheckpointManager) -> None:
     """Two threads of one rank must not talk at once: the ranks would mistake one's words for the other's."""
-    write = checkpoint_manager.save_plain
+    write = checkpoint_manager.save_weights_and_rng
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_manager, "save_plain", lambda *args: (time.sleep(0.5 * rank), write(*args)))
+        patch.setattr(checkpoint_manager, "save_weights_and_rng", lambda *args: (time.sleep(0.5 * rank), write(*args)))
         manager.save(share_of(2, rank), 2)
         time.sleep(0.2)
         assert [manager.is_better({METRIC: score}) for score in (0.4, 0.6)] == [False, True]

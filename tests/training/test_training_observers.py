@@ -12,8 +12,8 @@ from PIL import Image
 from draftworks.errors import ConfigError, StoreError
 from draftworks.evaluation.result import EvalResult
 from draftworks.training.history import EvalPoint, History, TrainPoint
-from draftworks.training.observers import ProgressReport, TensorBoardLog, eta_seconds
-from draftworks.training.plots import training_figure, training_plot
+from draftworks.training.observers import ProgressReport, TensorBoardLog, estimate_remaining_s
+from draftworks.training.plots import draw_training_figure, render_training_plot
 
 RESULT = EvalResult(20.0, 10.0, 30, {"acc_corrects": (5.0, 2.0), "acc_denoms": (10.0, 8.0)})
 
@@ -59,7 +59,7 @@ def test_evaluations_and_the_last_step_force_their_way() -> None:
 
 
 def test_time_left_is_zero_at_the_end() -> None:
-    assert eta_seconds(point(8, 1.0), 8) == 0.0
+    assert estimate_remaining_s(point(8, 1.0), 8) == 0.0
 
 
 def test_smoothed_losses_leave_out_points_without_loss(history: History) -> None:
@@ -85,13 +85,13 @@ def test_first_and_last_loss_differ_from_two_points_on() -> None:
 
 
 def test_plot_claims_no_unit_for_a_loss_only_the_strategy_knows(history: History) -> None:
-    labels = [axes.get_ylabel() for axes in training_figure(history, "").axes]
+    labels = [axes.get_ylabel() for axes in draw_training_figure(history, "").axes]
     assert labels == ["loss (training objective)", "simulated_acc_len (rung 1)"]
 
 
 def test_history_without_evaluation_is_drawn(history: History) -> None:
     for drawn in (history, History(8, history.train), History(8)):
-        with Image.open(io.BytesIO(training_plot(drawn, "eagle3 draft of tiny"))) as picture:
+        with Image.open(io.BytesIO(render_training_plot(drawn, "eagle3 draft of tiny"))) as picture:
             picture.verify()
             assert picture.format == "PNG"
 

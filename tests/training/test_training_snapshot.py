@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from draftworks.errors import StoreError
-from draftworks.training.snapshot import load_moments, restore_rng, rng_state, save_moments, save_plain
+from draftworks.training.snapshot import load_moments, restore_rng, rng_state, save_moments, save_weights_and_rng
 
 WORLDS = (1, 2, 4)
 SHAPES = {"even": (8, 2), "uneven": (5, 3), "one_row": (1, 6), "vector": (3,), "empty_last": (6, 2)}
@@ -93,7 +93,7 @@ def test_a_generator_goes_on_where_it_was_saved(tmp_path: Path):
     snapshot = snapshot_of(1)
     snapshot.rng.update(rng_state(cpu))
     expected = torch.rand(9), torch.randn(3)
-    save_plain(tmp_path, snapshot, rank=3)
+    save_weights_and_rng(tmp_path, snapshot, rank=3)
     torch.manual_seed(8)
     restore_rng(tmp_path / "rng" / "rank3.safetensors", cpu)
     assert all(torch.equal(draw, again) for draw, again in zip(expected, (torch.rand(9), torch.randn(3))))
@@ -102,7 +102,7 @@ def test_a_generator_goes_on_where_it_was_saved(tmp_path: Path):
 def test_only_rank_0_writes_the_weights_and_writes_them_whole(tmp_path: Path):
     for rank in (1, 0):
         assert not (tmp_path / "model.safetensors").exists()
-        save_plain(tmp_path, snapshot_of(2), rank)
+        save_weights_and_rng(tmp_path, snapshot_of(2), rank)
     assert_equal(load_file(tmp_path / "model.safetensors"), snapshot_of(2).weights)
     assert sorted(path.name for path in (tmp_path / "rng").iterdir()) == ["rank0.safetensors", "rank1.safetensors"]
 
@@ -112,15 +112,15 @@ def test_what_the_disk_refuses_is_a_store_error_with_path_and_cause(tmp_path: Pa
     large.weights["w"] = torch.zeros(9000)
     with limited_file_size(8000):
         with pytest.raises(StoreError, match="model.safetensors: cannot be written: .*File too large"):
-            save_plain(tmp_path, large, rank=0)
+            save_weights_and_rng(tmp_path, large, rank=0)
         with pytest.raises(StoreError, match="optimizer: rank 0: .*File too large"):
             save_moments(new_folder(tmp_path, 1), large.moments, None)
-    save_plain(tmp_path, large, rank=0)
+    save_weights_and_rng(tmp_path, large, rank=0)
 
 
 def test_a_copy_has_tensors_of_its_own():
     state = snapshot_of(1)
-    copy = state.copied()
+    copy = state.copy()
     for kind in ("weights", "moments", "rng"):
         for tensor in getattr(state, kind).values():
             tensor.zero_()

@@ -21,7 +21,7 @@ from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.core import TrainerCore
 from draftworks.training.history import History
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule
-from draftworks.training.trainer import Trainer, plan_of
+from draftworks.training.trainer import Trainer, make_plan
 
 CPU = torch.device("cpu")
 GLOBAL = 8
@@ -191,11 +191,11 @@ def test_nan_loss_stops_training_and_names_the_samples() -> None:
 
 
 def test_plan_counts_optimizer_steps() -> None:
-    assert plan_of(SPEC, steps_per_epoch=10).total_steps == 30
-    assert plan_of(SPEC.model_copy(update={"max_steps": 7}), 10).total_steps == 7
-    assert plan_of(SPEC.model_copy(update={"max_steps": 70}), 10).total_steps == 30
-    assert plan_of(SPEC.model_copy(update={"epochs": 0.01}), 10).total_steps == 1
-    assert plan_of(SPEC.model_copy(update={"epochs": 0.5}), 10).total_steps == 5
+    assert make_plan(SPEC, steps_per_epoch=10).total_steps == 30
+    assert make_plan(SPEC.model_copy(update={"max_steps": 7}), 10).total_steps == 7
+    assert make_plan(SPEC.model_copy(update={"max_steps": 70}), 10).total_steps == 30
+    assert make_plan(SPEC.model_copy(update={"epochs": 0.01}), 10).total_steps == 1
+    assert make_plan(SPEC.model_copy(update={"epochs": 0.5}), 10).total_steps == 5
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -16,8 +16,8 @@ from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun
 from draftworks.config.validation import validated
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
-from draftworks.data.rejected import RejectedSample, check_rejected, rejection_counts, write_rejected
-from draftworks.data.rows import excerpt
+from draftworks.data.rejected import RejectedSample, check_rejected, count_rejections, write_rejected
+from draftworks.data.rows import make_excerpt
 from draftworks.data.tokenized import write_tokens
 from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.identity import EngineIdentity, digest
@@ -41,7 +41,7 @@ class Losses:
     def counts(self) -> dict[str, Any]:
         """For the summary of the tokenized set."""
         return {
-            **rejection_counts(self.rejected),
+            **count_rejections(self.rejected),
             "unfinished_answers": self.unfinished_answers,
             "dropped_turns": self.dropped_turns,
         }
@@ -138,7 +138,9 @@ def _with_excerpts(run: RegenerateRun, rejected: Sequence[RejectedSample]) -> li
     """With how each conversation begins, so that a person knows it again."""
     wanted = {each.sample_id for each in rejected}
     begins = {
-        each.id: excerpt(each.turns[0].content) for each in read_conversations(run.conversations) if each.id in wanted
+        each.id: make_excerpt(each.turns[0].content)
+        for each in read_conversations(run.conversations)
+        if each.id in wanted
     }
     return [each._replace(excerpt=begins.get(each.sample_id, "")) for each in rejected]
 

@@ -139,7 +139,7 @@ class StreamedTarget:
             raise StoreError(f"{self._where}: expected the input embeddings in its safetensors, found none")
         numbers = input_ids.unique()
         empty = module.weight
-        module.weight = nn.Parameter(self._files.rows(source, numbers).to(self._dtype), requires_grad=False)
+        module.weight = nn.Parameter(self._files.read_rows(source, numbers).to(self._dtype), requires_grad=False)
         hook = module.register_forward_pre_hook(lambda module, args: (torch.searchsorted(numbers, args[0]), *args[1:]))
         try:
             yield
@@ -164,7 +164,7 @@ class StreamedTarget:
         Raises:
             StoreError: some are not in the files, or of another shape.
         """
-        parts = {source: self._files.part(source) for name in names for source in self._sources[name]}
+        parts = {source: self._files.open_tensor(source) for name in names for source in self._sources[name]}
         plan = self._model._get_dtype_plan(self._dtype)
         mapping = get_model_conversion_mapping(self._model)
         loading = LoadStateDictConfig(dtype=self._dtype, dtype_plan=plan, weight_mapping=mapping)

@@ -35,7 +35,7 @@ class DFlashDrafter(Drafter):
         context = model.context(torch.cat([features[tap] for tap in self._taps], dim=-1)[None])
         rotation = model.rotary(self._rows + count, context.dtype).window(self._rows, count)
         news = [layer.self_attn.key_value(context, rotation) for layer in model.layers]
-        self._context = [old.followed_by(new) for old, new in zip(self._context, news)] if self._context else news
+        self._context = [old.concat(new) for old, new in zip(self._context, news)] if self._context else news
         self._rows += count
         self._anchor = next_tokens[-1:]
 
@@ -57,7 +57,7 @@ class DFlashDrafter(Drafter):
         where = torch.tensor([[self._rows]], device=self._anchor.device)
         block = Blocks(where, torch.ones_like(where, dtype=torch.bool), model.block_size)
         rotation = model.rotation_at(block.positions, self._rows + model.block_size)
-        hidden, attend = model.embed_blocks(self._anchor[None]), DraftAttention(block.seen_keys(self._rows))
+        hidden, attend = model.embed_blocks(self._anchor[None]), DraftAttention(block.make_seen_keys(self._rows))
         for layer, context in zip(model.layers, self._context, strict=True):
             hidden = layer.over(hidden, context, rotation, attend)
         return hidden[0]

@@ -157,7 +157,7 @@ class DFlashDraft(nn.Module):
         at_context = table.window(0, length) if documents is None else table.at(documents.positions)
         at_blocks = table.at(blocks.positions[:, None])
         hidden = self.embed_blocks(input_ids.gather(1, blocks.anchors))
-        attend = DraftAttention(blocks.seen_keys(length), self._backend, self._strategy)
+        attend = DraftAttention(blocks.make_seen_keys(length), self._backend, self._strategy)
         for layer in self.layers:
             hidden = layer(hidden, context, at_context, at_blocks, attend)
         return hidden.unflatten(1, (-1, self.block_size))
@@ -226,7 +226,7 @@ class DFlashDraft(nn.Module):
         proposals = input_ids.new_full((*rows.shape, count), -1)
         at_once = PROPOSED_AT_ONCE * (1 if documents is None else len(documents.lengths))
         for start in range(0, blocks.count, at_once):
-            part = blocks.part(start, start + at_once)
+            part = blocks.select(start, start + at_once)
             states = self.states(input_ids, context, part)[part.live]
             sample, place = part.live.nonzero().T
             anchors = part.anchors[sample, place]

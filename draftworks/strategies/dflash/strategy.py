@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from draftworks.drafts.anchors import Blocks, derive_sample_seed, draw_blocks, gather_labels, make_label_mask
 from draftworks.drafts.collation import BatchLayout, collate_features, sample_lengths
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.sizes import mask_token, resolve_head_counts
+from draftworks.drafts.option_defaults import resolve_head_counts, resolve_mask_token
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
@@ -50,7 +50,7 @@ class DFlashStrategy(DraftStrategy):
         self.options = options
         self.draft_tokens = self.max_draft_tokens = options.block_size - 1
         self.feature_names = DFLASH.features(target.num_layers, options)
-        self._target = target = target.shaped(options)
+        self._target = target = target.with_layer_options(options)
         self._seed = seed
         self._sizes = _sizes(options, target, taps=len(self.feature_names))
         self.model = DFlashDraft(target, self._sizes, torch.Generator().manual_seed(seed))
@@ -165,7 +165,7 @@ def _sizes(options: DFlashOptions, target: TargetParts, taps: int) -> DFlashSize
         intermediate_size=options.intermediate_size or target.intermediate_size,
         taps=taps,
         block_size=options.block_size,
-        mask_token_id=mask_token(options.strategy, options, target),
+        mask_token_id=resolve_mask_token(options.strategy, options, target),
         windows=options.windows(),
         backend=options.attention,
         strategy=options.strategy,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
-from draftworks.drafts.layers import seeded_linear, unset
+from draftworks.drafts.layers import seeded_linear, uninitialized
 from draftworks.strategies.dflash.block_drafter import Choose, SpeakingDraft
 from draftworks.strategies.dflash.model import DFlashDraft
 from draftworks.strategies.domino.loss import DominoLosses, DominoObjective, DominoRows, domino_cross_entropy
@@ -45,7 +45,7 @@ class DominoCorrection(nn.Module):
         super().__init__()
         self.prefix_gru = _seeded_gru(hidden, sizes.gru_hidden_dim, generator)
         narrow = seeded_linear(hidden + sizes.gru_hidden_dim, sizes.emb_dim, generator)
-        out = unset(nn.Linear, sizes.emb_dim, vocab, bias=False)
+        out = uninitialized(nn.Linear, sizes.emb_dim, vocab, bias=False)
         nn.init.zeros_(out.weight)
         self.embed_proj = nn.Sequential(narrow, nn.SiLU(), out)
 

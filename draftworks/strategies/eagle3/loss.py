@@ -97,12 +97,12 @@ class _Distill(torch.autograd.Function):
         d_states = [torch.zeros_like(state) for state in states] if with_grad else []
         fewest = GPU_CHUNK_ROWS if head.is_cuda else MIN_CHUNK_ROWS
         rows_at_once = max(fewest, CHUNK_ELEMENTS // teacher.head.shape[0])
-        for start in range(0, plan.positions.numel(), rows_at_once):
+        for start in range(0, plan.teacher_positions.numel(), rows_at_once):
             chunk = slice(start, start + rows_at_once)
-            lesson = teacher.lesson(plan.positions[chunk], wide, with_mass, with_missed=anywhere)
-            rows_by_step = plan.rows[:, chunk][:, lesson.known]
+            lesson = teacher.lesson(plan.teacher_positions[chunk], wide, with_mass, with_missed=anywhere)
+            rows_by_step = plan.draft_positions[:, chunk][:, lesson.known]
             if lesson.missed is not None:
-                missed += _accepted_of(lesson.missed, plan.rows[:, chunk][:, ~lesson.known], states, head)
+                missed += _accepted_of(lesson.missed, plan.draft_positions[:, chunk][:, ~lesson.known], states, head)
             for step, (state, weight) in enumerate(zip(states, step_weights, strict=True)):
                 pupils = lesson.pupils(rows_by_step[step])
                 x = state.index_select(0, pupils.rows)

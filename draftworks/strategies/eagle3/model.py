@@ -14,7 +14,7 @@ from draftworks.drafts.layers import RmsNorm, Rotary, argmax_of_head, fuse_taps,
 from draftworks.drafts.objectives import BatchObjective, Objective
 from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
 from draftworks.drafts.rows import ActivePositions
-from draftworks.drafts.supervision import teacher_plan
+from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.layer import Eagle3Attending, Eagle3Layer, Eagle3Sizes, StepStates
 from draftworks.strategies.eagle3.loss import Distilled, distill
@@ -152,6 +152,6 @@ class Eagle3Draft(ReducedVocabularyDraft):
         active = ActivePositions.where(label_mask.any(0))
         states = self.unroll(input_ids, features, label_mask.shape[0], active, documents)
         teacher = self.teacher(last, self.target_head)
-        plan = teacher_plan(label_mask)
-        plan = plan._replace(rows=active.renumber(plan.rows))
+        plan = make_teacher_plan(label_mask)
+        plan = plan._replace(draft_positions=active.renumber(plan.draft_positions))
         return distill(states, self.lm_head.weight, teacher, plan, step_weights, objective, training)

@@ -19,8 +19,8 @@ from draftworks.drafts.objectives import (
     MeanLogAcceptance,
     Objective,
 )
+from draftworks.drafts.option_defaults import resolve_head_counts
 from draftworks.drafts.reduced_vocabulary import require_draft_ids
-from draftworks.drafts.sizes import resolve_head_counts
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
@@ -80,7 +80,7 @@ class Eagle3Strategy(ChainStrategy):
         self.options = options
         self.draft_tokens = options.ttt_length
         self.feature_names = EAGLE3.features(target.num_layers, options)
-        self._target = target = target.shaped(options)
+        self._target = target = target.with_layer_options(options)
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
         norms = Eagle3Norms(**{name: getattr(options, name) for name in Eagle3Norms._fields})
         generator = torch.Generator().manual_seed(seed)

@@ -112,7 +112,7 @@ class Chains:
         place = self.anchors % self.length
         return self.anchors - place + self.documents.begins[place]
 
-    def seen_keys(self) -> SeenKeys:
+    def make_seen_keys(self) -> SeenKeys:
         """A masked place sees the N rows of its document up to its anchor, and its own chain up to itself. A chain has no gaps, and its
         places are next to each other: so of these it sees as many as it is deep."""
         token = torch.arange(self.count, device=self.anchors.device)

@@ -64,8 +64,8 @@ class _LayerCache:
 
     known: KeyValue | None = None
 
-    def followed_by(self, news: KeyValue) -> KeyValue:
-        return news if self.known is None else self.known.followed_by(news)
+    def concat(self, news: KeyValue) -> KeyValue:
+        return news if self.known is None else self.known.concat(news)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _CachedRows(Rows):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.unflatten(-1, (-1, self.width)).transpose(0, 1)[None] for x in (query, key, value))
-        everything = self.cache.followed_by(KeyValue(self.rotation.apply(key), value))
+        everything = self.cache.concat(KeyValue(self.rotation.apply(key), value))
         if self.keeps:
             self.cache.known = everything
         news, total = query.shape[2], everything.key.shape[2]

@@ -4,7 +4,7 @@ As speculators and SpecForge train it and vLLM serves it. Row a knows the target
 At depth 0 it reads embed(token a + 1) and fc(features a); at depth d ≥ 1 embed(mask token) and fc(mask_hidden), at the rotary
 position a + d. The state of depth d, normed and through `lm_head`, proposes token a + 2 + d. A row at depth 0 sees depth 0 of its
 document up to itself, as at the first step of `ttt_attention`; a row at depth d sees what its anchor sees, and of its own chain the
-depths 1 … d (`Chains.seen_keys`).
+depths 1 … d (`Chains.make_seen_keys`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear, unset
+from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear, uninitialized
 from draftworks.drafts.objectives import CrossEntropy
 from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
 from draftworks.drafts.rows import ActivePositions
-from draftworks.drafts.supervision import teacher_plan
+from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.attention import ttt_attention
 from draftworks.strategies.eagle3.loss import Distilled, distill
@@ -68,7 +68,7 @@ class BatchRows(Rows):
         table = rotary(chains.documents.longest + chains.limit, dtype)
         self._at_batch = table.at(chains.documents.positions)
         self._at_chains = table.at(chains.positions)
-        self._attend_chains = DraftAttention(chains.seen_keys(), backend, "peagle")
+        self._attend_chains = DraftAttention(chains.make_seen_keys(), backend, "peagle")
 
     @torch.compiler.disable  # how many chains there are is new in every batch
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         super().__init__()
         width, eps = target.hidden_size, target.rms_norm_eps
         if traits.train_embeddings:
-            self.embed_tokens = unset(nn.Embedding, *target.embedding.shape)
+            self.embed_tokens = uninitialized(nn.Embedding, *target.embedding.shape)
             with torch.no_grad():
                 self.embed_tokens.weight.copy_(target.embedding)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, sizes.taps * width, generator=generator))
@@ -287,9 +287,9 @@ class PEagleDraft(ReducedVocabularyDraft):
             last: (B, S, H), the target's last hidden state after its final norm.
         """
         states = self.states(input_ids, features, kept, documents)
-        plan = teacher_plan(kept)
-        rows = [ActivePositions.where(on).renumber(rows) for on, rows in zip(kept, plan.rows, strict=True)]
-        plan = plan._replace(rows=torch.stack(rows))
+        plan = make_teacher_plan(kept)
+        rows = [ActivePositions.where(on).renumber(rows) for on, rows in zip(kept, plan.draft_positions, strict=True)]
+        plan = plan._replace(draft_positions=torch.stack(rows))
         teacher = self.teacher(last, self.target_head)
         return distill(states, self.lm_head.weight, teacher, plan, [1.0] * len(kept), CrossEntropy(), training)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from draftworks.drafts.anchors import derive_sample_seed
 from draftworks.drafts.collation import BatchLayout, collate_with_last, mask_last_positions, sample_lengths
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.option_defaults import resolve_head_counts, resolve_mask_token
 from draftworks.drafts.reduced_vocabulary import require_draft_ids
-from draftworks.drafts.sizes import mask_token, resolve_head_counts
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
@@ -59,7 +59,7 @@ class PEagleStrategy(DraftStrategy):
         self.options = options
         self.draft_tokens = self.max_draft_tokens = options.num_depths
         self.feature_names = PEAGLE.features(target.num_layers, options)
-        self._target = target = target.shaped(options)
+        self._target = target = target.with_layer_options(options)
         self._seed = seed
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
         self._thinning = Thinning(options.down_sample_ratio, options.down_sample_ratio_min)
@@ -157,5 +157,5 @@ def _sizes(options: PEagleOptions, target: TargetParts, taps: int) -> PEagleSize
         intermediate_size=options.intermediate_size or target.intermediate_size,
         taps=taps,
         num_layers=options.num_layers,
-        mask_token_id=mask_token("peagle", options, target),
+        mask_token_id=resolve_mask_token("peagle", options, target),
     )

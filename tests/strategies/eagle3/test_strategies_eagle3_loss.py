@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, MeanLogAcceptance
-from draftworks.drafts.supervision import teacher_plan, token_mean_label_mask
+from draftworks.drafts.supervision import make_teacher_plan, token_mean_label_mask
 from draftworks.drafts.teacher import Teacher
 from draftworks.strategies.eagle3 import loss as losses
 from draftworks.strategies.eagle3.loss import distill
@@ -32,7 +32,12 @@ def case():
     draft_head = torch.randn(len(ids), hidden, generator=generator, dtype=torch.float64)
     mask = torch.rand(2, rows // 2, generator=generator) < 0.8
     leaves = [x.clone().requires_grad_() for x in (draft_head, *states)]
-    return leaves, Teacher(last, head, ids, index), teacher_plan(token_mean_label_mask(mask, steps)), (1.0, 0.5, 0.25)
+    return (
+        leaves,
+        Teacher(last, head, ids, index),
+        make_teacher_plan(token_mean_label_mask(mask, steps)),
+        (1.0, 0.5, 0.25),
+    )
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -50,7 +55,7 @@ def test_result_does_not_depend_on_the_chunk_size(case, monkeypatch, objective):
 @pytest.mark.parametrize("objective", CONSTANT_SHARE)
 def test_gradients_are_those_of_finite_differences(case, objective):
     leaves, teacher, plan, weights = case
-    assert plan.positions.numel() > 5
+    assert plan.teacher_positions.numel() > 5
     torch.autograd.gradcheck(
         lambda head, *states: 3 * distill(states, head, teacher, plan, weights, objective, training=True).loss, leaves
     )
@@ -63,7 +68,7 @@ def test_draft_equal_to_the_teacher_has_no_gradient_and_is_always_right(case):
     head = teacher.head.clone().requires_grad_()
     states = [teacher.last.roll(-1 - step, 0).requires_grad_() for step in range(len(weights))]
     result = distill(states, head, teacher, plan, weights, CrossEntropy(), training=True)
-    assert result.corrects.tolist() == (plan.rows >= 0).sum(1).tolist()
+    assert result.corrects.tolist() == (plan.draft_positions >= 0).sum(1).tolist()
     for grad in torch.autograd.grad(result.loss, [head, *states]):
         torch.testing.assert_close(grad, torch.zeros_like(grad))
 

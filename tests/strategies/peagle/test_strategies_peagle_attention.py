@@ -34,7 +34,7 @@ def inputs_of(chains: Chains) -> list[Tensor]:
 
 def attended(chains: Chains, backend: str, inputs: list[Tensor]) -> Tensor:
     query, *others = inputs
-    return DraftAttention(chains.seen_keys(), backend)(query, KeyValue(*others[:2]), KeyValue(*others[2:]))
+    return DraftAttention(chains.make_seen_keys(), backend)(query, KeyValue(*others[:2]), KeyValue(*others[2:]))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_compiled_layer_leaves_attention_to_itself(backend):
         return graph.forward
 
     inputs = [x.detach() for x in inputs_of(chains)]
-    attend = DraftAttention(chains.seen_keys(), backend)
+    attend = DraftAttention(chains.make_seen_keys(), backend)
     layer = torch.compile(
         lambda query, *others: attend(query.cos(), KeyValue(*others[:2]), KeyValue(*others[2:])), backend=recorded
     )

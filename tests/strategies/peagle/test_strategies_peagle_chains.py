@@ -107,7 +107,7 @@ def test_masked_places_are_listed_chain_by_chain_and_found_again_by_depth():
     assert chains.depths.tolist() == [1, 2, 1, 1, 2, 3]
     assert chains.positions.tolist() == [2, 3, 2, 1, 2, 3]
     assert chains.begins.tolist() == [0, 0, 4, 11, 11, 11]
-    assert [(at.start, at.stop) for at in chains.seen_keys().cut(100)] == [(0, 2), (2, 3), (3, 6)]
+    assert [(at.start, at.stop) for at in chains.make_seen_keys().split_tokens(100)] == [(0, 2), (2, 3), (3, 6)]
     by_depth = ByDepth.where(kept, chains)
     first, *deeper = by_depth.index.split(by_depth.sizes)
     assert first.tolist() == [0, 2, 4, 7, 9, 11]

@@ -13,7 +13,7 @@ KINDS = 64
 in one process: they multiply."""
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def compile_for_many_kinds(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`torch.compile(function, **options)` for up to KINDS kinds of arguments.
 
     torch's own limit is eight of them for all that share a function's code. Any more it runs as they are, with no more than a line

@@ -42,7 +42,7 @@ def resolve_head_counts(strategy: str, options: HeadOptions, target: TargetParts
     return HeadCounts(heads, kv_heads)
 
 
-def mask_token(strategy: str, options: MaskOptions, target: TargetParts) -> int:
+def resolve_mask_token(strategy: str, options: MaskOptions, target: TargetParts) -> int:
     """The options' or else the target's last id. Raises ConfigError for one that the target does not have."""
     token = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
     if token >= target.vocab_size:

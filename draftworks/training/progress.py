@@ -11,7 +11,7 @@ from draftworks.errors import StoreError
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainingProgress:
     """After `global_step` optimizer steps.
 
     Attributes:
@@ -40,7 +40,7 @@ class Position:
         """Samples seen of this epoch, over all ranks."""
         return self.epoch_steps * self.global_batch_size
 
-    def after_step(self) -> Position:
+    def after_step(self) -> TrainingProgress:
         return replace(self, global_step=self.global_step + 1)
 
     def to_json(self) -> dict[str, int]:
@@ -52,7 +52,7 @@ class Position:
             "global_batch_size": self.global_batch_size,
         }
 
-    def at(self, stored: Mapping[str, Any], where: Path) -> Position:
+    def from_json(self, stored: Mapping[str, Any], where: Path) -> TrainingProgress:
         """This training's position where a checkpoint's was.
 
         Raises:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftworks.drafts import flex
-from draftworks.drafts.compiled import compiled
+from draftworks.drafts.torch_compile import compile_for_many_kinds
 
 KINDS = [torch.ones([2] * dimensions) for dimensions in range(1, 13)]
 
@@ -27,7 +27,7 @@ def test_more_kinds_of_arguments_than_torch_allows_by_itself_are_compiled():
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    fast = compiled(twice, backend=recorded)
+    fast = compile_for_many_kinds(twice, backend=recorded)
     assert all(torch.equal(fast(kind), kind * 2) for kind in KINDS)
     assert len(ran) == len(set(ran)) == len(KINDS) > torch._dynamo.config.recompile_limit
 
