@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 
 from draftworks.programs.failure import RankFailure
-from draftworks.programs.heartbeat import Pulse
+from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.log_tail import TAIL_LINES, last_lines
 from resources.torch_job import JobStatus, RunDir, TorchJob
 
@@ -62,7 +62,11 @@ def failure_of_time_limit(job: TorchJob, limit_s: float, metadata: Mapping[str, 
 
 
 def failure_of_stall(
-    job: TorchJob, files: RunDir, limit_s: float, ranks: Sequence[tuple[Pulse, str]], metadata: Mapping[str, Any]
+    job: TorchJob,
+    files: RunDir,
+    limit_s: float,
+    ranks: Sequence[tuple[HeartbeatRecord, str]],
+    metadata: Mapping[str, Any],
 ) -> dg.Failure:
     """The failure of a job that stood still and was ended; `ranks` come with the states of their processes."""
     told = [

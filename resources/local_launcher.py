@@ -17,7 +17,7 @@ from pydantic import Field
 
 from draftworks.distributed import parent_death
 from draftworks.errors import ConfigError
-from draftworks.programs.heartbeat import Pulse
+from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.process_tree import MARK, ProcessTree
 from resources.torch_job import ONE_NODE, ONE_NODE_ENV, JobState, JobStatus, RunDir, TorchJob
 from resources.torch_launcher import TorchLauncher
@@ -94,7 +94,7 @@ class LocalLauncher(TorchLauncher):
         if survivors:
             dg.get_dagster_logger().error(f"these processes cannot be killed, look after them: {survivors}")
 
-    def ask_for_stacks(self, handle: LocalJob, ranks: Sequence[Pulse]) -> list[str]:
+    def ask_for_stacks(self, handle: LocalJob, ranks: Sequence[HeartbeatRecord]) -> list[str]:
         """SIGUSR1 to each rank: a handler in C prints the stacks of all threads, even of one stuck in native code."""
         ours = {process.pid: process for process in handle.tree.scan()}
         states = [_asked(ours.get(rank.pid)) for rank in ranks]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftworks.programs.heartbeat import FILE, Pulse
+from draftworks.programs.heartbeat import FILE, HeartbeatRecord
 
 _LONGEST_GAP_S = 10.0
 """Of the time between two looks that counts: when we were suspended ourselves, so may the job have been."""
@@ -19,7 +19,7 @@ _START_S = 600.0
 class _Rank:
     """A rank's last pulse, and when on the watch's clock it last changed."""
 
-    pulse: Pulse
+    pulse: HeartbeatRecord
     wrote_s: float
     progressed_s: float
 
@@ -44,7 +44,7 @@ class StallWatch:
     _log_bytes: int = 0
     _logged_s: float = 0.0
 
-    def stalled(self) -> list[Pulse] | None:
+    def stalled(self) -> list[HeartbeatRecord] | None:
         """The ranks of a job that stands still, those to look at first; None for a healthy job. Look often."""
         now = self.clock()
         self._elapsed_s += min(now - (now if self._looked_at is None else self._looked_at), _LONGEST_GAP_S)
@@ -64,7 +64,7 @@ class StallWatch:
         if size != self._log_bytes:
             self._log_bytes, self._logged_s = size, self._elapsed_s
         for path in self.folder.rglob(FILE):
-            pulse = Pulse.read(path)
+            pulse = HeartbeatRecord.read(path)
             known = self._ranks.get(path)
             if pulse is None:
                 continue

@@ -14,7 +14,7 @@ import dagster as dg
 from pydantic import Field
 
 from draftworks.distributed.stop_signals import deferred_interrupt
-from draftworks.programs.heartbeat import Pulse
+from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.job_failure import (
     failure_of_job,
     failure_of_report,
@@ -75,7 +75,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
     def describe(self, handle: Any) -> dict[str, str | int]:
         """Engine and job id, for metadata."""
 
-    def ask_for_stacks(self, handle: Any, ranks: Sequence[Pulse]) -> list[str]:
+    def ask_for_stacks(self, handle: Any, ranks: Sequence[HeartbeatRecord]) -> list[str]:
         """Make the ranks print their stacks into the job's log where that is possible; the state of each process."""
         return ["state unknown"] * len(ranks)
 

@@ -52,7 +52,7 @@ def _text_of(path: Path) -> str | None:
 
 def registry_page() -> list[str]:
     """Every key of a registry file, a section for each file and each group of keys in it."""
-    from draftworks.programs.keys import FILES, Key, keys_of
+    from draftworks.programs.keys import FILES, Key, list_keys
 
     lines = ["# Registry keys", "", NOTE, ""]
     lines += _wrapped(
@@ -68,7 +68,7 @@ def registry_page() -> list[str]:
     for file in FILES:
         lines += ["", f"## {places[file]}"]
         sections: dict[str, list[Key]] = {}
-        for key in keys_of(file):
+        for key in list_keys(file):
             sections.setdefault(_section(key.name), []).append(_shared(key))
         for section, keys in sections.items():
             lines += ["", f"### {section}", ""] if section else [""]

@@ -130,20 +130,20 @@ def _require_same_tokens(features: FeatureSet, manifest: FeatureSetManifest, tok
         )
 
 
-def peak_rss_bytes() -> int:
+def get_peak_rss_bytes() -> int:
     """The most memory this process has held at once."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 @contextmanager
-def engine_folder(path: Path) -> Iterator[Path]:
+def temporary_engine_folder(path: Path) -> Iterator[Path]:
     """The path of a folder, for the engine to create. It is gone after success; after an error its log is worth reading."""
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
 
-def training_loader(
+def build_training_loader(
     samples: Samples, strategy: DraftStrategy, training: TrainingSpec, ctx: ProgramContext
 ) -> FeatureDataLoader:
     """This rank's shuffled micro-batches, or its packed rows.
@@ -152,7 +152,7 @@ def training_loader(
         ConfigError: the global batch does not divide into micro-batches, or is larger than the set.
         DataError: a sample does not fit into a packed row.
     """
-    limits = pack_limits(training)
+    limits = get_pack_limits(training)
     if limits is not None:
         return FeatureDataLoader.for_packed_training(
             samples.refs,
@@ -176,7 +176,7 @@ def training_loader(
     )
 
 
-def evaluation_loader(
+def build_evaluation_loader(
     samples: Samples,
     strategy: DraftStrategy,
     micro_batch_size: int,
@@ -197,12 +197,12 @@ def evaluation_loader(
     )
 
 
-def pack_limits(training: TrainingSpec) -> PackLimits | None:
+def get_pack_limits(training: TrainingSpec) -> PackLimits | None:
     """What a packed row may hold; None where batches are padded."""
     return None if training.pack_tokens is None else PackLimits(training.pack_tokens, training.pack_overlong)
 
 
-def nothing_to_measure(heldout: FeatureSet) -> DataError:
+def make_empty_heldout_error(heldout: FeatureSet) -> DataError:
     """The error of a held-out set on which no draft can be measured."""
     return DataError(
         f"{heldout.tokens}: the held-out set has no supervised token a draft could be measured on: expected at least one "

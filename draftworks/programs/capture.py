@@ -18,7 +18,7 @@ from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.distributed.process_group import distributed
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.opening import open_store
-from draftworks.programs.assembly import engine_folder
+from draftworks.programs.assembly import temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.storage.identity import LayerTap
 
@@ -29,7 +29,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
     started = time.monotonic()
     with (
         distributed(run.capture.device) as device,
-        engine_folder(run.out / f"engine-{ctx.rank}") as folder,
+        temporary_engine_folder(run.out / f"engine-{ctx.rank}") as folder,
         ExitStack() as closing,
     ):
         probe = EngineProbe(run, tokens)
@@ -47,7 +47,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
             tokens,
             ctx.rank,
             ctx.world_size,
-            progress=lambda now: ctx.progress(now.line()),
+            progress=lambda now: ctx.report_progress(now.line()),
             confirm=probe.confirm if run.capture.server.external else None,
         )
         summaries = gather_from_ranks(summary)  # also the barrier before the manifest is written

@@ -21,7 +21,7 @@ from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.leaderboard_views import CAPTION, cells
 from draftworks.programs import checking, engine, start
-from draftworks.programs.keys import FILES, keys_of
+from draftworks.programs.keys import FILES, list_keys
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import FileDigests
@@ -35,7 +35,7 @@ app.command()(start.ui)
 app.command()(engine.engine)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
-UNFOLDED = 1000
+FILE_WIDTH = 1000
 """Columns of a table that a file or a pipe gets, where a name that is cut in two cannot be searched for."""
 CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
 
@@ -48,7 +48,7 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         found = Registry(registry)
         spec = found.target(target)
         artifacts = ArtifactStore(found.var())
-        results = results_table(target, artifacts)
+        results = build_results_table(target, artifacts)
         if not results.row_count:
             console.print(f"target {target}: nothing made yet. Run the job `everything` for this partition.")
             return
@@ -56,10 +56,10 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         for strategy in spec.strategies:
             report = artifacts.find(of_strategy(strategy).report, target)
             if report is not None:
-                console.print(acceptance_table(strategy, report))
+                console.print(build_acceptance_table(strategy, report))
             draft = artifacts.find(of_strategy(strategy).draft, target)
             if draft is not None and select_strategy_metrics(draft.summary["heldout"]):
-                console.print(own_table(strategy, draft))
+                console.print(build_strategy_metrics_table(strategy, draft))
     except DraftworksError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
@@ -110,7 +110,7 @@ def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row.values()))
-    Console(width=None if Console().is_terminal else UNFOLDED).print(table)
+    Console(width=None if Console().is_terminal else FILE_WIDTH).print(table)
 
 
 @app.command()
@@ -121,12 +121,12 @@ def keys(file: Annotated[str, typer.Argument(help="target, dataset, eval or depl
         raise typer.Exit(1)
     name = Column("key", no_wrap=True)  # a name that is cut off cannot be used
     table = Table(name, "type", "default", "meaning", title=f"registry: {file}", title_justify="left")
-    for key in keys_of(file):
+    for key in list_keys(file):
         table.add_row(*key)
     Console(width=None if Console().is_terminal else 160).print(table)
 
 
-def results_table(target: str, artifacts: ArtifactStore) -> Table:
+def build_results_table(target: str, artifacts: ArtifactStore) -> Table:
     """One row per asset that has a result, oldest first."""
     table = Table(title=f"target {target}", title_justify="left")
     for column in ("asset", "data version", "made", "seconds", "what"):
@@ -134,11 +134,13 @@ def results_table(target: str, artifacts: ArtifactStore) -> Table:
     existing = [artifacts.find(folder.name, target) for folder in sorted(artifacts.root.glob("*/")) if folder.is_dir()]
     for artifact in sorted((a for a in existing if a is not None), key=lambda a: a.created):
         made = datetime.fromtimestamp(artifact.created).strftime("%Y-%m-%d %H:%M:%S")
-        table.add_row(artifact.asset, artifact.data_version[:16], made, f"{artifact.seconds:.1f}", figures(artifact))
+        table.add_row(
+            artifact.asset, artifact.data_version[:16], made, f"{artifact.seconds:.1f}", format_summary_values(artifact)
+        )
     return table
 
 
-def figures(artifact: Artifact) -> str:
+def format_summary_values(artifact: Artifact) -> str:
     """The few figures of a result worth a line."""
     wanted = (
         "conversations",
@@ -154,7 +156,7 @@ def figures(artifact: Artifact) -> str:
     return ", ".join(f"{key} {_short(artifact.summary[key])}" for key in wanted if key in artifact.summary)
 
 
-def acceptance_table(strategy: str, report: Artifact) -> Table:
+def build_acceptance_table(strategy: str, report: Artifact) -> Table:
     """A row for the trained draft, the same draft untrained, and a bigram table."""
     drafts: dict[str, dict[str, Any]] = report.summary["drafts"]
     positions = max(len(metrics["eval/per_position_acc"]) for metrics in drafts.values())
@@ -172,7 +174,7 @@ def acceptance_table(strategy: str, report: Artifact) -> Table:
     return table
 
 
-def own_table(strategy: str, draft: Artifact) -> Table:
+def build_strategy_metrics_table(strategy: str, draft: Artifact) -> Table:
     """What the strategy counts itself (docs/strategies.md), a column per position where there is one for each."""
     figures = {
         k: v if isinstance(v, list) else [v] for k, v in select_strategy_metrics(draft.summary["heldout"]).items()

@@ -15,7 +15,7 @@ import typer
 from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import ConfigError, DraftworksError, EngineError
 from draftworks.preflight.compatibility import check_demands, union_of_taps
-from draftworks.programs.start import CHECKOUT, LOOPBACK, check_free, refused
+from draftworks.programs.start import CHECKOUT, LOOPBACK, report_error, require_free_port
 from draftworks.sglang.server import SGLangServer
 from draftworks.storage.identity import FileDigests, LayerTap
 from draftworks.targets.registry import Registry
@@ -39,7 +39,7 @@ def engine(
         typer.echo(f"target {target}: SGLang is starting; what it says is in {server.log}")
         _serve(target, server)
     except DraftworksError as error:
-        raise refused(error) from None
+        raise report_error(error) from None
 
 
 def _serve(target: str, server: SGLangServer) -> None:
@@ -63,7 +63,7 @@ def prepare_server(name: str, registry: Registry) -> SGLangServer:
     """
     target = registry.target(name)
     port, spool = _place(target)
-    check_free(port)
+    require_free_port(port)
     files = resolve_target(target, registry, FileDigests(registry.var() / "digests.json"))
     check_demands(target, files, registry)
 

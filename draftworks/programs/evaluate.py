@@ -35,10 +35,10 @@ from draftworks.programs.assembly import (
     Draft,
     Samples,
     build_draft,
-    evaluation_loader,
-    nothing_to_measure,
+    build_evaluation_loader,
+    get_peak_rss_bytes,
+    make_empty_heldout_error,
     open_samples,
-    peak_rss_bytes,
 )
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.programs.rung4 import Rung4
@@ -89,7 +89,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         "label_agreement": agreement,
         "draft_tokens": measuring.draft_tokens,
         "seconds": time.perf_counter() - started,
-        "peak_rss_bytes": peak_rss_bytes(),
+        "peak_rss_bytes": get_peak_rss_bytes(),
     }
 
 
@@ -114,7 +114,7 @@ class _Measuring:
         return min(asked, self.strategy.max_draft_tokens or asked)
 
     def loader(self) -> FeatureDataLoader:
-        loader = evaluation_loader(self.samples, self.strategy, self.run.micro_batch_size, self.ctx)
+        loader = build_evaluation_loader(self.samples, self.strategy, self.run.micro_batch_size, self.ctx)
         loader.prepare_for(self.device)
         return loader
 
@@ -122,7 +122,7 @@ class _Measuring:
         """Rungs 0 and 1."""
         result = Evaluator(self.device).run(forward, self.loader())
         if result is None:
-            raise nothing_to_measure(self.run.heldout)
+            raise make_empty_heldout_error(self.run.heldout)
         self._say(f"{name}: simulated_acc_len {result.simulated_acc_len:.3f} (rung 1), accuracy {result.avg_acc:.3f}")
         return result
 

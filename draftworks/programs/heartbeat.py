@@ -33,7 +33,7 @@ _LONGEST_WORD = 200
 
 
 @dataclass(frozen=True)
-class Pulse:
+class HeartbeatRecord:
     """What a rank last wrote.
 
     Attributes:
@@ -52,7 +52,7 @@ class Pulse:
     ended: bool = False
 
     @classmethod
-    def read(cls, path: Path) -> Pulse | None:
+    def read(cls, path: Path) -> HeartbeatRecord | None:
         """None if there is none, or its writer was cut off."""
         try:
             values = read_json(path, _MOST_BYTES)
@@ -109,7 +109,7 @@ class Heartbeat:
         """A full disk or a lost mount is not this thread's to report; the launcher sees a file that stands still."""
         self._written += 1
         where = tuple(_places(sys._current_frames().get(self._main)))
-        pulse = Pulse(self._rank, os.getpid(), self._beats, self._written, self._said, where, ended)
+        pulse = HeartbeatRecord(self._rank, os.getpid(), self._beats, self._written, self._said, where, ended)
         partial = self._path.with_suffix(".partial")
         with suppress(OSError):
             partial.write_text(json.dumps(asdict(pulse)))

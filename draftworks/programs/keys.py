@@ -31,7 +31,7 @@ class Key(NamedTuple):
     meaning: str
 
 
-def keys_of(file: str) -> Iterator[Key]:
+def list_keys(file: str) -> Iterator[Key]:
     """All keys of a kind of registry file, nested ones with dots; of a target also its strategies' options."""
     yield from _keys(FILES[file])
     if file == "target":

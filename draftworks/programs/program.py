@@ -79,7 +79,7 @@ class ProgramContext:
         if self.pipes is not None:
             self.pipes.log.info(message)
 
-    def progress(self, values: Mapping[str, float | int | str], *, force: bool = False) -> None:
+    def report_progress(self, values: Mapping[str, float | int | str], *, force: bool = False) -> None:
         """How far we are, as one line `step=10 loss=2.31`. Rank 0 only, and at most one line every two seconds,
         except for lines that `force` their way: those that must not be missed."""
         now, line = time.monotonic(), " ".join(f"{key}={_short(value)}" for key, value in values.items())

@@ -15,21 +15,21 @@ from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.config.run_files import RegenerateRun
 from draftworks.data.chat import ChatTokenizer
 from draftworks.distributed.process_group import resolve_device
-from draftworks.programs.assembly import engine_folder
+from draftworks.programs.assembly import temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
 
 
-def answer(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
+def regenerate(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
     """Answer every conversation with the target; what an interrupted run finished is kept."""
     chat = ChatTokenizer.load(run.target, run.responses.thinking)
-    with engine_folder(run.out / "engine") as folder, ExitStack() as closing:
+    with temporary_engine_folder(run.out / "engine") as folder, ExitStack() as closing:
 
         def answerer() -> Answerer:
             made = _asked(run, chat) if run.responses.endpoint else _loaded(run, chat, folder)
             closing.callback(made.close)
             return made
 
-        summary = regenerate_by(run, answerer, chat, progress=lambda now: ctx.progress(now.line()))
+        summary = regenerate_by(run, answerer, chat, progress=lambda now: ctx.report_progress(now.line()))
     return {
         **summary.tokens,
         "conversations": summary.conversations,
@@ -51,4 +51,4 @@ def _asked(run: RegenerateRun, chat: ChatTokenizer) -> Answerer:
 
 
 if __name__ == "__main__":
-    run_program(RegenerateRun, answer)
+    run_program(RegenerateRun, regenerate)

@@ -45,7 +45,7 @@ CPU_MEMORY_SHARE = 0.8
 """Of main memory, at most: how many tokens the cache holds decides how much it is."""
 
 
-def measure(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
+def measure_server(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
     """Answer the eval set's prompts with the draft at work, and compare with the walk over the same answers.
 
     Raises:
@@ -147,7 +147,7 @@ class _AnsweringProgress:
         self._tokens += len(answer.output_ids)
         seconds = time.monotonic() - self._started
         progress = Progress("answers", self._done, self._total, self._done / self._total, self._tokens, seconds)
-        self._ctx.progress(progress.line(), force=self._done == self._total)
+        self._ctx.report_progress(progress.line(), force=self._done == self._total)
 
 
 def _ask(
@@ -219,4 +219,4 @@ def _told(live: _Live, compared: WalkAgreement) -> str:
 
 
 if __name__ == "__main__":
-    run_program(ServeRun, measure)
+    run_program(ServeRun, measure_server)

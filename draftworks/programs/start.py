@@ -18,7 +18,7 @@ from draftworks.errors import ConfigError, DraftworksError
 from draftworks.targets.registry import Registry
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-HOME = "DAGSTER_HOME"
+DAGSTER_HOME = "DAGSTER_HOME"
 LOOPBACK = "127.0.0.1"
 PORTS_TRIED = 100
 SIGNAL_EXIT_BASE = 128
@@ -40,64 +40,64 @@ def run(
             if not path.is_file():
                 raise ConfigError(f"{path}: no such file")
     except DraftworksError as error:
-        raise refused(error) from None
+        raise report_error(error) from None
     arguments = ["-m", "jobs.run", job]
     arguments += [] if target is None else ["--target", target]
     arguments += [word for path in config or [] for word in ("-c", str(path))]
-    raise typer.Exit(hold(arguments + ([] if file is None else ["-f", str(file)])))
+    raise typer.Exit(run_in_process_group(arguments + ([] if file is None else ["-f", str(file)])))
 
 
 def ui(port: Annotated[int, typer.Option(help="Of the loopback interface.")] = 3000) -> None:
     """The Dagster UI with its daemon, until Ctrl-C."""
     try:
-        check_free(port)
+        require_free_port(port)
     except DraftworksError as error:
-        raise refused(error) from None
+        raise report_error(error) from None
     if importlib.util.find_spec("dagster_webserver") is None:
-        raise refused("the UI is not installed: pip install -e '.[ui]'")
+        raise report_error("the UI is not installed: pip install -e '.[ui]'")
     workspace = str(CHECKOUT / "workspace.yaml")
-    become(["-m", "dagster", "dev", "-w", workspace, "-h", LOOPBACK, "-p", str(port)])
+    replace_process(["-m", "dagster", "dev", "-w", workspace, "-h", LOOPBACK, "-p", str(port)])
 
 
-def hold(arguments: list[str]) -> int:
+def run_in_process_group(arguments: list[str]) -> int:
     """Run a Python in a process group of its own, and pass SIGINT and SIGTERM on to it alone. Returns its exit code.
 
     Ctrl-C at a terminal reaches the whole group of a command: every step would be told twice, by the terminal and by its run,
     and the second time in the middle of saving; and all of Dagster's helpers would print where they were.
     """
     command = [*parent_death.shim(), sys.executable, *arguments]
-    held = subprocess.Popen(command, env=dagster_environment(), process_group=0)
+    held = subprocess.Popen(command, env=build_dagster_environment(), process_group=0)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda received, _: held.send_signal(received))
     code = held.wait()
     return code if code >= 0 else SIGNAL_EXIT_BASE - code
 
 
-def become(arguments: list[str]) -> NoReturn:
+def replace_process(arguments: list[str]) -> NoReturn:
     """Replace this process by a Python."""
-    os.execve(sys.executable, [sys.executable, *arguments], dagster_environment())
+    os.execve(sys.executable, [sys.executable, *arguments], build_dagster_environment())
 
 
-def dagster_environment() -> dict[str, str]:
+def build_dagster_environment() -> dict[str, str]:
     """This process's, with this checkout's DAGSTER_HOME where none is set."""
-    return {HOME: str(CHECKOUT / ".dagster"), "PYTHONWARNINGS": "ignore", **os.environ}
+    return {DAGSTER_HOME: str(CHECKOUT / ".dagster"), "PYTHONWARNINGS": "ignore", **os.environ}
 
 
-def check_free(port: int) -> None:
+def require_free_port(port: int) -> None:
     """
     Raises:
         ConfigError: somebody listens on that port of the loopback interface; with a free one.
     """
-    if is_free(port):
+    if is_port_free(port):
         return
-    free = next((other for other in range(port + 1, port + PORTS_TRIED) if is_free(other)), None)
+    free = next((other for other in range(port + 1, port + PORTS_TRIED) if is_port_free(other)), None)
     remedy = "end it" if free is None else f"end it, or take another: draftworks ui --port {free}"
     raise ConfigError(
         f"port {port} of {LOOPBACK}: expected nobody there, found a server (another `make ui`?): {remedy}"
     )
 
 
-def is_free(port: int) -> bool:
+def is_port_free(port: int) -> bool:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port just left counts as free
         try:
@@ -107,7 +107,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-def refused(reason: object) -> typer.Exit:
+def report_error(reason: object) -> typer.Exit:
     """The exit for what could not begin, its reason told."""
     typer.echo(f"error: {reason}", err=True)
     return typer.Exit(1)

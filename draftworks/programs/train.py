@@ -17,13 +17,13 @@ from draftworks.programs.assembly import (
     Draft,
     Samples,
     build_draft,
-    evaluation_loader,
-    nothing_to_measure,
+    build_evaluation_loader,
+    build_training_loader,
+    get_pack_limits,
+    get_peak_rss_bytes,
+    make_empty_heldout_error,
     open_samples,
-    pack_limits,
-    peak_rss_bytes,
     require_same_dtype,
-    training_loader,
 )
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.storage.atomic import publish_file
@@ -56,8 +56,10 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         run.out.mkdir(parents=True, exist_ok=True)
         trainer = Trainer(
             draft.strategy,
-            training_loader(samples, draft.strategy, run.training, ctx),
-            evaluation_loader(held_out, draft.strategy, run.training.micro_batch_size, ctx, pack_limits(run.training)),
+            build_training_loader(samples, draft.strategy, run.training, ctx),
+            build_evaluation_loader(
+                held_out, draft.strategy, run.training.micro_batch_size, ctx, get_pack_limits(run.training)
+            ),
             run.training,
             device,
             _observers(run, ctx),
@@ -70,11 +72,11 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
             for own in draft.parts.own:
                 ctx.log(f"of the draft's own, not the target's: {own}")
         if not trainer.can_evaluate():
-            raise nothing_to_measure(run.heldout)
+            raise make_empty_heldout_error(run.heldout)
         trainer.fit()
         _stop_if_asked(trainer)
         weights = trainer.trained_weights()
-        peaks = gather_from_ranks(peak_rss_bytes())
+        peaks = gather_from_ranks(get_peak_rss_bytes())
     return _publish(run, ctx, draft, trainer, weights, peaks) if ctx.is_main else {}
 
 
@@ -112,7 +114,7 @@ def _identity(
 
 
 def _observers(run: TrainRun, ctx: ProgramContext) -> list[TrainingObserver]:
-    observers: list[TrainingObserver] = [ProgressReport(ctx.progress)]
+    observers: list[TrainingObserver] = [ProgressReport(ctx.report_progress)]
     if run.training.tensorboard and ctx.is_main:
         observers.append(TensorBoardLog(run.out / "tensorboard"))
     return observers

@@ -58,7 +58,7 @@ def _step_for_ever(ctx: ProgramContext) -> None:
     with distributed("cpu"):
         for step in itertools.count():
             dist.all_reduce(torch.tensor(1))
-            ctx.progress({"step": step})
+            ctx.report_progress({"step": step})
             time.sleep(0.05)
 
 

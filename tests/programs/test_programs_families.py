@@ -28,7 +28,7 @@ from draftworks.programs.capture import capture
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.export import export
 from draftworks.programs.program import ProgramContext
-from draftworks.programs.regenerate import answer
+from draftworks.programs.regenerate import regenerate
 from draftworks.programs.train import train
 from draftworks.targets.registry import Registry
 
@@ -106,7 +106,7 @@ def features(target: TargetFiles, folder: Path, first: int) -> FeatureSet:
         target, folder, [conversation(first + n) for n in range(8 if first == 0 else 3)],
         responses={"max_new_tokens": 12}, max_length=120, max_rejected_share=1.0,
     )  # fmt: skip
-    assert answer(run, ProgramContext())["generated_tokens"] > 12
+    assert regenerate(run, ProgramContext())["generated_tokens"] > 12
     captured = CaptureRun(
         out=folder / "features",
         target=target,

@@ -159,18 +159,18 @@ def test_ranks_that_do_not_stop_die_some_time_after_torchrun(tmp_path: Path) -> 
 def test_progress_is_limited_and_from_rank_0(capsys: pytest.CaptureFixture[str]) -> None:
     main, other = ProgramContext(), ProgramContext(rank=1, world_size=2)
     for step in range(1000):
-        main.progress({"step": step, "loss": 1.23456789})
-        other.progress({"step": step})
+        main.report_progress({"step": step, "loss": 1.23456789})
+        other.report_progress({"step": step})
     assert capsys.readouterr().out == "step=0 loss=1.235\n"
 
 
 def test_forced_progress_is_never_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     main, other = ProgramContext(), ProgramContext(rank=1, world_size=2)
-    main.progress({"step": 1})
+    main.report_progress({"step": 1})
     for context in (main, other):
-        context.progress({"heldout": 2}, force=True)
-        context.progress({"step": 3}, force=True)
-    main.progress({"step": 4})
+        context.report_progress({"heldout": 2}, force=True)
+        context.report_progress({"step": 3}, force=True)
+    main.report_progress({"step": 4})
     assert capsys.readouterr().out == "step=1\nheldout=2\nstep=3\n"
 
 

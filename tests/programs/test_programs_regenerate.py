@@ -12,7 +12,7 @@ from json_server import json_server
 from draftworks.config.run_files import RegenerateRun
 from draftworks.errors import ConfigError
 from draftworks.programs.program import ProgramContext
-from draftworks.programs.regenerate import answer
+from draftworks.programs.regenerate import regenerate
 
 SOURCES = [conversation(number) for number in range(3)]
 
@@ -25,7 +25,7 @@ def test_an_endpoint_answers_without_a_target_being_loaded(tiny_target, tmp_path
     with json_server(fake) as url:
         endpoint = {"base_urls": [f"{url}/v1"], "server": "sglang", "api_key_env": "GATEWAY_KEY"}
         run = answering_run(target, tmp_path, SOURCES, responses={"endpoint": endpoint})
-        report = answer(RegenerateRun.load(run.save(tmp_path / "run.yaml")), ProgramContext())
+        report = regenerate(RegenerateRun.load(run.save(tmp_path / "run.yaml")), ProgramContext())
     assert fake.keys == {"Bearer sk-secret"}
     assert (report["conversations"], report["samples"], report["dropped"]) == (3, 3, 0)
     assert report["generated_tokens"] == sum(row.supervised for row in rows_of(run))
@@ -35,4 +35,4 @@ def test_an_endpoint_answers_without_a_target_being_loaded(tiny_target, tmp_path
 def test_a_choice_that_the_template_does_not_know_is_refused_before_anything_is_loaded(tiny_target, tmp_path: Path):
     run = answering_run(tiny_target, tmp_path, SOURCES, responses={"thinking": True}, backend="sglang_server")
     with pytest.raises(ConfigError, match="no switch for thinking"):
-        answer(run, ProgramContext())
+        regenerate(run, ProgramContext())

@@ -21,7 +21,7 @@ from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import write_tokens
 from draftworks.errors import ConfigError, EngineError, StoreError
 from draftworks.programs.program import ProgramContext
-from draftworks.programs.serve import measure
+from draftworks.programs.serve import measure_server
 
 COMMAND = (
     "python -m sglang.launch_server --speculative-algorithm EAGLE3 --speculative-draft-model-path DRAFT_FOLDER "
@@ -51,7 +51,7 @@ def serve_run(folder: Path, target: TargetFiles, script: Script, **serving: obje
 def test_a_cpu_serves_in_float32_alone(tiny_target, tmp_path):
     run = serve_run(tmp_path, tiny_target, Script(), compute_dtype="bfloat16")
     with pytest.raises(ConfigError, match="compute_dtype: on a CPU expected float32, found bfloat16"):
-        measure(run, ProgramContext())
+        measure_server(run, ProgramContext())
 
 
 def test_an_environment_without_our_platform_plug_in_is_refused_before_a_server_is_started(tiny_target, tmp_path):
@@ -60,21 +60,21 @@ def test_an_environment_without_our_platform_plug_in_is_refused_before_a_server_
     with pytest.raises(
         ConfigError, match="cannot speculate on a CPU: expected a GPU, or this project's platform plug-in"
     ):
-        measure(run.model_copy(update={"sglang": plain}), ProgramContext())
+        measure_server(run.model_copy(update={"sglang": plain}), ProgramContext())
     assert not run.logs.exists()
 
 
 def test_a_server_that_proposes_another_number_of_tokens_is_not_compared(tiny_target, tmp_path):
     run = serve_run(tmp_path, tiny_target, Script(verified=6))
     with pytest.raises(EngineError, match="SGLang proposes 5 tokens a pass, and the walk that it is compared with 2"):
-        measure(run, ProgramContext())
+        measure_server(run, ProgramContext())
     assert "the fake server serves" in (run.logs / "sglang.log").read_text()
 
 
 def test_nothing_is_published_without_a_walk_to_compare_with(tiny_target, tmp_path):
     run = serve_run(tmp_path, tiny_target, Script({"5 6 7": ([8, 9, 10], [0, 1])}))
     with pytest.raises(StoreError, match="expected a file of an evaluation report, found none"):
-        measure(run, ProgramContext())
+        measure_server(run, ProgramContext())
     assert not any(run.out.iterdir())
 
 

@@ -21,11 +21,11 @@ def started(monkeypatch):
     calls = []
 
     def note(arguments):
-        calls.append((arguments, start.dagster_environment()))
+        calls.append((arguments, start.build_dagster_environment()))
         return 0
 
-    monkeypatch.setattr(start, "become", note)
-    monkeypatch.setattr(start, "hold", note)
+    monkeypatch.setattr(start, "replace_process", note)
+    monkeypatch.setattr(start, "run_in_process_group", note)
     return calls
 
 
@@ -52,13 +52,13 @@ def test_a_mistake_is_one_line_and_starts_nothing(words, reason, started):
 
 
 def test_a_run_is_recorded_where_the_ui_looks_unless_told_otherwise(started, monkeypatch):
-    monkeypatch.delenv(start.HOME, raising=False)
+    monkeypatch.delenv(start.DAGSTER_HOME, raising=False)
     ask("run", "prepare", "-t", "tiny")
     assert started[0][0] == ["-m", "jobs.run", "prepare", "--target", "tiny"]
-    assert started[0][1][start.HOME] == str(start.CHECKOUT / ".dagster")
-    monkeypatch.setenv(start.HOME, "/elsewhere")
+    assert started[0][1][start.DAGSTER_HOME] == str(start.CHECKOUT / ".dagster")
+    monkeypatch.setenv(start.DAGSTER_HOME, "/elsewhere")
     ask("run", "prepare", "-t", "tiny")
-    assert started[1][1][start.HOME] == "/elsewhere"
+    assert started[1][1][start.DAGSTER_HOME] == "/elsewhere"
 
 
 def test_a_taken_port_is_told_with_a_free_one_and_no_daemon_is_started(started):
@@ -69,7 +69,7 @@ def test_a_taken_port_is_told_with_a_free_one_and_no_daemon_is_started(started):
         assert started == []
         assert asked.stderr.startswith(f"error: port {port} of 127.0.0.1: expected nobody there, found a server")
         other = int(asked.stderr.split()[-1])
-    assert start.is_free(other)
+    assert start.is_port_free(other)
     pytest.importorskip("dagster_webserver")
     ask("ui", "--port", str(other))
     assert started[0][0][-1] == str(other)

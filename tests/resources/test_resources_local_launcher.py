@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from draftworks.errors import ConfigError
-from draftworks.programs.heartbeat import Pulse
+from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.local_launcher import LocalLauncher
 from resources.torch_job import RunDir, TorchJob
 from resources.torch_launcher import JobResult
@@ -192,7 +192,9 @@ def stopped_rank(tmp_path: Path) -> Iterator[list[tuple[str, str]]]:
     def stop() -> None:
         while not over.wait(0.05):
             listening.extend(listeners())
-            pulses = [pulse for path in tmp_path.rglob("heartbeat.json") if (pulse := Pulse.read(path)) is not None]
+            pulses = [
+                pulse for path in tmp_path.rglob("heartbeat.json") if (pulse := HeartbeatRecord.read(path)) is not None
+            ]
             if sum(pulse.said.startswith("step=") for pulse in pulses) == 2:
                 os.kill(next(pulse.pid for pulse in pulses if pulse.rank == 1), signal.SIGSTOP)
                 return

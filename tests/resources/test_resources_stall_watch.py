@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.programs.heartbeat import FILE, Pulse
+from draftworks.programs.heartbeat import FILE, HeartbeatRecord
 from resources.stall_watch import StallWatch
 
 LIMIT_S = 100.0
@@ -21,7 +21,7 @@ class Job:
         self.log = folder / "out.log"
         self.folder = folder
         self.now = 0.0
-        self.ranks = [Pulse(0, 10), Pulse(1, 11)]
+        self.ranks = [HeartbeatRecord(0, 10), HeartbeatRecord(1, 11)]
         self.watch = StallWatch(folder, self.log, LIMIT_S, clock=lambda: self.now)
 
     def write(self) -> None:
@@ -112,5 +112,5 @@ def test_starting_takes_its_time(job: Job):
 def test_a_heartbeat_that_is_no_file_or_no_json_is_none(tmp_path: Path):
     for text in ("", "[]", "{}", "5", '{"rank": 0'):
         (tmp_path / FILE).write_text(text)
-        assert Pulse.read(tmp_path / FILE) is None
-    assert Pulse.read(tmp_path) is None
+        assert HeartbeatRecord.read(tmp_path / FILE) is None
+    assert HeartbeatRecord.read(tmp_path) is None

@@ -64,14 +64,14 @@ def test_draftworks_check_lists_every_problem(site):
 
 
 def test_draftworks_keys_names_every_key_that_a_target_may_have():
-    from draftworks.programs.keys import keys_of
+    from draftworks.programs.keys import list_keys
     from draftworks.targets.registry import Registry
 
-    known = {key.name for key in keys_of("target")}
+    known = {key.name for key in list_keys("target")}
     given = Registry(ROOT / "registry").target("tiny").model_dump()
     flat = set(_flat({name: value for name, value in given.items() if name != "name"}))
     assert flat <= known
-    assert [key.name for key in keys_of("target") if not key.meaning] == []
+    assert [key.name for key in list_keys("target") if not key.meaning] == []
 
 
 def _flat(values: dict, prefix: str = "") -> list[str]:
