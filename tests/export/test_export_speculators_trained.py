@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from speculators_judge import Case, Question
 from torch import Tensor
 
-from draftworks.drafts.documents import Documents
-from draftworks.drafts.rows import ActivePositions
+from draftworks.drafts.documents import ActivePositions, Documents
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.checkpoint_files import WEIGHTS
 from draftworks.export.exporting import export_draft

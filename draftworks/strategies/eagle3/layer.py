@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.documents import Documents
+from draftworks.drafts.documents import ActivePositions, Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotation, seeded_linear
-from draftworks.drafts.rows import ActivePositions
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.attention import per_query_head, ttt_attention
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from draftworks.drafts.documents import Documents
+from draftworks.drafts.documents import ActivePositions, Documents
 from draftworks.drafts.layers import RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear
 from draftworks.drafts.objectives import BatchObjective, Objective
 from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
-from draftworks.drafts.rows import ActivePositions
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.layer import Eagle3Attending, Eagle3Layer, Eagle3Sizes, StepStates

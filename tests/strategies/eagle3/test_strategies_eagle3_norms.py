@@ -11,9 +11,8 @@ from eagle3_comparison import MASKS, assert_trains_as_transcribed, run
 from pydantic import ValidationError
 from torch import Tensor
 
-from draftworks.drafts.documents import Documents
+from draftworks.drafts.documents import ActivePositions, Documents
 from draftworks.drafts.draft_io import load_draft, read_config, save_draft
-from draftworks.drafts.rows import ActivePositions
 from draftworks.errors import StoreError
 from draftworks.strategies.eagle3.options import EAGLE3, Eagle3Options
 

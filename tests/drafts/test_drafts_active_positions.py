@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftworks.drafts.documents import Documents
-from draftworks.drafts.rows import ActivePositions
+from draftworks.drafts.documents import ActivePositions, Documents
 
 MASKS = [[[0, 1, 1], [1, 0, 1]], [[1, 1, 1], [1, 1, 1]], [[0, 0, 0], [0, 0, 0]]]
 
