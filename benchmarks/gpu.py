@@ -28,7 +28,7 @@ from gpu_steps import CONTEXT, StepTimes, timed, trainer_core
 
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.training.backend import ensure_process_group
-from draftworks.training.core import TrainerCore
+from draftworks.training.optimizer import TrainerCore
 
 SHARES = (1.0, 0.5, 0.7, 0.9)
 """Of the longest sample, after each other; a batch of more begins again."""

@@ -14,7 +14,7 @@ from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.features.contracts import TrainBatch
 from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.compiling import compile_blocks
-from draftworks.training.core import TrainerCore
+from draftworks.training.optimizer import TrainerCore
 from draftworks.training.trainer import make_optimizer, make_plan
 
 CONTEXT = StepContext(global_step=1, total_steps=4, training=True)

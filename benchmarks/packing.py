@@ -32,7 +32,7 @@ from draftworks.features.packed_schedule import PackedTrainSchedule
 from draftworks.features.packing import PackLimits, fill_share, require_lengths
 from draftworks.programs.assembly import Samples, build_draft, open_samples
 from draftworks.training.backend import FSDPTrainingBackend, ensure_process_group
-from draftworks.training.core import TrainerCore
+from draftworks.training.optimizer import TrainerCore
 from draftworks.training.trainer import make_optimizer, make_plan
 
 DFLASH = {

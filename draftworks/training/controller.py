@@ -11,9 +11,9 @@ from draftworks.drafts.strategy import StepContext
 from draftworks.evaluation.evaluator import EvaluationStopped
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader
-from draftworks.training.core import StepResult, TrainerCore
 from draftworks.training.history import EvalPoint, History, Session, TrainPoint
 from draftworks.training.observers import TrainingObserver
+from draftworks.training.optimizer import StepResult, TrainerCore
 from draftworks.training.progress import TrainingProgress
 from draftworks.training.resume import Checkpointer, ResumeState
 

@@ -24,10 +24,9 @@ from draftworks.training.checkpoint_files import read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.compiling import compile_blocks
 from draftworks.training.controller import Hooks, Plan, TrainerController
-from draftworks.training.core import TrainerCore
 from draftworks.training.history import History
 from draftworks.training.observers import TrainingObserver
-from draftworks.training.optimizer import BF16Optimizer, LrSchedule
+from draftworks.training.optimizer import BF16Optimizer, LrSchedule, TrainerCore
 from draftworks.training.progress import TrainingProgress
 from draftworks.training.resume import Checkpointer, read_resume_state
 from draftworks.training.snapshot import WEIGHTS

@@ -15,8 +15,7 @@ from training_toys import ToyStrategy, ragged_samples, train_loader
 
 from draftworks.drafts.strategy import StepContext
 from draftworks.training.backend import FSDPTrainingBackend
-from draftworks.training.core import TrainerCore
-from draftworks.training.optimizer import BF16Optimizer, LrSchedule
+from draftworks.training.optimizer import BF16Optimizer, LrSchedule, TrainerCore
 
 CPU = torch.device("cpu")
 STEPS, GLOBAL = 3, 8

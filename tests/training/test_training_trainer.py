@@ -18,9 +18,8 @@ from draftworks.drafts.strategy import StepContext, StepOutput
 from draftworks.errors import TrainingError
 from draftworks.features.contracts import TrainBatch
 from draftworks.training.backend import FSDPTrainingBackend
-from draftworks.training.core import TrainerCore
 from draftworks.training.history import History
-from draftworks.training.optimizer import BF16Optimizer, LrSchedule
+from draftworks.training.optimizer import BF16Optimizer, LrSchedule, TrainerCore
 from draftworks.training.trainer import Trainer, make_plan
 
 CPU = torch.device("cpu")
