@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftworks.drafts.documents import ActivePositions, Documents
-from draftworks.drafts.layers import RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear
+from draftworks.drafts.layers import ReducedVocabularyDraft, RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear
 from draftworks.drafts.objectives import BatchObjective, Objective
-from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.layer import Eagle3Attending, Eagle3Layer, Eagle3Sizes, StepStates

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from draftworks.drafts.collation import BatchLayout, collate_with_last, mask_last_positions, sample_lengths
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.layers import require_draft_ids
 from draftworks.drafts.objectives import (
     BatchObjective,
     Blend,
@@ -20,7 +21,6 @@ from draftworks.drafts.objectives import (
     Objective,
 )
 from draftworks.drafts.option_defaults import resolve_head_counts
-from draftworks.drafts.reduced_vocabulary import require_draft_ids
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts

@@ -19,9 +19,17 @@ from torch.nn import functional as F
 
 from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.documents import ActivePositions, Documents
-from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, argmax_of_head, fuse_taps, seeded_linear, uninitialized
+from draftworks.drafts.layers import (
+    GatedMlp,
+    ReducedVocabularyDraft,
+    RmsNorm,
+    Rotary,
+    argmax_of_head,
+    fuse_taps,
+    seeded_linear,
+    uninitialized,
+)
 from draftworks.drafts.objectives import CrossEntropy
-from draftworks.drafts.reduced_vocabulary import ReducedVocabularyDraft
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.attention import ttt_attention

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from draftworks.drafts.anchors import derive_sample_seed
 from draftworks.drafts.collation import BatchLayout, collate_with_last, mask_last_positions, sample_lengths
 from draftworks.drafts.documents import Documents
+from draftworks.drafts.layers import require_draft_ids
 from draftworks.drafts.option_defaults import resolve_head_counts, resolve_mask_token
-from draftworks.drafts.reduced_vocabulary import require_draft_ids
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
