@@ -12,6 +12,7 @@ from typing import Any
 
 import dagster as dg
 
+from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.storage.artifacts import Artifact
 
 DIGITS = 4
@@ -85,12 +86,7 @@ def _case(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> dg.MarkdownMetadataValue:
     """A Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return dg.MetadataValue.md("\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines))
-
-
-def _cell(value: Any) -> str:
-    return " ".join(str(value).replace("|", "\\|").splitlines())
+    return dg.MetadataValue.md(render_table([dict(zip(columns, row)) for row in rows], columns))
 
 
 def picture(path: Path, title: str) -> dg.MarkdownMetadataValue:

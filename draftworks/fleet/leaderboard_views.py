@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.fleet.leaderboard import Measured, Standing
 from draftworks.storage.atomic import publish_file
 
@@ -98,12 +99,9 @@ def _when(created: float | None, now: float | None) -> dict[str, str]:
 
 def markdown(standings: Sequence[Standing]) -> str:
     """The table, in the order given, and what its numbers are."""
-    from tabulate import tabulate
-
     if not standings:
         return "No target in the registry.\n"
-    rows = [{name: text.replace("|", "\\|") for name, text in cells(one).items()} for one in standings]
-    return f"{tabulate(rows, headers='keys', tablefmt='pipe', disable_numparse=True)}\n\n{CAPTION}\n"
+    return f"{render_table(map(cells, standings))}\n\n{CAPTION}\n"
 
 
 def plot(standings: Sequence[Standing]) -> bytes | None:

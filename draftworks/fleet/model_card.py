@@ -5,7 +5,7 @@ Generated from lineage alone, so the same draft, reports and target give the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -17,6 +17,7 @@ from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
+from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
 from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.storage.artifacts import Artifact
@@ -140,7 +141,7 @@ def _acceptance_on(report: ReportSummary) -> tuple[str, str]:
         {"rung": rung, "metric": f"`{metric}`", **{draft: _cell(found.get((draft, metric))) for draft in drafts}}
         for rung, metric in shown
     ]
-    return f"On `{report.eval_set}`, with {_confidence(report)}:", _table(rows)
+    return f"On `{report.eval_set}`, with {_confidence(report)}:", render_table(rows)
 
 
 def _rungs(subject: CardSubject) -> str:
@@ -162,7 +163,7 @@ def _measuring(subject: CardSubject) -> str:
         for report in subject.reports
     ]
     drafts = "`untrained` is the same draft before training, `bigram` a table of pairs of tokens: both cost nothing."
-    return _section("How it was measured", _table(rows), drafts)
+    return _section("How it was measured", render_table(rows), drafts)
 
 
 def _limits(subject: CardSubject) -> str:
@@ -254,12 +255,4 @@ def _section(title: str, *parts: str) -> str:
 
 
 def _pairs(rows: Mapping[str, Any], name: str = "") -> str:
-    return _table([{name or "what": key, "value": value} for key, value in rows.items()])
-
-
-def _table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Registry texts may hold what would break a table."""
-    from tabulate import tabulate
-
-    cells = [{name: " ".join(str(value).split()).replace("|", "\\|") for name, value in row.items()} for row in rows]
-    return tabulate(cells, headers="keys", tablefmt="pipe", disable_numparse=True)
+    return render_table([{name or "what": key, "value": value} for key, value in rows.items()])

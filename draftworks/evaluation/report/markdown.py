@@ -11,9 +11,10 @@ from draftworks.evaluation.ladder.measurement import DraftMeasurement, LoopMeasu
 from draftworks.evaluation.ladder.prompt_acceptance import sum_histograms
 from draftworks.evaluation.ladder.rungs import RUNG_MEANINGS
 from draftworks.evaluation.report.findings import WALK, Finding
+from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import DIFFERENCES, TRAINED
-from draftworks.evaluation.report.tables import describe_decoding, render_table, select_slices_to_show
+from draftworks.evaluation.report.tables import select_slices_to_show
 
 LENGTHS_NOTE = "Lengths count draft tokens; tokens per pass count the target's own token too. Intervals are by bootstrap over prompts."
 
@@ -21,6 +22,8 @@ VOCABULARY_NOTE = (
     "The first of these rates and the loss look at those only, so both get better as the vocabulary gets smaller: between "
     "vocabularies, compare the second, the accuracies and the rungs."
 )
+MAX_SHOWN_DIFFERENCES = 12
+MAX_CELL_LENGTH = 40
 
 
 def render_report(report: Report) -> str:
@@ -56,7 +59,7 @@ def _speed_ups(report: Report) -> list[str]:
     """Of the trained draft, by temperature."""
     loops = [found for found in report.findings if found.draft == TRAINED and found.rung == 4]
     return [
-        f"{_times(loop.speed_up)} as fast as plain decoding ({describe_decoding(loop.temperature)}, {loop.acceptance.prompts:,} prompts)"
+        f"{_times(loop.speed_up)} as fast as plain decoding ({_describe_decoding(loop.temperature)}, {loop.acceptance.prompts:,} prompts)"
         for loop in loops
     ]
 
@@ -71,9 +74,18 @@ def _comparisons(report: Report) -> str:
     return f"On the walk, prompt by prompt: {'; '.join(told)}." if told else ""
 
 
+def _table(rows: Iterable[Mapping[str, str]]) -> str:
+    return render_table(rows, max_cell_length=MAX_CELL_LENGTH)
+
+
+def _describe_decoding(temperature: float | None) -> str:
+    """Return how a loop chose its tokens: `greedy` or `temperature 0.7`."""
+    return f"temperature {temperature:g}" if temperature else "greedy"
+
+
 def _rungs_table(report: Report) -> str:
     """A row per draft, a column per number."""
-    return render_table([_draft_row(name, report.findings) for name in report.drafts])
+    return _table([_draft_row(name, report.findings) for name in report.drafts])
 
 
 def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
@@ -88,7 +100,7 @@ def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
         if each.metric == WALK and each.value is not None:
             row["tokens per pass (walk)"] = _number(each.acceptance.tokens_per_pass)
         if each.rung == 4:
-            row[f"speed-up ({describe_decoding(each.temperature)})"] = _times(each.speed_up)
+            row[f"speed-up ({_describe_decoding(each.temperature)})"] = _times(each.speed_up)
     return row
 
 
@@ -111,9 +123,7 @@ def _rates_table(report: Report) -> str:
         )
     if not rows:
         return ""
-    return (
-        f"{render_table(rows)}\n\nThe draft's vocabulary has {_rounded_down(coverage)} of the labels. {VOCABULARY_NOTE}"
-    )
+    return f"{_table(rows)}\n\nThe draft's vocabulary has {_rounded_down(coverage)} of the labels. {VOCABULARY_NOTE}"
 
 
 def _percentages(shares: Iterable[float]) -> str:
@@ -147,7 +157,7 @@ def _exactness(report: Report) -> str:
 
 def _slices_table(report: Report) -> str:
     """The walk by columns of the eval data, where a column has more than one slice."""
-    return render_table([_slice_row(one) for one in select_slices_to_show(report.walk_slices).itertuples()])
+    return _table([_slice_row(one) for one in select_slices_to_show(report.walk_slices).itertuples()])
 
 
 def _slice_row(one: Any) -> dict[str, str]:
@@ -169,7 +179,7 @@ def _histogram_table(report: Report) -> str:
             shares = {str(length): f"{100 * count / sum(counts):.0f}" for length, count in enumerate(counts)}
             nothing = {str(length): "0" for length in range(report.draft_tokens + 1)}
             rows.append({"% of passes of the walk that accepted": name, **nothing, **shares})
-    return render_table(rows)
+    return _table(rows)
 
 
 def _meanings(report: Report) -> str:
@@ -205,9 +215,6 @@ def _rounded_down(share: float) -> str:
     return f"{math.floor(share * 10_000) / 100:.2f}%"
 
 
-MAX_SHOWN_DIFFERENCES = 12
-
-
 def render_loops(drafts: Mapping[str, DraftMeasurement]) -> str:
     """Empty where no draft was on rung 4."""
     loops = [loop for measured in drafts.values() for loop in measured.loops if loop.prompts]
@@ -218,7 +225,7 @@ def render_loops(drafts: Mapping[str, DraftMeasurement]) -> str:
 def _occasions(loops: Iterable[LoopMeasurement]) -> str:
     """A loop that was measured before keeps the speed it had then."""
     told = [
-        f"{describe_decoding(loop.temperature)} on {loop.timing_context.device}, {loop.timing_context.date:%Y-%m-%d %H:%M %Z}"
+        f"{_describe_decoding(loop.temperature)} on {loop.timing_context.device}, {loop.timing_context.date:%Y-%m-%d %H:%M %Z}"
         for loop in loops
         if loop.timing_context is not None
     ]
@@ -236,7 +243,7 @@ def _compared(loop: LoopMeasurement) -> str:
         "rounding is a tie that either may win; a wider one is not."
     )
     more = len(found) - MAX_SHOWN_DIFFERENCES
-    shown = render_table([_row(one) for one in found[:MAX_SHOWN_DIFFERENCES]])
+    shown = _table([_row(one) for one in found[:MAX_SHOWN_DIFFERENCES]])
     return "\n\n".join([told, shown, *([f"{more:,} more are in `{DIFFERENCES}`."] if more > 0 else [])])
 
 

@@ -17,30 +17,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from draftworks.evaluation.ladder.measurement import DraftMeasurement  # it imports torch
-from collections.abc import Sequence
-
-MAX_CELL_LENGTH = 40
-
-
-def render_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Columns in the order in which they are first met; empty without a row."""
-    from tabulate import tabulate
-
-    cells = [{header: _cell(text) for header, text in row.items()} for row in rows]
-    return tabulate(cells, headers="keys", tablefmt="pipe", disable_numparse=True, missingval="")
-
-
-def describe_decoding(temperature: float | None) -> str:
-    """How a loop chose its tokens."""
-    return f"temperature {temperature:g}" if temperature else "greedy"
-
-
-def _cell(text: str) -> str:
-    """Values of the eval data may hold anything, also what would break a table."""
-    text = " ".join(str(text).split())
-    text = text if len(text) <= MAX_CELL_LENGTH else f"{text[: MAX_CELL_LENGTH - 1]}…"
-    return text.replace("|", "\\|")
-
 
 MAX_SLICES_PER_COLUMN = 12
 COUNTED = ("low", "high", "confidence", "prompts", "passes", "tokens_per_pass")
