@@ -15,7 +15,7 @@ from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.manifest import write_feature_set
-from draftworks.targets.resolve import digested
+from draftworks.targets.resolve import digest_target_files
 
 TINY = Path(__file__).resolve().parents[1] / "registry" / "models" / "tiny"
 STREAMS = ("hf2", "hf4", "hf5", "last")
@@ -24,7 +24,7 @@ RANKS = 2
 
 def random_training(folder: Path, steps: int) -> TrainRun:
     """Random features for the embedded target, and a run file over them that saves after every step."""
-    target = digested(
+    target = digest_target_files(
         TargetFiles(
             name="tiny",
             model=str(TINY),

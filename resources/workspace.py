@@ -30,7 +30,7 @@ class Workspace(dg.ConfigurableResource):
 
     @cached_property
     def var(self) -> Path:
-        return self.registry.var()
+        return self.registry.resolve_var_folder()
 
     @cached_property
     def artifacts(self) -> ArtifactStore:
@@ -47,7 +47,7 @@ class Workspace(dg.ConfigurableResource):
 
     def target_files(self, target: str) -> TargetFiles:
         """Files, digests and shape of a target, looked at now: what counts is what is there."""
-        return resolve_target(self.registry.target(target), self.registry, self.digests)
+        return resolve_target(self.registry.load_target(target), self.registry, self.digests)
 
     def dataset_version(self, dataset: DatasetSpec) -> str:
         """Content digest of a data set's files as they are now."""
@@ -59,14 +59,14 @@ class Workspace(dg.ConfigurableResource):
         Raises:
             StoreError: features that are kept below the target's name cannot be taken over.
         """
-        features = self.registry.deployment().features
-        root = self.var / "feature_store" if features.root is None else self.registry.located(features.root)
+        features = self.registry.load_deployment().features
+        root = self.var / "feature_store" if features.root is None else self.registry.resolve_path(features.root)
         return StoreSpec(kind=features.kind, root=find_store(root, files.digest, files.name, self.artifacts))
 
     @property
     def sglang(self) -> SGLangSpec:
         """Where SGLang is. The path is not resolved: a virtual environment's Python is a link, and known by its place."""
-        sglang = self.registry.deployment().sglang
+        sglang = self.registry.load_deployment().sglang
         return sglang.model_copy(update={"python": os.path.abspath(self.registry.root / sglang.python)})
 
     def python_of(self, capture: CaptureSpec) -> Path | None:

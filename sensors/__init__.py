@@ -15,16 +15,16 @@ from sensors.schedules import evaluation_schedules
 
 
 def all_sensors(registry: Registry) -> list[dg.SensorDefinition]:
-    deployment = registry.deployment()
+    deployment = registry.load_deployment()
     status = dg.DefaultSensorStatus.RUNNING if deployment.automation else dg.DefaultSensorStatus.STOPPED
     return [
-        registry_sensor(registry.target_names()),
-        reevaluation_sensor(registry.target_names(), status, deployment.reevaluation_interval_s),
+        registry_sensor(registry.list_targets()),
+        reevaluation_sensor(registry.list_targets(), status, deployment.reevaluation_interval_s),
     ]
 
 
 def all_schedules(registry: Registry) -> list[dg.ScheduleDefinition]:
-    automation = registry.deployment().automation
+    automation = registry.load_deployment().automation
     return evaluation_schedules(
         registry, dg.DefaultScheduleStatus.RUNNING if automation else dg.DefaultScheduleStatus.STOPPED
     )

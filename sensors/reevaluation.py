@@ -86,12 +86,15 @@ def asked_before(cursor: str | None) -> dict[str, Asked]:
 def outdated(workspace: Workspace, target: str) -> Outdated | None:
     """None where the reports are of what is there, or where there is nothing to measure yet."""
     registry, artifacts = workspace.registry, workspace.artifacts
-    spec = registry.target(target)
+    spec = registry.load_target(target)
     drafts = published_drafts(artifacts, spec)
     responses = {name: artifacts.find(of_eval_set(name).responses, target) for name in [HELDOUT, *spec.evals]}
     if not drafts or responses[HELDOUT] is None:
         return None
-    sources = {name: workspace.dataset_version(registry.dataset(registry.eval(name).dataset)) for name in spec.evals}
+    sources = {
+        name: workspace.dataset_version(registry.load_dataset(registry.load_eval_set(name).dataset))
+        for name in spec.evals
+    }
     subject = Subject(workspace.target_files(target), drafts, responses, sources)
     changes = subject.changes(artifacts)
     return Outdated(subject.identity, changes) if changes else None

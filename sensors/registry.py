@@ -7,7 +7,7 @@ import dagster as dg
 
 from draftworks.errors import DraftworksError
 from draftworks.storage.identity import digest
-from draftworks.targets.registry import resolved_options
+from draftworks.targets.registry import resolve_recipe
 from resources.workspace import Workspace
 
 
@@ -59,7 +59,7 @@ def moved_targets(
 def inputs_digest(workspace: Workspace, target: str) -> str:
     """One digest over everything a user gives for a target."""
     registry = workspace.registry
-    spec = registry.target(target)
+    spec = registry.load_target(target)
     files = workspace.target_files(target)
-    data = workspace.dataset_version(registry.dataset(spec.dataset))
-    return digest([files.digest, files.tokenizer_digest, data, resolved_options(spec, registry)])
+    data = workspace.dataset_version(registry.load_dataset(spec.dataset))
+    return digest([files.digest, files.tokenizer_digest, data, resolve_recipe(spec, registry)])

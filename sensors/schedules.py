@@ -53,9 +53,9 @@ def evaluation_schedules(registry: Registry, status: dg.DefaultScheduleStatus) -
 def cadences(registry: Registry) -> dict[Cadence, list[str]]:
     """Targets by their cadence; those without one, or with an entry that cannot be read, are in none."""
     found: dict[Cadence, list[str]] = {}
-    for target in registry.target_names():
+    for target in registry.list_targets():
         try:
-            evaluation = registry.target(target).evaluation
+            evaluation = registry.load_target(target).evaluation
         except DraftworksError as error:
             log.warning("target %s is in no schedule: %s", target, error)
             continue
@@ -115,7 +115,7 @@ def reason_to_skip(workspace: Workspace, target: str, busy: dg.DagsterRun | None
     if busy is not None:
         return f"{told(busy)}: left to it, and looked at again at the next tick"
     try:
-        drafts = published_drafts(workspace.artifacts, workspace.registry.target(target))
+        drafts = published_drafts(workspace.artifacts, workspace.registry.load_target(target))
     except DraftworksError as error:
         return str(error)
     return None if drafts else "none of its strategies has a draft yet: train one first"

@@ -107,7 +107,7 @@ def target_of(context: dg.AssetExecutionContext, workspace: Workspace) -> Target
     Raises:
         NothingToDo: this one has not. Our own executor does not come here for it; Dagster's others do.
     """
-    target = workspace.registry.target(context.partition_key)
+    target = workspace.registry.load_target(context.partition_key)
     reason = unused_assets(target, workspace.registry).get(context.asset_key.to_user_string())
     if reason is not None:
         raise NothingToDo(reason)

@@ -30,8 +30,8 @@ MOST_UNFINISHED = 0.5
 def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The data set's conversations: validated, without repetitions, split into a training and a held-out part by hash."""
     registry = workspace.registry
-    target = registry.target(context.partition_key)
-    source = registry.dataset(target.dataset)
+    target = registry.load_target(context.partition_key)
+    source = registry.load_dataset(target.dataset)
     files = workspace.target_files(target.name)
 
     def build(out: Path) -> BuildResult:
@@ -64,8 +64,8 @@ def responses(
     context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
 ) -> dg.MaterializeResult:
     """Training conversations as the target itself would answer them, token by token; or as they are, where so configured."""
-    spec = workspace.registry.target(context.partition_key)
-    source = Conversations(workspace.artifacts.current("conversations", spec.name), "train", spec.dataset)
+    spec = workspace.registry.load_target(context.partition_key)
+    source = Conversations(workspace.artifacts.load_current("conversations", spec.name), "train", spec.dataset)
     artifact = answered(context, workspace, launcher, source, spec.responses)
     check = answers_finished(artifact, "responses", spec)
     metadata = {"mode": spec.responses.mode, **summary_figures(artifact), **rejections(artifact)}
@@ -88,8 +88,8 @@ def heldout_responses(
     context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
 ) -> dg.MaterializeResult:
     """The held-out conversations, answered greedily by the target: what every draft is measured on."""
-    spec = workspace.registry.target(context.partition_key)
-    source = Conversations(workspace.artifacts.current("conversations", spec.name), "heldout", spec.dataset)
+    spec = workspace.registry.load_target(context.partition_key)
+    source = Conversations(workspace.artifacts.load_current("conversations", spec.name), "heldout", spec.dataset)
     artifact = answered(context, workspace, launcher, source, greedy(spec, source))
     checks = [judge(artifact, "heldout_responses", spec) for judge in (supervised_share, answers_finished)]
     return shown(context, artifact, {**summary_figures(artifact), **rejections(artifact)}, checks)
@@ -107,8 +107,8 @@ def heldout_responses(
 )
 def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """Token ids and loss mask of every training sample."""
-    spec = workspace.registry.target(context.partition_key)
-    source = workspace.artifacts.current("responses", spec.name)
+    spec = workspace.registry.load_target(context.partition_key)
+    source = workspace.artifacts.load_current("responses", spec.name)
 
     def build(out: Path) -> BuildResult:
         from draftworks.data.prepare import supervised_rows
@@ -126,7 +126,7 @@ def vocab_mapping(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
     spec = target_of(context, workspace)
     size = draft_vocab_size(spec)
     assert size is not None
-    tokens = workspace.artifacts.current("tokenized_train", spec.name)
+    tokens = workspace.artifacts.load_current("tokenized_train", spec.name)
     files = workspace.target_files(spec.name)
 
     def build(out: Path) -> BuildResult:
@@ -164,7 +164,7 @@ def answered(
     responses: ResponseSpec,
 ) -> Artifact:
     """Conversations with their answers, tokenized: by the target, or the ones that are there."""
-    spec = workspace.registry.target(context.partition_key)
+    spec = workspace.registry.load_target(context.partition_key)
     files = workspace.target_files(spec.name)
     generated, asked = responses.mode == "regenerate", responses.endpoint is not None
     if generated and source.kind == "tokens":

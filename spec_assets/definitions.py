@@ -63,7 +63,7 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
         schedules=all_schedules(registry),
         resources={
             "workspace": workspace,
-            "launcher": launcher_for(registry.deployment().launcher),
+            "launcher": launcher_for(registry.load_deployment().launcher),
             "sglang": SGLangServer(**workspace.sglang.model_dump()),
         },
         executor=executor(registry, preload=PRELOADED),
@@ -74,7 +74,7 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
 def free_eval_names(registry: Registry) -> list[str]:
     """Their assets are named after them, so a name that is taken gets none. `draftworks check` and the targets that list it
     say so."""
-    return [name for name in registry.eval_names() if name != HELDOUT]
+    return [name for name in registry.list_eval_sets() if name != HELDOUT]
 
 
 defs = build_definitions(REGISTRY)

@@ -18,7 +18,7 @@ from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import digest
 from draftworks.storage.records import EvalData
-from draftworks.targets.registry import HELDOUT, with_overrides
+from draftworks.targets.registry import HELDOUT, apply_overrides
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (
@@ -106,7 +106,7 @@ class DraftInputs:
 def draft_inputs(workspace: Workspace, strategy: StrategySpec, target: TargetSpec, config: DraftConfig) -> DraftInputs:
     """Resolve the inputs of a draft; clear errors for unknown options and for assets that do not exist yet."""
     entry = target.strategies[strategy.name]
-    chosen = with_overrides(target.name, strategy, entry, config.options, config.training)
+    chosen = apply_overrides(target.name, strategy, entry, config.options, config.training)
     artifacts: ArtifactStore = workspace.artifacts
     files = workspace.target_files(target.name)
     options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
@@ -116,13 +116,13 @@ def draft_inputs(workspace: Workspace, strategy: StrategySpec, target: TargetSpe
         files=files,
         options=chosen.options,
         training=chosen.training,
-        train_tokens=artifacts.current("tokenized_train", target.name),
+        train_tokens=artifacts.load_current("tokenized_train", target.name),
         train_features=train_features,
         feature_versions=stream_versions(train_features, streams),
         heldout=feature_set(workspace, target.name, HELDOUT),
         heldout_data=eval_data(workspace, target.name, HELDOUT, streams),
-        vocab_mapping=artifacts.current("vocab_mapping", target.name) if strategy.uses_vocab_mapping else None,
-        start_from=None if entry.start_from is None else workspace.registry.located(entry.start_from),
+        vocab_mapping=artifacts.load_current("vocab_mapping", target.name) if strategy.uses_vocab_mapping else None,
+        start_from=None if entry.start_from is None else workspace.registry.resolve_path(entry.start_from),
     )
 
 
@@ -248,9 +248,9 @@ def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=name, name=LOSS_FALLS, blocking=True, description="Training loss ends below where it began.")
     def loss_falls(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
         target = checked_partition(context)
-        made = workspace.artifacts.current(name, target)
+        made = workspace.artifacts.load_current(name, target)
         with clear_errors():
-            outcome = workspace.registry.target(target).gates.loss_falls
+            outcome = workspace.registry.load_target(target).gates.loss_falls
         return told(context, loss_verdict(made.summary, made.identity["start_from"] is not None, severity_of(outcome)))
 
     return loss_falls

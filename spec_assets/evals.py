@@ -54,8 +54,8 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
     def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
         target = target_of(context, workspace)
         registry = workspace.registry
-        spec = registry.eval(name)
-        dataset, files = registry.dataset(spec.dataset), workspace.target_files(target.name)
+        spec = registry.load_eval_set(name)
+        dataset, files = registry.load_dataset(spec.dataset), workspace.target_files(target.name)
 
         def build(out: Path) -> BuildResult:
             from draftworks.data.prepare import prepare_eval_set
@@ -90,7 +90,7 @@ def _responses_asset(name: str) -> dg.AssetsDefinition:
     ) -> dg.MaterializeResult:
         target = target_of(context, workspace)
         source = Conversations(
-            workspace.artifacts.current(of_eval_set(name).conversations, target.name), EVAL_PART, name
+            workspace.artifacts.load_current(of_eval_set(name).conversations, target.name), EVAL_PART, name
         )
         artifact = answered(context, workspace, launcher, source, greedy(target, source))
         check = supervised_share(artifact, of_eval_set(name).responses, target)
@@ -140,7 +140,7 @@ def eval_features_check(name: str) -> dg.AssetChecksDefinition:
         description=VERIFIED_MEANS,
     )
     def features_verified(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
-        result = verified(workspace.artifacts.current(asset_name, checked_partition(context)))
+        result = verified(workspace.artifacts.load_current(asset_name, checked_partition(context)))
         return told(context, result)
 
     return features_verified
@@ -159,7 +159,7 @@ class EvalSubject:
     @classmethod
     def of(cls, workspace: Workspace, target: TargetSpec, name: str) -> "EvalSubject":
         files = workspace.target_files(target.name)
-        responses = workspace.artifacts.current(of_eval_set(name).responses, target.name)
+        responses = workspace.artifacts.load_current(of_eval_set(name).responses, target.name)
         return cls(workspace, target, files, responses, tuple(union_of_taps(target, files.num_layers)))
 
     @property
@@ -241,7 +241,7 @@ def feature_set(workspace: Workspace, target: str, name: str) -> FeatureSet:
     Raises:
         StoreError: not materialized yet, or for other weights.
     """
-    responses = workspace.artifacts.current(of_eval_set(name).responses, target)
+    responses = workspace.artifacts.load_current(of_eval_set(name).responses, target)
     features = current_features(workspace, of_eval_set(name).features, target)
     return FeatureSet(tokens=responses.path / TOKENS_FOLDER, features=_entry_path(workspace, features))
 
@@ -252,7 +252,7 @@ def eval_data(workspace: Workspace, target: str, name: str, streams: Iterable[st
     Raises:
         StoreError: not materialized yet or for other weights, or a stream was not captured.
     """
-    responses = workspace.artifacts.current(of_eval_set(name).responses, target)
+    responses = workspace.artifacts.load_current(of_eval_set(name).responses, target)
     features = current_features(workspace, of_eval_set(name).features, target)
     return EvalData(responses.data_version, stream_versions(features, streams))
 

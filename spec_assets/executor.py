@@ -99,7 +99,7 @@ class TellingExecutor(dg.Executor):
         if target is None:
             return {}
         try:
-            return unused_assets(self._registry.target(target), self._registry)
+            return unused_assets(self._registry.load_target(target), self._registry)
         except DraftworksError:
             return {}
 
@@ -127,10 +127,10 @@ def check_partition(registry: Registry, tags: dict[str, str]) -> None:
         ConfigError: no partition, or one that is no target; with how to name one.
     """
     found = tags.get(PARTITION_TAG)
-    targets = registry.target_names()
+    targets = registry.list_targets()
     if found is None:
         raise ConfigError(
             f"the run has no target: expected the tag {PARTITION_TAG}, found none. Add --tags "
             f'\'{{"{PARTITION_TAG}": "{targets[0] if targets else "NAME"}"}}\', or use `draftworks run JOB --target NAME`'
         )
-    registry.target_file(found)
+    registry.find_target_file(found)

@@ -122,7 +122,7 @@ def export_checks(strategy: StrategySpec) -> dg.AssetChecksDefinition:
 
     @dg.multi_asset_check(name=f"{name}_gates", specs=specs)
     def gates(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> Iterator[dg.AssetCheckResult]:
-        made = workspace.artifacts.current(name, checked_partition(context)).summary["formats"]
+        made = workspace.artifacts.load_current(name, checked_partition(context)).summary["formats"]
         for gate in GATE_MEANINGS:
             yield told(context, gate_result(name, gate, made))
 

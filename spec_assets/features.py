@@ -38,9 +38,9 @@ def training_features(
 ) -> dg.MaterializeResult:
     """Hidden states of the training samples: only what the store does not hold yet is computed."""
     target = context.partition_key
-    spec = workspace.registry.target(target)
+    spec = workspace.registry.load_target(target)
     files = workspace.target_files(target)
-    tokens = workspace.artifacts.current("tokenized_train", target)
+    tokens = workspace.artifacts.load_current("tokenized_train", target)
     taps = union_of_taps(spec, files.num_layers)
     store = workspace.feature_store(files)
 
@@ -80,7 +80,7 @@ def current_features(workspace: Workspace, asset_name: str, target: str) -> Arti
     Raises:
         StoreError: there are none, or they were captured from other weights than the target has now.
     """
-    features, now = workspace.artifacts.current(asset_name, target), workspace.target_files(target).digest
+    features, now = workspace.artifacts.load_current(asset_name, target), workspace.target_files(target).digest
     of = features.identity["target"]
     if of != now:
         raise StoreError(

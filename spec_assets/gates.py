@@ -63,7 +63,7 @@ def check_export_gates(workspace: Workspace, strategy: StrategySpec, target: Tar
 
 def beats_baselines(workspace: Workspace, report: str, target: str) -> dg.AssetCheckResult:
     """Whether the draft of a report accepts more than what costs nothing. A draft in the making may lose to a table."""
-    found = scores(workspace.artifacts.current(report, target))
+    found = scores(workspace.artifacts.load_current(report, target))
     drafts = dict(found)
     trained = drafts.pop("trained")
     best = max(drafts, key=lambda name: drafts[name])

@@ -17,7 +17,7 @@ from draftworks.preflight.remembered import examine_before_run
 from draftworks.sglang.families import sglang_remarks
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import digest
-from draftworks.targets.registry import resolved_options, with_overrides
+from draftworks.targets.registry import apply_overrides, resolve_recipe
 from draftworks.targets.weights import check_target_weights
 from resources.dead_runs import release_dead_runs
 from resources.workspace import Workspace
@@ -37,7 +37,7 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
             f"run {run_id} holds a slot of a pool, and whether it lives cannot be seen from this machine or container."
             " If it is dead, end it in the UI, or by a run where it ran"
         )
-    target = workspace.registry.target(context.partition_key)
+    target = workspace.registry.load_target(context.partition_key)
     files = workspace.target_files(target.name)
     weights = check_target_weights(files, target.capture.backend, workspace.weight_checks)
     if weights.note is not None:
@@ -67,7 +67,7 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
 def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The conversations the target's draft learns from, as the files the registry names."""
     registry = workspace.registry
-    spec = registry.dataset(registry.target(context.partition_key).dataset)
+    spec = registry.load_dataset(registry.load_target(context.partition_key).dataset)
     files = find_files(spec.files, registry.root)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(workspace.dataset_version(spec)),
@@ -87,21 +87,21 @@ def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Materi
 
     Also looks at what the run itself overrides, so that a mistake there is found before anything is captured.
     """
-    target = workspace.registry.target(context.partition_key)
+    target = workspace.registry.load_target(context.partition_key)
     ops = context.run.run_config.get("ops", {})
     configs = {name: ops.get(of_strategy(name).draft, {}).get("config", {}) for name in target.strategies}
     overridden = {}
     for name, entry in target.strategies.items():
         overrides = (configs[name].get("options", {}), configs[name].get("training", {}))
-        overridden[name] = with_overrides(target.name, resolve_strategy(name), entry, *overrides)
+        overridden[name] = apply_overrides(target.name, resolve_strategy(name), entry, *overrides)
     if any(configs.values()):
         files = workspace.target_files(target.name)
         changed = target.model_copy(update={"strategies": overridden})
         check_demands(changed, files, workspace.registry)
         require_sound_target(context, workspace, changed, files)
     for name in target.evals:
-        workspace.registry.eval(name)
-    options = resolved_options(target, workspace.registry)
+        workspace.registry.load_eval_set(name)
+    options = resolve_recipe(target, workspace.registry)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(digest(options)), metadata={"options": dg.MetadataValue.json(options)}
     )
@@ -113,8 +113,8 @@ def require_sound_target(
     """ConfigError for what would fail later: values that nobody can mean, drafts that cannot be built or served, data
     without a usable row. What is odd is in the log."""
     registry = workspace.registry
-    names = dict.fromkeys([target.dataset, *(registry.eval(name).dataset for name in target.evals)])
-    data = {name: workspace.dataset_version(registry.dataset(name)) for name in names}
+    names = dict.fromkeys([target.dataset, *(registry.load_eval_set(name).dataset for name in target.evals)])
+    data = {name: workspace.dataset_version(registry.load_dataset(name)) for name in names}
     places = Findings()  # of this machine: another may be the one that captures, and this run may need none of it
     check_places(target, registry, places)
     findings = examine_before_run(target, files, registry, data, workspace.var / "target_checks")

@@ -12,7 +12,7 @@ from draftworks.targets.registry import Registry
 
 def target_partitions(registry: Registry) -> dg.StaticPartitionsDefinition:
     """Only file names are read here: an entry with an error is a partition whose first step says what is wrong."""
-    return dg.StaticPartitionsDefinition(registry.target_names())
+    return dg.StaticPartitionsDefinition(registry.list_targets())
 
 
 def partitioned(assets: list[dg.AssetsDefinition], targets: dg.PartitionsDefinition) -> list[dg.AssetsDefinition]:

@@ -38,7 +38,7 @@ def _report_check(report: str, name: str) -> dg.AssetChecksDefinition:
         target = checked_partition(context)
         with clear_errors():
             result = REPORT_JUDGES[name](workspace, report, target)
-            yield from gated(context, workspace.registry.target(target), name, result)
+            yield from gated(context, workspace.registry.load_target(target), name, result)
 
     return check
 
@@ -54,8 +54,8 @@ def _draft_is_current(strategy: StrategySpec, report: str) -> dg.AssetChecksDefi
     def draft_is_current(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
         target = checked_partition(context)
         with clear_errors():
-            draft = workspace.artifacts.current(of_strategy(strategy.name).draft, target)
-            changes = changes_of_draft(workspace, draft, workspace.registry.target(target))
+            draft = workspace.artifacts.load_current(of_strategy(strategy.name).draft, target)
+            changes = changes_of_draft(workspace, draft, workspace.registry.load_target(target))
         result = dg.AssetCheckResult(
             passed=not changes,
             severity=dg.AssetCheckSeverity.WARN,

@@ -89,7 +89,7 @@ class ReportSubject:
             strategy,
             target,
             draft=draft,
-            train_tokens=workspace.artifacts.current("tokenized_train", target.name),
+            train_tokens=workspace.artifacts.load_current("tokenized_train", target.name),
         )
 
     def streams(self, workspace: Workspace) -> list[str]:
@@ -136,7 +136,7 @@ class ReportSubject:
     def publish_card(self, workspace: Workspace, out: Path) -> None:
         """The model card, from the reports in `out`."""
         reports = [ReportSummary.load(out / name) for name in eval_names_of(self.target)]
-        files, dataset = workspace.target_files(self.target.name), workspace.registry.dataset(self.target.dataset)
+        files, dataset = workspace.target_files(self.target.name), workspace.registry.load_dataset(self.target.dataset)
         with publish_file(out / CARD) as staging:
             changes = changes_of_draft(workspace, self.draft, self.target)
             staging.write_text(model_card(CardSubject(self.draft, reports, files, dataset, changes)), encoding="utf-8")

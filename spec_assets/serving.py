@@ -114,7 +114,7 @@ class ServedDraft:
                 f"target {target.name}: the export is of draft {export.identity['draft']}, the report of draft "
                 f"{measured.draft_identity}: expected the same. Run the job train_{strategy.name}"
             )
-        answers = workspace.artifacts.current(of_eval_set(HELDOUT).responses, target.name).data_version
+        answers = workspace.artifacts.load_current(of_eval_set(HELDOUT).responses, target.name).data_version
         if measured.heldout is None or (measured.heldout.answers, measured.limits) != (answers, limits_of(target)):
             raise ConfigError(
                 f"target {target.name}: the report is of other held-out answers or limits than there are now, so its walk "
@@ -148,7 +148,7 @@ class ServedDraft:
             target=workspace.target_files(target.name),
             command=self.command,
             draft=self.export.path / self.format,
-            tokens=workspace.artifacts.current(of_eval_set(HELDOUT).responses, target.name).path / TOKENS_FOLDER,
+            tokens=workspace.artifacts.load_current(of_eval_set(HELDOUT).responses, target.name).path / TOKENS_FOLDER,
             report=report,
             draft_tokens=ReportSummary.load(report).draft_tokens,
             serving=evaluation.serving,
@@ -200,8 +200,8 @@ def serving_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     def agrees_with_walk(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> Iterator[dg.AssetCheckResult]:
         target = checked_partition(context)
         with clear_errors():
-            result = agreement_result(workspace.artifacts.current(name, target).summary)
-            yield from gated(context, workspace.registry.target(target), AGREES_WITH_WALK, result)
+            result = agreement_result(workspace.artifacts.load_current(name, target).summary)
+            yield from gated(context, workspace.registry.load_target(target), AGREES_WITH_WALK, result)
 
     return agrees_with_walk
 

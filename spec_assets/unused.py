@@ -26,7 +26,7 @@ UNUSED = "unused"
 def unused_assets(target: TargetSpec, registry: Registry) -> dict[str, str]:
     """The assets that a target does not have, by name, each with the reason."""
     found: dict[str, str] = {}
-    for name in registry.eval_names():
+    for name in registry.list_eval_sets():
         if name != HELDOUT and name not in target.evals:
             found |= dict.fromkeys(of_eval_set(name), f"target {target.name} does not list the eval set {name}")
     for name in available_strategies():

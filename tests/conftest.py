@@ -12,7 +12,7 @@ from dagster_state import forget_instance
 from hypothesis import HealthCheck, settings
 
 from draftworks.config.run_files import TargetFiles
-from draftworks.targets.resolve import digested
+from draftworks.targets.resolve import digest_target_files
 
 if TYPE_CHECKING:
     from draftworks.capture.engines.sglang_engine import SGLangEngine
@@ -49,7 +49,7 @@ def tiny_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_target(tiny_folder: Path) -> TargetFiles:
-    return digested(
+    return digest_target_files(
         TargetFiles(
             name="tiny",
             model=str(tiny_folder),

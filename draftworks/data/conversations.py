@@ -121,7 +121,7 @@ def read_conversations(folder: Path) -> Iterator[Conversation]:
         StoreError: before the first conversation, if the set is missing, incomplete or altered.
     """
     summary = read_summary(folder, "a conversations set")
-    FileManifest.of_digests({CONVERSATIONS_FILE: summary["file_digest"]}).require(folder, "Make the set again")
+    FileManifest.of_digests({CONVERSATIONS_FILE: summary["file_digest"]}).require_intact(folder, "Make the set again")
     return _stream(folder / CONVERSATIONS_FILE)
 
 

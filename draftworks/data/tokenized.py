@@ -97,7 +97,7 @@ class TokenizedSet(Sequence[TokenRow]):
         """
         summary = read_summary(folder, "a tokenized set")
         path = folder / TOKENS_FILE
-        FileManifest.of_digests({TOKENS_FILE: summary["file_digest"]}).require(folder, "Make the set again")
+        FileManifest.of_digests({TOKENS_FILE: summary["file_digest"]}).require_intact(folder, "Make the set again")
         table = pq.read_table(path, memory_map=True)
         if not table.schema.equals(_SCHEMA):
             raise StoreError(f"{path}: expected columns {_SCHEMA.names} of this version, found {table.schema.names}")

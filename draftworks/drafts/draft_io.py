@@ -71,7 +71,7 @@ def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str | None,
         expected, found = _structure(expected, strategy.name), _structure(found, strategy.name)
     for key in sorted(expected.keys() | found.keys()):
         _require(folder / CONFIG, f"draft.{key}", expected.get(key), found.get(key))
-    FileManifest.of_digests({WEIGHTS: config.weights_digest}).require(folder, "Train the draft again")
+    FileManifest.of_digests({WEIGHTS: config.weights_digest}).require_intact(folder, "Train the draft again")
     load_weights(folder / WEIGHTS, strategy.model)
     return config
 

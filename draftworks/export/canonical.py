@@ -53,7 +53,7 @@ class CanonicalDraft:
                 f"({target.name}). Export it with the target it was trained for"
             )
         weights = read_weights(folder / WEIGHTS)
-        FileManifest.of_digests({WEIGHTS: record.weights_digest}).require(folder, "Train the draft again")
+        FileManifest.of_digests({WEIGHTS: record.weights_digest}).require_intact(folder, "Train the draft again")
         return cls(folder, record, weights, target, TargetParts.load(target) if parts is None else parts)
 
     @property

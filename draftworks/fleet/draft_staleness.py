@@ -20,7 +20,7 @@ from draftworks.data.sources import dataset_version, find_files
 from draftworks.errors import DraftworksError
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.identity import FileDigests, canonical_json
-from draftworks.targets.registry import Registry, with_overrides
+from draftworks.targets.registry import Registry, apply_overrides
 
 OVERRIDES = "overrides"
 """In a draft's summary: the options and training settings that its run gave instead of the registry's."""
@@ -85,7 +85,7 @@ class TrainedFor:
         """New data that nobody has prepared yet."""
         prepared = self._current("conversations")
         try:
-            spec = self.registry.dataset(self.target.dataset)
+            spec = self.registry.load_dataset(self.target.dataset)
             now = dataset_version(spec, self.registry.root, self.digests)
         except DraftworksError as error:
             yield Change(f"training data: not known, {str(error).splitlines()[0]}")
@@ -114,14 +114,14 @@ class TrainedFor:
         strategy = resolve_strategy(recorded.get("strategy", self.draft.asset.removesuffix("_draft")))
         entry = self.target.strategies[strategy.name]
         overrides = self.draft.summary.get(OVERRIDES, {})
-        chosen = with_overrides(
+        chosen = apply_overrides(
             self.target.name, strategy, entry, overrides.get("options", {}), overrides.get("training", {})
         )
         options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}").identity()
         yield from _differing("options", recorded.get("options"), options)
         yield from _differing("training", recorded.get("training"), chosen.training.identity())
         start = entry.start_from
-        began = None if start is None else read_config(self.registry.located(start)).weights_digest
+        began = None if start is None else read_config(self.registry.resolve_path(start)).weights_digest
         if recorded.get("start_from") != began:
             yield "start_from"
 
@@ -130,7 +130,9 @@ class TrainedFor:
 
     def _first_seen(self, asset: str, name: str, value: str) -> float | None:
         made = [
-            each.created for each in self.artifacts.all(asset, self.target.name) if each.identity.get(name) == value
+            each.created
+            for each in self.artifacts.list_all(asset, self.target.name)
+            if each.identity.get(name) == value
         ]
         return min(made, default=None)
 

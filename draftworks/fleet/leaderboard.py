@@ -77,17 +77,17 @@ class Fleet:
 
     @classmethod
     def of(cls, registry: Registry) -> Fleet:
-        var = registry.var()
+        var = registry.resolve_var_folder()
         return cls(registry, ArtifactStore(var), FileDigests(var / "digests.json"))
 
     def standings(self) -> list[Standing]:
         """Every strategy of every target, the most accepted first, those without a value last."""
-        found = [standing for name in self.registry.target_names() for standing in self._of_target(name)]
+        found = [standing for name in self.registry.list_targets() for standing in self._of_target(name)]
         return sorted(found, key=lambda one: (one.value is None, -(one.value or 0), one.target, one.strategy))
 
     def _of_target(self, name: str) -> Iterator[Standing]:
         try:
-            target = self.registry.target(name)
+            target = self.registry.load_target(name)
         except DraftworksError as error:
             yield Standing(name, strategy="", problem=str(error))
             return
@@ -104,7 +104,7 @@ class Fleet:
             problem = "no draft yet" if draft is None else "no report of its draft yet: run the job `evaluate`"
             return Standing(target.name, strategy, problem=problem)
         latest = measured(report)
-        best = best_of(latest, self.artifacts.all(report.asset, target.name))
+        best = best_of(latest, self.artifacts.list_all(report.asset, target.name))
         try:
             files = resolve_target(target, self.registry, self.digests)
             stale_against = self._stale_against(target, files, {} if draft is None else {strategy: draft})

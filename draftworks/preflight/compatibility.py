@@ -15,7 +15,7 @@ from draftworks.errors import ConfigError, StoreError
 from draftworks.sglang.families import refuse_on_cpu
 from draftworks.sglang.layers import architecture_of, check_capture, eagle3_ids
 from draftworks.targets.registry import Registry
-from draftworks.targets.resolve import text_config
+from draftworks.targets.resolve import read_text_config
 
 SGLANG_EAGLE3 = "sglang_eagle3"
 
@@ -45,7 +45,7 @@ def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) ->
         _check_served_taps(target, files, name, entry.export)
         if entry.start_from is not None:
             where = f"target {target.name}: strategies.{name}.start_from"
-            _check_start(registry.located(entry.start_from), strategy, options, files, where)
+            _check_start(registry.resolve_path(entry.start_from), strategy, options, files, where)
     size = draft_vocab_size(target)
     if size is not None and size > files.vocab_size:
         raise ConfigError(
@@ -93,7 +93,7 @@ def _check_export(
     refused = strategy.refusals(options, strategy.taps(files.num_layers, options), settings.formats)
     exports = [strategy.export(name) for name in settings.formats or ()]
     if any(export.embeds_rows for export in exports):
-        scale = embedding_scale(text_config(files).get("model_type"), files.hidden_size)
+        scale = embedding_scale(read_text_config(files).get("model_type"), files.hidden_size)
         refused |= {export.name: why for export in exports if (why := export.embedding_refusal(scale))}
     useless = settings.formats is None and bool(refused) and len(refused) == len(strategy.exports)
     if refused and (useless or settings.formats is not None):

@@ -26,7 +26,7 @@ def examine_entry(name: str, registry: Registry, digests: FileDigests) -> tuple[
     """All findings about the registry's target of that name. A wrong entry is a finding, and never raises."""
     findings = Findings()
     try:
-        target = registry.target(name)
+        target = registry.load_target(name)
     except DraftworksError as error:
         findings.found += [Finding("error", line) for line in str(error).splitlines()]
         return tuple(findings.found)
@@ -80,14 +80,14 @@ def _check_data(target: TargetSpec, registry: Registry, findings: Findings) -> b
     where = f"target {target.name}"
     wanted: dict[str, str] = {}
     with findings.collected():
-        wanted[registry.dataset(target.dataset).name] = f"{where}: data set {target.dataset}"
+        wanted[registry.load_dataset(target.dataset).name] = f"{where}: data set {target.dataset}"
     for name in target.evals:
         with findings.collected():
-            dataset = registry.dataset(registry.eval(name).dataset).name
+            dataset = registry.load_dataset(registry.load_eval_set(name).dataset).name
             wanted.setdefault(dataset, f"{where}: eval set {name}: data set {dataset}")
     for name, told in wanted.items():
         try:
-            files = find_files(registry.dataset(name).files, registry.root)
+            files = find_files(registry.load_dataset(name).files, registry.root)
         except DraftworksError as error:
             findings.error(f"{told}: {error}")
             continue

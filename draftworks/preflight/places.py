@@ -33,10 +33,10 @@ def check_places(target: TargetSpec, registry: Registry, findings: Findings) -> 
 
 def check_writable(registry: Registry, findings: Findings) -> None:
     """That results can be published: whatever is above a folder that is still to be made has to be a folder, and writable."""
-    deployment = registry.deployment()
-    places = {"var": registry.var()}
+    deployment = registry.load_deployment()
+    places = {"var": registry.resolve_var_folder()}
     if deployment.features.root is not None:
-        places["features.root"] = registry.located(deployment.features.root)
+        places["features.root"] = registry.resolve_path(deployment.features.root)
     if deployment.features.kind == "shared_dir" and not places["features.root"].is_dir():
         findings.error(
             f"deployment: features.root: {places['features.root']} is no folder: mount it, or correct the path"
@@ -61,7 +61,7 @@ def _existing(place: Path) -> Path:
 
 def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) -> None:
     """Only whether its environment is there: what is in it the programs ask, and it takes seconds."""
-    python = Path(os.path.abspath(registry.root / registry.deployment().sglang.python))
+    python = Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python))
     backend, asked = target.capture.backend, target.evaluation.serving.prompts > 0
     ours = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
     if (ours or asked) and not python.is_file():

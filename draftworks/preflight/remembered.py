@@ -31,7 +31,7 @@ def examine_before_run(
         remembered: folder of kept verdicts, by content of entry, files and data.
     """
     versions = [version(library) for library in _LIBRARIES]
-    sets = {name: registry.dataset(name).model_dump(mode="json") for name in data}
+    sets = {name: registry.load_dataset(name).model_dump(mode="json") for name in data}
     looked_at = [target.model_dump(mode="json"), files.model_dump(mode="json"), sets, dict(data)]
     path = remembered / f"{digest([REVISION, versions, looked_at])}.json"
     known = _known(path)

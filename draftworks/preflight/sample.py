@@ -61,9 +61,9 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
     with findings.collected():
         chat = ChatTokenizer.load(files, target.responses.thinking)
     used: Counter[int] = Counter()
-    for name in dict.fromkeys([target.dataset, *(registry.eval(name).dataset for name in target.evals)]):
+    for name in dict.fromkeys([target.dataset, *(registry.load_eval_set(name).dataset for name in target.evals)]):
         with findings.collected():
-            dataset = registry.dataset(name)
+            dataset = registry.load_dataset(name)
             sample = read_sample(dataset, registry.root, files)
             _judge_rows(f"data set {name}", sample, target, findings)
             if name == target.dataset and sample.kind == "tokens" and target.responses.mode == "regenerate":

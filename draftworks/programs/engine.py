@@ -61,10 +61,10 @@ def prepare_server(name: str, registry: Registry) -> SGLangServer:
     Raises:
         ConfigError: the entry names no server on this machine, or SGLang cannot do what it asks for; the port is taken.
     """
-    target = registry.target(name)
+    target = registry.load_target(name)
     port, spool = _place(target)
     require_free_port(port)
-    files = resolve_target(target, registry, FileDigests(registry.var() / "digests.json"))
+    files = resolve_target(target, registry, FileDigests(registry.resolve_var_folder() / "digests.json"))
     check_demands(target, files, registry)
 
     from draftworks.capture.engines.sglang_loading import layers_to_capture, server_options  # torch
@@ -73,9 +73,9 @@ def prepare_server(name: str, registry: Registry) -> SGLangServer:
     taps = tuple(LayerTap(index) for index in union_of_taps(target, files.num_layers))
     device = resolve_device(target.capture.device)
     options = server_options(files, target.capture, device, spool, layers_to_capture(taps))
-    sglang = registry.deployment().sglang
+    sglang = registry.load_deployment().sglang
     python = (registry.root / sglang.python).absolute()
-    folder = registry.var() / "engines" / name
+    folder = registry.resolve_var_folder() / "engines" / name
     return SGLangServer(python, options, folder, sglang.start_timeout_s, sglang.grace_s, port)
 
 

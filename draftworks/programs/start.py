@@ -35,7 +35,7 @@ def run(
     """Run a job for one target, here and now; in CI too. If it fails, the last lines say why and exit code is not 0."""
     try:
         if target is not None and file is None:
-            Registry(CHECKOUT / "registry").target_file(target)
+            Registry(CHECKOUT / "registry").find_target_file(target)
         for path in [*(config or []), *([file] if file else [])]:
             if not path.is_file():
                 raise ConfigError(f"{path}: no such file")

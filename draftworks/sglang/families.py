@@ -8,7 +8,7 @@ from typing import Any
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
-from draftworks.targets.resolve import text_config
+from draftworks.targets.resolve import read_text_config
 
 _TRIED = "SGLang 0.5.23"
 _DELTA_NET = "its kernels for gated DeltaNet are Triton's, which interpreted stop at a data type"
@@ -28,7 +28,7 @@ def refuse_on_cpu(spec: TargetSpec, files: TargetFiles) -> None:
     """ConfigError for a target that SGLang would have to run on a CPU and cannot."""
     if not _asks_sglang(spec) or spec.capture.device != "cpu":
         return
-    kind = text_config(files).get("model_type")
+    kind = read_text_config(files).get("model_type")
     if kind in _NOT_ON_CPU:
         raise ConfigError(
             f"target {spec.name}: capture.backend {spec.capture.backend} on a CPU: {_TRIED} does not run {kind} there: "
@@ -38,7 +38,7 @@ def refuse_on_cpu(spec: TargetSpec, files: TargetFiles) -> None:
 
 def sglang_remarks(spec: TargetSpec, files: TargetFiles) -> list[str]:
     """What a person should know before SGLang captures or serves this target; other versions may do better."""
-    config, said = text_config(files), []
+    config, said = read_text_config(files), []
     kind, window = config.get("model_type"), _window(config)
     if kind in _SUBLAYERS:
         said.append(

@@ -65,9 +65,9 @@ class Artifact:
     hit: bool = False
     """Whether this call found it already made."""
 
-    def damage(self) -> str | None:
+    def find_damage(self) -> str | None:
         """What is wrong with the files, if anything."""
-        return FileManifest.of_digests(self.files).damage(self.path)
+        return FileManifest.of_digests(self.files).find_damage(self.path)
 
 
 Check = Callable[[Artifact], bool]
@@ -112,7 +112,7 @@ class ArtifactStore:
         publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
         return artifact
 
-    def current(self, asset: str, target: str) -> Artifact:
+    def load_current(self, asset: str, target: str) -> Artifact:
         """The newest result of an asset for a target.
 
         Raises:
@@ -131,9 +131,9 @@ class ArtifactStore:
 
     def find(self, asset: str, target: str) -> Artifact | None:
         """As `current`, but None where there is no result."""
-        return self.current(asset, target) if (self._folder(asset, target) / POINTER).exists() else None
+        return self.load_current(asset, target) if (self._folder(asset, target) / POINTER).exists() else None
 
-    def all(self, asset: str, target: str) -> list[Artifact]:
+    def list_all(self, asset: str, target: str) -> list[Artifact]:
         """Every result of an asset for a target, newest first; one whose record cannot be read is left out."""
         found = []
         for folder in sorted(self._folder(asset, target).glob("*/")):
@@ -154,7 +154,7 @@ class ArtifactStore:
             return None
         try:
             artifact = replace(self._read(final), hit=True)
-            problem = artifact.damage()
+            problem = artifact.find_damage()
         except StoreError as error:
             artifact, problem = None, str(error)
         if problem is not None:

@@ -57,7 +57,7 @@ def _captured_under(artifacts: ArtifactStore, weights: str) -> set[str]:
     found = set()
     for asset in CAPTURED:
         for folder in (artifacts.root / asset).glob("*/"):
-            results = artifacts.all(asset, folder.name)
+            results = artifacts.list_all(asset, folder.name)
             if any(result.identity.get("target") == weights for result in results):
                 found.add(folder.name)
     return found

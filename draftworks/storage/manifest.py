@@ -41,7 +41,7 @@ class FileManifest:
     def digests(self) -> dict[str, str]:
         return {name: file.digest for name, file in self.files.items()}
 
-    def damage(self, folder: Path, names: Iterable[str] | None = None, read: bool = True) -> str | None:
+    def find_damage(self, folder: Path, names: Iterable[str] | None = None, read: bool = True) -> str | None:
         """What is wrong with the first file that is not as recorded; None if all are.
 
         Args:
@@ -51,9 +51,9 @@ class FileManifest:
         looked_at = self.files if names is None else names
         return next(filter(None, (self._damage(folder / name, self.files[name], read) for name in looked_at)), None)
 
-    def require(self, folder: Path, advice: str, names: Iterable[str] | None = None) -> None:
+    def require_intact(self, folder: Path, advice: str, names: Iterable[str] | None = None) -> None:
         """StoreError, with what to do, unless all files (or those `names`) are as recorded."""
-        damage = self.damage(folder, names)
+        damage = self.find_damage(folder, names)
         if damage is not None:
             raise StoreError(f"{damage}. {advice}")
 

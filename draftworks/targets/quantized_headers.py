@@ -47,7 +47,7 @@ class _Plain:
     header: TensorHeader
 
 
-def without_quantization(tensors: Mapping[str, TensorHeader], config: Any) -> PlainHeaders:
+def strip_quantization(tensors: Mapping[str, TensorHeader], config: Any) -> PlainHeaders:
     """Translate names and shapes of a quantised checkpoint; those of another one are given back as they are.
 
     Knows block scales (fp8, DeepSeek's layout), MXFP4 (gpt-oss), compressed-tensors, GPTQ, AWQ, ModelOpt and

@@ -39,11 +39,11 @@ class Registry:
 
     root: Path
 
-    def target_names(self) -> list[str]:
+    def list_targets(self) -> list[str]:
         """Names of all targets, sorted; the files are not opened."""
         return self._names("targets")
 
-    def target(self, name: str) -> TargetSpec:
+    def load_target(self, name: str) -> TargetSpec:
         """One target, its strategies' options checked.
 
         Raises:
@@ -62,45 +62,45 @@ class Registry:
                 raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
         return spec
 
-    def target_file(self, name: str) -> Path:
+    def find_target_file(self, name: str) -> Path:
         """Where a target is described; not opened. ConfigError for a name that has none, with the closest ones."""
         return self._path("targets", name)
 
-    def dataset(self, name: str) -> DatasetSpec:
+    def load_dataset(self, name: str) -> DatasetSpec:
         return load_yaml(self._path("datasets", name), DatasetSpec, name=name)
 
-    def eval_names(self) -> list[str]:
+    def list_eval_sets(self) -> list[str]:
         """Names of all eval sets, sorted; `heldout` is built in and not among them."""
         return self._names("evals")
 
-    def eval(self, name: str) -> EvalSpec:
+    def load_eval_set(self, name: str) -> EvalSpec:
         if name == HELDOUT:
             raise ConfigError(f"{self.root / 'evals'}: {HELDOUT} is the built-in eval set: give yours another name")
         return load_yaml(self._path("evals", name), EvalSpec, name=name)
 
-    def deployment(self) -> DeploymentSpec:
+    def load_deployment(self) -> DeploymentSpec:
         """The deployment; defaults where there is no file."""
         path = self.root / DEPLOYMENT
         return load_yaml(path, DeploymentSpec) if os.path.lexists(path) else DeploymentSpec()
 
-    def var(self) -> Path:
+    def resolve_var_folder(self) -> Path:
         """Where runs write."""
-        return self.located(self.deployment().var)
+        return self.resolve_path(self.load_deployment().var)
 
-    def located(self, path: str) -> Path:
+    def resolve_path(self, path: str) -> Path:
         """A path of the registry: relative ones start at its root."""
         return (self.root / path).resolve()
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """Everything wrong with any entry or file of the registry, as far as it says so itself; a message each."""
-        return self.shared_problems() + self._refusals("targets", self.target)
+        return self.find_shared_problems() + self._refusals("targets", self.load_target)
 
-    def shared_problems(self) -> list[str]:
+    def find_shared_problems(self) -> list[str]:
         """What is wrong with files that are no target's own; a message each."""
-        found = self.unread_files()
-        found += self._refusals("datasets", self.dataset) + self._refusals("evals", self.eval)
+        found = self.find_unread_files()
+        found += self._refusals("datasets", self.load_dataset) + self._refusals("evals", self.load_eval_set)
         try:
-            self.deployment()
+            self.load_deployment()
         except ConfigError as error:
             found.append(str(error))
         return found
@@ -114,7 +114,7 @@ class Registry:
                 found.append(str(error))
         return found
 
-    def unread_files(self) -> list[str]:
+    def find_unread_files(self) -> list[str]:
         """Files that look like entries and are none, a message each."""
         found = []
         for kind in KINDS:
@@ -169,7 +169,7 @@ def _name_problem(name: str) -> str:
     return ""
 
 
-def with_overrides(
+def apply_overrides(
     target: str, strategy: StrategySpec, entry: StrategyEntry, options: dict[str, Any], training: dict[str, Any]
 ) -> StrategyEntry:
     """A target's strategy with every option filled in: the registry's, and over them those of one run.
@@ -183,7 +183,7 @@ def with_overrides(
     return entry.model_copy(update={"options": typed.model_dump(), "training": merged})
 
 
-def resolved_options(target: TargetSpec, registry: Registry) -> dict[str, Any]:
+def resolve_recipe(target: TargetSpec, registry: Registry) -> dict[str, Any]:
     """The recipe of a target as JSON: every option that decides a result, with the defaults filled in.
 
     Raises:
@@ -200,7 +200,7 @@ def resolved_options(target: TargetSpec, registry: Registry) -> dict[str, Any]:
             name: {
                 "options": resolve_strategy(name).parse_options(entry.options, f"target {target.name}").identity(),
                 "training": entry.training.identity(),
-                "start_from": entry.start_from and read_config(registry.located(entry.start_from)).weights_digest,
+                "start_from": entry.start_from and read_config(registry.resolve_path(entry.start_from)).weights_digest,
                 "export": entry.export.model_dump(),
             }
             for name, entry in target.strategies.items()

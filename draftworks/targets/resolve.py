@@ -76,7 +76,7 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
     )
 
 
-def digested(target: TargetFiles) -> TargetFiles:
+def digest_target_files(target: TargetFiles) -> TargetFiles:
     """The target with the digests that its files have now; those that were remembered as they are are not read again.
 
     Raises:
@@ -99,7 +99,7 @@ def require_unchanged(target: TargetFiles) -> None:
     Raises:
         ConfigError: weights, config.json, tokenizer, template or generation_config.json are others, or absent.
     """
-    found = digested(target)
+    found = digest_target_files(target)
     parts = {
         f"weights and config.json in {target.model}": (target.digest, found.digest),
         f"tokenizer, template and generation_config.json of {target.tokenizer}": (
@@ -117,7 +117,7 @@ def require_unchanged(target: TargetFiles) -> None:
 
 
 def _locate(model: str, revision: str | None, registry: Registry, where: str) -> str:
-    folder = registry.located(model)
+    folder = registry.resolve_path(model)
     if revision is not None:
         if folder.is_dir():
             raise ConfigError(
@@ -136,13 +136,13 @@ def _locate(model: str, revision: str | None, registry: Registry, where: str) ->
 def _template(spec: TargetSpec, registry: Registry) -> Path | None:
     if spec.chat_template is None:
         return None
-    path = registry.located(spec.chat_template)
+    path = registry.resolve_path(spec.chat_template)
     if not path.is_file():
         raise ConfigError(f"target {spec.name}: chat_template: {path} is not a file")
     return path
 
 
-def text_config(target: TargetFiles) -> dict[str, Any]:
+def read_text_config(target: TargetFiles) -> dict[str, Any]:
     """What config.json says of a target's language model, without the defaults of its class. Raises ConfigError."""
     return _model_config(target.model, target.revision, f"target {target.name}")
 

@@ -76,7 +76,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
-def model_headers(target: TargetFiles) -> ModelHeaders:
+def read_model_headers(target: TargetFiles) -> ModelHeaders:
     """Headers of a target's weights, of a directory or of a pinned commit of the hub.
 
     Files are chosen as transformers does: `model.safetensors` if there is one, else those that the index names.

@@ -20,8 +20,8 @@ from draftworks.storage.atomic import publish_json
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_json
 from draftworks.targets.model_files import INDEX, WEIGHTS, ModelFiles
-from draftworks.targets.quantized_headers import without_quantization
-from draftworks.targets.safetensors_headers import TensorHeader, model_headers
+from draftworks.targets.quantized_headers import strip_quantization
+from draftworks.targets.safetensors_headers import TensorHeader, read_model_headers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -108,7 +108,7 @@ def require_loaded(target: TargetFiles, model: PreTrainedModel, loading: Mapping
 def _checked(target: TargetFiles, backend: str) -> WeightsCheck:
     config = read_config(target)
     _require_plain_files(target, config)
-    headers = model_headers(target)
+    headers = read_model_headers(target)
     if isinstance(config, str):
         if backend == "hf":
             raise ConfigError(f"target {target.name}: {config}. Capture with another backend, or update transformers")
@@ -117,7 +117,7 @@ def _checked(target: TargetFiles, backend: str) -> WeightsCheck:
             len(headers.tensors),
             f"names and shapes of the weights were not checked: {config}; all files are whole",
         )
-    plain = without_quantization(headers.tensors, getattr(config, "quantization_config", None))
+    plain = strip_quantization(headers.tensors, getattr(config, "quantization_config", None))
     with _quiet():
         model = _empty_model(target, config)
         found = _compared(model, plain.tensors, plain.unshaped)

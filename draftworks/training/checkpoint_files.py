@@ -191,7 +191,7 @@ def read_record(folder: Path) -> CheckpointRecord:
         raise StoreError(f"{path}: schema {schema}, expected {SCHEMA_VERSION}")
     if altered:
         raise StoreError(f"{path}: altered: its digest is not the recorded {recorded}")
-    damage = record.manifest.damage(folder, read=False)
+    damage = record.manifest.find_damage(folder, read=False)
     if damage is not None:
         raise StoreError(damage)
     return record
@@ -203,7 +203,7 @@ def verify(folder: Path, record: CheckpointRecord, names: Iterable[str]) -> None
     Raises:
         StoreError: a file is altered, by name.
     """
-    record.manifest.require(folder, f"Remove {folder} to go on from an older checkpoint", names)
+    record.manifest.require_intact(folder, f"Remove {folder} to go on from an older checkpoint", names)
 
 
 def is_complete(folder: Path) -> bool:

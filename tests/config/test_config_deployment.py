@@ -47,7 +47,7 @@ def test_features_are_kept_under_var_unless_the_deployment_says_otherwise(tmp_pa
 )
 def test_a_bad_store_is_refused_with_file_key_and_reason(tmp_path: Path, text: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        deployment(tmp_path, text).deployment()
+        deployment(tmp_path, text).load_deployment()
 
 
 @pytest.mark.parametrize(

@@ -41,22 +41,22 @@ class TrainedFleet(MeasuredFleet):
         path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **entry}))
 
     def prepare(self, tokens: str = "tokens") -> None:
-        fleet, target = Fleet.of(self.registry), self.registry.target(NAME)
-        data = dataset_version(fleet.registry.dataset("none"), fleet.registry.root, fleet.digests)
+        fleet, target = Fleet.of(self.registry), self.registry.load_target(NAME)
+        data = dataset_version(fleet.registry.load_dataset("none"), fleet.registry.root, fleet.digests)
         self.publish("conversations", NAME, "c", {"dataset": data, "data": target.data.identity()})
         answers = {"responses": target.responses.identity(), "max_length": target.max_length, "only_last_turn": False}
         self.publish("responses", NAME, tokens, {**self._digests(NAME), **answers})
         self.publish("tokenized_train", NAME, tokens, {"responses": tokens})
 
     def train(self, version: str = "second draft", summary: dict | None = None, **training) -> None:
-        entry, strategy = self.registry.target(NAME).strategies["eagle3"], resolve_strategy("eagle3")
+        entry, strategy = self.registry.load_target(NAME).strategies["eagle3"], resolve_strategy("eagle3")
         identity = {
             "strategy": "eagle3",
             "options": strategy.parse_options(entry.options, where="").identity(),
             "training": {**entry.training.identity(), **training},
             "start_from": None,
             "target": self._digests(NAME)["target"],
-            "tokens": self.artifacts.current("tokenized_train", NAME).data_version,
+            "tokens": self.artifacts.load_current("tokenized_train", NAME).data_version,
             "version": version,
         }
         self.artifacts.obtain("eagle3_draft", NAME, identity, lambda out: BuildResult(version, summary or {}))

@@ -23,7 +23,7 @@ from draftworks.data.conversations import Conversation, Turn
 from draftworks.evaluation.ladder.loop_cache import LoopIdentity
 from draftworks.storage.artifacts import Artifact
 from draftworks.storage.identity import FeatureIdentity, FileDigests, LastHidden, LayerTap, digest, token_digest
-from draftworks.targets.registry import Registry, resolved_options
+from draftworks.targets.registry import Registry, resolve_recipe
 from draftworks.targets.resolve import resolve_target
 from spec_assets.data import Conversations, answered_identity
 
@@ -65,7 +65,7 @@ def recipes() -> dict[str, Any]:
     targets |= {f"capture by {name}": {"capture": spec} for name, spec in CAPTURES.items()}
     targets |= {f"responses {name}": {"responses": spec} for name, spec in RESPONSES.items()}
     registry = Registry(Path("/nowhere"))
-    return {name: digest(resolved_options(TargetSpec(**named, **more), registry)) for name, more in targets.items()}
+    return {name: digest(resolve_recipe(TargetSpec(**named, **more), registry)) for name, more in targets.items()}
 
 
 def keys_of_features() -> dict[str, Any]:

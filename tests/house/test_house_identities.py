@@ -36,7 +36,7 @@ from draftworks.config.responses import EndpointSpec, ResponseSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import ServerSpec, SGLangSpec, StartedServer
 from draftworks.config.strategies import available_strategies, resolve_strategy
-from draftworks.targets.registry import Registry, resolved_options
+from draftworks.targets.registry import Registry, resolve_recipe
 
 SERVER = CaptureSpec(backend="sglang_server")
 CUSTOM = CustomEngineSpec(entry_point="a:b", engine="mine")
@@ -71,7 +71,7 @@ def inside(parent: Spec, name: str) -> Callable[[Spec], Any]:
 
 
 def of_target(spec: TargetSpec) -> Any:
-    return resolved_options(spec, Registry(typing.cast(Any, None)))
+    return resolve_recipe(spec, Registry(typing.cast(Any, None)))
 
 
 def of_entry(entry: StrategyEntry) -> Any:

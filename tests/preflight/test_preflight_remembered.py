@@ -29,7 +29,7 @@ def examine(fleet, tiny_target, tmp_path):
     """The look at the fleet's target, with what a test changes of it."""
 
     def examined(**changed):
-        given = {"target": fleet.registry.target("small"), "files": tiny_target, "data": {"chats": "a"}, **changed}
+        given = {"target": fleet.registry.load_target("small"), "files": tiny_target, "data": {"chats": "a"}, **changed}
         return examine_before_run(registry=fleet.registry, remembered=tmp_path / "kept", **given)
 
     return examined
@@ -41,7 +41,7 @@ def test_what_has_not_changed_is_not_looked_at_again(fleet, tiny_target, examine
     assert [one.severity for one in first] == ["warning"]
     assert examine() == first
     assert looks == ["check_drafts", "check_sample"]
-    examine(target=fleet.registry.target("small").model_copy(update={"max_length": 80}))
+    examine(target=fleet.registry.load_target("small").model_copy(update={"max_length": 80}))
     examine(files=tiny_target.model_copy(update={"digest": "other"}))
     examine(data={"chats": "b"})
     monkeypatch.setattr(remembered, "REVISION", 9)
@@ -50,7 +50,7 @@ def test_what_has_not_changed_is_not_looked_at_again(fleet, tiny_target, examine
 
 
 def test_a_mistake_and_a_damaged_verdict_are_looked_at_again(fleet, examine, looks, tmp_path):
-    good = fleet.registry.target("small")
+    good = fleet.registry.load_target("small")
     fleet.write(strategies={"eagle3": {"options": {"draft_vocab_size": 64}, "training": {"lr": 9}}})
     for _ in range(2):
         assert any(one.severity == "error" for one in examine())

@@ -38,7 +38,7 @@ def test_a_named_eval_set_goes_from_its_file_to_the_report(finished, tmp_path):
     site = with_extra_set(finished.site.copy(tmp_path))
     result = site.run("everything")
     assert result.success
-    report = ArtifactStore(site.var).current("eagle3_report", "small")
+    report = ArtifactStore(site.var).load_current("eagle3_report", "small")
     assert set(report.summary["evals"]) == {"heldout", "extra"}
     metadata = shown(result, "eagle3_report")
     assert "extra" in metadata["report_extra"].value
@@ -72,7 +72,7 @@ def test_an_eval_set_named_as_the_built_in_one_stops_only_who_lists_it(site):
     assert site.run("resolve", partition="other").success
     failure = site.run("resolve").failure_data_for_node("recipe")
     assert "heldout is the built-in eval set: give yours another name" in failure.user_failure_data.description
-    assert any("built-in eval set" in line for line in Registry(site.registry).problems())
+    assert any("built-in eval set" in line for line in Registry(site.registry).find_problems())
 
 
 def test_an_unknown_eval_set_is_found_before_any_work(site):

@@ -28,7 +28,7 @@ def materialized(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]
 
 
 def test_every_run_ends_with_a_folder_for_each_format(finished):
-    export = ArtifactStore(finished.site.var).current("eagle3_export", "small")
+    export = ArtifactStore(finished.site.var).load_current("eagle3_export", "small")
     assert list(export.summary["formats"]) == FORMATS
     for name in FORMATS:
         assert {path.name for path in (export.path / name).iterdir()} == {
@@ -59,7 +59,7 @@ def test_all_gates_are_asset_checks_and_stop_the_run(finished):
 
 def test_the_card_of_the_report_goes_beside_the_weights(finished):
     store = ArtifactStore(finished.site.var)
-    export, report = (store.current(f"eagle3_{kind}", "small") for kind in ("export", "report"))
+    export, report = (store.load_current(f"eagle3_{kind}", "small") for kind in ("export", "report"))
     card = (report.path / "README.md").read_text()
     for name in FORMATS:
         assert (export.path / name / "README.md").read_text().startswith(card.rstrip())
@@ -67,14 +67,14 @@ def test_the_card_of_the_report_goes_beside_the_weights(finished):
 
 def test_an_export_is_made_once_and_again_for_other_settings(finished, tmp_path):
     site = finished.site.copy(tmp_path)
-    first = ArtifactStore(site.var).current("eagle3_export", "small")
+    first = ArtifactStore(site.var).load_current("eagle3_export", "small")
     again = site.run("train_eagle3")
     assert materialized(again, "eagle3_export")["cache"] == "hit"
     entry = "    export: {formats: [sglang_eagle3], dtype: float32}\n"
     site.target_file.write_text(site.target_file.read_text() + entry)
     other = site.run("train_eagle3")
     assert other.success
-    export = ArtifactStore(site.var).current("eagle3_export", "small")
+    export = ArtifactStore(site.var).load_current("eagle3_export", "small")
     assert {name: one["dtype"] for name, one in export.summary["formats"].items()} == {"sglang_eagle3": "float32"}
     assert export.data_version != first.data_version
     assert materialized(other, "eagle3_draft")["cache"] == "hit"
@@ -97,7 +97,7 @@ def test_an_export_without_a_report_of_its_draft_has_no_card(finished, tmp_path)
         selection = [dg.AssetKey("eagle3_export")]
         result = job.execute_in_process(partition_key="small", asset_selection=selection, instance=instance)
     assert result.success
-    export = ArtifactStore(site.var).current("eagle3_export", "small")
+    export = ArtifactStore(site.var).load_current("eagle3_export", "small")
     assert (export.path / "sglang_eagle3" / "README.md").read_text().startswith("# eagle3 draft of small\n")
 
 
@@ -130,7 +130,7 @@ def test_no_gate_is_passed_where_nothing_was_exported(gate: str):
 def test_the_gates_of_a_damaged_export_fail_the_run(finished, tmp_path):
     """The record says that one gate was not passed: the run that looks at it is red."""
     site = finished.site.copy(tmp_path)
-    export = ArtifactStore(site.var).current("eagle3_export", "small")
+    export = ArtifactStore(site.var).load_current("eagle3_export", "small")
     record = json.loads((export.path / "artifact.json").read_text())
     gates = record["summary"]["formats"]["sglang_eagle3"]["gates"]
     next(gate for gate in gates if gate["name"] == "same_logits")["passed"] = False

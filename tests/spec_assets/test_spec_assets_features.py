@@ -30,7 +30,7 @@ def test_in_another_kind_of_store_features_are_captured_anew_and_all_else_is_a_h
     built = {name for name, cache in captured(result).items() if cache == "built"}
     assert built == FEATURES
     for name in FEATURES:
-        before, after = (ArtifactStore(var).current(name, "small") for var in (finished.site.var, site.var))
+        before, after = (ArtifactStore(var).load_current(name, "small") for var in (finished.site.var, site.var))
         assert after.data_version == before.data_version
         assert after.summary["verification"]["features_as_captured"]
     assert list((tmp_path / "shared").glob("*/samples/*/*.safetensors"))
@@ -57,10 +57,12 @@ def test_a_copy_of_a_target_under_another_name_is_neither_asked_nor_captured_aga
     if layout == "by name":
         as_kept_by_name(site, "small")
     assert site.run("prepare", partition="twin").success
-    of_twin = {name: ArtifactStore(site.var).current(name, "twin").summary for name in [*ANSWERS, *FEATURES]}
+    of_twin = {name: ArtifactStore(site.var).load_current(name, "twin").summary for name in [*ANSWERS, *FEATURES]}
     assert [of_twin[name]["generated_tokens"] for name in ANSWERS] == [0, 0]
     assert [of_twin[name]["captured_samples"] for name in FEATURES] == [0, 0]
-    assert of_twin["responses"]["samples"] == ArtifactStore(site.var).current("responses", "small").summary["samples"]
+    assert (
+        of_twin["responses"]["samples"] == ArtifactStore(site.var).load_current("responses", "small").summary["samples"]
+    )
     assert set(captured(site.run("prepare")).values()) == {"hit"}
 
 

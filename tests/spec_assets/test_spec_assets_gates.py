@@ -35,7 +35,7 @@ def worse(site) -> Workspace:
 
 def make_gate(site, gates: str) -> TargetSpec:
     site.target_file.write_text(f"{site.target_file.read_text()}gates: {gates}\n")
-    return Registry(site.registry).target("small")
+    return Registry(site.registry).load_target("small")
 
 
 def checked(registry: Path) -> dg.ExecuteInProcessResult:
@@ -60,7 +60,7 @@ def checked(registry: Path) -> dg.ExecuteInProcessResult:
 
 def test_a_failed_check_is_told_and_stops_nothing_by_default(site, worse):
     assert checked(site.registry).success
-    check_export_gates(worse, EAGLE3, worse.registry.target("small"))
+    check_export_gates(worse, EAGLE3, worse.registry.load_target("small"))
 
 
 def test_a_gate_fails_the_run_in_one_line_and_nothing_is_exported(site, worse):

@@ -73,8 +73,8 @@ def test_the_run_ends_with_a_leaderboard_that_has_its_report(finished):
 
 def test_the_report_has_a_model_card_of_this_very_draft(finished):
     made = ArtifactStore(finished.site.var)
-    card = (made.current("eagle3_report", "small").path / "README.md").read_text()
-    assert made.current("eagle3_draft", "small").data_version in card
+    card = (made.load_current("eagle3_report", "small").path / "README.md").read_text()
+    assert made.load_current("eagle3_draft", "small").data_version in card
     assert card.endswith(materialized(finished.result)["eagle3_report"].metadata["model_card"].value)
 
 
@@ -106,8 +106,8 @@ def test_five_percent_more_conversations_capture_five_percent_more(finished, tmp
     assert site.run("prepare").success
     made = ArtifactStore(site.var)
     for name in ("training_features", "heldout_eval_features"):
-        before = ArtifactStore(finished.site.var).current(name, "small").summary
-        after = made.current(name, "small").summary
+        before = ArtifactStore(finished.site.var).load_current(name, "small").summary
+        after = made.load_current(name, "small").summary
         grown = after["samples"] - before["samples"]
         assert after["captured_samples"] == (grown or before["captured_samples"])
 
@@ -116,7 +116,7 @@ def test_features_that_were_deleted_are_captured_again(finished, tmp_path):
     site = finished.site.copy(tmp_path)
     shutil.rmtree(site.var / "feature_store")
     assert site.run("prepare").success
-    features = ArtifactStore(site.var).current("training_features", "small")
+    features = ArtifactStore(site.var).load_current("training_features", "small")
     assert features.summary["captured_samples"] > 40
 
 
@@ -152,13 +152,13 @@ def test_an_override_of_the_run_config_makes_another_draft_that_is_compared_with
     config = {"ops": {"eagle3_draft": {"config": {"options": {"step_decay": 0.5}, "training": {"max_steps": 6}}}}}
     result = site.run("train_eagle3", run_config=config, asset_selection=measured)
     assert result.success
-    draft = ArtifactStore(site.var).current("eagle3_draft", "small")
+    draft = ArtifactStore(site.var).load_current("eagle3_draft", "small")
     assert draft.identity["options"]["step_decay"] == 0.5
     assert draft.summary["steps"] == 6
     assert json.loads((draft.path / "config.json").read_text())["draft"]["options"]["step_decay"] == 0.5
     [check] = [check for check in result.get_asset_check_evaluations() if check.check_name == "not_worse"]
     shown = {name: value.value for name, value in check.metadata.items()}
-    first = ArtifactStore(finished.site.var).current("eagle3_draft", "small")
+    first = ArtifactStore(finished.site.var).load_current("eagle3_draft", "small")
     assert (shown["draft"], shown["draft_before"]) == (draft.data_version, first.data_version)
     assert shown["prompts"] > 5
     assert check.passed == (shown["high"] >= 0)

@@ -95,14 +95,15 @@ def test_every_input_of_a_draft_is_part_of_its_identity(tiny_target: TargetFiles
 def test_results_of_a_run_are_identified_by_what_the_run_made_them_of(finished) -> None:
     made = ArtifactStore(finished.site.var)
     of = {
-        name: made.current(name, "small") for name in ("tokenized_train", "responses", "conversations", "eagle3_draft")
+        name: made.load_current(name, "small")
+        for name in ("tokenized_train", "responses", "conversations", "eagle3_draft")
     }
-    target = Registry(finished.site.registry).target("small")
-    features = made.current("training_features", "small").identity
+    target = Registry(finished.site.registry).load_target("small")
+    features = made.load_current("training_features", "small").identity
     assert features["tokens"] == of["tokenized_train"].data_version
     assert features["capture"] == target.capture.identity()
     assert of["responses"].identity["conversations"] == of["conversations"].data_version
-    report = made.current("eagle3_report", "small").identity
+    report = made.load_current("eagle3_report", "small").identity
     assert report["draft"] == of["eagle3_draft"].data_version
     assert report["draft_identity"] == of["eagle3_draft"].path.name
     assert report["evaluation"] == target.evaluation.identity()

@@ -14,8 +14,8 @@ from draftworks.storage.artifacts import ArtifactStore
 def test_an_imported_draft_is_measured_as_the_one_it_was(finished, tmp_path):
     site = finished.site.copy(tmp_path)
     made = ArtifactStore(site.var)
-    before = made.current("eagle3_report", "small").summary["drafts"]["trained"]
-    source = made.current("eagle3_export", "small").path / "speculators_eagle3"
+    before = made.load_current("eagle3_report", "small").summary["drafts"]["trained"]
+    source = made.load_current("eagle3_export", "small").path / "speculators_eagle3"
     arguments = [source, site.registry / "drafts" / "peer", "--target", "small", "--registry", site.registry]
 
     shown = CliRunner().invoke(app, ["import", *map(str, arguments)])
@@ -28,7 +28,7 @@ def test_an_imported_draft_is_measured_as_the_one_it_was(finished, tmp_path):
     result = site.run("everything")
 
     assert result.success, [event.message for event in result.all_events if event.is_failure]
-    draft, report = made.current("eagle3_draft", "small"), made.current("eagle3_report", "small")
+    draft, report = made.load_current("eagle3_draft", "small"), made.load_current("eagle3_report", "small")
     assert draft.summary["steps"] == 0
     measured = report.summary["drafts"]["trained"]
     for metric in ("eval/simulated_acc_len", "eval/rung3_walk_acc_len"):

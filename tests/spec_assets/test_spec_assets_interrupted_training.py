@@ -50,7 +50,7 @@ def train(site, **draft) -> dg.ExecuteInProcessResult:
 
 
 def draft(site):
-    return ArtifactStore(site.var).current("eagle3_draft", "small")
+    return ArtifactStore(site.var).load_current("eagle3_draft", "small")
 
 
 def starts(site) -> list[int]:

@@ -56,14 +56,14 @@ def test_the_main_job_runs_from_the_command_line_and_makes_only_what_is_missing(
 @pytest.mark.slow
 def test_a_plugged_in_strategy_goes_from_capture_to_the_leaderboard(finished, joined):
     made, before = ArtifactStore(joined.site.var), ArtifactStore(finished.site.var)
-    features = made.current("training_features", "small").summary
+    features = made.load_current("training_features", "small").summary
     assert features["streams"] == ["hf2", "hf3", "hf4", "hf5", "last"]
     assert features["captured_bytes"] * 5 == features["bytes"]  # its own tap and nothing else
-    eagle3 = [store.current("eagle3_draft", "small").path.name for store in (made, before)]
+    eagle3 = [store.load_current("eagle3_draft", "small").path.name for store in (made, before)]
     assert eagle3[0] == eagle3[1]
-    draft = made.current("one_head_draft", "small")
+    draft = made.load_current("one_head_draft", "small")
     assert draft.summary["last_loss"] < draft.summary["first_loss"]
-    report = made.current("one_head_report", "small").summary
+    report = made.load_current("one_head_report", "small").summary
     assert 0 < report["drafts"]["trained"]["eval/rung3_walk_acc_len"] <= 1
     rows = pq.read_table(joined.site.var / "leaderboard" / "leaderboard.parquet").to_pylist()
     assert {row["strategy"] for row in rows} == {"eagle3", "one_head"}

@@ -31,9 +31,9 @@ def test_evaluating_a_strategy_without_a_draft_yields_no_report_and_says_why(fin
 def test_equal_weights_with_other_options_are_measured_again(finished, tmp_path):
     """A draft that is published as it began has the weights of another, and may propose otherwise."""
     workspace = Workspace(registry_root=str(finished.site.copy(tmp_path).registry))
-    target, strategy = workspace.registry.target("small"), resolve_strategy("eagle3")
+    target, strategy = workspace.registry.load_target("small"), resolve_strategy("eagle3")
     measured = ReportSubject.of(workspace, strategy, target)
-    report = workspace.artifacts.current("eagle3_report", "small")
+    report = workspace.artifacts.load_current("eagle3_report", "small")
     assert measured.identity(workspace).to_json().items() <= report.identity.items()
 
     republish(workspace, measured.draft, options={**measured.draft.identity["options"], "step_decay": 0.5})

@@ -24,12 +24,12 @@ def cached(result: dg.ExecuteInProcessResult) -> dict[str, str]:
 @pytest.mark.slow
 def test_a_strategy_with_another_tap_captures_that_alone_and_trains_nothing_else_again(finished, tmp_path):
     site = finished.site.copy(tmp_path)
-    before = ArtifactStore(site.var).current("training_features", "small").summary
+    before = ArtifactStore(site.var).load_current("training_features", "small").summary
     site.target_file.write_text(site.target_file.read_text() + DFLASH)
     result = site.run()
     assert result.success, [event.message for event in result.all_events if event.is_failure]
     found = cached(result)
-    after = ArtifactStore(site.var).current("training_features", "small").summary
+    after = ArtifactStore(site.var).load_current("training_features", "small").summary
     assert set(after["streams"]) - set(before["streams"]) == {"hf3"}
     assert after["captured_bytes"] == before["bytes"] // len(before["streams"])
     assert {name: found[name] for name in ("eagle3_draft", "eagle3_report", "eagle3_export")} == {
@@ -45,6 +45,6 @@ def test_what_a_draft_does_not_read_is_not_in_its_identity(finished):
     made = ArtifactStore(finished.site.var)
     streams = ["hf2", "hf4", "hf5", "last"]
     for asset in ("eagle3_draft", "eagle3_report"):
-        answers, features = made.current(asset, "small").identity["heldout"]
-        assert answers == made.current("heldout_responses", "small").data_version
+        answers, features = made.load_current(asset, "small").identity["heldout"]
+        assert answers == made.load_current("heldout_responses", "small").data_version
         assert sorted(features) == streams

@@ -33,8 +33,8 @@ def ask_for(site: Any, prompts: int, more: str = "") -> None:
 def served_like_the_walk(site: Any, folder: Path) -> Script:
     """A server that answers as the eval set has it, in the passes of the walk."""
     store = ArtifactStore(site.var)
-    tokens = TokenizedSet.open(store.current(f"{HELDOUT}_responses", "small").path / TOKENS_FOLDER)
-    walk = {one.sample_id: one for one in read_walk(store.current("eagle3_report", "small").path / HELDOUT)}
+    tokens = TokenizedSet.open(store.load_current(f"{HELDOUT}_responses", "small").path / TOKENS_FOLDER)
+    walk = {one.sample_id: one for one in read_walk(store.load_current("eagle3_report", "small").path / HELDOUT)}
     asked = build_server_prompts(tokens, len(tokens), DecodingLimits(24), max_length=96)
     answers = {key(list(q.prompt)): (list(q.expected), list(walk[q.sample_id].histogram)) for q in asked}
     script = Script(answers)
@@ -64,8 +64,8 @@ def test_a_live_server_is_asked_what_the_walk_predicted(finished, tmp_path):
     ask_for(site, prompts=3)
     result = site.run("serve")
     assert result.success, [event.message for event in result.all_events if event.is_failure]
-    found = ArtifactStore(site.var).current("eagle3_serving", "small")
-    export, report = (ArtifactStore(site.var).current(f"eagle3_{kind}", "small") for kind in ("export", "report"))
+    found = ArtifactStore(site.var).load_current("eagle3_serving", "small")
+    export, report = (ArtifactStore(site.var).load_current(f"eagle3_{kind}", "small") for kind in ("export", "report"))
     assert (found.summary["rung"], found.summary["metric"]) == (6, "eval/rung6_server_acc_len")
     assert found.summary["walk"]["equal"] == found.summary["walk"]["prompts"] == 3
     assert found.summary["same_answers"] == found.summary["answers"] == 3

@@ -38,7 +38,7 @@ def finished_serving(shared_site) -> dg.ExecuteInProcessResult:
 
 @pytest.mark.parametrize(("strategy", "algorithm"), [("eagle3", "EAGLE3"), ("dflash", "DFLASH")])
 def test_a_live_server_accepts_what_the_walk_said(shared_site, finished_serving, strategy, algorithm):
-    found = ArtifactStore(shared_site.var).current(f"{strategy}_serving", "small")
+    found = ArtifactStore(shared_site.var).load_current(f"{strategy}_serving", "small")
     assert found.summary["algorithm"] == algorithm
     assert found.summary["same_answers"] == found.summary["answers"] == 3
     assert found.summary["walk"]["equal"] == found.summary["walk"]["prompts"] == 3

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 
 def made(site: Any, asset: str) -> Artifact:
-    return ArtifactStore(site.var).current(asset, "small")
+    return ArtifactStore(site.var).load_current(asset, "small")
 
 
 def test_the_graph_makes_the_same_draft_through_sglang(site, tiny_sglang, tmp_path_factory):

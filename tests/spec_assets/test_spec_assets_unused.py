@@ -21,7 +21,7 @@ PLANNED = (dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED, dg.DagsterEventTyp
 def unused_of(site, more: str = "", change: tuple[str, str] = ("", "")) -> dict[str, str]:
     site.target_file.write_text(site.target_file.read_text().replace(*change) + more)
     registry = Registry(site.registry)
-    return unused_assets(registry.target("small"), registry)
+    return unused_assets(registry.load_target("small"), registry)
 
 
 def test_a_target_lacks_all_of_the_strategies_that_it_does_not_use_and_nothing_of_its_own_but_serving(site):

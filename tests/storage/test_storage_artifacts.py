@@ -45,9 +45,9 @@ def test_current_follows_the_identity_asked_for_last(tmp_path: Path):
     store = ArtifactStore(tmp_path)
     store.obtain("thing", "tiny", {"a": 1}, writing("one"))
     store.obtain("thing", "tiny", {"a": 2}, writing("two"))
-    assert store.current("thing", "tiny").data_version == "two"
+    assert store.load_current("thing", "tiny").data_version == "two"
     store.obtain("thing", "tiny", {"a": 1}, writing("never"))
-    assert store.current("thing", "tiny").data_version == "one"
+    assert store.load_current("thing", "tiny").data_version == "one"
 
 
 def test_a_failed_build_publishes_nothing_and_the_next_continues_in_what_it_left(tmp_path: Path):
@@ -84,7 +84,7 @@ def test_a_result_whose_outside_parts_are_gone_is_built_again(tmp_path: Path):
 
 def test_a_missing_result_says_what_to_materialize(tmp_path: Path):
     with pytest.raises(StoreError, match="thing of target tiny does not exist yet: materialize it first"):
-        ArtifactStore(tmp_path).current("thing", "tiny")
+        ArtifactStore(tmp_path).load_current("thing", "tiny")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema": 99}'])
@@ -93,7 +93,7 @@ def test_a_damaged_record_is_named(tmp_path: Path, content: str):
     artifact = store.obtain("thing", "tiny", IDENTITY, writing("x"))
     (artifact.path / "artifact.json").write_text(content)
     with pytest.raises(StoreError, match=str(artifact.path)):
-        store.current("thing", "tiny")
+        store.load_current("thing", "tiny")
 
 
 def test_names_that_leave_the_root_are_refused(tmp_path: Path):
@@ -103,7 +103,7 @@ def test_names_that_leave_the_root_are_refused(tmp_path: Path):
     pointer.parent.mkdir(parents=True)
     pointer.write_text(json.dumps({"digest": "../../etc"}))
     with pytest.raises(StoreError, match="not a pointer to a result"):
-        ArtifactStore(tmp_path).current("thing", "tiny")
+        ArtifactStore(tmp_path).load_current("thing", "tiny")
 
 
 @pytest.mark.parametrize("change", [lambda p: p.unlink(), lambda p: p.write_text("y"), lambda p: p.write_text("")])
@@ -112,7 +112,7 @@ def test_a_result_with_a_damaged_file_is_no_hit_and_is_built_again(tmp_path: Pat
     change(store.obtain("thing", "tiny", IDENTITY, writing("x")).path / "data.txt")
     again = store.obtain("thing", "tiny", IDENTITY, writing("x"))
     assert not again.hit
-    assert again.damage() is None
+    assert again.find_damage() is None
 
 
 @pytest.mark.parametrize("renames", [0, 1])
@@ -134,7 +134,7 @@ def test_a_kill_while_a_result_is_replaced_leaves_the_old_or_the_new_one(tmp_pat
         store.obtain("thing", "tiny", IDENTITY, writing("new"), start_over=True)
     monkeypatch.undo()
     found = store.obtain("thing", "tiny", IDENTITY, writing("newest"))
-    assert found.damage() is None
+    assert found.find_damage() is None
     assert found.data_version == ("old" if renames == 0 else "newest")
 
 
@@ -185,8 +185,8 @@ def test_all_results_are_listed_newest_first_without_what_is_damaged_or_unfinish
     store.obtain("thing", "tiny", {"a": 0}, writing("0"))
     for ending in (".partial", ".old"):
         shutil.copytree(made[2].path, made[2].path.with_name(f"{made[2].path.name}{ending}"))
-    assert [found.data_version for found in store.all("thing", "tiny")] == ["3", "2", "0"]
-    assert store.all("thing", "other") == []
+    assert [found.data_version for found in store.list_all("thing", "tiny")] == ["3", "2", "0"]
+    assert store.list_all("thing", "other") == []
 
 
 SLOW_BUILD = """

@@ -31,8 +31,8 @@ def of_length(path: Path) -> str:
 def test_whole_files_are_as_recorded(folder: Path, digest_of: Callable[[Path], str] | None) -> None:
     manifest = FileManifest.record(folder, list_files(folder), **({"digest_of": digest_of} if digest_of else {}))
     assert {name: file.bytes for name, file in manifest.files.items()} == {n: len(c) for n, c in CONTENT.items()}
-    assert manifest.damage(folder) is None
-    manifest.require(folder, "Never said")
+    assert manifest.find_damage(folder) is None
+    manifest.require_intact(folder, "Never said")
 
 
 def test_any_other_content_is_found_by_name(folder: Path) -> None:
@@ -46,11 +46,11 @@ def test_any_other_content_is_found_by_name(folder: Path) -> None:
     def found(content: bytes) -> None:
         path.write_bytes(content)
         for kept in (manifest, FileManifest.of_digests(manifest.digests)):
-            assert (kept.damage(folder) is None) == (content == whole)
-            assert kept.damage(folder, ["a.txt", "empty"]) is None
+            assert (kept.find_damage(folder) is None) == (content == whole)
+            assert kept.find_damage(folder, ["a.txt", "empty"]) is None
             if content != whole:
-                assert kept.damage(folder).startswith(f"{path}: ")
-        assert (manifest.damage(folder, read=False) is None) == (len(content) == len(whole))
+                assert kept.find_damage(folder).startswith(f"{path}: ")
+        assert (manifest.find_damage(folder, read=False) is None) == (len(content) == len(whole))
 
     found()
 
@@ -68,12 +68,12 @@ def test_damage_says_what_was_expected_and_what_to_do(folder: Path, harm: Callab
     manifest = FileManifest.record(folder, list_files(folder))
     harm(folder / "a.txt")
     with pytest.raises(StoreError, match=rf"^{folder / 'a.txt'}: {said}.*\. Make it again$"):
-        manifest.require(folder, "Make it again")
-    assert (manifest.damage(folder, read=False) is None) == ("digest" in said)
+        manifest.require_intact(folder, "Make it again")
+    assert (manifest.find_damage(folder, read=False) is None) == ("digest" in said)
 
 
 def test_a_name_that_no_file_can_have_is_damage(folder: Path) -> None:
-    assert "cannot be read: embedded null byte" in FileManifest.of_digests({"a\0b": "0" * 16}).damage(folder)
+    assert "cannot be read: embedded null byte" in FileManifest.of_digests({"a\0b": "0" * 16}).find_damage(folder)
 
 
 def test_what_is_no_file_is_not_recorded(folder: Path) -> None:

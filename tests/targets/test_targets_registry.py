@@ -37,8 +37,8 @@ GOOD = "model: models/mine\ndataset: chats\nmax_length: 64\n"
 
 
 def test_shipped_entries_are_valid():
-    assert Registry(SHIPPED).problems() == []
-    assert "tiny" in Registry(SHIPPED).target_names()
+    assert Registry(SHIPPED).find_problems() == []
+    assert "tiny" in Registry(SHIPPED).list_targets()
 
 
 @pytest.mark.parametrize(
@@ -71,19 +71,19 @@ def test_shipped_entries_are_valid():
 def test_a_bad_entry_is_refused_with_file_key_and_reason(registry: Registry, text: str, message: str):
     write_target(registry, text)
     with pytest.raises(ConfigError, match=message) as caught:
-        registry.target("mine")
+        registry.load_target("mine")
     assert "mine.yaml" in str(caught.value)
-    assert len(registry.problems()) == 1
+    assert len(registry.find_problems()) == 1
 
 
 def test_a_date_is_a_description_like_any_other(registry: Registry):
     write_target(registry, GOOD + "description: 2025-02-30\n")
-    assert registry.target("mine").description == "2025-02-30"
+    assert registry.load_target("mine").description == "2025-02-30"
 
 
 def test_a_budget_may_be_without_end(registry: Registry):
     write_target(registry, GOOD + "capture: {budget_gb: .inf}\n")
-    assert registry.target("mine").capture.budget_gb == float("inf")
+    assert registry.load_target("mine").capture.budget_gb == float("inf")
 
 
 def odd_files(registry: Registry) -> dict[str, str]:
@@ -118,41 +118,41 @@ def test_odd_files_are_a_line_each_and_no_other_target(registry: Registry):
     expected = odd_files(registry)
     (registry.root / "targets" / ".#mine.yaml").symlink_to("somebody@host:1")  # an editor's lock
     (registry.root / "targets" / "README.md").touch()
-    problems = registry.problems()
+    problems = registry.find_problems()
     assert len(problems) == len(expected)
     for name, message in expected.items():
         assert [line for line in problems if name in line and message in line], name
     assert not any("\n" in line for line in problems)
-    assert registry.target_names() == ["My Model", "dangling", "folder", "mine", "pipe"]
-    assert registry.target("mine").max_length == 64
+    assert registry.list_targets() == ["My Model", "dangling", "folder", "mine", "pipe"]
+    assert registry.load_target("mine").max_length == 64
 
 
 def test_what_the_deployment_says_wrongly_is_a_problem(registry: Registry):
     (registry.root / "deployment.yaml").symlink_to("nowhere")
-    assert [line for line in registry.problems() if "deployment.yaml: a link to nowhere" in line]
+    assert [line for line in registry.find_problems() if "deployment.yaml: a link to nowhere" in line]
 
 
 def test_an_unknown_target_names_the_closest(registry: Registry):
     write_target(registry, GOOD)
     with pytest.raises(ConfigError, match="did you mean mine"):
-        registry.target("mein")
+        registry.load_target("mein")
 
 
 def test_binary_junk_is_a_clear_error(registry: Registry):
     (registry.root / "targets" / "mine.yaml").write_bytes(b"\xff\xfe\x00junk")
     with pytest.raises(ConfigError, match="mine.yaml"):
-        registry.target("mine")
+        registry.load_target("mine")
 
 
 def test_a_folder_that_is_no_registry_is_said_to_be_none(tmp_path: Path):
     with pytest.raises(ConfigError, match="Is .* a registry"):
-        Registry(tmp_path).target_names()
+        Registry(tmp_path).list_targets()
 
 
 def test_a_missing_model_directory_is_named(registry: Registry):
     write_target(registry, GOOD)
     with pytest.raises(ConfigError, match=r"models/mine is not a directory"):
-        resolve_target(registry.target("mine"), registry, FileDigests())
+        resolve_target(registry.load_target("mine"), registry, FileDigests())
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def copied(registry: Registry, tiny_folder: Path) -> Registry:
 
 
 def resolved(registry: Registry):
-    return resolve_target(registry.target("mine"), registry, FileDigests())
+    return resolve_target(registry.load_target("mine"), registry, FileDigests())
 
 
 def test_a_target_is_identified_by_content_not_by_place(copied: Registry, tiny_folder: Path):
@@ -204,22 +204,22 @@ def test_a_missing_model_file_is_named(copied: Registry, removed: str, message: 
 def test_a_hub_target_is_loaded_without_the_network(registry: Registry):
     for path in (SHIPPED / "examples").glob("*.yaml"):
         shutil.copy(path, registry.root / "targets")
-        spec = registry.target(path.stem)
+        spec = registry.load_target(path.stem)
         assert spec.is_hub
         assert spec.dataset in {found.stem for found in (SHIPPED / "datasets").iterdir()}
-    assert registry.target("qwen3-8b").model == "Qwen/Qwen3-8B"
+    assert registry.load_target("qwen3-8b").model == "Qwen/Qwen3-8B"
 
 
 def test_a_dataset_without_files_says_which_pattern_found_nothing(registry: Registry):
     with pytest.raises(DataError, match=r"'data/\*.jsonl' matches no file"):
-        find_files(registry.dataset("chats").files, registry.root)
+        find_files(registry.load_dataset("chats").files, registry.root)
 
 
 def test_a_dataset_version_is_its_content(registry: Registry):
     folder = registry.root / "data"
     folder.mkdir()
     (folder / "a.jsonl").write_text("1")
-    spec = registry.dataset("chats")
+    spec = registry.load_dataset("chats")
     before = dataset_version(spec, registry.root, FileDigests())
     (folder / "a.jsonl").rename(folder / "b.jsonl")
     assert dataset_version(spec, registry.root, FileDigests()) == before

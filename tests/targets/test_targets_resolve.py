@@ -24,7 +24,7 @@ from draftworks.errors import ConfigError
 from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
-from draftworks.targets.resolve import digested, require_unchanged, resolve_target
+from draftworks.targets.resolve import digest_target_files, require_unchanged, resolve_target
 
 COMMIT = "a" * 40
 
@@ -153,7 +153,7 @@ def test_a_target_that_is_as_it_was_is_not_read_again(tmp_path: Path, tiny_folde
 def test_a_target_of_the_hub_is_its_id_and_commit(tiny_folder: Path):
     hub = {"model": "some/model", "tokenizer": "some/model", "revision": COMMIT, "tokenizer_revision": COMMIT}
     shape = {"num_layers": 8, "hidden_size": 128, "vocab_size": 2048, "context": 512}
-    target = digested(TargetFiles(name="mine", digest="", tokenizer_digest="", **hub, **shape))
+    target = digest_target_files(TargetFiles(name="mine", digest="", tokenizer_digest="", **hub, **shape))
     require_unchanged(target)
     with pytest.raises(ConfigError, match="target mine: weights"):
         require_unchanged(target.model_copy(update={"revision": "b" * 40}))

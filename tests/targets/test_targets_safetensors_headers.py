@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, StoreError
 from draftworks.targets.model_files import INDEX, WEIGHTS
-from draftworks.targets.safetensors_headers import TensorHeader, model_headers, read_header
+from draftworks.targets.safetensors_headers import TensorHeader, read_header, read_model_headers
 from draftworks.targets.weights import check_target_weights
 
 COMMIT = "a" * 40
@@ -87,7 +87,7 @@ def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path: Path):
 def test_an_index_that_makes_no_sense_is_refused(tmp_path: Path, tiny_target: TargetFiles, text: str):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(StoreError, match="not a safetensors index"):
-        model_headers(tiny_target.model_copy(update={"model": str(tmp_path)}))
+        read_model_headers(tiny_target.model_copy(update={"model": str(tmp_path)}))
 
 
 def test_tensors_that_are_not_where_the_index_says_are_named(tmp_path: Path, tiny_target: TargetFiles):
@@ -98,16 +98,16 @@ def test_tensors_that_are_not_where_the_index_says_are_named(tmp_path: Path, tin
     with pytest.raises(
         StoreError, match=r"1 tensors are in files that do not have them, among them a in b\.safetensors"
     ):
-        model_headers(target)
+        read_model_headers(target)
     save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "a.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
     with pytest.raises(StoreError, match=r"the tensor b is in a\.safetensors and in b\.safetensors: which counts"):
-        model_headers(target)
+        read_model_headers(target)
 
 
 def test_a_folder_without_weights_says_so(tmp_path: Path, tiny_target: TargetFiles):
     with pytest.raises(StoreError, match=f"expected {WEIGHTS} or {INDEX}, found neither"):
-        model_headers(tiny_target.model_copy(update={"model": str(tmp_path)}))
+        read_model_headers(tiny_target.model_copy(update={"model": str(tmp_path)}))
 
 
 @pytest.fixture
@@ -148,5 +148,5 @@ def test_of_weights_on_the_hub_the_headers_alone_are_fetched(hub, tiny_folder: P
     monkeypatch.setattr(
         "draftworks.targets.model_files.fetch_hub_file", lambda where, model, revision, name: hub.snapshot / name
     )
-    assert len(model_headers(hub.target).tensors) == 74
+    assert len(read_model_headers(hub.target).tensors) == 74
     assert ("some/model", "only.safetensors", COMMIT) in asked

@@ -170,7 +170,7 @@ def test_an_unknown_family_blocks_hf_alone(copied):
 def test_a_verdict_is_remembered_while_the_files_are_the_same(copied, tmp_path: Path, monkeypatch):
     memory = tmp_path / "memory"
     first = check_target_weights(copied, remembered=memory)
-    monkeypatch.setattr("draftworks.targets.weights.model_headers", lambda target: pytest.fail("read again"))
+    monkeypatch.setattr("draftworks.targets.weights.read_model_headers", lambda target: pytest.fail("read again"))
     assert check_target_weights(copied, remembered=memory) == first
     monkeypatch.undo()
     rewrite(copied, lambda tensors: dict(list(tensors.items())[1:]))

@@ -74,7 +74,7 @@ class Fleet:
     def publish_set(self, target: str, name: str) -> None:
         """A named eval set of the data set's files as they are."""
         registry = self.workspace.registry
-        version = self.workspace.dataset_version(registry.dataset(registry.eval(name).dataset))
+        version = self.workspace.dataset_version(registry.load_dataset(registry.load_eval_set(name).dataset))
         self._publish(f"{name}_set", target, version, {"dataset": version})
         self.publish_eval_data(target, version, name)
 
@@ -83,7 +83,7 @@ class Fleet:
 
     def publish_report(self, target: str, strategy: str = "eagle3") -> None:
         """A report of what is there."""
-        evals = {name: self._eval_versions(target, name) for name in self.workspace.registry.target(target).evals}
+        evals = {name: self._eval_versions(target, name) for name in self.workspace.registry.load_target(target).evals}
         draft = self._current(f"{strategy}_draft", target)
         identity = {
             "draft": draft.data_version,
@@ -98,7 +98,7 @@ class Fleet:
         return [responses.data_version, {"hf2": features.summary["stream_versions"]["hf2"]}]
 
     def _current(self, asset: str, target: str) -> Artifact:
-        return self.workspace.artifacts.current(asset, target)
+        return self.workspace.artifacts.load_current(asset, target)
 
     def _publish(
         self, asset: str, target: str, version: str, identity: dict, summary: dict[str, Any] | None = None

@@ -79,7 +79,7 @@ class MeasuredFleet:
         self, target: str, *rungs: dict[str, Any], day: int = 1, schema: int = SCHEMA_VERSION
     ) -> Artifact:
         """A report of what is there, of a day in May; rung 1 is in every report."""
-        draft = self.artifacts.current("eagle3_draft", target)
+        draft = self.artifacts.load_current("eagle3_draft", target)
         report = {
             "schema_version": schema,
             "target": target,
@@ -108,7 +108,7 @@ class MeasuredFleet:
 
     def _digests(self, target: str) -> dict[str, str]:
         fleet = Fleet.of(self.registry)
-        files = resolve_target(fleet.registry.target(target), fleet.registry, fleet.digests)
+        files = resolve_target(fleet.registry.load_target(target), fleet.registry, fleet.digests)
         return {"target": files.digest, "tokenizer": files.tokenizer_digest}
 
     def standings(self) -> list[Standing]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from draftworks.config.run_files import TargetFiles
-from draftworks.targets.resolve import digested
+from draftworks.targets.resolve import digest_target_files
 
 VOCAB, HIDDEN, LAYERS, CONTEXT = 2048, 32, 6, 256
 TOKENIZER = Path(__file__).resolve().parents[2] / "registry" / "models" / "tiny"
@@ -176,7 +176,7 @@ def save_family(name: str, folder: Path) -> TargetFiles:
     for file in _TOKENIZER_FILES:
         shutil.copy(TOKENIZER / file, folder / file)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}))
-    return digested(
+    return digest_target_files(
         TargetFiles(
             name=name,
             model=str(folder),

@@ -75,7 +75,7 @@ def find_entry_problem(folder: Path, config: EvalConfig, inputs: Mapping[str, st
         return f"{path} cannot be read: {error}"
     if (meta.key, meta.identity) != (config.cache_key, config.identity_fields()):
         return f"{path} is of another evaluation: expected {config.identity_fields()}, found {meta.identity}"
-    damage = FileManifest(meta.files).damage(folder, read=verify)
+    damage = FileManifest(meta.files).find_damage(folder, read=verify)
     if damage is not None or inputs is None:
         return damage
     return "; ".join(describe_changes(inputs, meta.inputs, "{name} changed from {found} to {expected}")) or None

@@ -81,7 +81,7 @@ def compare_with_replaced_draft(artifacts: ArtifactStore, asset: str, target: st
     Raises:
         StoreError: there is no report, or the current one, or what it was measured on, is missing or damaged.
     """
-    new = artifacts.current(asset, target)
+    new = artifacts.load_current(asset, target)
     old = find_previous_report(artifacts, new)
     if old is None:
         return ReplacedDraftComparison(new, None, reason=_why_none_before(artifacts, new))
@@ -110,7 +110,7 @@ def find_previous_report(artifacts: ArtifactStore, report: Artifact) -> Artifact
 def _of_other_drafts(artifacts: ArtifactStore, report: Artifact) -> Iterator[Artifact]:
     """The reports of the same target and strategy whose draft has other weights, newest first."""
     draft = ReportIdentity.of(report).draft
-    reports = artifacts.all(report.asset, report.target)
+    reports = artifacts.list_all(report.asset, report.target)
     return (found for found in reports if ReportIdentity.of(found).draft != draft)
 
 
@@ -141,7 +141,7 @@ def _eval_tokens(artifacts: ArtifactStore, report: Artifact) -> Path:
     """The tokenized answers that a report was measured on, which need not be the newest."""
     measured, asset = ReportIdentity.of(report).heldout, of_eval_set(HELDOUT).responses
     wanted = None if measured is None else measured.answers
-    for responses in artifacts.all(asset, report.target):
+    for responses in artifacts.list_all(asset, report.target):
         if responses.data_version == wanted:
             return responses.path / TOKENS_FOLDER
     raise StoreError(f"{report.path}: the {asset} {wanted} that it was measured on are not there any more")

@@ -45,7 +45,7 @@ def require_prompts_file(folder: Path) -> Path:
     values = read_report(folder)
     with report_file_errors(folder / REPORT):
         published = FileManifest.of_digests({PROMPTS: values["files"][PROMPTS]})
-    published.require(folder, f"It is not the file that {REPORT} was published with. {EVALUATE_AGAIN}")
+    published.require_intact(folder, f"It is not the file that {REPORT} was published with. {EVALUATE_AGAIN}")
     return folder / PROMPTS
 
 

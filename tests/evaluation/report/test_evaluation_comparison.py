@@ -133,7 +133,7 @@ def test_a_damaged_report_before_is_no_fault_of_the_new_draft(folders: ReportFol
 def test_answers_that_are_not_there_any_more_are_said_to_be_missing(folders: ReportFolders):
     old = folders.publish_report("old", folders.publish_answers({"s0": [1, 2]}), {"s0": [1]})
     folders.publish_report("new", folders.publish_answers(SAMPLES), GOOD)
-    oldest = folders.artifacts.all("heldout_responses", TARGET)[-1]
+    oldest = folders.artifacts.list_all("heldout_responses", TARGET)[-1]
     shutil.rmtree(oldest.path)
     assert f"{old.path}: the heldout_responses {oldest.data_version}" in compared(folders).describe()
 
