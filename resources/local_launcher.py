@@ -68,7 +68,7 @@ class LocalLauncher(TorchLauncher):
         meeting = f"--rdzv-endpoint={folder.name}/store"
         with run_dir.log.open("ab") as log:
             torchrun = subprocess.Popen(
-                [*parent_death.shim(), *job.command(*ONE_NODE, meeting, f"--log-dir={run_dir.ranks}")],
+                [*parent_death.build_shim_command(), *job.command(*ONE_NODE, meeting, f"--log-dir={run_dir.ranks}")],
                 env={**os.environ, **ONE_NODE_ENV, **own, **env, MARK: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -13,7 +13,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from draftworks.distributed.stop_signals import deferred_interrupt
+from draftworks.distributed.stop_signals import defer_interrupt
 from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.job_failure import (
     failure_of_job,
@@ -127,7 +127,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         """
         started = time.monotonic()
         tail = LogTail(files.log, self.log_limit_mb << 20)
-        with deferred_interrupt() as pass_on_interrupt:
+        with defer_interrupt() as pass_on_interrupt:
             handle = self.submit(job, env, files)
             try:
                 metadata = {**self.describe(handle), "log": dg.MetadataValue.path(files.log)}

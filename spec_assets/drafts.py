@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 from pydantic import Field
 
-from draftworks.config.draft_config import read_config
+from draftworks.config.draft_config import read_draft_config
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.run_files import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, StoreSpec, TargetFiles, TrainRun
 from draftworks.config.strategies import StrategySpec
@@ -87,7 +87,7 @@ class DraftInputs:
                 self.files.hidden_size,
                 self.files.num_heads,
             ),
-            "start_from": None if self.start_from is None else read_config(self.start_from).weights_digest,
+            "start_from": None if self.start_from is None else read_draft_config(self.start_from).weights_digest,
             "training": self.training.identity(),
             "target": self.files.digest,
             "tokens": self.train_tokens.data_version,
@@ -110,7 +110,7 @@ def draft_inputs(workspace: Workspace, strategy: StrategySpec, target: TargetSpe
     artifacts: ArtifactStore = workspace.artifacts
     files = workspace.target_files(target.name)
     options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
-    streams = strategy.features(files.num_layers, options)
+    streams = strategy.list_features(files.num_layers, options)
     train_features = current_features(workspace, "training_features", target.name)
     return DraftInputs(
         files=files,

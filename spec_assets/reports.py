@@ -96,7 +96,7 @@ class ReportSubject:
         """What of the captured features is read: the draft's own, and `last` for the agreement of the labels."""
         files, options = workspace.target_files(self.target.name), self.draft.identity["options"]
         typed = self.strategy.parse_options(options, where=f"options of {self.draft.path}")
-        return list(dict.fromkeys([*self.strategy.features(files.num_layers, typed), LAST]))
+        return list(dict.fromkeys([*self.strategy.list_features(files.num_layers, typed), LAST]))
 
     def identity(self, workspace: Workspace) -> ReportIdentity:
         streams = self.streams(workspace)

@@ -59,7 +59,7 @@ FIELDS = (
 )
 
 
-def checked_cron(text: str) -> str:
+def parse_cron(text: str) -> str:
     """The expression, its fields one space apart.
 
     Raises:
@@ -75,7 +75,7 @@ def checked_cron(text: str) -> str:
     return " ".join(parts)
 
 
-def checked_timezone(name: str) -> str:
+def require_timezone(name: str) -> str:
     """The name if it is a time zone; ValueError otherwise."""
     try:
         ZoneInfo(name)

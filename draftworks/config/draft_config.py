@@ -33,7 +33,7 @@ class DraftConfig:
     schema_version: int = SCHEMA_VERSION
 
 
-def read_config(folder: Path) -> DraftConfig:
+def read_draft_config(folder: Path) -> DraftConfig:
     """The draft's config.json.
 
     Raises:

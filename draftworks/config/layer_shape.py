@@ -43,11 +43,11 @@ class _Choice:
     reason: str | None = None
 
 
-def layer_shape(config: Any) -> LayerShape:
+def choose_layer_shape(config: Any) -> LayerShape:
     """The layers of a draft for a target of this configuration, the text part where it is a wrapper's."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim, width, eps, rope = _head_dim(config), _intermediate_size(config), _norm_eps(config), draft_rope(config)
+    head_dim, width, eps, rope = _head_dim(config), _intermediate_size(config), _norm_eps(config), choose_rope(config)
     return LayerShape(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -64,7 +64,7 @@ def embedding_scale(model_type: str | None, hidden_size: int) -> float:
     return math.sqrt(hidden_size) if model_type in _SCALED_EMBEDDINGS else 1.0
 
 
-def draft_rope(config: Any) -> _Choice:
+def choose_rope(config: Any) -> _Choice:
     """The target's rope if a draft can compute it, else one over the whole head with the same base."""
     found = dict(getattr(config, "rope_parameters", None) or {})
     reasons = []

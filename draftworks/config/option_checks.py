@@ -9,13 +9,13 @@ from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 
 
-def eagle_taps(strategy: str, given: list[int] | None, num_layers: int) -> tuple[LayerTap, ...]:
+def choose_eagle_taps(strategy: str, given: list[int] | None, num_layers: int) -> tuple[LayerTap, ...]:
     """The taps of EAGLE-3 and its relatives, ascending: three unless the options name others. Raises ConfigError."""
     default = [2, num_layers // 2, num_layers - 3]
-    return checked_taps(strategy, given, default, num_layers, len(default if given is None else given))
+    return parse_taps(strategy, given, default, num_layers, len(default if given is None else given))
 
 
-def checked_taps(
+def parse_taps(
     strategy: str, given: list[int] | None, default: list[int], num_layers: int, count: int
 ) -> tuple[LayerTap, ...]:
     """Explicit or default layer ids as taps, with every way they can be wrong reported."""
@@ -49,7 +49,7 @@ class ServedHeads:
     num_kv_heads: int
 
 
-def served_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> ServedHeads:
+def choose_served_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> ServedHeads:
     """The most heads, up to the given number, that divide `hidden_size`: transformers' LlamaConfig, by which servers read
     an EAGLE-3 or P-EAGLE draft, refuses any other number, though only `head_dim` decides what is computed.
     """
@@ -63,5 +63,5 @@ def check_served_heads(strategy: str, num_heads: int | None, hidden_size: int) -
     if num_heads is not None and hidden_size % num_heads:
         raise ConfigError(
             f"{strategy}: num_heads {num_heads} does not divide the target's hidden_size {hidden_size}, and no server loads "
-            f"such a draft. Set options.num_heads to {served_heads(hidden_size, num_heads, 1).num_heads}, or leave it out"
+            f"such a draft. Set options.num_heads to {choose_served_heads(hidden_size, num_heads, 1).num_heads}, or leave it out"
         )

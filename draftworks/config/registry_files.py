@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Dtype, Spec
 from draftworks.config.capture import CaptureSpec
-from draftworks.config.cron import checked_cron, checked_timezone
+from draftworks.config.cron import parse_cron, require_timezone
 from draftworks.config.gates import GateSpec
 from draftworks.config.responses import ResponseSpec
 from draftworks.config.serving import ServingSpec
@@ -181,12 +181,12 @@ class EvaluationSpec(Spec):
     @field_validator("cron")
     @classmethod
     def _valid_cron(cls, value: str | None) -> str | None:
-        return None if value is None else checked_cron(value)
+        return None if value is None else parse_cron(value)
 
     @field_validator("cron_timezone")
     @classmethod
     def _valid_timezone(cls, value: str) -> str:
-        return checked_timezone(value)
+        return require_timezone(value)
 
     def identity(self) -> dict[str, Any]:
         """What decides the figures of a report."""

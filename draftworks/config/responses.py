@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Spec
-from draftworks.config.urls import checked_urls
+from draftworks.config.urls import parse_urls
 
 ENVIRONMENT_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
@@ -40,7 +40,7 @@ class EndpointSpec(Spec):
     @field_validator("base_urls")
     @classmethod
     def _valid_urls(cls, value: list[str]) -> list[str]:
-        return checked_urls(value)
+        return parse_urls(value)
 
     @model_validator(mode="after")
     def _ids_of_servers_that_have_them(self) -> EndpointSpec:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Spec
-from draftworks.config.urls import checked_url, checked_urls
+from draftworks.config.urls import parse_url, parse_urls
 
-OURS = (
+RESERVED_ARGUMENTS = (
     *(
         "--model-path",
         "--model",
@@ -32,7 +32,7 @@ _FULL_PRECISION = ("auto", "bfloat16", "bf16")
 _QUANTIZING = ("--quantization", "--torchao-config", "--lora-paths", "--enable-lora", "--kv-cache-dtype")
 
 
-def quantizing(args: Sequence[str]) -> list[str]:
+def find_quantizing_args(args: Sequence[str]) -> list[str]:
     """Those of some arguments of SGLang, as they are written, that make its numbers others than the checkpoint's."""
     named = []
     for index, word in enumerate(args):
@@ -65,7 +65,7 @@ class StartedServer(Spec):
     @field_validator("args")
     @classmethod
     def _none_of_ours(cls, value: list[str]) -> list[str]:
-        taken = [word for word in value if word.split("=")[0] in OURS]
+        taken = [word for word in value if word.split("=")[0] in RESERVED_ARGUMENTS]
         if taken:
             raise ValueError(
                 f"{', '.join(taken)}: follows from the other keys of the target, and would contradict them: leave it out"
@@ -101,12 +101,12 @@ class ServerSpec(StartedServer):
     @field_validator("url")
     @classmethod
     def _valid_url(cls, value: str | None) -> str | None:
-        return None if value is None else checked_url(value)
+        return None if value is None else parse_url(value)
 
     @field_validator("urls")
     @classmethod
     def _valid_urls(cls, value: list[str]) -> list[str]:
-        return checked_urls(value)
+        return parse_urls(value)
 
     @model_validator(mode="after")
     def _yours_or_ours(self) -> ServerSpec:

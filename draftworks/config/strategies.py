@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 from draftworks.config.registry_files import Spec
-from draftworks.config.validation import validated
+from draftworks.config.validation import parse_spec
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 
@@ -76,7 +76,7 @@ class ExportSpec:
                 f"export format {self.name}: counting: expected one of {', '.join(ways)}, found {self.counting!r}"
             )
 
-    def refusal(self, options: StrategyOptions, taps: tuple[LayerTap, ...]) -> str | None:
+    def find_refusal(self, options: StrategyOptions, taps: tuple[LayerTap, ...]) -> str | None:
         """Why no draft of these options and taps can be written so that a server computes the same; None if one can."""
         if self.counting == "layer_output" and any(tap.hf_index == 0 for tap in taps):
             return (
@@ -84,7 +84,7 @@ class ExportSpec:
             )
         return None if self.refuses is None else self.refuses(options, taps)
 
-    def embedding_refusal(self, scale: float) -> str | None:
+    def find_embedding_refusal(self, scale: float) -> str | None:
         """Why no draft for a target that multiplies its embeddings by `scale` can be written; None if one can."""
         if not self.embeds_rows or scale == 1:
             return None
@@ -129,13 +129,13 @@ class StrategySpec:
     unpackable: Callable[[Any], str | None] = _no_packing
     exports: tuple[ExportSpec, ...] = ()
 
-    def features(self, num_layers: int, options: StrategyOptions) -> tuple[str, ...]:
+    def list_features(self, num_layers: int, options: StrategyOptions) -> tuple[str, ...]:
         """Names of the stored features a training sample needs: taps in ascending order, then `last`."""
         names = tuple(tap.name for tap in self.taps(num_layers, options))
         return (*names, "last") if self.uses_last_hidden else names
 
     def parse_options(self, values: dict[str, Any], where: str) -> Any:
-        return validated(self.options, values, where)
+        return parse_spec(self.options, values, where)
 
     def identity(self, options: StrategyOptions, hidden_size: int, num_heads: int | None) -> dict[str, Any]:
         """What of a strategy decides the draft for a target of these sizes. Drafts with heads that do not divide it were made
@@ -151,12 +151,12 @@ class StrategySpec:
             raise ConfigError(f"strategy {self.name} has no export format {name!r}: {_known(name, formats)}")
         return formats[name]
 
-    def refusals(
+    def find_refusals(
         self, options: StrategyOptions, taps: tuple[LayerTap, ...], wanted: Iterable[str] | None = None
     ) -> dict[str, str]:
         """Of the formats `wanted`, or of all, those that cannot hold such a draft, with the reason."""
         formats = self.exports if wanted is None else [self.export(name) for name in wanted]
-        reasons = {spec.name: spec.refusal(options, taps) for spec in formats}
+        reasons = {spec.name: spec.find_refusal(options, taps) for spec in formats}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def check_packing(self, options: StrategyOptions, where: str) -> None:

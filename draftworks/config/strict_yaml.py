@@ -26,11 +26,11 @@ from yaml.events import (
 
 from draftworks.errors import ConfigError
 
-MOST_BYTES = 1 << 20
-MOST_DEPTH = 32
-MOST_NODES = 20_000
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+MAX_NODES = 20_000
 """Keys, values and containers of a file, what aliases repeat counted as often as it is repeated."""
-LARGEST_INTEGER = 2**63 - 1
+MAX_INTEGER = 2**63 - 1
 _MERGE = "<<"
 _CORE = "tag:yaml.org,2002:"
 _TAGS = {None, "!", *(_CORE + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map"))}
@@ -57,9 +57,9 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     digits = len(node.value)
-    value = loader.construct_yaml_int(node) if digits <= 100 else LARGEST_INTEGER + 1
-    if abs(value) > LARGEST_INTEGER:
-        raise _Refused(f"an integer of {digits:,} digits: expected at most {LARGEST_INTEGER}", node.start_mark.line)
+    value = loader.construct_yaml_int(node) if digits <= 100 else MAX_INTEGER + 1
+    if abs(value) > MAX_INTEGER:
+        raise _Refused(f"an integer of {digits:,} digits: expected at most {MAX_INTEGER}", node.start_mark.line)
     return value
 
 
@@ -70,7 +70,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
     """The mapping that a YAML file holds; {} for an empty one.
 
     Raises:
-        ConfigError: one line: not a regular file, larger than `MOST_BYTES`, not UTF-8, not YAML, deeper or larger than the
+        ConfigError: one line: not a regular file, larger than `MAX_BYTES`, not UTF-8, not YAML, deeper or larger than the
             limits above, a key given twice, an integer beyond 64 bits, or something else than a mapping.
     """
     text = _text(path)
@@ -97,7 +97,7 @@ def _text(path: Path) -> str:
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ConfigError(f"{path}: expected a file, found a folder, pipe or device")
-            content = stream.read(MOST_BYTES + 1)
+            content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         reason = f"a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "no such file"
         raise ConfigError(f"{path}: {reason}") from None
@@ -105,8 +105,8 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: expected a file, found a folder") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if len(content) > MOST_BYTES:
-        raise ConfigError(f"{path}: larger than {MOST_BYTES // 1024:,} KiB: not a file that somebody wrote by hand")
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024:,} KiB: not a file that somebody wrote by hand")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -164,8 +164,8 @@ class _Count:
                 self.open[-1].nodes += done.nodes
 
     def _begin(self, event: MappingStartEvent | SequenceStartEvent) -> None:
-        if len(self.open) == MOST_DEPTH:
-            raise _Refused(f"nested deeper than {MOST_DEPTH} levels", _line(event))
+        if len(self.open) == MAX_DEPTH:
+            raise _Refused(f"nested deeper than {MAX_DEPTH} levels", _line(event))
         self._turn()
         if event.anchor is not None:
             self.nodes_of.pop(event.anchor, None)  # a name that is given anew means what follows
@@ -177,10 +177,8 @@ class _Count:
         if self.open:
             self.open[-1].nodes += nodes
         self.nodes += nodes
-        if self.nodes > MOST_NODES:
-            raise _Refused(
-                f"more than {MOST_NODES:,} keys and values, those that aliases repeat included", _line(event)
-            )
+        if self.nodes > MAX_NODES:
+            raise _Refused(f"more than {MAX_NODES:,} keys and values, those that aliases repeat included", _line(event))
 
     def _key(self, event: ScalarEvent) -> None:
         if self.open and self.open[-1].key_next:

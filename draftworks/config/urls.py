@@ -5,7 +5,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 
-def checked_url(value: str) -> str:
+def parse_url(value: str) -> str:
     """The address without a slash at its end.
 
     Raises:
@@ -26,9 +26,9 @@ def checked_url(value: str) -> str:
     return value.rstrip("/")
 
 
-def checked_urls(values: list[str]) -> list[str]:
-    """As `checked_url`, of each; ValueError also for an address that comes twice."""
-    urls = [checked_url(value) for value in values]
+def parse_urls(values: list[str]) -> list[str]:
+    """As `parse_url`, of each; ValueError also for an address that comes twice."""
+    urls = [parse_url(value) for value in values]
     if len(set(urls)) < len(urls):
         raise ValueError("every address once: a server that comes twice would be given twice the work")
     return urls

@@ -29,18 +29,18 @@ def load_yaml(path: Path, model: type[SpecType], **extra: Any) -> SpecType:
     given = [key for key in extra if key in raw and raw[key] != extra[key]]
     if given:
         raise ConfigError(f"{path}: {given[0]} follows from the name of the file, {extra[given[0]]}: leave the key out")
-    return validated(model, {**raw, **extra}, where=str(path))
+    return parse_spec(model, {**raw, **extra}, where=str(path))
 
 
-def validated(model: type[SpecType], values: dict[str, Any], where: str) -> SpecType:
+def parse_spec(model: type[SpecType], values: dict[str, Any], where: str) -> SpecType:
     """`model(**values)`, its errors as one ConfigError that begins with `where`."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(describe(error, model, where)) from error
+        raise ConfigError(describe_validation_error(error, model, where)) from error
 
 
-def describe(error: ValidationError, model: type[BaseModel], where: str) -> str:
+def describe_validation_error(error: ValidationError, model: type[BaseModel], where: str) -> str:
     """One line per problem: where, what is wrong, what was found, and the closest key for an unknown one."""
     lines = []
     for problem in error.errors():

@@ -16,7 +16,7 @@ import numpy as np
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.data.spans import EndOfTurn, Rendered, Span, locate, mask_from_spans, sentinel
-from draftworks.distributed.time_limit import OverLimit, processor_limit
+from draftworks.distributed.time_limit import CpuTimeExceeded, limit_cpu_time
 from draftworks.errors import ConfigError, DataError
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_bytes, read_json
@@ -225,7 +225,7 @@ class ChatTokenizer:
 
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         try:
-            with processor_limit(RENDER_LIMIT_S):
+            with limit_cpu_time(RENDER_LIMIT_S):
                 texts, spans = render_jinja_template(
                     [messages],
                     chat_template=self._template,
@@ -234,7 +234,7 @@ class ChatTokenizer:
                     **self._tokenizer.special_tokens_map,
                     **(self.template_options if options is None else options),
                 )
-        except OverLimit:
+        except CpuTimeExceeded:
             raise ConfigError(
                 f"{self.name}: the chat template is not done with one conversation after {RENDER_LIMIT_S:g} s of computing:"
                 " it loops. Use another template (chat_template of the target)"

@@ -14,12 +14,12 @@ from draftworks.errors import DraftworksError, StoreError
 Result = TypeVar("Result")
 
 
-def rank() -> int:
+def get_rank() -> int:
     """This process's number; 0 outside of a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def world_size() -> int:
+def get_world_size() -> int:
     """Number of processes; 1 outside of a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -34,7 +34,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 def max_over_ranks(value: int) -> int:
     """The largest of the ranks' numbers. A collective."""
-    if world_size() == 1:
+    if get_world_size() == 1:
         return value
     found = torch.tensor([value], dtype=torch.int64)
     found = found.to(_comm_device(found))
@@ -51,7 +51,7 @@ def gather_from_ranks(value: Any, group: dist.ProcessGroup | None = None) -> lis
     return values
 
 
-def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Rank 0's small Python value, on every rank. A collective."""
     if not dist.is_initialized():
         return value
@@ -60,7 +60,7 @@ def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     return values[0]
 
 
-def on_every_rank(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+def run_on_every_rank(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
     """Run `action`, which must not communicate; what goes wrong on any rank is raised on all of them. A collective.
 
     Without it the ranks that fared well would wait for the one that raised until the collective times out.
@@ -85,7 +85,7 @@ def on_every_rank(action: Callable[[], Result], group: dist.ProcessGroup | None 
         raise error
     if errors:
         first, text = next(iter(errors.items()))
-        raise StoreError(f"rank {first}: {text}" if world_size() > 1 else text) from error
+        raise StoreError(f"rank {first}: {text}" if get_world_size() > 1 else text) from error
     return result  # type: ignore[return-value]
 
 

@@ -60,7 +60,7 @@ def watch_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     os.kill(os.getpid(), signum)
 
 
-def shim() -> list[str]:
+def build_shim_command() -> list[str]:
     """The words before a command that make the kernel end it when this process ends; none where there is no such kernel."""
     if sys.platform != "linux":
         return []

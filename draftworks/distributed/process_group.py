@@ -37,7 +37,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 @contextmanager
-def distributed(device: str) -> Iterator[torch.device]:
+def open_process_group(device: str) -> Iterator[torch.device]:
     """This rank's device, inside a process group when torchrun started more than one rank.
 
     The group is left in an orderly way only after success: with a rank gone, NCCL's farewell would hang, and the

@@ -73,26 +73,26 @@ def raise_on_stop() -> StopRequest:
     def interrupt(signum: int) -> None:
         raise Interrupted(signum)
 
-    request = StopRequest(interrupt, die_of)
+    request = StopRequest(interrupt, end_by_signal)
     for signum in _SIGNALS:
         signal.signal(signum, request)
     return request
 
 
 @contextmanager
-def deferred_stop() -> Iterator[StopRequest]:
+def defer_stop() -> Iterator[StopRequest]:
     """Within, the first SIGTERM or SIGINT is only noted: for work that comes to an orderly stop of its own.
 
     Who is asked raises when it has stopped. A request that is made anew after `REPEATS_S` seconds ends the process at
     once. Outside the main thread, where Python takes no signals, nothing is deferred.
     """
-    with _handling(StopRequest(_only_note, die_of)) as request:
+    with _handling(StopRequest(_only_note, end_by_signal)) as request:
         yield request
 
 
 @contextmanager
-def deferred_interrupt() -> Iterator[Callable[[], None]]:
-    """As `deferred_stop`, in a process whose handlers are somebody else's. Gives what is to be called between two pieces
+def defer_interrupt() -> Iterator[Callable[[], None]]:
+    """As `defer_stop`, in a process whose handlers are somebody else's. Gives what is to be called between two pieces
     of work: it does what the handler of before would have done, if a signal has come. So does a request made anew.
     """
     before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
@@ -129,7 +129,7 @@ def _only_note(signum: int) -> None:
     pass
 
 
-def leave_to_main_thread() -> None:
+def block_stop_signals() -> None:
     """Called in a helper thread: it takes no SIGTERM and SIGINT from now on.
 
     Of two that come at once the kernel may give both to a thread that waits, and the main thread would sleep on.
@@ -137,7 +137,7 @@ def leave_to_main_thread() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
-def die_of(signum: int) -> None:
+def end_by_signal(signum: int) -> None:
     """End this process by the signal's default action."""
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)

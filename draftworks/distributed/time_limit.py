@@ -10,13 +10,13 @@ from types import FrameType
 from typing import NoReturn
 
 
-class OverLimit(BaseException):
+class CpuTimeExceeded(BaseException):
     """The work took longer than it may. No Exception, so that the work itself does not catch it."""
 
 
 @contextmanager
-def processor_limit(seconds: float) -> Iterator[None]:
-    """Raise `OverLimit` in what runs inside after so many seconds of computing by this process.
+def limit_cpu_time(seconds: float) -> Iterator[None]:
+    """Raise `CpuTimeExceeded` in what runs inside after so many seconds of computing by this process.
 
     Time of a processor, not of a clock, so that a busy machine changes nothing. Python's own work only, in the main
     thread only: elsewhere, and where a system has no such timer, nothing is bounded. Not to be nested.
@@ -34,4 +34,4 @@ def processor_limit(seconds: float) -> Iterator[None]:
 
 
 def _raise(signum: int, frame: FrameType | None) -> NoReturn:
-    raise OverLimit
+    raise CpuTimeExceeded

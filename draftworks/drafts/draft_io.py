@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from draftworks.config.draft_config import CONFIG, WEIGHTS, DraftConfig, read_config
+from draftworks.config.draft_config import CONFIG, WEIGHTS, DraftConfig, read_draft_config
 from draftworks.config.strategies import resolve_strategy
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import ConfigError, StoreError
@@ -62,7 +62,7 @@ def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str | None,
         StoreError: the draft is of another strategy, target or configuration, or a file is missing or altered, or
             tensors are missing, unexpected or of another shape. The model is as it was.
     """
-    config = read_config(folder)
+    config = read_draft_config(folder)
     _require(folder / CONFIG, "strategy", strategy.name, config.strategy)
     if target_digest is not None:
         _require(folder / CONFIG, "target digest", target_digest, config.target_digest)

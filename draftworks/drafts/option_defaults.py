@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from draftworks.config.option_checks import served_heads
+from draftworks.config.option_checks import choose_served_heads
 from draftworks.config.strategies import resolve_strategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
@@ -35,7 +35,7 @@ def resolve_head_counts(strategy: str, options: HeadOptions, target: TargetParts
     heads = options.num_heads or target.num_heads
     kv_heads = options.num_kv_heads or min(target.num_kv_heads, heads)
     if options.num_heads is None and resolve_strategy(strategy).divides_heads and target.hidden_size % heads:
-        served = served_heads(target.hidden_size, heads, kv_heads)
+        served = choose_served_heads(target.hidden_size, heads, kv_heads)
         heads, kv_heads = served.num_heads, options.num_kv_heads or served.num_kv_heads
     if heads % kv_heads:
         raise ConfigError(f"{strategy}: num_heads {heads} is not a multiple of num_kv_heads {kv_heads}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftworks.config.layer_options import LayerOptions
-from draftworks.config.layer_shape import embedding_scale, layer_shape
+from draftworks.config.layer_shape import choose_layer_shape, embedding_scale
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
@@ -83,7 +83,7 @@ class TargetParts:
         embedding = weights.read(".embed_tokens.weight", shape)
         # A wrapper that ties says so itself, and not always in its text part.
         tied = _ties(config) or (_ties(whole) and not weights.has("lm_head.weight"))
-        layers = layer_shape(config)
+        layers = choose_layer_shape(config)
         return cls(
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,

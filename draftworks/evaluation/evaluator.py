@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftworks.distributed.collectives import max_over_ranks, sum_over_ranks, world_size
+from draftworks.distributed.collectives import get_world_size, max_over_ranks, sum_over_ranks
 from draftworks.drafts.layers import argmax_of_head
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.errors import DataError
@@ -72,7 +72,7 @@ class Evaluator:
                     tally.add(output, batch.num_tokens)
                 if stop_signal is not None and (signum := max_over_ranks(stop_signal())):
                     raise EvaluationStopped(signum)
-        result = tally.sum_over_ranks(agree_on_layout(tally) if world_size() > 1 else None)
+        result = tally.sum_over_ranks(agree_on_layout(tally) if get_world_size() > 1 else None)
         if not math.isfinite(result.loss_sum):
             raise DataError(
                 f"the loss over {result.supervised_tokens} evaluated tokens is {result.loss_sum}: "

@@ -75,10 +75,10 @@ class CanonicalDraft:
 
     def refusals(self, wanted: Iterable[str] | None = None) -> dict[str, str]:
         """Formats that cannot hold this draft so that a server computes the same, with the reason."""
-        refused = self.spec.refusals(self.options, self.taps, wanted)
+        refused = self.spec.find_refusals(self.options, self.taps, wanted)
         names = [export.name for export in self.spec.exports] if wanted is None else wanted
         scale = self.parts.embedding_scale
-        unscaled = {name: why for name in names if (why := self.spec.export(name).embedding_refusal(scale))}
+        unscaled = {name: why for name in names if (why := self.spec.export(name).find_embedding_refusal(scale))}
         return unscaled | refused
 
     @property

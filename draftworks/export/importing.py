@@ -69,7 +69,7 @@ def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means
     parts = TargetParts.load(target)
     shape = _shape(source, config, export_format, target)
     _require_fit(source, shape, parts)
-    unscaled = resolve_strategy(shape.strategy).export(export_format.name).embedding_refusal(parts.embedding_scale)
+    unscaled = resolve_strategy(shape.strategy).export(export_format.name).find_embedding_refusal(parts.embedding_scale)
     if unscaled is not None:
         raise ConfigError(f"{source / CONFIG}: {unscaled}, so that it was trained on others than drafts here read")
     checkpoint = read_checkpoint(source)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from draftworks.config.draft_config import read_config
+from draftworks.config.draft_config import read_draft_config
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
@@ -121,7 +121,7 @@ class TrainedFor:
         yield from _differing("options", recorded.get("options"), options)
         yield from _differing("training", recorded.get("training"), chosen.training.identity())
         start = entry.start_from
-        began = None if start is None else read_config(self.registry.resolve_path(start)).weights_digest
+        began = None if start is None else read_draft_config(self.registry.resolve_path(start)).weights_digest
         if recorded.get("start_from") != began:
             yield "start_from"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from draftworks.config.draft_config import read_config
+from draftworks.config.draft_config import read_draft_config
 from draftworks.config.layer_shape import embedding_scale
 from draftworks.config.registry_files import ExportSettings, TargetSpec
 from draftworks.config.run_files import VOCAB_FILE, TargetFiles
@@ -90,11 +90,11 @@ def _check_export(
     strategy: StrategySpec, options: StrategyOptions, files: TargetFiles, settings: ExportSettings, where: str
 ) -> None:
     """Who wants no export says so; any other draft has to have one in the end."""
-    refused = strategy.refusals(options, strategy.taps(files.num_layers, options), settings.formats)
+    refused = strategy.find_refusals(options, strategy.taps(files.num_layers, options), settings.formats)
     exports = [strategy.export(name) for name in settings.formats or ()]
     if any(export.embeds_rows for export in exports):
         scale = embedding_scale(read_text_config(files).get("model_type"), files.hidden_size)
-        refused |= {export.name: why for export in exports if (why := export.embedding_refusal(scale))}
+        refused |= {export.name: why for export in exports if (why := export.find_embedding_refusal(scale))}
     useless = settings.formats is None and bool(refused) and len(refused) == len(strategy.exports)
     if refused and (useless or settings.formats is not None):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
@@ -108,7 +108,7 @@ def _check_start(
     folder: Path, strategy: StrategySpec, options: StrategyOptions, files: TargetFiles, where: str
 ) -> None:
     try:
-        found = read_config(folder)
+        found = read_draft_config(folder)
     except StoreError as error:
         raise ConfigError(f"{where}: {error}. `draftworks import` makes a draft of a peer's checkpoint") from error
     if found.strategy != strategy.name:
@@ -130,7 +130,7 @@ def _check_start(
 
 def _inputs(strategy: StrategySpec, options: StrategyOptions, files: TargetFiles) -> dict[str, object]:
     """What a draft of these options reads, under the names that it has in a draft's config."""
-    inputs: dict[str, object] = {"feature_names": list(strategy.features(files.num_layers, options))}
+    inputs: dict[str, object] = {"feature_names": list(strategy.list_features(files.num_layers, options))}
     if "mask_token_id" in type(options).model_fields:
         inputs["mask_token_id"] = files.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
     return inputs

@@ -75,7 +75,7 @@ def _check_exports(
 ) -> None:
     """What every format that is to be written would say in config.json, read by the classes of servers."""
     options = strategy.parse_options(entry.options, where=where)
-    refused = strategy.refusals(options, strategy.taps(files.num_layers, options))
+    refused = strategy.find_refusals(options, strategy.taps(files.num_layers, options))
     wanted = [spec.name for spec in strategy.exports] if entry.export.formats is None else entry.export.formats
     record = DraftConfig(strategy.name, draft.config(), files.digest, "")
     canonical = CanonicalDraft(Path("draft"), record, draft.model.state_dict(), files, parts)

@@ -15,7 +15,7 @@ from draftworks.capture.session import capture_missing, write_manifest
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.collectives import gather_from_ranks
-from draftworks.distributed.process_group import distributed
+from draftworks.distributed.process_group import open_process_group
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.opening import open_store
 from draftworks.programs.assembly import temporary_engine_folder
@@ -28,7 +28,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
     tokens = TokenizedSet.open(run.tokens)
     started = time.monotonic()
     with (
-        distributed(run.capture.device) as device,
+        open_process_group(run.capture.device) as device,
         temporary_engine_folder(run.out / f"engine-{ctx.rank}") as folder,
         ExitStack() as closing,
     ):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftworks.config.run_files import EvaluateRun
 from draftworks.data.tokenized import TokenizedSet
-from draftworks.distributed.process_group import distributed
+from draftworks.distributed.process_group import open_process_group
 from draftworks.drafts.draft_io import load_draft
 from draftworks.drafts.strategy import ChainStrategy, DraftStrategy
 from draftworks.errors import ConfigError
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
     """Evaluate all of them on the eval set; rank 0 writes the report into `run.out`."""
     started = time.perf_counter()
-    with distributed(run.device) as device:
+    with open_process_group(run.device) as device:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.seed)
         draft.strategy.model.to(device)
         samples = open_samples(run.heldout, run.store, draft.strategy, run.target)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from draftworks.distributed.stop_signals import leave_to_main_thread
+from draftworks.distributed.stop_signals import block_stop_signals
 from draftworks.storage.regular_files import read_json
 
 FILE = "heartbeat.json"
@@ -97,7 +97,7 @@ class Heartbeat:
         self._write(ended=True)
 
     def _write_on(self) -> None:
-        leave_to_main_thread()
+        block_stop_signals()
         since, used = time.monotonic(), time.process_time()
         while not self._over.wait(INTERVAL_S):
             now, used_now = time.monotonic(), time.process_time()

@@ -12,7 +12,7 @@ from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import EvaluateRun
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.chat import ChatTokenizer
-from draftworks.distributed.collectives import from_rank_0, on_every_rank, rank
+from draftworks.distributed.collectives import broadcast_from_rank_0, get_rank, run_on_every_rank
 from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.differences import AnswerTrace
 from draftworks.evaluation.ladder.loop import DecodingLoop, get_loop_revision
@@ -118,7 +118,7 @@ class Rung4:
     @staticmethod
     def _on_rank_0(action: Callable[[], object]):
         """What it returns there, on every rank; its error too."""
-        return from_rank_0(on_every_rank(lambda: action() if rank() == 0 else None))
+        return broadcast_from_rank_0(run_on_every_rank(lambda: action() if get_rank() == 0 else None))
 
 
 def _told(loop: LoopMeasurement, known: bool) -> str:

@@ -65,7 +65,7 @@ def run_in_process_group(arguments: list[str]) -> int:
     Ctrl-C at a terminal reaches the whole group of a command: every step would be told twice, by the terminal and by its run,
     and the second time in the middle of saving; and all of Dagster's helpers would print where they were.
     """
-    command = [*parent_death.shim(), sys.executable, *arguments]
+    command = [*parent_death.build_shim_command(), sys.executable, *arguments]
     held = subprocess.Popen(command, env=build_dagster_environment(), process_group=0)
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda received, _: held.send_signal(received))

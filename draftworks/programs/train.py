@@ -10,8 +10,8 @@ import torch
 from draftworks.config.run_files import VOCAB_FILE, TrainRun
 from draftworks.config.strategies import resolve_strategy
 from draftworks.distributed.collectives import gather_from_ranks
-from draftworks.distributed.process_group import distributed
-from draftworks.distributed.stop_signals import Interrupted, deferred_stop
+from draftworks.distributed.process_group import open_process_group
+from draftworks.distributed.stop_signals import Interrupted, defer_stop
 from draftworks.drafts.draft_io import DraftConfig, load_draft, save_draft
 from draftworks.programs.assembly import (
     Draft,
@@ -43,7 +43,7 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
 
     SIGTERM and SIGINT end the training after the step it is in, with a checkpoint. The same run file goes on from there.
     """
-    with distributed(run.training.device) as device, ensure_process_group(device), deferred_stop() as stop:
+    with open_process_group(run.training.device) as device, ensure_process_group(device), defer_stop() as stop:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.training.seed)
         if run.training.pack_tokens is not None:
             resolve_strategy(run.strategy).check_packing(draft.options, "training")

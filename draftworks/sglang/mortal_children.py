@@ -27,7 +27,7 @@ def mortal_children(folder: Path) -> Iterator[None]:
     """
     before = spawn.get_executable()
     shim = folder / "mortal-python"
-    shim.write_text(f'#!/bin/sh\nexec {shlex.join([*parent_death.shim(), sys.executable])} "$@"\n')
+    shim.write_text(f'#!/bin/sh\nexec {shlex.join([*parent_death.build_shim_command(), sys.executable])} "$@"\n')
     shim.chmod(0o755)
     spawn.set_executable(str(shim))
     try:

@@ -215,7 +215,7 @@ class SGLangServer:
     def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [*parent_death.shim(), *command],
+                [*parent_death.build_shim_command(), *command],
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftworks.config.draft_config import read_config
+from draftworks.config.draft_config import read_draft_config
 from draftworks.config.registry_files import (
     DatasetSpec,
     DeploymentSpec,
@@ -20,7 +20,7 @@ from draftworks.config.registry_files import (
     TrainingSpec,
 )
 from draftworks.config.strategies import StrategySpec, resolve_strategy
-from draftworks.config.validation import load_yaml, validated
+from draftworks.config.validation import load_yaml, parse_spec
 from draftworks.errors import ConfigError
 from draftworks.storage.names import require_name
 
@@ -179,7 +179,7 @@ def apply_overrides(
     """
     where = f"target {target}: {strategy.name}"
     typed = strategy.parse_options({**entry.options, **options}, where=f"{where} options")
-    merged = validated(TrainingSpec, {**entry.training.model_dump(), **training}, where=f"{where} training")
+    merged = parse_spec(TrainingSpec, {**entry.training.model_dump(), **training}, where=f"{where} training")
     return entry.model_copy(update={"options": typed.model_dump(), "training": merged})
 
 
@@ -200,7 +200,8 @@ def resolve_recipe(target: TargetSpec, registry: Registry) -> dict[str, Any]:
             name: {
                 "options": resolve_strategy(name).parse_options(entry.options, f"target {target.name}").identity(),
                 "training": entry.training.identity(),
-                "start_from": entry.start_from and read_config(registry.resolve_path(entry.start_from)).weights_digest,
+                "start_from": entry.start_from
+                and read_draft_config(registry.resolve_path(entry.start_from)).weights_digest,
                 "export": entry.export.model_dump(),
             }
             for name, entry in target.strategies.items()

@@ -106,7 +106,7 @@ def require_loaded(target: TargetFiles, model: PreTrainedModel, loading: Mapping
 
 
 def _checked(target: TargetFiles, backend: str) -> WeightsCheck:
-    config = read_config(target)
+    config = read_model_config(target)
     _require_plain_files(target, config)
     headers = read_model_headers(target)
     if isinstance(config, str):
@@ -141,7 +141,7 @@ def _require_plain_files(target: TargetFiles, config: PreTrainedConfig | str) ->
         )
 
 
-def read_config(target: TargetFiles) -> PreTrainedConfig | str:
+def read_model_config(target: TargetFiles) -> PreTrainedConfig | str:
     """The target's configuration as transformers reads it, or in words why it does not know the family.
 
     Raises:

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from draftworks.distributed.collectives import from_rank_0, gather_from_ranks, on_every_rank, rank, world_size
+from draftworks.distributed.collectives import (
+    broadcast_from_rank_0,
+    gather_from_ranks,
+    get_rank,
+    get_world_size,
+    run_on_every_rank,
+)
 from draftworks.errors import StoreError
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.manifest import FileRecord, list_files
@@ -56,8 +62,8 @@ class CheckpointManager:
         self._pending: Future[None] | None = None
         # Its own group: a thread may write while the main one trains, and gloo needs no GPU.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.best: BestRecord | None = from_rank_0(
-            read_best(self.folder, self.rule) if rank() == 0 else None, self._group
+        self.best: BestRecord | None = broadcast_from_rank_0(
+            read_best(self.folder, self.rule) if get_rank() == 0 else None, self._group
         )
 
     def save(self, state: Snapshot, step: int) -> None:
@@ -89,8 +95,8 @@ class CheckpointManager:
             StoreError: with `save_async`, the error of the save before.
         """
         self.wait()  # the thread talks over the same group
-        verdict = self._on_all(lambda: self.rule.is_better(metrics, self.best) if rank() == 0 else None)
-        return from_rank_0(verdict, self._group)
+        verdict = self._on_all(lambda: self.rule.is_better(metrics, self.best) if get_rank() == 0 else None)
+        return broadcast_from_rank_0(verdict, self._group)
 
     def update_best(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the checkpoint of `step`, which must be saved, as the best. A collective."""
@@ -116,7 +122,7 @@ class CheckpointManager:
             self.best = None
         if not own:
             self._on_rank_0(lambda: self._adopt_best(checkpoint, step))
-            self.best = from_rank_0(self.best, self._group)
+            self.best = broadcast_from_rank_0(self.best, self._group)
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints on the disk, ascending."""
@@ -125,7 +131,7 @@ class CheckpointManager:
     def latest_dir(self) -> Path | None:
         """The newest complete checkpoint. A collective: rank 0 looks."""
         self.wait()
-        steps = from_rank_0(self.steps() if rank() == 0 else None, self._group)
+        steps = broadcast_from_rank_0(self.steps() if get_rank() == 0 else None, self._group)
         return self.folder.final(steps[-1]) if steps else None
 
     def best_dir(self) -> Path | None:
@@ -135,13 +141,13 @@ class CheckpointManager:
         staging = self.folder.staging(step)
         try:
             self._on_rank_0(lambda: self._prepare(step))
-            self._on_all(lambda: save_weights_and_rng(staging, snapshot, rank()))
+            self._on_all(lambda: save_weights_and_rng(staging, snapshot, get_rank()))
             save_moments(staging, snapshot.moments, self._group)
             self._on_rank_0(lambda: self._write_documents(staging, snapshot))
             sums = self._sync_and_sum(staging)
             self._on_rank_0(lambda: self._publish(step, snapshot, sums))
         except StoreError:  # the same on all ranks; what fills a full disk does not stay there
-            if rank() == 0:
+            if get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
 
@@ -175,12 +181,12 @@ class CheckpointManager:
 
     def _sync_and_sum(self, staging: Path) -> dict[str, FileRecord]:
         """Sizes and checksums of all files, which are on the disk then; the ranks share the work."""
-        mine = self._on_all(lambda: sync_and_checksum(staging, list_files(staging)[rank() :: world_size()]))
+        mine = self._on_all(lambda: sync_and_checksum(staging, list_files(staging)[get_rank() :: get_world_size()]))
         return {name: found for share in gather_from_ranks(mine, self._group) for name, found in share.items()}
 
     def _publish(self, step: int, snapshot: Snapshot, sums: dict[str, FileRecord]) -> None:
         write_record(
-            self.folder.staging(step), self.folder.run_id, step, world_size(), time.time(), snapshot.state, sums
+            self.folder.staging(step), self.folder.run_id, step, get_world_size(), time.time(), snapshot.state, sums
         )
         self.folder.publish(step)
         self.folder.point_to(self.folder.latest_pointer, step)
@@ -199,10 +205,10 @@ class CheckpointManager:
                     log.warning("checkpoint %s cannot be removed: %s", self.folder.final(step), error)
 
     def _on_all(self, action: Callable[[], Any]) -> Any:
-        return on_every_rank(action, self._group)
+        return run_on_every_rank(action, self._group)
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
-        on_every_rank(action if rank() == 0 else _nothing, self._group)
+        run_on_every_rank(action if get_rank() == 0 else _nothing, self._group)
 
 
 def _nothing() -> None: ...

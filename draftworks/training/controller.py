@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from draftworks.distributed.collectives import max_over_ranks, world_size
+from draftworks.distributed.collectives import get_world_size, max_over_ranks
 from draftworks.drafts.strategy import StepContext
 from draftworks.evaluation.evaluator import EvaluationStopped
 from draftworks.evaluation.result import EvalResult
@@ -113,7 +113,7 @@ class TrainerController:
         Reads no training data if that many steps are done already. A step whose evaluation an interruption cut off is
         evaluated first.
         """
-        self.history.sessions.append(Session(self.global_step, world_size(), time.time()))
+        self.history.sessions.append(Session(self.global_step, get_world_size(), time.time()))
         if self._plan.evaluates(self.global_step) and self.history.evaluated(self.global_step) is None:
             self._evaluation()
         self.ended_early = self._has_stalled()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftworks.distributed.collectives import on_every_rank, rank, world_size
+from draftworks.distributed.collectives import get_rank, get_world_size, run_on_every_rank
 from draftworks.drafts.draft_io import load_weights
 from draftworks.errors import StoreError
 from draftworks.evaluation.result import EvalResult
@@ -61,8 +61,8 @@ class ResumeState:
         if strangers:
             raise StoreError(f"{self.folder}: optimizer state of parameters that the draft does not have: {strangers}")
         load_moments(self.folder, optimizer.restore(self.optimizer))
-        if self.record.world_size == world_size():
-            restore_rng(self.folder / RNG / f"rank{rank()}.safetensors", device)
+        if self.record.world_size == get_world_size():
+            restore_rng(self.folder / RNG / f"rank{get_rank()}.safetensors", device)
 
 
 def read_resume_state(folder: Path, identity: Mapping[str, Any], position: TrainingProgress) -> ResumeState:
@@ -76,13 +76,13 @@ def read_resume_state(folder: Path, identity: Mapping[str, Any], position: Train
         StoreError: on all ranks: not a complete checkpoint, an altered file by its name, or another training's, with
             what differs and both values.
     """
-    return on_every_rank(lambda: _read(folder, identity, position))
+    return run_on_every_rank(lambda: _read(folder, identity, position))
 
 
 def _read(folder: Path, identity: Mapping[str, Any], position: TrainingProgress) -> ResumeState:
     record = read_record(folder)
     _require_same(folder, record.state.get("identity", {}), identity)
-    verify(folder, record, list(record.files)[rank() :: world_size()])
+    verify(folder, record, list(record.files)[get_rank() :: get_world_size()])
     try:
         return ResumeState(
             folder,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftworks.config.registry_files import TrainingSpec
-from draftworks.distributed.collectives import rank
+from draftworks.distributed.collectives import get_rank
 from draftworks.drafts.draft_io import read_weights
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.evaluation.evaluator import Evaluator
@@ -153,7 +153,7 @@ class Trainer:
         if not self._publish_best or best is None or best.step == self.controller.global_step:
             return TrainedWeights(self.weights(), self.controller.global_step)
         folder = self.persistence.manager.best_dir()
-        if rank() != 0:
+        if get_rank() != 0:
             return TrainedWeights({}, best.step)
         verify(folder, read_record(folder), [WEIGHTS])
         return TrainedWeights(read_weights(folder / WEIGHTS), best.step)

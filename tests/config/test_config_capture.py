@@ -6,7 +6,7 @@ import pytest
 
 from draftworks.capture.engine import engine_identity
 from draftworks.config.registry_files import CaptureSpec
-from draftworks.config.validation import validated
+from draftworks.config.validation import parse_spec
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import EngineIdentity
 
@@ -30,4 +30,4 @@ def test_settings_of_a_server_that_is_not_used_are_part_of_no_key():
 @pytest.mark.parametrize("args", [["--dtype", "float16"], ["--tp=2"], ["--log-level", "error", "--port", "1"]])
 def test_an_argument_that_contradicts_the_registry_is_refused(args):
     with pytest.raises(ConfigError, match=r"capture: server.args: .*--(dtype|tp|port).*: follows from the other keys"):
-        validated(CaptureSpec, {"backend": "sglang", "server": {"args": args}}, where="capture")
+        parse_spec(CaptureSpec, {"backend": "sglang", "server": {"args": args}}, where="capture")

@@ -10,9 +10,9 @@ from dagster._utils.schedules import cron_string_iterator, is_valid_cron_string
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.config.cron import FIELDS, CronField, checked_cron, checked_timezone
+from draftworks.config.cron import FIELDS, CronField, parse_cron, require_timezone
 from draftworks.config.registry_files import EvaluationSpec
-from draftworks.config.validation import validated
+from draftworks.config.validation import parse_spec
 from draftworks.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ EXPRESSIONS = st.tuples(*(st.lists(items(field), min_size=1, max_size=3).map(","
 @given(EXPRESSIONS)
 def test_what_is_taken_dagster_takes_too_and_its_time_comes(expression):
     try:
-        taken = checked_cron(expression)
+        taken = parse_cron(expression)
     except ValueError:
         return
     assert is_valid_cron_string(taken)
@@ -45,7 +45,7 @@ def test_what_is_taken_dagster_takes_too_and_its_time_comes(expression):
     "expression", ["0 3 * * *", "*/15 8-18 * * mon-fri", "0 0 1,15 * *", "5/10 * 29 2 *", "0 0 31 4 sun", "0 0 * JAN 7"]
 )
 def test_usual_expressions_are_taken(expression):
-    assert checked_cron(f" {expression}  ") == expression
+    assert parse_cron(f" {expression}  ") == expression
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_usual_expressions_are_taken(expression):
 )
 def test_mistakes_are_refused_with_their_reason(expression, problem):
     with pytest.raises(ConfigError, match="cron: .*" + problem.replace("*", r"\*")):
-        validated(EvaluationSpec, {"cron": expression}, where="targets/mine.yaml")
+        parse_spec(EvaluationSpec, {"cron": expression}, where="targets/mine.yaml")
 
 
 @pytest.mark.parametrize("name", ["UTC", "Europe/Berlin"])
 def test_time_zones_have_iana_names(name):
-    assert checked_timezone(name) == name
+    assert require_timezone(name) == name
 
 
 @pytest.mark.parametrize("name", ["", "Berlin", "Europe", "../UTC", str(Path("/etc/localtime"))])
 def test_what_is_no_time_zone_is_refused(name):
     with pytest.raises(ConfigError, match="is not a time zone: expected an IANA name"):
-        validated(EvaluationSpec, {"cron_timezone": name}, where="targets/mine.yaml")
+        parse_spec(EvaluationSpec, {"cron_timezone": name}, where="targets/mine.yaml")

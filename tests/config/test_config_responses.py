@@ -8,7 +8,7 @@ import pytest
 
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import RegenerateRun
-from draftworks.config.validation import validated
+from draftworks.config.validation import parse_spec
 from draftworks.errors import ConfigError
 
 SGLANG = {"base_urls": ["http://a:1/v1"], "server": "sglang"}
@@ -16,7 +16,7 @@ OPENAI = {"base_urls": ["http://a:1/v1"], "server": "openai", "token_ids": False
 
 
 def responses(**options) -> ResponseSpec:
-    return validated(ResponseSpec, options, where="target.yaml")
+    return parse_spec(ResponseSpec, options, where="target.yaml")
 
 
 def test_the_identity_of_options_from_before_endpoints_has_not_moved():

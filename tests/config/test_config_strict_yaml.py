@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.config import strict_yaml
-from draftworks.config.strict_yaml import LARGEST_INTEGER, MOST_BYTES, MOST_DEPTH, MOST_NODES, read_mapping
+from draftworks.config.strict_yaml import MAX_BYTES, MAX_DEPTH, MAX_INTEGER, MAX_NODES, read_mapping
 from draftworks.errors import ConfigError
 
 FILL = 1_000_000
@@ -36,16 +36,16 @@ HOSTILE = {
     "brackets": ("[" * 50_000, "nested deeper than 32"),
     "braces": ("{a: " * 50_000, "nested deeper than 32"),
     "dashes": ("- " * FILL, "larger than 1,024 KiB"),
-    "indented": ("".join(" " * depth + "a:\n" for depth in range(MOST_DEPTH + 2)), "nested deeper than 32"),
+    "indented": ("".join(" " * depth + "a:\n" for depth in range(MAX_DEPTH + 2)), "nested deeper than 32"),
     "aliases": (doubled("list"), "those that aliases repeat"),
     "merges": (doubled("merge"), "those that aliases repeat"),
     "itself": ("a: &a [*a]", "stands for what it is itself a part of"),
     "again itself": ("a: &a 1\nb: &a [*a]", "stands for what it is itself a part of"),
     "nobody": ("a: *b", "or for nothing"),
-    "wide": ("".join(f"k{key}: 1\n" for key in range(MOST_NODES)), "more than 20,000"),
+    "wide": ("".join(f"k{key}: 1\n" for key in range(MAX_NODES)), "more than 20,000"),
     "long integer": ("max_length: " + "9" * 5000, "an integer of 5,000 digits"),
     "hexadecimal": ("max_length: 0x" + "f" * 5000, "an integer of 5,002 digits"),
-    "above 64 bits": (f"a: {LARGEST_INTEGER + 1}", "an integer of 19 digits: expected at most 9223372036854775807"),
+    "above 64 bits": (f"a: {MAX_INTEGER + 1}", "an integer of 19 digits: expected at most 9223372036854775807"),
     "twice": ("a: 1\nb:\n  lr: 1\n  lr: 2\n", "line 4: the key lr is given twice, first in line 3"),
     "twice in flow": ("{a: {b: 1}, c: [2], a: 3}", "the key a is given twice"),
     "merged twice": ("<<: {a: 1}\n<<: {b: 1}", "list what to merge"),
@@ -90,7 +90,7 @@ def test_no_more_is_looked_at_than_what_may_be_taken(tmp_path: Path, monkeypatch
     path.write_text(text)
     with pytest.raises(ConfigError):
         read_mapping(path)
-    assert len(seen) <= MOST_NODES + 10
+    assert len(seen) <= MAX_NODES + 10
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_no_more_is_looked_at_than_what_may_be_taken(tmp_path: Path, monkeypatch
         ("model: ü".encode("utf-16"), "not UTF-8"),
         ("model: ü".encode("latin-1"), r"not UTF-8 at byte 7 \(0xfc\): save it as UTF-8"),
         (b"\xff\xfe\x00junk", "not UTF-8"),
-        (b"a" * (MOST_BYTES + 1), "larger than 1,024 KiB"),
+        (b"a" * (MAX_BYTES + 1), "larger than 1,024 KiB"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes, message: str):
@@ -148,7 +148,7 @@ def test_an_empty_file_holds_nothing(tmp_path: Path):
     assert read_mapping(tmp_path / "mine.yaml") == {}
 
 
-scalars = st.none() | st.booleans() | st.integers(-LARGEST_INTEGER, LARGEST_INTEGER) | st.text() | st.dates().map(str)
+scalars = st.none() | st.booleans() | st.integers(-MAX_INTEGER, MAX_INTEGER) | st.text() | st.dates().map(str)
 values = st.recursive(
     scalars | st.floats(allow_nan=False),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
-from draftworks.config.urls import checked_url, checked_urls
-from draftworks.config.validation import validated
+from draftworks.config.urls import parse_url, parse_urls
+from draftworks.config.validation import parse_spec
 from draftworks.errors import ConfigError
 
 WITH_PASSWORD = "https://me:hunter2@gateway.example/v1"
@@ -14,7 +14,7 @@ WITH_PASSWORD = "https://me:hunter2@gateway.example/v1"
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:30000", "https://gateway.example/v1", "http://[::1]:8000/a/v1"])
 def test_an_address_is_taken_as_it_is_without_its_last_slash(url):
-    assert checked_url(url) == checked_url(f"{url}/") == url
+    assert parse_url(url) == parse_url(f"{url}/") == url
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ def test_an_address_is_taken_as_it_is_without_its_last_slash(url):
 )
 def test_what_is_no_http_address_is_refused(url):
     with pytest.raises(ValueError, match=r"expected an address such as http://127.0.0.1:30000"):
-        checked_url(url)
+        parse_url(url)
 
 
 @pytest.mark.parametrize("url", ["http://host/v1?key=1", "http://host/v1#a"])
 def test_an_address_ends_before_its_query(url):
     with pytest.raises(ValueError, match="ends before"):
-        checked_url(url)
+        parse_url(url)
 
 
 @pytest.mark.parametrize(
@@ -51,13 +51,13 @@ def test_an_address_ends_before_its_query(url):
 )
 def test_a_password_in_an_address_is_refused_and_not_repeated(spec, values):
     with pytest.raises(ConfigError, match="no user or password belongs into an address") as raised:
-        validated(spec, values, where="target.yaml")
+        parse_spec(spec, values, where="target.yaml")
     assert "hunter2" not in str(raised.value)
 
 
 def test_one_server_is_not_named_twice():
     with pytest.raises(ValueError, match="every address once"):
-        checked_urls(["http://a:1", "http://a:1/"])
+        parse_urls(["http://a:1", "http://a:1/"])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_one_server_is_not_named_twice():
 )
 def test_servers_are_yours_or_ours_and_yours_have_a_spool(server, message):
     with pytest.raises(ConfigError, match=message):
-        validated(CaptureSpec, {"backend": "sglang_server", "server": server}, where="target.yaml")
+        parse_spec(CaptureSpec, {"backend": "sglang_server", "server": server}, where="target.yaml")
 
 
 def test_one_address_or_several_are_the_servers_that_are_running():

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from draftworks.distributed.process_group import distributed, resolve_device
+from draftworks.distributed.process_group import open_process_group, resolve_device
 from draftworks.errors import ConfigError
 
 
 def test_single_process_needs_no_group() -> None:
-    with distributed("cpu") as device:
+    with open_process_group("cpu") as device:
         assert device == torch.device("cpu")
         assert not dist.is_initialized()
 

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from draftworks.distributed import stop_signals
-from draftworks.distributed.stop_signals import Interrupted, deferred_interrupt, deferred_stop, raise_on_stop
+from draftworks.distributed.stop_signals import Interrupted, defer_interrupt, defer_stop, raise_on_stop
 
 BOTH = (signal.SIGTERM, signal.SIGINT)
 
@@ -32,7 +32,7 @@ def send(*signums: signal.Signals) -> None:
 @pytest.mark.parametrize("signums", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGTERM), BOTH * 9])
 def test_repeats_are_one_request(signums):
     before = [signal.getsignal(signum) for signum in BOTH]
-    with deferred_stop() as request:
+    with defer_stop() as request:
         assert request.signum == 0
         send(*signums)
         assert request.signum == signums[0]
@@ -48,17 +48,17 @@ def test_interrupted_is_raised_once_however_often_it_is_asked_for():
 
 def test_a_repeat_of_what_deferred_work_was_asked_does_not_interrupt_what_follows():
     raise_on_stop()
-    with deferred_stop() as request:
+    with defer_stop() as request:
         send(signal.SIGTERM)
     send(signal.SIGTERM)
-    with deferred_stop() as again:
+    with defer_stop() as again:
         assert again.signum == request.signum == signal.SIGTERM
 
 
 def test_a_request_made_anew_is_passed_to_the_handler_of_before(monkeypatch):
     taken = []
     signal.signal(signal.SIGINT, lambda signum, frame: taken.append(signum))
-    with deferred_interrupt() as pass_on:
+    with defer_interrupt() as pass_on:
         pass_on()
         send(signal.SIGINT, signal.SIGINT)
         assert taken == []
@@ -88,7 +88,7 @@ def test_outside_the_main_thread_nothing_is_deferred():
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
-        with deferred_stop():
+        with defer_stop():
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from draftworks.distributed.time_limit import OverLimit, processor_limit
+from draftworks.distributed.time_limit import CpuTimeExceeded, limit_cpu_time
 
 
 def spin() -> None:
@@ -20,14 +20,14 @@ def spin() -> None:
 
 def test_endless_work_is_ended_and_its_handler_put_back():
     before = signal.getsignal(signal.SIGVTALRM)
-    with pytest.raises(OverLimit), processor_limit(0.05):
+    with pytest.raises(CpuTimeExceeded), limit_cpu_time(0.05):
         spin()
     assert signal.getsignal(signal.SIGVTALRM) == before
     assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
 
 
 def test_waiting_and_work_that_is_done_in_time_are_left_alone():
-    with processor_limit(0.5):
+    with limit_cpu_time(0.5):
         time.sleep(0.6)
 
 
@@ -35,7 +35,7 @@ def test_outside_the_main_thread_nothing_is_bounded():
     seen = []
 
     def work() -> None:
-        with processor_limit(0.01):
+        with limit_cpu_time(0.01):
             seen.append(signal.getitimer(signal.ITIMER_VIRTUAL)[0])
 
     thread = threading.Thread(target=work)

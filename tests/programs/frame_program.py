@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from draftworks.config.run_files import RunFile
-from draftworks.distributed.process_group import distributed
-from draftworks.distributed.stop_signals import Interrupted, deferred_stop
+from draftworks.distributed.process_group import open_process_group
+from draftworks.distributed.stop_signals import Interrupted, defer_stop
 from draftworks.errors import ConfigError
 from draftworks.programs.program import ProgramContext, run_program
 
@@ -39,14 +39,14 @@ def work(run: FrameRun, ctx: ProgramContext) -> dict[str, Any]:
     if run.task == "steps":
         _step_for_ever(ctx)
     if run.task == "stuck":
-        with deferred_stop():
+        with defer_stop():
             (run.out / f"ready-{ctx.rank}").touch()
             time.sleep(60)
     raise AssertionError(f"unknown task {run.task}")
 
 
 def _sum_of_ranks() -> int:
-    with distributed("cpu"):
+    with open_process_group("cpu"):
         if not dist.is_initialized():
             return 0
         total = torch.tensor(dist.get_rank())
@@ -55,7 +55,7 @@ def _sum_of_ranks() -> int:
 
 
 def _step_for_ever(ctx: ProgramContext) -> None:
-    with distributed("cpu"):
+    with open_process_group("cpu"):
         for step in itertools.count():
             dist.all_reduce(torch.tensor(1))
             ctx.report_progress({"step": step})

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from draftworks.config.draft_config import DraftConfig, read_config
+from draftworks.config.draft_config import DraftConfig, read_draft_config
 from draftworks.data.rows import read_rows
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
@@ -112,7 +112,7 @@ def kinds(tmp_path_factory, tiny_target) -> dict[str, Kind]:
         "history": Kind(folder / "history.json", lambda: History.load(folder / "history.json")),
         "artifact": Kind(made.path / "artifact.json", lambda: artifacts.load_current("asset", "target")),
         "pointer": Kind(made.path.parent / "current.json", lambda: artifacts.load_current("asset", "target")),
-        "draft_config": Kind(folder / "draft" / "config.json", lambda: read_config(folder / "draft")),
+        "draft_config": Kind(folder / "draft" / "config.json", lambda: read_draft_config(folder / "draft")),
         "sample": _sample(folder),
         **_model_folder(folder / "model"),
         **_data(folder),

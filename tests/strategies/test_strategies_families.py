@@ -10,7 +10,7 @@ import torch
 from model_families import FAMILIES, HIDDEN, VOCAB
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftworks.config.layer_shape import layer_shape
+from draftworks.config.layer_shape import choose_layer_shape
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import available_strategies, resolve_strategy
 from draftworks.data.vocab import build_vocab_mapping
@@ -147,7 +147,7 @@ def test_ropes_that_cannot_be_taken_over_keep_their_base(family_target: MakeTarg
     ],
 )  # fmt: skip
 def test_a_rope_that_drafts_do_not_compute_becomes_one_of_their_own(rope, expected):
-    shape = layer_shape(_Config(rope_parameters=rope, head_dim=64))
+    shape = choose_layer_shape(_Config(rope_parameters=rope, head_dim=64))
     assert dict(shape.rope) == expected
     assert len(shape.own) == 1
 
@@ -162,7 +162,7 @@ class _Config:
 
 
 def test_sizes_that_a_config_does_not_say_are_chosen():
-    shape = layer_shape(
+    shape = choose_layer_shape(
         _Config(intermediate_size=None, rms_norm_eps=None, num_attention_heads=32, rope_parameters=THETA_1M)
     )
     assert (shape.intermediate_size, shape.rms_norm_eps, shape.head_dim) == (256, 1e-6, 4)

@@ -10,7 +10,7 @@ import pytest
 
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.strategies import available_strategies, resolve_strategy
-from draftworks.config.validation import validated
+from draftworks.config.validation import parse_spec
 from draftworks.data.sources import dataset_version, find_files
 from draftworks.errors import ConfigError, DataError
 from draftworks.storage.identity import FileDigests
@@ -249,7 +249,7 @@ def test_bad_layer_ids_are_refused(ids: list[int], message: str):
 def test_every_strategy_says_which_features_it_needs():
     for name in available_strategies():
         strategy = resolve_strategy(name)
-        features = strategy.features(36, strategy.parse_options({}, where="test"))
+        features = strategy.list_features(36, strategy.parse_options({}, where="test"))
         assert ("last" in features) == strategy.uses_last_hidden
         assert len(set(features)) == len(features) > 1
 
@@ -263,5 +263,5 @@ def test_how_a_global_batch_is_cut_is_no_identity():
 
 def test_several_problems_are_reported_together():
     with pytest.raises(ConfigError) as caught:
-        validated(TargetSpec, {"name": "x", "dataset": "y", "wrong": 1}, where="here")
+        parse_spec(TargetSpec, {"name": "x", "dataset": "y", "wrong": 1}, where="here")
     assert len(str(caught.value).splitlines()) == 2

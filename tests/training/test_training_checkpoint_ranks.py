@@ -15,7 +15,7 @@ from gloo_ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from draftworks.distributed.collectives import from_rank_0, max_over_ranks, on_every_rank
+from draftworks.distributed.collectives import broadcast_from_rank_0, max_over_ranks, run_on_every_rank
 from draftworks.errors import ConfigError, StoreError
 from draftworks.training import checkpoint_manager
 from draftworks.training.checkpoint_manager import CheckpointManager
@@ -105,14 +105,14 @@ def test_rank_0_decides_what_is_better_also_while_a_checkpoint_is_written(tmp_pa
 
 def all_alike(rank: int) -> None:
     assert max_over_ranks(3 - rank) == 3
-    assert from_rank_0({"rank": rank}) == {"rank": 0}
-    assert on_every_rank(lambda: rank) == rank
+    assert broadcast_from_rank_0({"rank": rank}) == {"rank": 0}
+    assert run_on_every_rank(lambda: rank) == rank
     for failing in (0, 1):
         own = rank == failing
         with pytest.raises(StoreError, match=f"^rank {failing}: OSError: disk on fire$"):
-            on_every_rank(partial(_raise, OSError("disk on fire") if own else None))
+            run_on_every_rank(partial(_raise, OSError("disk on fire") if own else None))
         with pytest.raises(ConfigError if own else StoreError, match="wrong option"):
-            on_every_rank(partial(_raise, ConfigError("wrong option") if own else None))
+            run_on_every_rank(partial(_raise, ConfigError("wrong option") if own else None))
     assert max_over_ranks(rank) == 1
 
 
@@ -127,11 +127,11 @@ def test_an_action_fails_on_every_rank_or_on_none(tmp_path: Path):
 
 def test_without_a_process_group_there_is_one_rank():
     assert max_over_ranks(3) == 3
-    assert from_rank_0("x") == "x"
-    assert on_every_rank(lambda: "done") == "done"
+    assert broadcast_from_rank_0("x") == "x"
+    assert run_on_every_rank(lambda: "done") == "done"
     with pytest.raises(StoreError, match="^OSError: disk on fire$"):
-        on_every_rank(partial(_raise, OSError("disk on fire")))
+        run_on_every_rank(partial(_raise, OSError("disk on fire")))
     with pytest.raises(ConfigError, match="wrong option"):
-        on_every_rank(partial(_raise, ConfigError("wrong option")))
+        run_on_every_rank(partial(_raise, ConfigError("wrong option")))
     with pytest.raises(ZeroDivisionError):
-        on_every_rank(lambda: 1 / 0)
+        run_on_every_rank(lambda: 1 / 0)

@@ -14,7 +14,7 @@ from draftworks.capture.answers.record_file import PartialFile
 from draftworks.capture.engine import engine_identity
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun
-from draftworks.config.validation import validated
+from draftworks.config.validation import parse_spec
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
 from draftworks.data.rejected import RejectedSample, check_rejected, count_rejections, write_rejected
 from draftworks.data.rows import make_excerpt
@@ -83,7 +83,7 @@ def kept_answers(run: RegenerateRun) -> Iterator[PartialFile]:
 def capture_spec(run: RegenerateRun) -> CaptureSpec:
     """How to load the engine of a run. ConfigError where its settings do not go together."""
     settings = run.model_dump(include={"backend", "compute_dtype", "device", "server", "custom"})
-    return validated(CaptureSpec, settings, where=f"the run of {run.out}")
+    return parse_spec(CaptureSpec, settings, where=f"the run of {run.out}")
 
 
 def answers_identity(run: RegenerateRun) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError
 from draftworks.storage.identity import EngineIdentity, LayerTap
-from draftworks.targets.weights import read_config, require_loaded
+from draftworks.targets.weights import read_model_config, require_loaded
 
 
 class HFTargetEngine(TargetEngine):
@@ -127,7 +127,7 @@ def load_hf_engine(
         raise ConfigError(
             f"{where} is missing: expected a directory with config.json, or a hub id with a pinned `revision`"
         )
-    config = read_config(target)
+    config = read_model_config(target)
     if isinstance(config, str):
         raise ConfigError(f"target {target.name}: {config}")
     try:

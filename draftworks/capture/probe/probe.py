@@ -20,7 +20,7 @@ from draftworks.capture.probe.stream_difference import Finding, KnownStream, com
 from draftworks.capture.probe.streamed_forward import StreamedTarget
 from draftworks.capture.verify import verify_capture
 from draftworks.config.run_files import CaptureRun, TargetFiles
-from draftworks.config.sglang import quantizing
+from draftworks.config.sglang import find_quantizing_args
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError, StoreError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
@@ -209,7 +209,7 @@ def probe_rows(tokens: Sequence[TokenRow]) -> list[list[int]]:
 
 def unjudgeable(target: TargetFiles, engine_args: Sequence[str]) -> str:
     """Why no comparison with the target's files can say whether an engine is right; empty if one can."""
-    changed = quantizing(engine_args)
+    changed = find_quantizing_args(engine_args)
     if changed:
         return f"capture.server.args has {', '.join(changed)}, which changes the numbers"
     method = _checkpoint_quantization(target)

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from draftworks.config.validation import describe
+from draftworks.config.validation import describe_validation_error
 from draftworks.errors import StoreError
 from draftworks.evaluation.cache.eval_config import EvalConfig
 from draftworks.storage.atomic import (
@@ -70,7 +70,7 @@ def find_entry_problem(folder: Path, config: EvalConfig, inputs: Mapping[str, st
     try:
         meta = EntryMeta.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
     except ValidationError as error:
-        return describe(error, EntryMeta, str(path))
+        return describe_validation_error(error, EntryMeta, str(path))
     except (OSError, ValueError) as error:
         return f"{path} cannot be read: {error}"
     if (meta.key, meta.identity) != (config.cache_key, config.identity_fields()):

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftworks.config.run_files import TargetFiles
-from draftworks.distributed.collectives import from_rank_0, gather_from_ranks, rank, world_size
+from draftworks.distributed.collectives import broadcast_from_rank_0, gather_from_ranks, get_rank, get_world_size
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.evaluation.ladder.decoding import DecodingLimits, add_gap, decode, speculate
 from draftworks.evaluation.ladder.differences import AnswerTrace, Difference, first_difference
@@ -56,7 +56,7 @@ class DecodingLoop:
         Args:
             walks: rung 3 of these prompts' answers, by sample id; given at temperature 0, differences are listed.
         """
-        share = prompts[rank() :: world_size()]
+        share = prompts[get_rank() :: get_world_size()]
         for prompt in share[:1]:
             self._one(prompt, temperature)  # untimed: the first prompt of a process pays for what is set up once
         mine = [self._one(prompt, temperature, None if walks is None else walks[prompt.sample_id]) for prompt in share]
@@ -71,7 +71,7 @@ class DecodingLoop:
             tokens=sum(part.tokens for part in parts),
             plain_tokens=sum(part.plain_tokens for part in parts),
             differences=None if walks is None else found,
-            timing_context=from_rank_0(current_timing_context(self.model.device)),
+            timing_context=broadcast_from_rank_0(current_timing_context(self.model.device)),
         )
 
     def _one(self, prompt: Prompt, temperature: float, walk: AnswerTrace | None = None) -> _Part:

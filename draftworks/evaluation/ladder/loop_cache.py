@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
-from draftworks.config.validation import describe
+from draftworks.config.validation import describe_validation_error
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.evaluation.ladder.measurement import LoopMeasurement
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
@@ -121,7 +121,7 @@ class LoopCache:
         except FileNotFoundError:
             return LoopLookup()
         except ValidationError as error:
-            return LoopLookup(problem=describe(error, LoopEntry, str(path)))
+            return LoopLookup(problem=describe_validation_error(error, LoopEntry, str(path)))
         except (OSError, ValueError, LookupError, TypeError, DraftworksError) as error:
             return LoopLookup(problem=f"{path} cannot be read: {error!r}")
 

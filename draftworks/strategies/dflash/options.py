@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
-from draftworks.config.option_checks import check_heads, checked_taps
+from draftworks.config.option_checks import check_heads, parse_taps
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, always_packable, register_strategy
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
@@ -97,7 +97,7 @@ def dflash_taps(num_layers: int, options: DFlashOptions) -> tuple[LayerTap, ...]
         default = [num_layers // 2 + 1]
     else:
         default = [1 + round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count)]
-    return checked_taps(options.strategy, options.layer_ids, default, num_layers, count)
+    return parse_taps(options.strategy, options.layer_ids, default, num_layers, count)
 
 
 def check_dflash(options: DFlashOptions, target: TargetSizes) -> None:

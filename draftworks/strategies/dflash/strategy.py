@@ -49,7 +49,7 @@ class DFlashStrategy(DraftStrategy):
             )
         self.options = options
         self.draft_tokens = self.max_draft_tokens = options.block_size - 1
-        self.feature_names = DFLASH.features(target.num_layers, options)
+        self.feature_names = DFLASH.list_features(target.num_layers, options)
         self._target = target = target.with_layer_options(options)
         self._seed = seed
         self._sizes = _sizes(options, target, taps=len(self.feature_names))

@@ -51,7 +51,7 @@ class DSparkStrategy(DraftStrategy):
     def __init__(self, options: DSparkOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
         self.options = options
         self._dflash = DFlashStrategy(options, target, vocab, seed)
-        self.feature_names = DSPARK.features(target.num_layers, options)
+        self.feature_names = DSPARK.list_features(target.num_layers, options)
         self.draft_tokens = self.max_draft_tokens = options.block_size
         self._hidden_size = target.hidden_size
         sizes = DSparkSizes(

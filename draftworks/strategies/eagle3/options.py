@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
-from draftworks.config.option_checks import check_heads, check_served_heads, eagle_taps
+from draftworks.config.option_checks import check_heads, check_served_heads, choose_eagle_taps
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, register_strategy
 from draftworks.storage.identity import LayerTap
 
@@ -92,7 +92,7 @@ def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]
     Raises:
         ConfigError: a tap is not inside the target, or taps collide.
     """
-    return eagle_taps("eagle3", options.layer_ids, num_layers)
+    return choose_eagle_taps("eagle3", options.layer_ids, num_layers)
 
 
 def check_eagle3(options: Eagle3Options, target: TargetSizes) -> None:

@@ -79,7 +79,7 @@ class Eagle3Strategy(ChainStrategy):
         draft_ids = require_draft_ids(self.name, vocab, options.draft_vocab_size, target)
         self.options = options
         self.draft_tokens = options.ttt_length
-        self.feature_names = EAGLE3.features(target.num_layers, options)
+        self.feature_names = EAGLE3.list_features(target.num_layers, options)
         self._target = target = target.with_layer_options(options)
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
         norms = Eagle3Norms(**{name: getattr(options, name) for name in Eagle3Norms._fields})

@@ -58,7 +58,7 @@ class PEagleStrategy(DraftStrategy):
         draft_ids = require_draft_ids(self.name, vocab, options.draft_vocab_size, target)
         self.options = options
         self.draft_tokens = self.max_draft_tokens = options.num_depths
-        self.feature_names = PEAGLE.features(target.num_layers, options)
+        self.feature_names = PEAGLE.list_features(target.num_layers, options)
         self._target = target = target.with_layer_options(options)
         self._seed = seed
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)

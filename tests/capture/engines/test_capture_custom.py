@@ -17,7 +17,7 @@ from draftworks.capture.engines.hf import HFTargetEngine
 from draftworks.capture.session import capture_features
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec, TargetSpec
 from draftworks.config.run_files import CaptureRun, RegenerateRun, TargetFiles
-from draftworks.config.validation import validated
+from draftworks.config.validation import parse_spec
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.features.opening import open_store
 from draftworks.storage.identity import EngineIdentity, LayerTap
@@ -158,4 +158,4 @@ def test_what_the_module_itself_fails_to_import_is_not_taken_for_its_absence(tin
 def test_a_wrong_entry_in_the_registry_is_told(capture: dict[str, Any], message: str):
     entry = {"name": "mine", "model": "m", "dataset": "d", "capture": capture}
     with pytest.raises(ConfigError, match=message):
-        validated(TargetSpec, entry, where="mine.yaml")
+        parse_spec(TargetSpec, entry, where="mine.yaml")

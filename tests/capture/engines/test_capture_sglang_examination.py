@@ -13,7 +13,7 @@ from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.capture.engines.sglang_examination import require_server
 from draftworks.config.registry_files import CaptureSpec, SGLangSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.validation import validated
+from draftworks.config.validation import parse_spec
 from draftworks.errors import ConfigError, EngineError
 from draftworks.sglang.client import SGLangClient
 from draftworks.storage.identity import LayerTap
@@ -137,4 +137,4 @@ def test_a_missing_environment_is_told_before_anything_is_started(tmp_path: Path
 
 def test_a_url_without_the_folder_of_its_hidden_states_is_refused():
     with pytest.raises(ConfigError, match="target.yaml: server: url and spool go together"):
-        validated(CaptureSpec, {"server": {"url": "http://127.0.0.1:9"}}, where="target.yaml")
+        parse_spec(CaptureSpec, {"server": {"url": "http://127.0.0.1:9"}}, where="target.yaml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from draftworks.config.option_checks import checked_taps
+from draftworks.config.option_checks import parse_taps
 from draftworks.strategies import StrategyOptions, StrategySpec, register_strategy
 
 
@@ -17,7 +17,7 @@ register_strategy(
         name="one_head",
         description="One matrix.",
         options=OneHeadOptions,
-        taps=lambda layers, options: checked_taps("one_head", [options.layer_id], [], layers, 1),
+        taps=lambda layers, options: parse_taps("one_head", [options.layer_id], [], layers, 1),
         factory="one_head_draft:OneHeadStrategy",
         uses_last_hidden=False,
     )

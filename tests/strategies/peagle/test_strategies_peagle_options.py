@@ -43,7 +43,7 @@ def test_options_that_do_not_fit_the_target_are_refused_before_any_work(options,
 
 
 def test_taps_are_eagle3s_and_only_the_mean_over_micro_batches_cannot_be_packed():
-    assert PEAGLE.features(12, PEagleOptions()) == ("hf2", "hf6", "hf9", "last")
+    assert PEAGLE.list_features(12, PEagleOptions()) == ("hf2", "hf6", "hf9", "last")
     with pytest.raises(ConfigError, match="peagle: configured layer ids .*outside"):
         PEAGLE.taps(8, PEagleOptions(layer_ids=[2, 9]))
     PEAGLE.check_packing(PEagleOptions(), "here")
