@@ -1,12 +1,13 @@
-"""Attention of draft tokens, each of which sees two intervals of keys: some of the context, and some of the draft tokens.
+"""Attention of draft tokens that see one interval of context keys and one interval of draft-token keys each.
 
-So it is for the blocks of DFlash (`Blocks.make_seen_keys`) and for the chains of P-EAGLE (`Chains.make_seen_keys`): `SeenKeys` says it in four bounds
-for each token, and everything else here follows from these.
+Used by the blocks of DFlash (`Blocks.make_seen_keys`) and the chains of P-EAGLE (`Chains.make_seen_keys`): `SeenKeys`
+holds the four bounds of each draft token, and every back end derives its mask from them.
 
-Three back ends give the same numbers to rounding: `eager` writes the mask out; `sdpa` goes through the tokens in groups, cuts the
-keys to what a group sees, and makes masks again for the gradients instead of keeping them; `flex` compiles the mask and
-skips what it leaves out. `auto` is flex on a GPU that has shown that it can (draftworks.drafts.flex), because no other kernel of
-torch takes such a mask without reading all of it; and sdpa elsewhere, and for a few tokens.
+Three back ends give the same numbers to rounding. `eager` writes the mask out. `sdpa` processes the tokens in groups,
+restricts the keys to what a group sees, and rebuilds masks for the gradients instead of keeping them. `flex` compiles
+the mask and skips the tiles it leaves out. `auto` is flex on a GPU where a probe succeeded (draftworks.drafts.flex),
+because no other kernel of torch takes such a mask without reading all of it; elsewhere, and for fewer tokens than a
+tile, it is sdpa.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from draftworks.drafts.flash_kernels import Attended, choose_masked_kernel
 from draftworks.drafts.flex import check_flex, flex_works, get_flex_attention
 
 GROUP_TOKENS = {"cpu": 128, "cuda": 4096}
-"""Query tokens of one group of the `sdpa` back end, by type of device."""
+"""Query tokens per group of the `sdpa` back end, by device type."""
 TILE = 128
-"""Queries, and keys, of a tile: what flex's kernels take by default."""
+"""Queries, and keys, per tile: the default of flex's kernels."""
 
 
 class KeyValue(NamedTuple):
@@ -35,20 +36,22 @@ class KeyValue(NamedTuple):
     value: Tensor
 
     def select(self, span: slice) -> KeyValue:
+        """Return those at the positions of `span`."""
         return KeyValue(self.key[:, :, span], self.value[:, :, span])
 
     def concat(self, others: KeyValue) -> KeyValue:
+        """Return these followed by `others`, along the positions."""
         return KeyValue(*(torch.cat(both, dim=2) for both in zip(self, others, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
 class SeenKeys:
-    """Which keys the n draft tokens see: the context in [begin, end), and of the draft tokens those in [own_begin, own_end).
+    """Bounds of the keys that n draft tokens see: context in [begin, end), draft tokens in [own_begin, own_end).
 
     Attributes:
-        begin, end, own_begin, own_end: (B, n) int64. Without a window `begin` is where a token's document begins, and a token
-            follows its `end` as many positions later as it follows its `own_begin`.
-        context: S, keys of the context.
+        begin, end, own_begin, own_end: (B, n) int64. Without a window, `begin` is the first position of the token's
+            document; the token is as many positions after its `end` as it is after its `own_begin`.
+        context: S, number of context keys.
     """
 
     begin: Tensor
@@ -58,7 +61,7 @@ class SeenKeys:
     context: int
 
     def with_window(self, window: int | None) -> SeenKeys:
-        """Less what is not among the newest `window` positions, a token's own included."""
+        """Keep the newest `window` positions, the token's own included; None keeps all keys."""
         if window is None:
             return self
         token = torch.arange(self.begin.shape[1], device=self.begin.device)
@@ -71,13 +74,13 @@ class SeenKeys:
         )
 
     def make_mask(self, group: Group | None = None) -> Tensor:
-        """(B, 1, n, S + n) bool, which keys a token sees; or of a group, (B, 1, tokens, keys of context + own)."""
+        """Return the mask of all tokens, (B, 1, n, S + n) bool, or of a group, (B, 1, tokens, its context + own keys)."""
         tokens, context, own = group or Group(slice(None), slice(0, self.context), slice(0, self.begin.shape[1]))
         in_context = _between(context, self.begin[:, tokens], self.end[:, tokens])
         return torch.cat([in_context, _between(own, self.own_begin[:, tokens], self.own_end[:, tokens])], -1)[:, None]
 
     def split_tokens(self, most: int) -> list[slice]:
-        """The tokens in pieces of one document each, as even as can be and none of more than `most`."""
+        """Split the tokens into pieces of one document each, of even size and at most `most` tokens."""
         pieces, start = [], 0
         for count in self.begin.amin(0).unique_consecutive(return_counts=True)[1].tolist():
             size = -(-count // -(-count // most))
@@ -86,14 +89,16 @@ class SeenKeys:
         return pieces
 
     def make_groups(self, pieces: list[slice]) -> list[Group]:
-        """With what each piece of the tokens sees."""
+        """Pair each piece of the tokens with the ranges of keys that it sees."""
         bounds = (self.begin.amin(0), self.end.amax(0), self.own_begin.amin(0), self.own_end.amax(0))
         begin, end, own_begin, own_end = torch.stack(bounds).tolist()
         return [Group(at, _span(begin[at], end[at]), _span(own_begin[at], own_end[at])) for at in pieces]
 
     def make_block_mask(self) -> Any:
-        """flex's `BlockMask` of it, the same for all heads. It is made tile by tile: nothing as large as queries times keys is
-        ever held."""
+        """Return flex's `BlockMask`, the same for all heads.
+
+        It is built tile by tile: nothing as large as queries times keys is ever held.
+        """
         from torch.nn.attention.flex_attention import BlockMask
 
         begin, end = self.begin, self.end
@@ -105,16 +110,16 @@ class SeenKeys:
 
         count = begin.shape[1]
         first = torch.arange(0, self.context + count, TILE, device=begin.device)
-        touched = _touched(first, begin, end) | _touched(first, own_begin, own_end)
+        touched = _find_touched_tiles(first, begin, end) | _find_touched_tiles(first, own_begin, own_end)
         whole = _by_tile(begin, count + self.context).amax(-1, True) <= first
         whole = whole & (_by_tile(end, 0).amin(-1, True) >= first + TILE)
-        lists = (*_listed(touched & ~whole), *_listed(whole))
+        lists = (*_list_tiles(touched & ~whole), *_list_tiles(whole))
         lengths = (count, self.context + count)
         return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, mask_mod=seen, seq_lengths=lengths)
 
 
 class Group(NamedTuple):
-    """Tokens that are attended to at once, and the keys, of the context and of all tokens, among which are all that they see."""
+    """Tokens that attend together, and the ranges of context and own keys that contain all keys they see."""
 
     tokens: slice
     context: slice
@@ -127,34 +132,35 @@ def _span(begins: list[int], ends: list[int]) -> slice:
 
 
 def _between(keys: slice, begin: Tensor, end: Tensor) -> Tensor:
-    """(B, n, keys) bool."""
+    """Return whether each of `keys` is in [begin, end), (B, n, keys) bool."""
     key = torch.arange(keys.start, keys.stop, device=begin.device)
     return (key >= begin[..., None]) & (key < end[..., None])
 
 
-def _touched(first: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """(B, tiles of queries, tiles of keys) bool: all tiles in which anything of [begin, end) is, and maybe some others."""
+def _find_touched_tiles(first: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+    """Return the tiles that may contain keys of [begin, end), (B, query tiles, key tiles) bool; a superset."""
     lowest = _by_tile(begin, torch.iinfo(begin.dtype).max).amin(-1, True)
     return (lowest < first + TILE) & (_by_tile(end, 0).amax(-1, True) > first)
 
 
 def _by_tile(bounds: Tensor, fill: int) -> Tensor:
-    """(B, n) to (B, tiles, TILE)."""
+    """Pad (B, n) to whole tiles, (B, tiles, TILE)."""
     return F.pad(bounds, (0, -bounds.shape[1] % TILE), value=fill).unflatten(1, (-1, TILE))
 
 
-def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """As flex wants them, for each tile of queries: how many tiles of keys, and which, those first; int32."""
+def _list_tiles(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Return flex's lists per query tile: how many key tiles, and their numbers first; int32."""
     order = tiles.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
 class DraftAttention:
-    """Attention of the draft tokens of a batch: the same in every layer, so a mask is made once for each window.
+    """Attention of a batch's draft tokens, shared by all layers: masks are built once for each window.
 
     Args:
+        seen: the keys that each draft token sees.
         backend: eager, sdpa, flex, or auto; see the top of this module.
-        strategy: whose they are, for the error.
+        strategy: name for the error message.
 
     Raises:
         ConfigError: flex with gradients on a CPU, where torch has none.
@@ -169,18 +175,15 @@ class DraftAttention:
         self._groups: dict[int | None, list[Group]] = {}
         self._flex_masks: dict[int | None, Any] = {}
 
-    @torch.compiler.disable  # groups are other ones in every batch; flex is compiled by itself
+    @torch.compiler.disable  # groups differ from batch to batch; flex is compiled by itself
     def __call__(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None = None) -> Tensor:
-        """Attention of one layer.
+        """Return the attention of one layer, (B, heads, n, D).
 
         Args:
-            query: (B, heads, n, D).
-            context: of the S positions.
-            own: of the n tokens; heads a multiple of kv_heads.
-            window: of the layer, in tokens; None = none.
-
-        Returns:
-            (B, heads, n, D).
+            query: (B, heads, n, D), heads a multiple of kv_heads.
+            context: keys and values of the S context positions.
+            own: keys and values of the n draft tokens.
+            window: of the layer, in tokens; None for no window.
         """
         if not query.shape[2]:
             return query
@@ -194,16 +197,16 @@ class DraftAttention:
 
     def _eager(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
         groups = query.shape[1] // own.key.shape[1]
-        key, value = (x.repeat_interleave(groups, dim=1) for x in context.concat(own))
+        key, value = (x.repeat_interleave(groups, dim=1) for x in context.concat(own))  # (B, heads, S + n, D)
         wide = torch.promote_types(query.dtype, torch.float32)
-        scores = (query @ key.transpose(-1, -2)).to(wide) * query.shape[-1] ** -0.5
+        scores = (query @ key.transpose(-1, -2)).to(wide) * query.shape[-1] ** -0.5  # (B, heads, n, S + n)
         seen = self._seen.with_window(window).make_mask()
         return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(query.dtype) @ value
 
     def _sdpa(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None) -> Tensor:
         seen = self._seen.with_window(window)
         if window not in self._groups:
-            # Pieces are of whole documents only where no window moves the beginnings.
+            # Pieces follow documents, so they are cut from the bounds before a window moves the beginnings.
             self._pieces = self._pieces or self._seen.split_tokens(
                 GROUP_TOKENS.get(query.device.type, GROUP_TOKENS["cuda"])
             )
@@ -219,7 +222,7 @@ class DraftAttention:
 
 
 class _InGroups(torch.autograd.Function):
-    """Attention group by group. Neither masks nor scores, nor the keys of a group, are kept for the gradients."""
+    """Attention group by group; neither masks, scores nor a group's keys are kept for the backward pass."""
 
     @staticmethod
     def forward(ctx, seen: SeenKeys, groups: list[Group], query: Tensor, *keys_and_values: Tensor) -> Tensor:
@@ -251,6 +254,6 @@ class _InGroups(torch.autograd.Function):
 
 
 def _part(group: Group, query: Tensor, *keys_and_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of a group; keys and values are of the context, then the tokens' own."""
+    """Return query, key and value of a group; `keys_and_values` are the context's, then the draft tokens'."""
     context, own = KeyValue(*keys_and_values[:2]), KeyValue(*keys_and_values[2:])
     return query[:, :, group.tokens], *context.select(group.context).concat(own.select(group.own))

@@ -1,7 +1,7 @@
-"""Documents of a packed batch, and the active positions of a batch: where attention, labels and positions stop.
+"""Document boundaries of a batch, where attention, labels and positions stop; and a batch's active positions.
 
-A padded batch has one document in every row, a packed one several in its only row. Both are rows with documents; what looks
-ahead, counts positions or attends asks here where a document begins and ends, and needs to know no more.
+A padded batch has one document per batch row, a packed batch several in its only row. Whatever looks ahead, counts
+positions or attends reads the boundaries here, so it treats both alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from draftworks.features.contracts import TrainBatch
 
 
 class Run(NamedTuple):
-    """Documents of equal length, one directly after the other: `count` of them from position `begin` on."""
+    """`count` consecutive documents of equal length, from position `begin` on."""
 
     begin: int
     count: int
@@ -33,11 +33,11 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of every row of a batch (B, S), the same in all rows.
+    """Documents of the rows of a batch (B, S); the same boundaries in all batch rows.
 
     Attributes:
-        lengths: tokens of the documents of a row, in order; they add up to S.
-        begins, ends: (S,) int64: of every position, the first of its document and the one after its last.
+        lengths: tokens of each document of a row, in order; they sum to S.
+        begins, ends: (S,) int64, for every position the first position of its document and the one after its last.
     """
 
     lengths: tuple[int, ...]
@@ -57,7 +57,7 @@ class Documents:
 
     @property
     def has_several(self) -> bool:
-        """Whether a row has more than one."""
+        """Whether a row has more than one document."""
         return len(self.lengths) > 1
 
     @property
@@ -66,17 +66,17 @@ class Documents:
 
     @cached_property
     def positions(self) -> Tensor:
-        """(S,) int64: of every token, its place in its document."""
+        """Position of every token in its document, (S,) int64."""
         return torch.arange(len(self.begins), device=self.begins.device) - self.begins
 
     @cached_property
     def document_ids(self) -> Tensor:
-        """(S,) int64: of every token, which document of the row it belongs to."""
+        """Number of the document that every token belongs to, (S,) int64."""
         return (self.positions == 0).cumsum(0) - 1
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The documents again, those of equal length taken together: what one kernel can do at once."""
+        """The documents, consecutive ones of equal length merged: one kernel call can process a run."""
         runs: list[Run] = []
         for begin, length in zip(accumulate(self.lengths, initial=0), self.lengths):
             if runs and runs[-1].length == length:
@@ -85,37 +85,38 @@ class Documents:
                 runs.append(Run(begin, 1, length))
         return tuple(runs)
 
-    def cu_seqlens(self, rows: int) -> Tensor:
-        """(documents · rows + 1,) int32: where each begins among the tokens of so many rows, and where the last ends."""
+    def cu_seqlens(self, batch_rows: int) -> Tensor:
+        """Return cumulative lengths for varlen kernels over flattened batch rows, (documents · batch_rows + 1,) int32.
+        """
         length = len(self.begins)
-        firsts = torch.arange(rows, device=self.begins.device)[:, None] * length + self._first_tokens
-        return F.pad(firsts.flatten(), (0, 1), value=rows * length).to(torch.int32)
+        firsts = torch.arange(batch_rows, device=self.begins.device)[:, None] * length + self._first_tokens
+        return F.pad(firsts.flatten(), (0, 1), value=batch_rows * length).to(torch.int32)
 
     @cached_property
     def _first_tokens(self) -> Tensor:
-        """(documents,) int64. Kept: asking a GPU for them makes it wait."""
+        """First position of every document, (documents,) int64. Cached: asking a GPU for it makes the host wait."""
         return (self.positions == 0).nonzero().squeeze(1)
 
     def shift_left(self, values: Tensor, distance: int, fill: int = 0) -> Tensor:
-        """(B, S) values at so many positions after each; `fill` beyond the end of the document."""
+        """Return (B, S) values `distance` positions ahead of each; `fill` beyond the end of the document."""
         moved = F.pad(values[:, distance:], (0, min(distance, values.shape[1])), value=fill)
         if not self.has_several:
             return moved
         return moved.masked_fill(self.positions + distance >= self.ends - self.begins, fill)
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """(B, S, …) values of every document by itself, in the order in which the samples were collated."""
+        """Return the (B, S, …) values of every document by itself, in the order in which samples were collated."""
         return [part for row in values for part in row.split(self.lengths)]
 
 
 @dataclass(frozen=True)
 class ActivePositions:
-    """R chosen rows of a batch of B·S.
+    """R chosen positions of a batch of B·S, on which the draft computes; prompts and padding need keys and values only.
 
     Attributes:
         index: (R,) int64, flat and ascending.
         batch, length: B and S.
-        is_all: `index` is all rows in their order, so nothing has to be moved.
+        is_all: `index` holds all positions in order, so nothing has to be moved.
     """
 
     index: Tensor
@@ -125,60 +126,62 @@ class ActivePositions:
 
     @classmethod
     def where(cls, mask: Tensor) -> ActivePositions:
-        """The rows where a (B, S) bool mask is on."""
+        """Return the positions at which a (B, S) bool mask is on."""
         index = mask.flatten().nonzero().squeeze(1)
         return cls(index, *mask.shape, is_all=index.numel() == mask.numel())
 
     def gather(self, x: Tensor) -> Tensor:
-        """(B, S, W) -> (R, W)."""
+        """(B, S, W) to (R, W)."""
         flat = x.flatten(0, 1)
         return flat if self.is_all else _Gather.apply(flat, self.index)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """(R, W) -> (B, S, W), 0 in rows that were not chosen."""
+        """(R, W) to (B, S, W), 0 at positions that were not chosen."""
         flat = x if self.is_all else _Scatter.apply(x, self.index, self.batch * self.length)
         return flat.unflatten(0, (self.batch, self.length))
 
     def shift(self, distance: int, documents: Documents) -> ActivePositions:
-        """The rows so many positions after each, or the last ones of their documents where these are shorter.
+        """Return the positions `distance` after each, or the last one of the document where that is shorter.
 
-        Those may be there several times: `gather` them only where they get no gradient.
+        Such an index can hold a position several times: `gather` by it only what gets no gradient.
         """
-        row, place = self.index // self.length, self.index % self.length
-        place = torch.minimum(place + distance, documents.ends[place] - 1)
-        return replace(self, index=row * self.length + place, is_all=False)
+        row, position = self.index // self.length, self.index % self.length  # (R,) each
+        position = torch.minimum(position + distance, documents.ends[position] - 1)
+        return replace(self, index=row * self.length + position, is_all=False)
 
-    def renumber(self, rows: Tensor) -> Tensor:
-        """Flat row numbers as positions in `index`; -1 stays -1. All of them must be chosen ones."""
-        place = torch.full((self.batch * self.length + 1,), -1, device=rows.device)
-        place[self.index] = torch.arange(self.index.numel(), device=rows.device)
-        return place[rows]
+    def renumber(self, positions: Tensor) -> Tensor:
+        """Translate flat positions of the batch to their places in `index`; -1 stays -1. All must be chosen positions."""
+        place = torch.full((self.batch * self.length + 1,), -1, device=positions.device)
+        place[self.index] = torch.arange(self.index.numel(), device=positions.device)
+        return place[positions]
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of (N, W). The gradient is a copy; indexing's own would sort and accumulate. So a row that is taken more than
-    once must have zero gradients, wherever it is taken.
+    """Index (N, W) along its first dimension.
+
+    The gradient is a copy; that of indexing would sort and accumulate. So an index that occurs more than once must have
+    zero gradients at each of its occurrences.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        ctx.rows = x.shape[0]
+        ctx.positions = x.shape[0]
         return x.index_select(0, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
-        return _scatter(grad, ctx.saved_tensors[0], ctx.rows), None
+        return _scatter(grad, ctx.saved_tensors[0], ctx.positions), None
 
 
 class _Scatter(torch.autograd.Function):
     """The adjoint of `_Gather`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, index: Tensor, rows: int) -> Tensor:
+    def forward(ctx, x: Tensor, index: Tensor, positions: int) -> Tensor:
         ctx.save_for_backward(index)
-        return _scatter(x, index, rows)
+        return _scatter(x, index, positions)
 
     @staticmethod
     @once_differentiable
@@ -186,7 +189,7 @@ class _Scatter(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def _scatter(x: Tensor, index: Tensor, rows: int) -> Tensor:
-    whole = x.new_zeros(rows, x.shape[1])
+def _scatter(x: Tensor, index: Tensor, positions: int) -> Tensor:
+    whole = x.new_zeros(positions, x.shape[1])
     whole[index] = x
     return whole
