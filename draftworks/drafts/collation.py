@@ -1,4 +1,4 @@
-"""Samples to batches: padded, a row each, or packed into one row. The part that all strategies share."""
+"""Collation shared by all strategies: samples to a padded batch, one batch row each, or to one packed row."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from draftworks.errors import DataError
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where the tokens of samples go in a batch.
+    """Where the tokens of each sample go in a batch.
 
     Attributes:
         shape: (B, S) of the batch.
-        slots: of every sample, its row and its positions there.
+        slots: batch row and slice of positions of every sample.
         documents: see `TrainBatch`.
     """
 
@@ -28,27 +28,28 @@ class BatchLayout:
 
     @classmethod
     def padded(cls, lengths: Sequence[int]) -> BatchLayout:
-        """A row for each, filled up on the right to the longest."""
+        """One batch row for each sample, filled up on the right to the longest."""
         slots = tuple((row, slice(length)) for row, length in enumerate(lengths))
         return cls((len(lengths), max(lengths)), slots)
 
     @classmethod
     def packed(cls, lengths: Sequence[int]) -> BatchLayout:
-        """One row, one sample directly after the other."""
+        """One batch row, the samples directly one after the other."""
         ends = list(accumulate(lengths))
         slots = tuple((0, slice(end - length, end)) for end, length in zip(ends, lengths))
         return cls((1, ends[-1]), slots, tuple(lengths))
 
     def lay_out(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Every sample's (S_i, …) at its place in (B, S, …), zeros where nothing is."""
+        """Copy each sample's (S_i, …) to its slot of one (B, S, …) tensor, zeros elsewhere."""
         tensors = list(tensors)
         batch = tensors[0].new_zeros((*self.shape, *tensors[0].shape[1:]))
-        for place, tensor in zip(self.slots, tensors, strict=True):
-            batch[place] = tensor
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            batch[slot] = tensor
         return batch
 
 
 def sample_lengths(samples: Sequence[Mapping[str, Tensor]]) -> list[int]:
+    """Return the number of tokens of each sample."""
     return [len(sample["input_ids"]) for sample in samples]
 
 
@@ -59,23 +60,23 @@ def collate_features(
     width: int,
     layout: BatchLayout | None = None,
 ) -> dict[str, Tensor]:
-    """What is padded becomes token 0, mask off and features 0.
+    """Collate tokens, loss masks and the features side by side; padding is token 0, mask off and features 0.
 
     Args:
         samples: each has `input_ids` (S,) int64, `loss_mask` (S,) and every feature (S, width).
-        layout: padded if it is not given.
+        layout: default padded.
 
     Returns:
-        `input_ids` (B, S) int64, `loss_mask` (B, S) bool, and the features side by side as `features` (B, S, n · width).
+        `input_ids` (B, S) int64, `loss_mask` (B, S) bool, and `features` (B, S, n · width).
 
     Raises:
-        DataError: a feature of another shape.
+        DataError: a feature has another shape.
     """
     layout = layout or BatchLayout.padded(sample_lengths(samples))
     beside = torch.zeros((*layout.shape, len(features) * width), dtype=samples[0][features[0]].dtype)
-    for place, sample, name in zip(layout.slots, samples, sample_ids, strict=True):
+    for slot, sample, name in zip(layout.slots, samples, sample_ids, strict=True):
         check_features(sample, features, width, name)
-        torch.cat([sample[feature] for feature in features], dim=-1, out=beside[place])
+        torch.cat([sample[feature] for feature in features], dim=-1, out=beside[slot])  # (S_i, n · width)
     return {
         "input_ids": layout.lay_out(sample["input_ids"].long() for sample in samples),
         "loss_mask": layout.lay_out(sample["loss_mask"].bool() for sample in samples),
@@ -86,10 +87,10 @@ def collate_features(
 def collate_feature(
     samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], feature: str, width: int, layout: BatchLayout
 ) -> Tensor:
-    """One feature by itself, (B, S, width).
+    """Collate one feature by itself, (B, S, width).
 
     Raises:
-        DataError: it is of another shape.
+        DataError: it has another shape.
     """
     for sample, name in zip(samples, sample_ids, strict=True):
         check_features(sample, (feature,), width, name)
@@ -103,22 +104,22 @@ def collate_with_last(
     width: int,
     layout: BatchLayout,
 ) -> dict[str, Tensor]:
-    """As `collate_features`, with the last of the features, the target's last hidden states, by itself as `last` (B, S, width)."""
+    """Collate as `collate_features`, but the last feature, the target's last hidden states, as `last` (B, S, width)."""
     *taps, last = features
     batch = collate_features(samples, sample_ids, taps, width, layout)
     return {**batch, "last": collate_feature(samples, sample_ids, last, width, layout)}
 
 
 def mask_last_positions(batch: Mapping[str, Tensor], layout: BatchLayout) -> dict[str, Tensor]:
-    """The batch with the last position of every sample out of its `loss_mask`, which stays as it was as `answer_mask`."""
+    """Turn off the last position of every sample in `loss_mask`; the mask as it was is kept as `answer_mask`."""
     loss_mask = batch["loss_mask"].clone()
-    for row, place in layout.slots:
-        loss_mask[row, place.stop - 1] = False
+    for row, positions in layout.slots:
+        loss_mask[row, positions.stop - 1] = False
     return {**batch, "loss_mask": loss_mask, "answer_mask": batch["loss_mask"]}
 
 
 def check_features(sample: Mapping[str, Tensor], features: Sequence[str], width: int, name: str) -> None:
-    """DataError for a feature that has not `width` values for every token."""
+    """Raise DataError if a feature does not have `width` values for every token."""
     expected = (len(sample["input_ids"]), width)
     for feature in features:
         found = tuple(sample[feature].shape)

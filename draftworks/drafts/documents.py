@@ -86,8 +86,7 @@ class Documents:
         return tuple(runs)
 
     def cu_seqlens(self, batch_rows: int) -> Tensor:
-        """Return cumulative lengths for varlen kernels over flattened batch rows, (documents · batch_rows + 1,) int32.
-        """
+        """Return cumulative lengths for varlen kernels over flattened batch rows, (documents · batch_rows + 1,) int32."""
         length = len(self.begins)
         firsts = torch.arange(batch_rows, device=self.begins.device)[:, None] * length + self._first_tokens
         return F.pad(firsts.flatten(), (0, 1), value=batch_rows * length).to(torch.int32)

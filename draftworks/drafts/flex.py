@@ -1,4 +1,4 @@
-"""torch's flex attention: a kernel compiled for a mask, which skips the tiles of the score matrix that the mask leaves out."""
+"""torch's flex attention: a kernel compiled for a mask, which skips the score tiles that the mask leaves out."""
 
 from __future__ import annotations
 
@@ -17,40 +17,42 @@ from draftworks.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _PROBED = 160
-"""Queries of the trial: more than a tile of the kernels, and no multiple of one."""
+"""Queries of the probe: more than a tile of the kernels, and no multiple of one."""
 
 
 def get_flex_attention(device_type: str) -> Callable[..., Tensor]:
-    """Compiled where that is what makes it fast; on a CPU it runs as it is, without gradients."""
+    """Return flex attention, compiled on a GPU; on a CPU it runs as it is, without gradients."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return _compiled(torch.is_grad_enabled()) if device_type == "cuda" else flex_attention
+    return _compile_flex(torch.is_grad_enabled()) if device_type == "cuda" else flex_attention
 
 
 @functools.cache
-def _compiled(learns: bool) -> Callable[..., Tensor]:
-    """One for trainings and one for evaluations, which come in many more kinds."""
+def _compile_flex(training: bool) -> Callable[..., Tensor]:
+    """Compile one function for training and one for evaluation, whose arguments come in many more kinds."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    def learning(*args: Any, **kwargs: Any) -> Tensor:
+    def training_attention(*args: Any, **kwargs: Any) -> Tensor:
         return flex_attention(*args, **kwargs)
 
-    def measuring(*args: Any, **kwargs: Any) -> Tensor:
+    def evaluation_attention(*args: Any, **kwargs: Any) -> Tensor:
         return flex_attention(*args, **kwargs)
 
-    return compile_for_many_kinds(learning if learns else measuring)
+    return compile_for_many_kinds(training_attention if training else evaluation_attention)
 
 
 @functools.cache
 def get_block_mask_factory(device_type: str) -> Callable[..., Any]:
-    """torch's `create_block_mask`; compiled where it would else hold every element of a large mask, as int64, several times."""
+    """Return torch's `create_block_mask`; compiled on a GPU, where it would hold every element of the mask as int64,
+    several times.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     return compile_for_many_kinds(create_block_mask) if device_type == "cuda" else create_block_mask
 
 
 def check_flex(strategy: str, device: torch.device) -> None:
-    """ConfigError with gradients on a CPU, where flex attention has none."""
+    """Raise ConfigError for gradients on a CPU, where flex attention has none."""
     if device.type == "cpu" and torch.is_grad_enabled():
         raise ConfigError(
             f"{strategy}: attention flex has no gradients on a CPU: set options.attention to sdpa or auto"
@@ -59,19 +61,20 @@ def check_flex(strategy: str, device: torch.device) -> None:
 
 @functools.cache
 def flex_works(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether flex attention may be taken without being asked for: a GPU, two bytes a number (wider ones can be more than
-    a multiprocessor holds), and it gives the output and gradients of plain attention. Tried once, on a small row; where it does
-    not work on such a GPU, a warning says why.
+    """Whether `auto` may choose flex attention: on a GPU, in a 2-byte dtype, where a probe equals plain attention.
+
+    Wider dtypes can exceed the shared memory of a multiprocessor. The probe compares output and gradients on a small
+    batch row, once; where it fails, a warning says why.
     """
     if device.type != "cuda" or dtype.itemsize != 2:
         return False
     try:
-        problem = None if _flex_equals_sdpa(device, dtype, head_size) else "its numbers are not those of sdpa"
+        problem = None if _flex_equals_sdpa(device, dtype, head_size) else "its results differ from sdpa's"
     except Exception as error:  # no compiler, no Python.h, a head size that it cannot do: torch lets many kinds through
         problem = f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}"
     if problem is not None:
         log.warning(
-            "flex attention does not work here for %s and heads of %d (%s): sdpa does its work, slower. Triton needs a C "
+            "flex attention does not work here for %s and head size %d (%s): using sdpa, which is slower. Triton needs a C "
             "compiler and Python's headers",
             dtype,
             head_size,

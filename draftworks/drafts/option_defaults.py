@@ -1,4 +1,4 @@
-"""What a draft's options leave to the target, where the target decides whether it goes together."""
+"""Draft options whose default is the target's: head counts and the mask token."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class MaskOptions(Protocol):
 
 
 class HeadCounts(NamedTuple):
-    """Heads of queries, and of keys and values."""
+    """Query heads, and key/value heads."""
 
     num_heads: int
     num_kv_heads: int
 
 
 def resolve_head_counts(strategy: str, options: HeadOptions, target: TargetParts) -> HeadCounts:
-    """The options' or else the target's, or as near to them as servers take.
+    """Return the options' head counts, else the target's, or the nearest that servers accept.
 
     Raises:
-        ConfigError: keys cannot be shared out among queries.
+        ConfigError: num_heads is not a multiple of num_kv_heads.
     """
     heads = options.num_heads or target.num_heads
     kv_heads = options.num_kv_heads or min(target.num_kv_heads, heads)
@@ -43,7 +43,7 @@ def resolve_head_counts(strategy: str, options: HeadOptions, target: TargetParts
 
 
 def resolve_mask_token(strategy: str, options: MaskOptions, target: TargetParts) -> int:
-    """The options' or else the target's last id. Raises ConfigError for one that the target does not have."""
+    """Return the option's mask token, else the target's last id. Raises ConfigError if the target has no such id."""
     token = target.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
     if token >= target.vocab_size:
         raise ConfigError(f"{strategy}: mask_token_id {token} is outside the target's {target.vocab_size} tokens")

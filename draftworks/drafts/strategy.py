@@ -1,4 +1,4 @@
-"""What every draft strategy offers to training and evaluation."""
+"""The contract of draft strategies: what training and evaluation call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from draftworks.features.contracts import TrainBatch
 
 @dataclass(frozen=True)
 class StepContext:
-    """What a forward pass is for, and where training stands, for losses that follow a schedule.
+    """What a forward pass is for, and the optimizer step, for losses that follow a schedule.
 
     Attributes:
-        training: whether the batch is trained on; False where it is evaluated. Whether autograd records is another matter: an
-            evaluation gives the same numbers with it and without.
+        training: True where the batch is trained on, False where it is evaluated. Independent of autograd: an
+            evaluation gives the same numbers with and without gradients.
     """
 
     global_step: int = 0
@@ -30,16 +30,17 @@ class StepContext:
 
 @dataclass
 class StepOutput:
-    """Sums, never means: whoever adds several of these up divides once, at the end.
+    """Loss and metrics of a micro-batch as sums, never means; whoever adds several divides once, at the end.
 
     Attributes:
-        loss_sum: scalar, differentiable. The loss of a window (micro-steps x ranks) is sum(loss_sum) / sum(loss_weight).
+        loss_sum: scalar, differentiable. The loss of a window (micro-steps x ranks) is sum(loss_sum) /
+            sum(loss_weight).
         loss_weight: scalar, no gradient: supervised tokens, or 1 in modes that normalise per micro-batch.
-        metric_sums: detached float64 sums by name, shape (T,) per draft position: `acc_corrects`, `acc_denoms` (accuracy),
-            `loss_sums`, `loss_denoms` (loss per position), `acceptance_sums`, `acceptance_denoms` (probability that
-            rejection sampling accepts, in evaluations; of a reduced vocabulary over the rows whose label is in it, and
-            `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), and whatever else the strategy
-            counts: `X_sums` with `X_denoms` are reported as `eval/X`.
+        metric_sums: detached float64 sums by name, shape (T,) by draft step: `acc_corrects`, `acc_denoms` (accuracy),
+            `loss_sums`, `loss_denoms` (loss per step), `acceptance_sums`, `acceptance_denoms` (probability that
+            rejection sampling accepts, in evaluations; with a reduced vocabulary over the positions whose label is in
+            it, and `unconditional_acceptance_sums`, `unconditional_acceptance_denoms` over all), and the strategy's
+            own: `X_sums` with `X_denoms` are reported as `eval/X`.
     """
 
     loss_sum: Tensor
@@ -50,71 +51,74 @@ class StepOutput:
 class DraftStrategy(ABC):
     """A draft model with its collation and its loss.
 
-    Built by the factory that the strategy's `StrategySpec` names:
-    `factory(options, target: TargetParts, vocab: VocabMapping | None, seed: int) -> DraftStrategy`.
+    Built by the factory that the strategy's `StrategySpec` names: `factory(options, target: TargetParts, vocab:
+    VocabMapping | None, seed: int) -> DraftStrategy`.
     """
 
     name: str
     model: nn.Module
-    """Trainable. Frozen tensors of the target are non-persistent buffers, so that checkpoints do not hold them."""
+    """The trainable model. Frozen tensors of the target are non-persistent buffers, so that checkpoints leave them out.
+    """
     feature_names: tuple[str, ...]
-    """Stored features a sample needs, beside `input_ids` and `loss_mask`."""
+    """Stored features that a sample needs beside `input_ids` and `loss_mask`."""
     draft_tokens: int = 1
-    """How many tokens it is made to propose in one go: what a server would ask for."""
+    """Tokens it is trained to propose at once: what a server would ask for."""
     max_draft_tokens: int | None = None
-    """How many it can propose in one go; None where there is no limit."""
+    """Tokens it can propose at once; None if there is no limit."""
     model_methods: tuple[str, ...] = ()
-    """Methods of `model`, beside its forward, that compute with its parameters: FSDP gathers them for these too."""
+    """Methods of `model` beside forward that use its parameters; FSDP gathers them for these too."""
 
     @abstractmethod
     def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
         """Pad samples to one batch. Each has `input_ids` (S,) int64, `loss_mask` (S,) bool and the features (S, H)."""
 
     def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-        """The same samples one after the other in one row, for `forward_loss` and `propose` to tell them apart by
-        `TrainBatch.documents`. The sums are those of the padded batch, and no sample knows of the others.
+        """Lay samples one after the other in one batch row; `TrainBatch.documents` holds their lengths.
+
+        `forward_loss` and `propose` keep them apart: the sums equal those of the padded batch, and no sample attends to
+        another.
 
         Raises:
-            ConfigError: the strategy has no such batches.
+            ConfigError: the strategy cannot pack.
         """
         raise ConfigError(f"strategy {self.name} cannot pack its samples: leave training.pack_tokens out")
 
     @abstractmethod
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """Loss and metric sums of one micro-batch. Goes through `self.model(...)` once, so that FSDP hooks run."""
+        """Return loss and metric sums of one micro-batch. Calls `self.model(...)` once, so that FSDP hooks run."""
 
     @abstractmethod
     def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
-        """What the draft proposes when a server asks it at a row, greedily and on its own words.
+        """Return the tokens that the draft proposes at the given positions, greedily and fed its own proposals.
 
         Args:
             position_mask: (B, S) bool. At position t the tokens up to t+1 and the features up to t are known.
-            count: proposals per row.
+            count: proposals per position.
 
         Returns:
-            (B, S, count) int64, ids of the target: [b, t, i] is for token t+2+i. -1 at positions that were not asked.
+            (B, S, count) int64 target ids: [b, t, i] is for token t+2+i. -1 at positions that were not asked.
         """
 
     @abstractmethod
     def drafter(self) -> Drafter:
-        """A draft at work on a new sequence, on the device of the model."""
+        """Return a new `Drafter` for one sequence, on the device of the model."""
 
     @abstractmethod
     def fsdp_blocks(self) -> Sequence[nn.Module]:
-        """Submodules that FSDP shards on their own, before the whole model."""
+        """Return the submodules that FSDP shards on their own, before the whole model."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """JSON-able description that, with the weights, rebuilds this draft."""
+        """Return a JSON-able description that rebuilds this draft together with its weights."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A chain of proposed tokens. (A tree would say for each token which one it follows; a chain follows the last.)
+    """A chain of proposed tokens. (A tree would also hold each token's parent; in a chain it is the token before.)
 
     Attributes:
-        tokens: (k,) int64, ids of the target.
-        probabilities: (k, V), what each was drawn from; None where the draft took its best guess.
+        tokens: (k,) int64 target ids.
+        probabilities: (k, V), the distribution each was drawn from; None if the tokens are argmaxes.
     """
 
     tokens: Tensor
@@ -122,28 +126,28 @@ class Proposal:
 
 
 class Drafter(ABC):
-    """A draft at work on one sequence, with its own caches: what a server holds for a request."""
+    """A draft that decodes one sequence with its own caches, as a server holds it for a request."""
 
     @abstractmethod
     def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
-        """The target has said more.
+        """Append positions that the target has accepted.
 
         Args:
-            features: (n, H) each, of the n positions that follow those given so far.
+            features: (n, H) each, of the n positions after those given so far.
             next_tokens: (n,) int64, the token after each of these positions.
         """
 
     @abstractmethod
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
-        """Tokens after the last one that `extend` was given. At temperature 0 the draft's best guesses."""
+        """Propose `count` tokens after the last one given to `extend`. At temperature 0 these are argmaxes."""
 
 
 class ChainStrategy(DraftStrategy):
-    """A strategy whose draft proposes one token after the other: step i of row t proposes token t+2+i.
+    """A strategy whose draft proposes one token after the other: step i at position t proposes token t+2+i.
 
     Such a draft can be compared with a table of bigrams that makes the same proposals.
     """
 
     @abstractmethod
     def chain_label_mask(self, loss_mask: Tensor, documents: Documents) -> Tensor:
-        """Which rows are supervised at which step: (B, S) bool, as collated, to (T, B, S) bool."""
+        """Return which positions are supervised at which step: loss mask (B, S) bool to (T, B, S) bool."""

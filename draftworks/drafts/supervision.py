@@ -1,7 +1,8 @@
-"""Which rows of a test-time-training unroll are supervised, in the two loss modes of EAGLE-3.
+"""Label masks of drafts that predict several tokens from each position, in the two loss modes of EAGLE-3.
 
-Row t at step i has seen the target's hidden states up to t and the tokens up to t+1+i, and predicts token t+2+i; its
-teacher is the target's distribution at position t+1+i. A *gate* tensor (T, B, S) says where that counts.
+The draft at position t and step i has seen the target's hidden states up to t and the tokens up to t+1+i, and predicts
+token t+2+i. Its teacher is the target's distribution at position t+1+i. A label mask (T, B, S) says which of these
+predictions count in the loss.
 """
 
 from __future__ import annotations
@@ -16,48 +17,50 @@ from draftworks.drafts.documents import Documents
 
 
 def token_mean_label_mask(loss_mask: Tensor, steps: int, documents: Documents | None = None) -> Tensor:
-    """Gates by the chains a server would take: row t at step i counts iff mask[t+1 … t+2+i] are all on.
+    """Label mask of the chains a server would take: step i at position t counts iff mask[t+1 … t+2+i] are all on.
 
-    The first proposal of an answer is made at the last prompt position t, once the target itself has said token t+1; a
-    proposal is worth something only while all tokens before it are the answer's. So rows before that, and labels
-    beyond the end of a span, are out, and a row that counts at step i counted at every earlier one.
+    The first proposal of an answer is made at the last prompt position t, after the target itself produced token t+1; a
+    later proposal is worth something only while all tokens before it belong to the answer. So positions before t and
+    labels beyond the end of an answer do not count, and what counts at step i counts at every earlier step.
 
     Args:
         loss_mask: (B, S) bool, True where a token is the assistant's; False in padding.
-        documents: of its rows; None where each is one.
+        documents: the documents of its rows; None where each row is one document.
 
     Returns:
         (steps, B, S) bool.
     """
     documents = documents or _one_each(loss_mask)
     chain = documents.shift_left(loss_mask, 1)
-    label_mask = []
+    masks = []
     for step in range(steps):
         chain = chain & documents.shift_left(loss_mask, 2 + step)
-        label_mask.append(chain)
-    return torch.stack(label_mask)
+        masks.append(chain)
+    return torch.stack(masks)
 
 
 def specforge_label_mask(loss_mask: Tensor, steps: int, documents: Documents | None = None) -> Tensor:
-    """Gates of SpecForge: row t at step i counts iff mask[t+i] is on, the last position of each sample being off already.
+    """SpecForge's label mask (steps, B, S): step i at position t counts iff mask[t+i] is on.
 
-    The mask is not shifted with the labels there: the first two tokens of an answer are never labels, two
-    after its end are.
+    The last position of each sample must be off already. SpecForge does not shift the mask with the labels: the first
+    two tokens of an answer are never labels, and two tokens after its end are.
     """
     documents = documents or _one_each(loss_mask)
     return torch.stack([documents.shift_left(loss_mask, step) for step in range(steps)])
 
 
-def _one_each(rows: Tensor) -> Documents:
-    return Documents.from_lengths((rows.shape[1],), rows.device)
+def _one_each(mask: Tensor) -> Documents:
+    """Documents of a batch in which every row is one document."""
+    return Documents.from_lengths((mask.shape[1],), mask.device)
 
 
 class TeacherPlan(NamedTuple):
-    """Which rows every teacher position teaches, over the flattened batch (N = B·S).
+    """Which draft positions each teacher position teaches, over the flattened batch (N = B·S).
 
     Attributes:
-        teacher_positions: (P,) flat positions whose teacher distribution is needed by any step, ascending.
-        draft_positions: (T, P) flat row that step i trains on that distribution, or -1 where its gate is off.
+        teacher_positions: (P,) flat positions whose teacher distribution some step needs, ascending.
+        draft_positions: (T, P) flat position that step i trains on that distribution, or -1 where the label mask is
+            off.
     """
 
     teacher_positions: Tensor
@@ -65,11 +68,12 @@ class TeacherPlan(NamedTuple):
 
 
 def make_teacher_plan(label_mask: Tensor) -> TeacherPlan:
-    """Turn label_mask around: from rows to teacher positions, so that each distribution is computed once for all steps."""
+    """Group a label mask (T, B, S) by teacher position, so that each distribution is computed once for all steps."""
     steps, batch, length = label_mask.shape
-    shifted = [F.pad(gate, (1 + step, 0), value=False)[:, :length] for step, gate in enumerate(label_mask)]
-    taught = torch.stack(shifted).view(steps, batch * length)
-    positions = taught.any(0).nonzero().squeeze(1)
+    # At the teacher position t+1+i instead of the draft position t.
+    shifted = [F.pad(mask, (1 + step, 0), value=False)[:, :length] for step, mask in enumerate(label_mask)]
+    taught = torch.stack(shifted).view(steps, batch * length)  # (T, N)
+    positions = taught.any(0).nonzero().squeeze(1)  # (P,)
     offsets = torch.arange(1, steps + 1, device=label_mask.device)[:, None]
-    rows = torch.where(taught[:, positions], positions[None] - offsets, -1)
-    return TeacherPlan(positions, rows)
+    draft_positions = torch.where(taught[:, positions], positions[None] - offsets, -1)  # (T, P)
+    return TeacherPlan(positions, draft_positions)
