@@ -15,7 +15,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import RunFile
 from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
-from draftworks.sglang.environment import program_environment
+from draftworks.sglang.environment import build_program_environment
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.full_disk import explain_full_disk
@@ -230,7 +230,7 @@ def launch(
     """
     folder = workspace.run_folder(context.run.run_id, context.op_execution_context.op_handle.name)
     path = run.save(folder / "run.yaml")
-    extra = {} if python is None else program_environment(python, folder / "package")
+    extra = {} if python is None else build_program_environment(python, folder / "package")
     job = TorchJob(
         module=f"draftworks.programs.{program}",
         args=(str(path),),

@@ -10,7 +10,7 @@ import dagster as dg
 from draftworks.config.registry_files import ResponseSpec, TargetSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.errors import ConfigError
-from draftworks.preflight.compatibility import draft_vocab_size
+from draftworks.preflight.compatibility import resolve_draft_vocab_size
 from draftworks.storage.artifacts import Artifact, BuildResult
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
@@ -124,7 +124,7 @@ def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> 
 def vocab_mapping(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The tokens a draft can say: the most frequent supervised ones, and the way back to the target's ids."""
     spec = target_of(context, workspace)
-    size = draft_vocab_size(spec)
+    size = resolve_draft_vocab_size(spec)
     assert size is not None
     tokens = workspace.artifacts.load_current("tokenized_train", spec.name)
     files = workspace.target_files(spec.name)

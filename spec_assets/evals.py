@@ -13,7 +13,7 @@ from draftworks.config.run_files import EVAL_PART, TOKENS_FOLDER, CaptureRun, Fe
 from draftworks.errors import DataError
 from draftworks.evaluation.cache.eval_cache import CacheEntry, EvalCache
 from draftworks.evaluation.cache.eval_config import EvalConfig
-from draftworks.preflight.compatibility import union_of_taps
+from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import of_eval_set
 from draftworks.storage.atomic import publish_json
@@ -160,7 +160,7 @@ class EvalSubject:
     def of(cls, workspace: Workspace, target: TargetSpec, name: str) -> "EvalSubject":
         files = workspace.target_files(target.name)
         responses = workspace.artifacts.load_current(of_eval_set(name).responses, target.name)
-        return cls(workspace, target, files, responses, tuple(union_of_taps(target, files.num_layers)))
+        return cls(workspace, target, files, responses, tuple(collect_taps(target, files.num_layers)))
 
     @property
     def tokens(self) -> Path:

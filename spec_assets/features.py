@@ -7,7 +7,7 @@ import dagster as dg
 
 from draftworks.config.run_files import CaptureRun
 from draftworks.errors import StoreError
-from draftworks.preflight.compatibility import union_of_taps
+from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
@@ -41,7 +41,7 @@ def training_features(
     spec = workspace.registry.load_target(target)
     files = workspace.target_files(target)
     tokens = workspace.artifacts.load_current("tokenized_train", target)
-    taps = union_of_taps(spec, files.num_layers)
+    taps = collect_taps(spec, files.num_layers)
     store = workspace.feature_store(files)
 
     def build(out: Path) -> BuildResult:

@@ -10,11 +10,11 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.sources import find_files
 from draftworks.errors import ConfigError
-from draftworks.preflight.compatibility import check_demands
+from draftworks.preflight.cached_examination import examine_before_run
+from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.findings import Findings
-from draftworks.preflight.places import check_places
-from draftworks.preflight.remembered import examine_before_run
-from draftworks.sglang.families import sglang_remarks
+from draftworks.preflight.machine import check_machine
+from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import digest
 from draftworks.targets.registry import apply_overrides, resolve_recipe
@@ -42,9 +42,9 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
     weights = check_target_weights(files, target.capture.backend, workspace.weight_checks)
     if weights.note is not None:
         context.log.warning(f"target {target.name}: {weights.note}")
-    check_demands(target, files, workspace.registry)
+    check_requirements(target, files, workspace.registry)
     require_sound_target(context, workspace, target, files)
-    for remark in sglang_remarks(target, files):
+    for remark in list_sglang_remarks(target, files):
         context.log.warning(remark)
     return dg.MaterializeResult(
         data_version=dg.DataVersion(digest([files.digest, files.tokenizer_digest])),
@@ -97,7 +97,7 @@ def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Materi
     if any(configs.values()):
         files = workspace.target_files(target.name)
         changed = target.model_copy(update={"strategies": overridden})
-        check_demands(changed, files, workspace.registry)
+        check_requirements(changed, files, workspace.registry)
         require_sound_target(context, workspace, changed, files)
     for name in target.evals:
         workspace.registry.load_eval_set(name)
@@ -116,7 +116,7 @@ def require_sound_target(
     names = dict.fromkeys([target.dataset, *(registry.load_eval_set(name).dataset for name in target.evals)])
     data = {name: workspace.dataset_version(registry.load_dataset(name)) for name in names}
     places = Findings()  # of this machine: another may be the one that captures, and this run may need none of it
-    check_places(target, registry, places)
+    check_machine(target, registry, places)
     findings = examine_before_run(target, files, registry, data, workspace.var / "target_checks")
     for one in (*places.found, *(each for each in findings if each.severity == "warning")):
         context.log.warning(one.text)

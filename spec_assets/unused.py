@@ -15,7 +15,7 @@ import dagster as dg
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.strategies import StrategySpec, available_strategies, resolve_strategy
 from draftworks.errors import ConfigError
-from draftworks.preflight.compatibility import draft_vocab_size
+from draftworks.preflight.compatibility import resolve_draft_vocab_size
 from draftworks.storage.asset_names import VOCAB_MAPPING, of_eval_set, of_strategy
 from draftworks.targets.registry import HELDOUT, Registry
 
@@ -55,7 +55,7 @@ def _unused_of(strategy: StrategySpec, target: TargetSpec) -> dict[str, str]:
 
 def _reduces_vocabulary(target: TargetSpec) -> bool:
     try:
-        return draft_vocab_size(target) is not None
+        return resolve_draft_vocab_size(target) is not None
     except ConfigError:  # two sizes: the step says so
         return True
 

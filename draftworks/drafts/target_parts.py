@@ -142,7 +142,7 @@ def _config(files: ModelFiles) -> Any:
     """The model's configuration, the language model in it checked for heads that need more than one matrix product."""
     from transformers import AutoConfig
 
-    path = files.path("config.json")
+    path = files.find_file("config.json")
     if path is None:
         raise ConfigError(f"{files.where}: config.json is missing: not a Hugging Face model directory")
     try:

@@ -31,10 +31,10 @@ class WeightFiles(Mapping[str, Path]):
         files = ModelFiles(target)
         files.require_folder()
         self._opened = cache(_opened)  # a map of the file each, without its pages
-        self._existing = cache(files.existing)
-        index = files.index()
+        self._existing = cache(files.require_file)
+        index = files.read_index()
         if index is None:
-            index = dict.fromkeys(self._opened(files.existing(WEIGHTS)).keys(), WEIGHTS)
+            index = dict.fromkeys(self._opened(files.require_file(WEIGHTS)).keys(), WEIGHTS)
         self._names = index
 
     def __getitem__(self, name: str) -> Path:

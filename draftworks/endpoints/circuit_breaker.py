@@ -50,13 +50,13 @@ class CircuitBreaker:
             return BreakerState.HALF_OPEN if cooled else BreakerState.OPEN
 
     @property
-    def sound(self) -> bool:
+    def is_sound(self) -> bool:
         """Whether nothing has failed since it last worked."""
         with self._lock:
             return self._failures == 0
 
     @property
-    def available(self) -> bool:
+    def is_available(self) -> bool:
         """Whether `allow` would let a request through now."""
         with self._lock:
             state = self.state
@@ -65,19 +65,19 @@ class CircuitBreaker:
     def allow(self) -> bool:
         """Let a request through, or not. Of a half-open one the first to ask becomes the trial."""
         with self._lock:
-            if not self.available:
+            if not self.is_available:
                 return False
             self._trial = self.state is BreakerState.HALF_OPEN
             return True
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """It works: closed, whatever was before."""
         with self._lock:
             self._failures = 0
             self._opened_at = None
             self._trial = False
 
-    def failed(self) -> bool:
+    def record_failure(self) -> bool:
         """Note a failure; whether it opened the breaker. One that was on its way when it opened changes nothing."""
         with self._lock:
             state = self.state
@@ -90,7 +90,7 @@ class CircuitBreaker:
             self._opened_at = self._clock()
             return True
 
-    def abandoned(self) -> None:
+    def record_abandoned(self) -> None:
         """Nobody knows what came of it: another may try."""
         with self._lock:
             self._trial = False

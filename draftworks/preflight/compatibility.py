@@ -13,20 +13,20 @@ from draftworks.config.run_files import VOCAB_FILE, TargetFiles
 from draftworks.config.strategies import StrategyOptions, StrategySpec, TargetSizes, resolve_strategy
 from draftworks.errors import ConfigError, StoreError
 from draftworks.sglang.families import refuse_on_cpu
-from draftworks.sglang.layers import architecture_of, check_capture, eagle3_ids
+from draftworks.sglang.layers import check_capture, read_architecture, to_eagle3_ids
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import read_text_config
 
 SGLANG_EAGLE3 = "sglang_eagle3"
 
 
-def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) -> None:
+def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registry) -> None:
     """ConfigError if the model cannot give what its strategies need, or a draft to begin from is not one of them."""
     _check_serving(target)
     refuse_on_cpu(target, files)
     if target.capture.backend in ("sglang", "sglang_server") and not target.capture.server.external:
-        check_capture(f"target {target.name}", architecture_of(files), target.capture.server.args)
-    union_of_taps(target, files.num_layers)
+        check_capture(f"target {target.name}", read_architecture(files), target.capture.server.args)
+    collect_taps(target, files.num_layers)
     sizes = TargetSizes(files.num_layers, files.hidden_size, files.vocab_size, target.max_length)
     for name, entry in target.strategies.items():
         strategy = resolve_strategy(name)
@@ -46,7 +46,7 @@ def check_demands(target: TargetSpec, files: TargetFiles, registry: Registry) ->
         if entry.start_from is not None:
             where = f"target {target.name}: strategies.{name}.start_from"
             _check_start(registry.resolve_path(entry.start_from), strategy, options, files, where)
-    size = draft_vocab_size(target)
+    size = resolve_draft_vocab_size(target)
     if size is not None and size > files.vocab_size:
         raise ConfigError(
             f"target {target.name}: draft_vocab_size {size} is larger than the model's vocabulary of {files.vocab_size}. "
@@ -63,7 +63,7 @@ def _check_served_taps(target: TargetSpec, files: TargetFiles, name: str, export
         target.strategies[name].options, where=f"target {target.name}: {name}"
     )
     with _told_of(target):
-        eagle3_ids(resolve_strategy(name).taps(files.num_layers, options), architecture_of(files))
+        to_eagle3_ids(resolve_strategy(name).taps(files.num_layers, options), read_architecture(files))
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def _inputs(strategy: StrategySpec, options: StrategyOptions, files: TargetFiles
     return inputs
 
 
-def union_of_taps(target: TargetSpec, num_layers: int) -> list[int]:
+def collect_taps(target: TargetSpec, num_layers: int) -> list[int]:
     """hf_index of every tap that any strategy of the target needs, ascending.
 
     Raises:
@@ -151,7 +151,7 @@ def union_of_taps(target: TargetSpec, num_layers: int) -> list[int]:
     return sorted(taps)
 
 
-def draft_vocab_size(target: TargetSpec) -> int | None:
+def resolve_draft_vocab_size(target: TargetSpec) -> int | None:
     """The one reduced vocabulary that the target's strategies share; None if none of them reduces it.
 
     Raises:

@@ -11,11 +11,11 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.sources import find_files
 from draftworks.errors import ConfigError, DraftworksError
-from draftworks.preflight.compatibility import check_demands
+from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.findings import Finding, Findings
-from draftworks.preflight.places import check_places
-from draftworks.preflight.plausible import judge_values
-from draftworks.sglang.families import sglang_remarks
+from draftworks.preflight.machine import check_machine
+from draftworks.preflight.plausible_values import check_values
+from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
@@ -40,7 +40,7 @@ def examine_entry(name: str, registry: Registry, digests: FileDigests) -> tuple[
             findings.error(str(error))
     examine_target(target, files, registry, findings)
     if files is not None:
-        with findings.collected():
+        with findings.collect_errors():
             weights = check_target_weights(files, target.capture.backend)
             if weights.note is not None:
                 findings.warning(f"target {name}: {weights.note}")
@@ -53,20 +53,20 @@ def examine_target(target: TargetSpec, files: TargetFiles | None, registry: Regi
     Args:
         files: None where they are not known: then the entry alone and the lists of its files are looked at.
     """
-    judge_values(target, findings)
-    check_places(target, registry, findings)
+    check_values(target, findings)
+    check_machine(target, registry, findings)
     sound_data = _check_data(target, registry, findings)
     if files is None:
         return
     try:
-        check_demands(target, files, registry)
+        check_requirements(target, files, registry)
     except DraftworksError as error:
         findings.error(str(error))
     else:
         from draftworks.preflight.drafts import check_drafts
 
         check_drafts(target, files, findings)
-    for remark in sglang_remarks(target, files):
+    for remark in list_sglang_remarks(target, files):
         findings.warning(remark)
     if sound_data:
         from draftworks.preflight.sample import check_sample
@@ -79,10 +79,10 @@ def _check_data(target: TargetSpec, registry: Registry, findings: Findings) -> b
     before = len(findings.errors)
     where = f"target {target.name}"
     wanted: dict[str, str] = {}
-    with findings.collected():
+    with findings.collect_errors():
         wanted[registry.load_dataset(target.dataset).name] = f"{where}: data set {target.dataset}"
     for name in target.evals:
-        with findings.collected():
+        with findings.collect_errors():
             dataset = registry.load_dataset(registry.load_eval_set(name).dataset).name
             wanted.setdefault(dataset, f"{where}: eval set {name}: data set {dataset}")
     for name, told in wanted.items():

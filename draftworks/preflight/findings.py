@@ -33,7 +33,7 @@ class Findings:
         self._add(Finding("warning", text))
 
     @contextmanager
-    def collected(self) -> Iterator[None]:
+    def collect_errors(self) -> Iterator[None]:
         """A DraftworksError inside is an error found, and ends only what is inside."""
         try:
             yield

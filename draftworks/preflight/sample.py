@@ -58,11 +58,11 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
     """What the first rows of every data set of a target show; the files are there, which somebody else has seen to."""
     where = f"target {target.name}"
     chat = None
-    with findings.collected():
+    with findings.collect_errors():
         chat = ChatTokenizer.load(files, target.responses.thinking)
     used: Counter[int] = Counter()
     for name in dict.fromkeys([target.dataset, *(registry.load_eval_set(name).dataset for name in target.evals)]):
-        with findings.collected():
+        with findings.collect_errors():
             dataset = registry.load_dataset(name)
             sample = read_sample(dataset, registry.root, files)
             _judge_rows(f"data set {name}", sample, target, findings)

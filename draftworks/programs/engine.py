@@ -14,7 +14,7 @@ import typer
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.errors import ConfigError, DraftworksError, EngineError
-from draftworks.preflight.compatibility import check_demands, union_of_taps
+from draftworks.preflight.compatibility import check_requirements, collect_taps
 from draftworks.programs.start import CHECKOUT, LOOPBACK, report_error, require_free_port
 from draftworks.sglang.server import SGLangServer
 from draftworks.storage.identity import FileDigests, LayerTap
@@ -46,9 +46,9 @@ def _serve(target: str, server: SGLangServer) -> None:
     try:
         server.start()
         typer.echo(f"target {target}: SGLang {server.version} serves at {server.url}. Ctrl-C ends it")
-        while server.runs():
+        while server.is_running():
             time.sleep(_LOOKED_EVERY_S)
-        raise EngineError(f"SGLang ended by itself. The end of {server.log}:\n{server.log_tail()}")
+        raise EngineError(f"SGLang ended by itself. The end of {server.log}:\n{server.read_log_tail()}")
     except KeyboardInterrupt:
         typer.echo(f"target {target}: SGLang is ending")
     finally:
@@ -65,12 +65,12 @@ def prepare_server(name: str, registry: Registry) -> SGLangServer:
     port, spool = _place(target)
     require_free_port(port)
     files = resolve_target(target, registry, FileDigests(registry.resolve_var_folder() / "digests.json"))
-    check_demands(target, files, registry)
+    check_requirements(target, files, registry)
 
     from draftworks.capture.engines.sglang_loading import layers_to_capture, server_options  # torch
     from draftworks.distributed.process_group import resolve_device
 
-    taps = tuple(LayerTap(index) for index in union_of_taps(target, files.num_layers))
+    taps = tuple(LayerTap(index) for index in collect_taps(target, files.num_layers))
     device = resolve_device(target.capture.device)
     options = server_options(files, target.capture, device, spool, layers_to_capture(taps))
     sglang = registry.load_deployment().sglang

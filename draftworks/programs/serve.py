@@ -34,7 +34,7 @@ from draftworks.programs.program import ProgramContext, run_program
 from draftworks.sglang.client import GenerateRequest
 from draftworks.sglang.environment import require_cpu_speculation
 from draftworks.sglang.server import ServerOptions, SGLangServer
-from draftworks.sglang.server_figures import Counters, SpeculatedAnswer, average_accept_length, verified_tokens
+from draftworks.sglang.server_counters import Counters, SpeculatedAnswer, read_accept_length, read_verified_tokens
 from draftworks.sglang.speculating_client import SpeculatingClient
 from draftworks.sglang.speculation import Speculation
 from draftworks.storage.atomic import publish_json
@@ -54,8 +54,8 @@ def measure_server(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
         DataError: the eval set has no prompt.
     """
     device = resolve_device(run.serving.device).type
-    speculation = Speculation.of_command(run.command, DRAFT_FOLDER, run.draft).proposing(run.draft_tokens)
-    speculation.require(device)
+    speculation = Speculation.of_command(run.command, DRAFT_FOLDER, run.draft).with_draft_tokens(run.draft_tokens)
+    speculation.require_supported(device)
     if device == "cpu":
         _require_cpu_can(run)
     stop_ids = ChatTokenizer.load(run.target).eos_ids
@@ -153,8 +153,8 @@ class _AnsweringProgress:
 def _ask(
     client: SpeculatingClient, run: ServeRun, ctx: ProgramContext, asked: list[ServerPrompt], stop_ids: tuple[int, ...]
 ) -> _Live:
-    info = client.raw_info()
-    proposed = verified_tokens(info) - 1
+    info = client.get_raw_info()
+    proposed = read_verified_tokens(info) - 1
     if proposed != run.draft_tokens:
         raise EngineError(
             f"SGLang proposes {proposed} tokens a pass, and the walk that it is compared with {run.draft_tokens}: expected "
@@ -165,7 +165,7 @@ def _ask(
         sampling = {"temperature": 0.0, "max_new_tokens": question.max_new_tokens, "stop_token_ids": list(stop_ids)}
         return client.answer(GenerateRequest(uuid.uuid4().hex, question.prompt, sampling))
 
-    before, started = client.counters(), time.monotonic()
+    before, started = client.get_counters(), time.monotonic()
     progress = _AnsweringProgress(ctx, len(asked), started)
     ctx.log(f"SGLang is ready: {len(asked)} answers, {run.serving.concurrency} at a time")
     served = ask_server(asked, answer, run.serving.concurrency, progress.add)
@@ -173,8 +173,8 @@ def _ask(
     return _Live(
         served,
         seconds,
-        client.counters().since(before),
-        average_accept_length(client.raw_info()),
+        client.get_counters().since(before),
+        read_accept_length(client.get_raw_info()),
         str(info.get("version")),
     )
 

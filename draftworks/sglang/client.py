@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError
-from draftworks.sglang.hook import spool_of
+from draftworks.sglang.hook import find_spool
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -92,7 +92,7 @@ class SGLangClient:
     def close(self) -> None:
         self._http.close()
 
-    def info(self) -> ServerInfo:
+    def get_info(self) -> ServerInfo:
         found = self._object("GET", "/server_info")
         capturing = bool(found.get("enable_return_aux_hidden_states"))
         layers = found.get("return_aux_hidden_state_layer_ids")
@@ -108,7 +108,7 @@ class SGLangClient:
             radix_cache=not found.get("disable_radix_cache"),
             chunked_prefill=found.get("chunked_prefill_size") != -1,
             layer_ids=tuple(layers) if capturing and layers else None,
-            spool=spool_of(found.get("forward_hooks") or []),
+            spool=find_spool(found.get("forward_hooks") or []),
             numerics=_numerics(found),
         )
 
@@ -135,7 +135,7 @@ class SGLangClient:
             raise EngineError(
                 f"SGLang at {self.url} answered /generate with something else than {len(requests)} answers: {found}"
             )
-        return [generation_of(answer) for answer in answers]
+        return [parse_generation(answer) for answer in answers]
 
     def _served_now(self) -> dict[str, Any]:
         """Its answer to /model_info: weights may have been replaced since it was started. Empty where it does not know that."""
@@ -175,7 +175,7 @@ class SGLangClient:
             raise EngineError(f"{where} failed on {path}: {error}: {response.text[:500]}") from error
 
 
-def generation_of(answer: Any) -> Generation:
+def parse_generation(answer: Any) -> Generation:
     """Raises AbortedRequestError for a request that was given up, EngineError for an answer of another form."""
     try:
         meta = answer["meta_info"]

@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 import psutil
 
 from draftworks.errors import CaptureError, ConfigError, DraftworksError, EngineError
-from draftworks.sglang.client import GenerateRequest, Generation, generation_of
+from draftworks.sglang.child_lifetime import tie_children_to_parent
+from draftworks.sglang.client import GenerateRequest, Generation, parse_generation
 from draftworks.sglang.environment import LAUNCHER_VARIABLES, check_version
-from draftworks.sglang.mortal_children import mortal_children
-from draftworks.sglang.server import ServerOptions, free_port
+from draftworks.sglang.server import ServerOptions, find_free_port
 
 WHERE = "SGLang in this process"
 _POLL_S = 0.5
@@ -105,7 +105,7 @@ class EmbeddedSGLang:
         answer = asyncio.run_coroutine_threadsafe(asked, self._loop)
         try:
             self._await(answer)
-            return [generation_of(each) for each in answer.result()]
+            return [parse_generation(each) for each in answer.result()]
         except DraftworksError:
             answer.cancel()
             raise
@@ -137,7 +137,10 @@ class EmbeddedSGLang:
         """All that the thread does."""
         asyncio.set_event_loop(self._loop)
         try:
-            with _sglang_surroundings(self._options.environment()), mortal_children(self._options.spool.parent):
+            with (
+                _sglang_surroundings(self._options.build_environment()),
+                tie_children_to_parent(self._options.spool.parent),
+            ):
                 engine = _make_engine(self._options)
         except DraftworksError as error:
             self._engine.set_exception(error)
@@ -188,7 +191,7 @@ def _make_engine(options: ServerOptions) -> Any:
     logging.getLogger("sglang").setLevel(logging.WARNING)  # here; the log level below is for its processes
     parser = _Parser(prog="sglang")
     sglang.ServerArgs.add_cli_args(parser)
-    parsed = vars(parser.parse_args(["--log-level", "warning", *options.arguments(free_port())]))
+    parsed = vars(parser.parse_args(["--log-level", "warning", *options.build_arguments(find_free_port())]))
     return sglang.Engine(**{name: value for name, value in parsed.items() if value != parser.get_default(name)})
 
 

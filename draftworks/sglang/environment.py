@@ -59,7 +59,7 @@ def require_capturing(version: str, where: str) -> None:
         )
 
 
-def program_environment(python: Path, folder: Path) -> dict[str, str]:
+def build_program_environment(python: Path, folder: Path) -> dict[str, str]:
     """What a program of ours needs in its environment to be run by SGLang's Python.
 
     Args:
@@ -77,7 +77,7 @@ def program_environment(python: Path, folder: Path) -> dict[str, str]:
             f"{_called(python)} lacks {', '.join(lacking)}, which a capture with backend sglang needs beside SGLang. "
             f"Install them there: {python} -m pip install --no-deps {' '.join(lacking)}"
         )
-    return {"PYTHONPATH": str(linked_package(folder))}
+    return {"PYTHONPATH": str(link_package(folder))}
 
 
 def require_cpu_speculation(python: Path) -> None:
@@ -90,7 +90,7 @@ def require_cpu_speculation(python: Path) -> None:
         )
 
 
-def linked_package(folder: Path) -> Path:
+def link_package(folder: Path) -> Path:
     """A folder with nothing but a link to this package, so that SGLang sees none of the libraries installed beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "draftworks"

@@ -36,7 +36,7 @@ def refuse_on_cpu(spec: TargetSpec, files: TargetFiles) -> None:
         )
 
 
-def sglang_remarks(spec: TargetSpec, files: TargetFiles) -> list[str]:
+def list_sglang_remarks(spec: TargetSpec, files: TargetFiles) -> list[str]:
     """What a person should know before SGLang captures or serves this target; other versions may do better."""
     config, said = read_text_config(files), []
     kind, window = config.get("model_type"), _window(config)

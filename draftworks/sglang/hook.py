@@ -63,11 +63,11 @@ class SGLangCaptureBackend:
 
 
 def capture_hook(config: dict[str, Any]) -> SGLangCaptureBackend:
-    """What SGLang calls to make the hook; `config` is that of `hook_option`."""
+    """What SGLang calls to make the hook; `config` is that of `format_hook_option`."""
     return SGLangCaptureBackend(Path(config["spool"]))
 
 
-def hook_option(spool: Path) -> str:
+def format_hook_option(spool: Path) -> str:
     """The value of SGLang's option `--forward-hooks` that loads the hook."""
     hook = {
         "name": "draftworks-capture",
@@ -78,7 +78,7 @@ def hook_option(spool: Path) -> str:
     return json.dumps([hook])
 
 
-def spool_of(hooks: Sequence[Mapping[str, Any]]) -> Path | None:
+def find_spool(hooks: Sequence[Mapping[str, Any]]) -> Path | None:
     """Where our hook writes, of the hooks that a server says it has loaded; None if ours is not among them."""
     ours = (f"{__name__}:{capture_hook.__name__}", FORMER_FACTORY)
     return next((Path(hook["config"]["spool"]) for hook in hooks if hook.get("hook_factory") in ours), None)

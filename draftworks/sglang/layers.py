@@ -56,7 +56,7 @@ CAPTURED_FOR_EAGLE3 = _classes(_EAGLE3, _EAGLE3_WRAPPERS)
 CAPTURED_FOR_DFLASH_ONLY = _classes(_DFLASH, _DFLASH_WRAPPERS)
 
 
-def architecture_of(target: TargetFiles) -> str:
+def read_architecture(target: TargetFiles) -> str:
     """The first of `architectures` in the target's config.json; empty where it names none."""
     path: Path | None = Path(target.model) / "config.json"
     if target.revision is not None:
@@ -68,7 +68,7 @@ def architecture_of(target: TargetFiles) -> str:
     return str(named[0]) if isinstance(named, list) and named else ""
 
 
-def capture_convention(architecture: str) -> str:
+def choose_capture_convention(architecture: str) -> str:
     """The algorithm by whose convention SGLang adds 1 to every id, whatever they are."""
     return "DFLASH" if architecture in COUNTED_BY_THE_FIRST | CAPTURED_FOR_DFLASH_ONLY else "EAGLE3"
 
@@ -92,7 +92,7 @@ def check_capture(where: str, architecture: str, args: Sequence[str]) -> None:
         )
 
 
-def captured_layers(ids: Sequence[int], convention: str | None, architecture: str) -> tuple[int, ...]:
+def resolve_captured_layers(ids: Sequence[int], convention: str | None, architecture: str) -> tuple[int, ...]:
     """The layers (0-based) whose outputs SGLang captures when it is told these ids; -1 is the embeddings.
 
     Args:
@@ -102,7 +102,7 @@ def captured_layers(ids: Sequence[int], convention: str | None, architecture: st
     return tuple(sorted(layer - 1 if as_passed else layer for layer in ids))
 
 
-def eagle3_ids(taps: Sequence[LayerTap], architecture: str) -> list[int]:
+def to_eagle3_ids(taps: Sequence[LayerTap], architecture: str) -> list[int]:
     """Ids in an EAGLE-3 draft by which SGLang gives it these taps.
 
     Raises:
@@ -120,6 +120,6 @@ def eagle3_ids(taps: Sequence[LayerTap], architecture: str) -> list[int]:
     return passed
 
 
-def eagle3_taps(ids: Sequence[int], architecture: str) -> tuple[LayerTap, ...]:
-    """The taps that SGLang gives an EAGLE-3 draft with these ids: the inverse of `eagle3_ids`."""
-    return tuple(LayerTap.from_layer_output(layer) for layer in captured_layers(ids, "eagle3", architecture))
+def from_eagle3_ids(ids: Sequence[int], architecture: str) -> tuple[LayerTap, ...]:
+    """The taps that SGLang gives an EAGLE-3 draft with these ids: the inverse of `to_eagle3_ids`."""
+    return tuple(LayerTap.from_layer_output(layer) for layer in resolve_captured_layers(ids, "eagle3", architecture))

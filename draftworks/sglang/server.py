@@ -20,9 +20,9 @@ import psutil
 
 from draftworks.distributed import parent_death
 from draftworks.errors import ConfigError, EngineError
-from draftworks.sglang import mortal_children
-from draftworks.sglang.environment import LAUNCHER_VARIABLES, linked_package, require_capturing, require_version
-from draftworks.sglang.hook import hook_option
+from draftworks.sglang import child_lifetime
+from draftworks.sglang.environment import LAUNCHER_VARIABLES, link_package, require_capturing, require_version
+from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.speculation import Speculation
 
 LOG_TAIL_LINES = 30
@@ -75,7 +75,7 @@ class ServerOptions:
         """Ranks of the server; on a CPU each of them has a core."""
         return self.tp_size * self.dp_size
 
-    def arguments(self, port: int) -> list[str]:
+    def build_arguments(self, port: int) -> list[str]:
         """Of `sglang.launch_server`. A cached prefix or a prompt in chunks would lose hidden states, so both are off."""
         values: dict[str, str | int | float | None] = {
             "--model-path": self.model,
@@ -94,10 +94,10 @@ class ServerOptions:
             "--chunked-prefill-size": -1,
         }
         words = [str(word) for name, value in values.items() if value is not None for word in (name, value)]
-        served = self._capture() if self.draft is None else self.draft.arguments(self.device)
+        served = self._capture() if self.draft is None else self.draft.build_arguments(self.device)
         return [*words, "--disable-radix-cache", "--sleep-on-idle", *served, *self.extra]
 
-    def environment(self) -> dict[str, str]:
+    def build_environment(self) -> dict[str, str]:
         """Variables that SGLang's processes need beside those that are there."""
         own = {
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -107,7 +107,7 @@ class ServerOptions:
             own["HF_HUB_OFFLINE"] = "1"
         if self.device == "cpu" and self.gpus > 1:
             own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.gpus)))  # a core for each rank
-        return own if self.draft is None else own | self.draft.environment(self.device)
+        return own if self.draft is None else own | self.draft.build_environment(self.device)
 
     def _capture(self) -> list[str]:
         if not self.layer_ids:
@@ -116,7 +116,7 @@ class ServerOptions:
         layers = ["--return-aux-hidden-state-layer-ids", *map(str, self.layer_ids)]
         # A replayed graph runs no hook, and prompts are where hidden states are taken.
         graphs = ["--disable-prefill-cuda-graph"] if self.device == "cuda" else []
-        return [*named, *layers, *graphs, "--forward-hooks", hook_option(self.spool)]
+        return [*named, *layers, *graphs, "--forward-hooks", format_hook_option(self.spool)]
 
 
 class SGLangServer:
@@ -168,12 +168,12 @@ class SGLangServer:
         self.version = require_version(self._python)
         if self._options.layer_ids:
             require_capturing(self.version, f"{self._python}")
-        port = self._port or free_port()
+        port = self._port or find_free_port()
         self.url = f"http://127.0.0.1:{port}"
         for folder in (self._folder, self._options.spool):
             folder.mkdir(parents=True, exist_ok=True)
-        launching = mortal_children.command(self._folder.resolve(), "sglang.launch_server")
-        command = [str(self._python), *launching, *self._options.arguments(port)]
+        launching = child_lifetime.build_command(self._folder.resolve(), "sglang.launch_server")
+        command = [str(self._python), *launching, *self._options.build_arguments(port)]
         self._process = self._starter.submit(self._spawn, command).result()
         try:
             self._wait_until_ready()
@@ -181,7 +181,7 @@ class SGLangServer:
             self.stop()
             raise
 
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         process = self._process  # another thread may be ending it
         return process is not None and process.poll() is None
 
@@ -205,7 +205,7 @@ class SGLangServer:
         psutil.wait_procs(tree, timeout=self._grace_s)
         self._process = None
 
-    def log_tail(self) -> str:
+    def read_log_tail(self) -> str:
         """The last lines of its log, indented."""
         with self.log.open("rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LOG_TAIL_BYTES))
@@ -229,17 +229,17 @@ class SGLangServer:
             if time.monotonic() > told + _TOLD_EVERY_S:
                 told = time.monotonic()
                 log.info("SGLang has been starting for %.0f s; what it says is in %s", told - began, self.log)
-            if not self.runs():
+            if not self.is_running():
                 code = self._process.returncode if self._process else None
                 raise EngineError(
-                    f"SGLang ended with code {code} before it served. The end of {self.log}:\n{self.log_tail()}"
+                    f"SGLang ended with code {code} before it served. The end of {self.log}:\n{self.read_log_tail()}"
                 )
             if self._serves():
                 return
             time.sleep(_POLL_S)
         raise EngineError(
             f"SGLang was not ready within {self._start_timeout_s:g} s (sglang.start_timeout_s of the deployment). "
-            f"The end of {self.log}:\n{self.log_tail()}"
+            f"The end of {self.log}:\n{self.read_log_tail()}"
         )
 
     def _serves(self) -> bool:
@@ -258,7 +258,7 @@ class SGLangServer:
         found = _json_object(answer)
         expected: dict[str, Any] = {"model_path": self._options.model}
         if self._options.layer_ids:
-            expected["forward_hooks"] = json.loads(hook_option(self._options.spool))
+            expected["forward_hooks"] = json.loads(format_hook_option(self._options.spool))
         served = {name: found.get(name) for name in expected}
         if served != expected:
             raise EngineError(
@@ -273,11 +273,11 @@ class SGLangServer:
         that are installed beside it.
         """
         ours = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
-        package = linked_package(self._folder / "package")
-        return {**ours, "PYTHONPATH": str(package), **self._options.environment()}
+        package = link_package(self._folder / "package")
+        return {**ours, "PYTHONPATH": str(package), **self._options.build_environment()}
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -8,7 +8,7 @@ import httpx
 
 from draftworks.errors import EngineError
 from draftworks.sglang.client import GenerateRequest, SGLangClient
-from draftworks.sglang.server_figures import Counters, SpeculatedAnswer
+from draftworks.sglang.server_counters import Counters, SpeculatedAnswer
 
 
 class SpeculatingClient(SGLangClient):
@@ -19,11 +19,11 @@ class SpeculatingClient(SGLangClient):
         body = {"rid": request.request_id, "input_ids": list(request.input_ids), "sampling_params": request.sampling}
         return SpeculatedAnswer.of(self._call("POST", "/generate", body))
 
-    def raw_info(self) -> dict[str, Any]:
+    def get_raw_info(self) -> dict[str, Any]:
         """All of /server_info."""
         return self._call("GET", "/server_info")
 
-    def counters(self) -> Counters:
+    def get_counters(self) -> Counters:
         """What the server has done so far."""
         try:
             response = self._http.get("/metrics").raise_for_status()

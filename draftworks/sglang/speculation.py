@@ -52,7 +52,7 @@ class Speculation:
         """As SGLang names it: EAGLE3, DFLASH, ..."""
         return self.options[ALGORITHM]
 
-    def require(self, device: str) -> None:
+    def require_supported(self, device: str) -> None:
         """ConfigError where SGLang does not speculate so on a device of this type."""
         if device == "cpu" and self.algorithm not in _CPU_ALGORITHMS:
             raise ConfigError(
@@ -60,17 +60,17 @@ class Speculation:
                 f"{', '.join(_CPU_ALGORITHMS)} there. Serve it on a GPU, or set evaluation.serving.prompts: 0"
             )
 
-    def proposing(self, count: int) -> Speculation:
+    def with_draft_tokens(self, count: int) -> Speculation:
         """The same, proposing `count` tokens a pass where the server is told how many; a block has them in its config.json."""
         if STEPS not in self.options:
             return self
         return Speculation({**self.options, STEPS: str(count), BRANCHES: "1", VERIFIED: str(count + 1)})
 
-    def arguments(self, device: str) -> list[str]:
+    def build_arguments(self, device: str) -> list[str]:
         """Of `sglang.launch_server`, with the server's own counters switched on."""
         words = [word for pair in self.options.items() for word in pair]
         return [*words, "--enable-metrics", *(_ON_CPU if device == "cpu" else ())]
 
-    def environment(self, device: str) -> dict[str, str]:
+    def build_environment(self, device: str) -> dict[str, str]:
         """Variables of the server beside those of every server."""
         return {"TRITON_INTERPRET": "1"} if device == "cpu" else {}

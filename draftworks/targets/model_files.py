@@ -33,23 +33,23 @@ class ModelFiles:
                 f"{self.where}: no such directory. Correct `model`, or give the `revision` (commit) of a hub id."
             )
 
-    def path(self, filename: str) -> Path | None:
+    def find_file(self, filename: str) -> Path | None:
         """Where a file is; None if the target has no such file."""
         if self.target.revision is not None:
             return fetch_hub_file(f"target {self.target.name}", self.target.model, self.target.revision, filename)
         path = Path(self.target.model) / filename
         return path if path.is_file() else None
 
-    def existing(self, filename: str) -> Path:
+    def require_file(self, filename: str) -> Path:
         """Where a file of weights is. Raises StoreError if there is none."""
-        path = self.path(filename)
+        path = self.find_file(filename)
         if path is None:
             raise StoreError(f"{self.where}: {filename} is missing; weights must be safetensors")
         return path
 
-    def index(self) -> dict[str, str] | None:
+    def read_index(self) -> dict[str, str] | None:
         """File of each tensor, as the index says; None if there is no index. Raises StoreError for one that is none."""
-        path = self.path(INDEX)
+        path = self.find_file(INDEX)
         if path is None:
             return None
         try:

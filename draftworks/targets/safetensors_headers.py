@@ -98,7 +98,7 @@ def read_model_headers(target: TargetFiles) -> ModelHeaders:
             return None
 
     whole = attempt(lambda: files.header(WEIGHTS))
-    index = attempt(files.index)
+    index = attempt(files.read_index)
     if whole is None and index is None:
         if unasked:
             raise unasked[0]
@@ -128,7 +128,7 @@ class _Headers(ModelFiles):
         """Header of a file, None if there is no such file. Of the hub's, only the header is fetched."""
         target = self.target
         if target.revision is None:
-            path = self.path(filename)
+            path = self.find_file(filename)
             return None if path is None else read_header(path)
         found = fetch_hub_header(f"target {target.name}", target.model, target.revision, filename)
         if found is None or isinstance(found, Path):

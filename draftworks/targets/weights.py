@@ -170,7 +170,7 @@ def read_model_config(target: TargetFiles) -> PreTrainedConfig | str:
 
 
 def _config_file(target: TargetFiles) -> Path:
-    found = ModelFiles(target).path("config.json")
+    found = ModelFiles(target).find_file("config.json")
     if found is None:
         raise ConfigError(f"target {target.name}: {target.model} has no config.json: expected a Hugging Face model")
     return found

@@ -29,24 +29,24 @@ def breaker(clock: Clock) -> CircuitBreaker:
 
 def opened(breaker: CircuitBreaker) -> CircuitBreaker:
     for _ in range(3):
-        breaker.failed()
+        breaker.record_failure()
     assert breaker.state is BreakerState.OPEN
     return breaker
 
 
 def test_it_opens_at_the_last_of_so_many_failures_in_a_row(breaker):
-    assert [breaker.failed() for _ in range(2)] == [False, False]
+    assert [breaker.record_failure() for _ in range(2)] == [False, False]
     assert breaker.allow()
-    assert breaker.failed()
+    assert breaker.record_failure()
     assert breaker.state is BreakerState.OPEN
     assert not breaker.allow()
 
 
 def test_a_success_between_failures_counts_from_the_beginning_again(breaker):
     for _ in range(5):
-        breaker.failed()
-        breaker.failed()
-        breaker.succeeded()
+        breaker.record_failure()
+        breaker.record_failure()
+        breaker.record_success()
     assert breaker.state is BreakerState.CLOSED
 
 
@@ -70,16 +70,16 @@ def test_a_trial_that_succeeds_closes_it(breaker, clock):
     opened(breaker)
     clock.now += 10
     breaker.allow()
-    breaker.succeeded()
+    breaker.record_success()
     assert breaker.state is BreakerState.CLOSED
-    assert [breaker.failed() for _ in range(3)] == [False, False, True]
+    assert [breaker.record_failure() for _ in range(3)] == [False, False, True]
 
 
 def test_a_trial_that_fails_opens_it_for_as_long_again(breaker, clock):
     opened(breaker)
     clock.now += 10
     breaker.allow()
-    assert breaker.failed()
+    assert breaker.record_failure()
     clock.now += 9.9
     assert not breaker.allow()
     clock.now += 0.1
@@ -90,15 +90,15 @@ def test_a_trial_of_unknown_end_leaves_the_place_to_another(breaker, clock):
     opened(breaker)
     clock.now += 10
     assert breaker.allow()
-    assert not breaker.available
-    breaker.abandoned()
+    assert not breaker.is_available
+    breaker.record_abandoned()
     assert breaker.allow()
 
 
 def test_failures_of_requests_that_were_on_their_way_do_not_prolong_the_cool_down(breaker, clock):
     opened(breaker)
     clock.now += 9
-    assert not breaker.failed()
+    assert not breaker.record_failure()
     clock.now += 1
     assert breaker.allow()
 

@@ -12,7 +12,7 @@ from draftworks.config.registry_files import EvaluationSpec, StrategyEntry, Targ
 from draftworks.config.run_files import VOCAB_FILE
 from draftworks.config.serving import ServingSpec
 from draftworks.errors import ConfigError
-from draftworks.preflight.compatibility import check_demands
+from draftworks.preflight.compatibility import check_requirements
 from draftworks.targets.registry import Registry
 
 OPTIONS = {"draft_vocab_size": 64}
@@ -36,7 +36,7 @@ def begun(root: Path, **changes) -> TargetSpec:
 
 
 def test_a_draft_that_fits_may_be_begun_from(tmp_path, tiny_target):
-    check_demands(begun(tmp_path), tiny_target, Registry(tmp_path))
+    check_requirements(begun(tmp_path), tiny_target, Registry(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_draft_that_fits_may_be_begun_from(tmp_path, tiny_target):
 )
 def test_one_that_does_not_is_refused_with_both_values(tmp_path, tiny_target, changes, message):
     with pytest.raises(ConfigError, match=rf"strategies\.eagle3\.start_from: .*peer: .*{message}"):
-        check_demands(begun(tmp_path, **changes), tiny_target, Registry(tmp_path))
+        check_requirements(begun(tmp_path, **changes), tiny_target, Registry(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_one_that_does_not_is_refused_with_both_values(tmp_path, tiny_target, ch
 def test_one_that_reads_something_else_is_refused(tmp_path, tiny_target, theirs, message):
     entry = begun(tmp_path, strategy="peagle", wanted="peagle", **theirs)
     with nullcontext() if message is None else pytest.raises(ConfigError, match=f"start_from: .*peer: {message}"):
-        check_demands(entry, tiny_target, Registry(tmp_path))
+        check_requirements(entry, tiny_target, Registry(tmp_path))
 
 
 def test_one_that_is_not_there_is_refused(tmp_path, tiny_target):
     missing = target(options=OPTIONS, start_from="nowhere")
     with pytest.raises(ConfigError, match=r"start_from: .*nowhere: not a draft.*draftworks import"):
-        check_demands(missing, tiny_target, Registry(tmp_path))
+        check_requirements(missing, tiny_target, Registry(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_one_that_is_not_there_is_refused(tmp_path, tiny_target):
 )
 def test_options_that_do_not_fit_the_target_are_refused(tmp_path, tiny_target, strategy, options, message):
     with pytest.raises(ConfigError, match=message):
-        check_demands(target(strategy, options=options), tiny_target, Registry(tmp_path))
+        check_requirements(target(strategy, options=options), tiny_target, Registry(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -124,24 +124,26 @@ def test_a_format_that_cannot_hold_the_draft_is_refused_only_where_it_is_wanted(
 ):
     wanted = target(options={**OPTIONS, "feedback": "post_norm"}, export={"formats": formats})
     with pytest.raises(ConfigError, match="could not be written as sglang_eagle3") if refused else nullcontext():
-        check_demands(wanted, tiny_target, Registry(tmp_path))
+        check_requirements(wanted, tiny_target, Registry(tmp_path))
 
 
 def test_without_an_export_a_draft_may_be_one_that_no_server_computes(tmp_path, tiny_target):
     research = target(options={**OPTIONS, "norm_output": False}, export={"formats": []})
-    check_demands(research, tiny_target, Registry(tmp_path))
+    check_requirements(research, tiny_target, Registry(tmp_path))
 
 
 def test_an_unknown_format_is_refused_with_the_closest_name(tmp_path, tiny_target):
     with pytest.raises(ConfigError, match="no export format 'sglang_eagle': did you mean sglang_eagle3"):
-        check_demands(target(options=OPTIONS, export={"formats": ["sglang_eagle"]}), tiny_target, Registry(tmp_path))
+        check_requirements(
+            target(options=OPTIONS, export={"formats": ["sglang_eagle"]}), tiny_target, Registry(tmp_path)
+        )
 
 
 @pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False), ("auto", False)])
 def test_attention_without_gradients_on_a_cpu_is_refused_for_a_training_there(tmp_path, tiny_target, device, refused):
     wanted = target(options={**OPTIONS, "attention": "flex"}, training={"device": device})
     with pytest.raises(ConfigError, match="eagle3: attention flex has no gradients") if refused else nullcontext():
-        check_demands(wanted, tiny_target, Registry(tmp_path))
+        check_requirements(wanted, tiny_target, Registry(tmp_path))
 
 
 @pytest.mark.parametrize(("name", "refused"), [("sglang_eagle", True), ("sglang_eagle3", False)])
@@ -151,7 +153,7 @@ def test_a_format_to_be_served_that_no_strategy_writes_is_refused(tmp_path, tiny
         ConfigError, match="serving.format: expected one of sglang_eagle3, speculators_eagle3, found sglang_eagle$"
     )
     with expected if refused else nullcontext():
-        check_demands(
+        check_requirements(
             target(options=OPTIONS).model_copy(update={"evaluation": served}), tiny_target, Registry(tmp_path)
         )
 
@@ -162,8 +164,8 @@ def test_heads_with_which_no_server_loads_a_draft_are_refused_with_a_number_that
     with pytest.raises(
         ConfigError, match=rf"{strategy}: num_heads 6 does not divide .*128.*Set options.num_heads to 4"
     ):
-        check_demands(entry, tiny_target, Registry(tmp_path))
-    check_demands(target(strategy, options={**OPTIONS, "num_heads": 8}), tiny_target, Registry(tmp_path))
+        check_requirements(entry, tiny_target, Registry(tmp_path))
+    check_requirements(target(strategy, options={**OPTIONS, "num_heads": 8}), tiny_target, Registry(tmp_path))
 
 
 @pytest.mark.parametrize("strategy", ["dflash", "dspark"])
@@ -171,6 +173,6 @@ def test_a_format_whose_loaders_embed_otherwise_than_the_target_is_refused(tmp_p
     options = {"layer_ids": [1, 3, 4], "block_size": 4}
     entry = target(strategy, options=options, export={"formats": [f"speculators_{strategy}"]})
     with pytest.raises(ConfigError, match=rf"{strategy}.export: .* multiplies its embeddings by 5.657"):
-        check_demands(entry, family_target("gemma3"), Registry(tmp_path))
-    check_demands(entry, family_target("qwen3"), Registry(tmp_path))
-    check_demands(target(strategy, options=options), family_target("gemma3"), Registry(tmp_path))
+        check_requirements(entry, family_target("gemma3"), Registry(tmp_path))
+    check_requirements(entry, family_target("qwen3"), Registry(tmp_path))
+    check_requirements(target(strategy, options=options), family_target("gemma3"), Registry(tmp_path))

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from draftworks.config.registry_files import StrategyEntry, TargetSpec, TrainingSpec
 from draftworks.config.strategies import StrategyOptions, StrategySpec, resolve_strategy
 from draftworks.errors import ConfigError
-from draftworks.preflight.compatibility import check_demands
+from draftworks.preflight.compatibility import check_requirements
 from draftworks.storage.identity import LayerTap
 from draftworks.targets.registry import Registry
 
@@ -38,7 +38,7 @@ def test_a_loss_that_is_made_of_padding_is_refused_before_any_cost(tmp_path, tin
     entry = StrategyEntry(options=options, training=TrainingSpec(pack_tokens=64))
     target = TargetSpec(name="small", model="m", dataset="d", max_length=32, strategies={"eagle3": entry})
     with pytest.raises(ConfigError, match=r"strategies\.eagle3\.training: pack_tokens is set, but eagle3 with loss"):
-        check_demands(target, tiny_target, Registry(tmp_path))
+        check_requirements(target, tiny_target, Registry(tmp_path))
 
 
 def test_a_strategy_that_does_not_say_it_packs_is_refused():

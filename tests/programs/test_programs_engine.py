@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from draftworks.capture.engines.sglang_examination import require_server
 from draftworks.programs.cli import app
 from draftworks.sglang.client import SGLangClient
-from draftworks.sglang.server import free_port
+from draftworks.sglang.server import find_free_port
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
@@ -35,7 +35,7 @@ def registry(tmp_path: Path, tiny_folder: Path) -> Path:
     (root / "datasets").mkdir()
     (root / "datasets" / "chats.yaml").write_text("files: [chats.jsonl]\n")
     (root / "deployment.yaml").write_text(yaml.safe_dump({"sglang": {"python": SGLANG.python}}))
-    write_target(root, tiny_folder, {"url": f"http://127.0.0.1:{free_port()}", "spool": str(tmp_path / "spool")})
+    write_target(root, tiny_folder, {"url": f"http://127.0.0.1:{find_free_port()}", "spool": str(tmp_path / "spool")})
     return root
 
 

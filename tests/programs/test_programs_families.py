@@ -23,7 +23,7 @@ from draftworks.config.run_files import (
 )
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.prepare import map_vocabulary
-from draftworks.preflight.compatibility import check_demands
+from draftworks.preflight.compatibility import check_requirements
 from draftworks.programs.capture import capture
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.export import export
@@ -96,7 +96,7 @@ def _is_not_refused(name: str, strategy: str, target: TargetFiles, folder: Path)
         max_length=128,
         strategies={strategy: {"options": OPTIONS[strategy]}},
     )
-    check_demands(spec, target, Registry(folder))
+    check_requirements(spec, target, Registry(folder))
 
 
 def features(target: TargetFiles, folder: Path, first: int) -> FeatureSet:

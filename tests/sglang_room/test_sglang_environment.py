@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from draftworks.errors import ConfigError
-from draftworks.sglang.environment import PROGRAM_LIBRARIES, program_environment
+from draftworks.sglang.environment import PROGRAM_LIBRARIES, build_program_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = (
@@ -70,11 +70,11 @@ def test_what_sglang_does_not_bring_is_pinned_as_here():
 def test_a_library_that_is_missing_there_is_named_with_the_command_that_installs_it(tmp_path: Path):
     python = sglang_python(tmp_path, lacking="pyarrow dagster_pipes")
     with pytest.raises(ConfigError, match=rf"lacks pyarrow, dagster-pipes.*{python} -m pip install --no-deps pyarrow"):
-        program_environment(python, tmp_path / "package")
+        build_program_environment(python, tmp_path / "package")
 
 
 def test_a_program_finds_this_package_there_and_nothing_else_of_ours(tmp_path: Path):
-    environment = program_environment(sglang_python(tmp_path), tmp_path / "package")
+    environment = build_program_environment(sglang_python(tmp_path), tmp_path / "package")
     assert environment == {"PYTHONPATH": str(tmp_path / "package")}
     (link,) = (tmp_path / "package").iterdir()
     assert link.resolve() == ROOT / "draftworks"

@@ -10,8 +10,8 @@ import pytest
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
-from draftworks.preflight.compatibility import check_demands
-from draftworks.sglang.families import sglang_remarks
+from draftworks.preflight.compatibility import check_requirements
+from draftworks.sglang.families import list_sglang_remarks
 from draftworks.targets.registry import Registry
 
 MakeTarget = Callable[[str], TargetFiles]
@@ -32,27 +32,27 @@ def test_a_family_that_sglang_does_not_run_on_a_cpu_is_refused_there(
 ):
     files = family_target(name)
     with pytest.raises(ConfigError, match="target mine: .*does not run .* there: .*Set capture.backend to hf"):
-        check_demands(asking(files, backend), files, Registry(tmp_path))
-    check_demands(asking(files, "hf"), files, Registry(tmp_path))
+        check_requirements(asking(files, backend), files, Registry(tmp_path))
+    check_requirements(asking(files, "hf"), files, Registry(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3_text"])
 def test_streams_of_gemma_3_are_warned_of_whoever_captures(name: str, family_target: MakeTarget):
     """Drafts are served by SGLang too."""
     files = family_target(name)
-    [remark] = sglang_remarks(asking(files, "hf"), files)
+    [remark] = list_sglang_remarks(asking(files, "hf"), files)
     assert "not the residual stream" in remark
 
 
 def test_a_window_that_sglang_leaves_out_is_told_where_samples_are_longer(family_target: MakeTarget):
     files = family_target("mistral")
-    [remark] = sglang_remarks(asking(files, "sglang_server"), files)
+    [remark] = list_sglang_remarks(asking(files, "sglang_server"), files)
     assert "without its sliding window of 16 tokens, and max_length is 128" in remark
-    assert sglang_remarks(asking(files, "sglang_server", max_length=16), files) == []
-    assert sglang_remarks(asking(files, "hf"), files) == []
+    assert list_sglang_remarks(asking(files, "sglang_server", max_length=16), files) == []
+    assert list_sglang_remarks(asking(files, "hf"), files) == []
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
 def test_nothing_is_said_of_families_that_it_runs(name: str, family_target: MakeTarget):
     files = family_target(name)
-    assert sglang_remarks(asking(files, "sglang_server"), files) == []
+    assert list_sglang_remarks(asking(files, "sglang_server"), files) == []

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from draftworks.errors import PassingTroubleError
-from draftworks.sglang.hook import SGLangCaptureBackend, hook_option, spool_of
+from draftworks.sglang.hook import SGLangCaptureBackend, find_spool, format_hook_option
 from draftworks.sglang.spool import new_request_id, take_parts
 
 LENGTHS = [3, 1, 4]
@@ -85,12 +85,12 @@ def test_rows_that_are_missing_are_told(tmp_path: Path):
 )
 def test_a_server_that_loaded_the_hook_where_it_is_or_was_is_known(factory: str, tmp_path: Path):
     others = {"hook_factory": "mylab:hook", "config": {"spool": "/elsewhere"}}
-    assert spool_of([others, {"hook_factory": factory, "config": {"spool": str(tmp_path)}}]) == tmp_path
-    assert spool_of([others]) is None
+    assert find_spool([others, {"hook_factory": factory, "config": {"spool": str(tmp_path)}}]) == tmp_path
+    assert find_spool([others]) is None
 
 
 def test_the_hook_is_on_the_layer_that_makes_logits_in_a_wrapper_too(tmp_path: Path):
-    (hook,) = json.loads(hook_option(tmp_path))
+    (hook,) = json.loads(format_hook_option(tmp_path))
     modules = ["", "model", "logits_processor", "language_model.logits_processor", "lm_head", "language_model.lm_head"]
     matched = [name for name in modules if any(fnmatch.fnmatch(name, each) for each in hook["target_modules"])]
     assert matched == ["logits_processor", "language_model.logits_processor"]

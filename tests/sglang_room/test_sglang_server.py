@@ -18,7 +18,7 @@ from processes import ends
 
 from draftworks.errors import ConfigError, EngineError
 from draftworks.sglang.environment import require_capturing, require_version
-from draftworks.sglang.hook import hook_option
+from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.server import ServerOptions, SGLangServer
 
 OPTIONS = ServerOptions(
@@ -42,7 +42,7 @@ def server(python: Path, folder: Path, timeout_s: float = 20.0) -> SGLangServer:
 
 
 def test_what_loses_hidden_states_is_off():
-    arguments = OPTIONS.arguments(port=1)
+    arguments = OPTIONS.build_arguments(port=1)
     assert "--disable-radix-cache" in arguments
     assert arguments[arguments.index("--chunked-prefill-size") + 1] == "-1"
     assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
@@ -53,15 +53,15 @@ def test_what_loses_hidden_states_is_off():
 
 
 def test_on_a_gpu_prompts_run_outside_of_graphs_which_would_skip_the_hook():
-    assert "--disable-prefill-cuda-graph" in replace(OPTIONS, device="cuda").arguments(1)
-    assert "--disable-prefill-cuda-graph" not in replace(OPTIONS, device="cuda", layer_ids=()).arguments(1)
+    assert "--disable-prefill-cuda-graph" in replace(OPTIONS, device="cuda").build_arguments(1)
+    assert "--disable-prefill-cuda-graph" not in replace(OPTIONS, device="cuda", layer_ids=()).build_arguments(1)
 
 
 def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_path: Path):
     failing = server(python_that(tmp_path, "print('CUDA out of memory'); raise SystemExit(3)"), tmp_path)
     with pytest.raises(EngineError, match=r"(?s)ended with code 3 before it served.*CUDA out of memory"):
         failing.start()
-    assert not failing.runs()
+    assert not failing.is_running()
 
 
 HANGING = """
@@ -112,7 +112,7 @@ def serving_as(**claims: Any) -> str:
     ("claims", "found"),
     [
         ({"model_path": "models/other"}, "'models/other'"),
-        ({"forward_hooks": json.loads(hook_option(Path("elsewhere")))}, "elsewhere"),
+        ({"forward_hooks": json.loads(format_hook_option(Path("elsewhere")))}, "elsewhere"),
         ({"model_path": None, "forward_hooks": None}, "None"),
     ],
     ids=["another model", "another server of the same model", "no SGLang"],
@@ -130,13 +130,13 @@ def test_a_server_serves_until_it_is_stopped_and_sees_no_process_group(tmp_path:
     serving = server(python_that(tmp_path, serving_as()), tmp_path)
     serving.start()
     process = psutil.Process(serving.pid)
-    assert serving.runs()
+    assert serving.is_running()
     environment, path = serving.log.read_text().split(maxsplit=1)
     assert environment == "[]"
     assert os.listdir(path.strip().splitlines()[0]) == ["draftworks"]
     serving.stop()
     serving.stop()
-    assert not serving.runs()
+    assert not serving.is_running()
     assert not process.is_running()
 
 

@@ -37,7 +37,7 @@ def value(words: list[str], option: str) -> str:
 
 @pytest.mark.parametrize("command", [EAGLE3, DFLASH, DSPARK])
 def test_the_server_gets_what_the_command_says(command: str):
-    words = replace(OPTIONS, draft=speculation(command)).arguments(port=1)
+    words = replace(OPTIONS, draft=speculation(command)).build_arguments(port=1)
     told = command.replace("HERE", "/exports/a draft").split(" --")
     for part in told:
         if part.startswith("speculative-"):
@@ -48,20 +48,20 @@ def test_the_server_gets_what_the_command_says(command: str):
 
 
 def test_a_chain_proposes_as_many_tokens_as_are_asked_for_and_a_block_what_it_was_made_for():
-    chain = speculation(EAGLE3).proposing(3).arguments("cuda")
+    chain = speculation(EAGLE3).with_draft_tokens(3).build_arguments("cuda")
     assert (value(chain, "--speculative-num-steps"), value(chain, "--speculative-num-draft-tokens")) == ("3", "4")
     assert value(chain, "--speculative-eagle-topk") == "1"
-    assert speculation(DFLASH).proposing(3) == speculation(DFLASH)
+    assert speculation(DFLASH).with_draft_tokens(3) == speculation(DFLASH)
 
 
 def test_on_a_cpu_tritons_kernels_are_interpreted_and_on_a_gpu_nothing_is_chosen_for_the_server():
     on_cpu = replace(OPTIONS, draft=speculation(EAGLE3))
-    assert value(on_cpu.arguments(1), "--attention-backend") == "triton"
-    assert on_cpu.environment()["TRITON_INTERPRET"] == "1"
+    assert value(on_cpu.build_arguments(1), "--attention-backend") == "triton"
+    assert on_cpu.build_environment()["TRITON_INTERPRET"] == "1"
     on_gpu = replace(on_cpu, device="cuda")
-    assert "--attention-backend" not in on_gpu.arguments(1)
-    assert "TRITON_INTERPRET" not in on_gpu.environment()
-    assert "TRITON_INTERPRET" not in OPTIONS.environment()
+    assert "--attention-backend" not in on_gpu.build_arguments(1)
+    assert "TRITON_INTERPRET" not in on_gpu.build_environment()
+    assert "TRITON_INTERPRET" not in OPTIONS.build_environment()
 
 
 def test_a_server_does_not_capture_and_speculate_at_once():
@@ -71,9 +71,9 @@ def test_a_server_does_not_capture_and_speculate_at_once():
 
 def test_copies_of_the_target_in_one_server_have_gpus_of_their_own():
     copies = replace(OPTIONS, tp_size=2, dp_size=3)
-    assert value(copies.arguments(1), "--dp-size") == "3"
+    assert value(copies.build_arguments(1), "--dp-size") == "3"
     assert copies.gpus == 6
-    assert "--dp-size" not in OPTIONS.arguments(1)
+    assert "--dp-size" not in OPTIONS.build_arguments(1)
 
 
 def test_a_command_without_a_draft_is_refused():
@@ -83,9 +83,9 @@ def test_a_command_without_a_draft_is_refused():
 
 @pytest.mark.parametrize(("command", "device"), [(EAGLE3, "cpu"), (DFLASH, "cpu"), (DSPARK, "cuda")])
 def test_what_sglang_can_serve_on_a_device_is_let_through(command: str, device: str):
-    speculation(command).require(device)
+    speculation(command).require_supported(device)
 
 
 def test_what_sglang_does_not_serve_on_a_cpu_is_refused_before_a_server_starts():
     with pytest.raises(ConfigError, match=r"--speculative-algorithm DSPARK on a CPU: expected one of .*EAGLE3, DFLASH"):
-        speculation(DSPARK).require("cpu")
+        speculation(DSPARK).require_supported("cpu")

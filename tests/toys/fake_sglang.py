@@ -15,7 +15,7 @@ import torch
 
 from draftworks.capture.engines.sglang_hosts import ExternalHost
 from draftworks.sglang.client import SGLangClient
-from draftworks.sglang.hook import hook_option
+from draftworks.sglang.hook import format_hook_option
 from draftworks.sglang.spool import Part, write_part
 
 HIDDEN = 8
@@ -34,7 +34,7 @@ def server_info(model: str, spool: Path, **changes: Any) -> dict[str, Any]:
         "chunked_prefill_size": -1,
         "enable_return_aux_hidden_states": True,
         "return_aux_hidden_state_layer_ids": [1, 3],
-        "forward_hooks": json.loads(hook_option(spool)),
+        "forward_hooks": json.loads(format_hook_option(spool)),
     }
     return {**recorded, **changes}
 

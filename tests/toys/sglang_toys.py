@@ -62,8 +62,8 @@ def random_qwen3(folder: Path, tokenizer: Path) -> TargetFiles:
 class LossyOptions(ServerOptions):
     """A server as it starts by default, with a prefix cache and prompts in (short) chunks: it loses hidden states."""
 
-    def arguments(self, port: int) -> list[str]:
-        kept = [word for word in super().arguments(port) if word != "--disable-radix-cache"]
+    def build_arguments(self, port: int) -> list[str]:
+        kept = [word for word in super().build_arguments(port) if word != "--disable-radix-cache"]
         return [*kept, "--chunked-prefill-size", str(CHUNK)]
 
 

@@ -21,7 +21,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn
 from draftworks.endpoints.chat_client import ChatClient, Completion
-from draftworks.endpoints.spreading import Spread
+from draftworks.endpoints.load_balancer import LoadBalancer
 from draftworks.errors import CaptureError, ConfigError, EngineError
 
 
@@ -102,7 +102,7 @@ class EndpointAnswerer(Answerer):
         self._max_length = max_length
         self._fields = request_fields(sampling, endpoint.model or target.model, chat.eos_ids, chat.template_options)
         self._clients = [ChatClient(url, endpoint.timeout_s, key) for url in endpoint.base_urls]
-        self._spread = Spread({client.url: client for client in self._clients}, endpoint.max_outstanding)
+        self._spread = LoadBalancer({client.url: client for client in self._clients}, endpoint.max_outstanding)
         self._closed = False
         self._warned = False
         self.replicas = len(self._clients)

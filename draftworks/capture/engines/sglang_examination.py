@@ -12,8 +12,8 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.sglang.client import ServerInfo, SGLangClient
 from draftworks.sglang.environment import check_version, require_capturing
-from draftworks.sglang.hook import hook_option
-from draftworks.sglang.layers import architecture_of, capture_convention, captured_layers
+from draftworks.sglang.hook import format_hook_option
+from draftworks.sglang.layers import choose_capture_convention, read_architecture, resolve_captured_layers
 
 PROBE_TOKENS = 64
 PROBE_TEXT = "Zwölf naïve def f(x):\n\treturn x**2  # 3.14159 — 你好, 12345"
@@ -32,13 +32,13 @@ def require_server(
         EngineError: it serves another model or in another dtype, or is set up so that hidden states get lost. The
             message names every difference and the argument that puts it right.
     """
-    info = client.info()
+    info = client.get_info()
     where = f"SGLang at {client.url}"
     check_version(info.version, where)
     if layer_ids:
         require_capturing(info.version, where)
     if info.layer_ids:
-        layers = captured_layers(info.layer_ids, info.convention, architecture_of(target))
+        layers = resolve_captured_layers(info.layer_ids, info.convention, read_architecture(target))
         info = replace(info, layer_ids=layers)
     problems = _served_problems(info, target, capture)
     if info.context is not None and info.context <= longest:
@@ -46,7 +46,7 @@ def require_server(
             f"its context is {info.context} tokens, expected more than {longest}: --context-length {longest + 16}"
         )
     if layer_ids:
-        convention = capture_convention(architecture_of(target))
+        convention = choose_capture_convention(read_architecture(target))
         problems += _capture_problems(info, Path(capture.server.spool or ""), layer_ids, convention)
     if problems:
         raise EngineError(
@@ -127,7 +127,7 @@ def _capture_problems(info: ServerInfo, spool: Path, layer_ids: tuple[int, ...],
     if info.spool is None or info.spool.resolve() != spool.resolve():
         problems.append(
             f"its hook writes to {info.spool or 'nowhere: it has not loaded it'}, expected {spool}: "
-            f"--forward-hooks '{hook_option(spool)}', with the package draftworks on its PYTHONPATH"
+            f"--forward-hooks '{format_hook_option(spool)}', with the package draftworks on its PYTHONPATH"
         )
     if not spool.is_dir():
         problems.append(f"the folder capture.server.spool, {spool}, is not there: create it")

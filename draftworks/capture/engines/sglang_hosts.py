@@ -93,16 +93,16 @@ class ManagedHost(SGLangHost):
         return self._server.pid
 
     def revive(self, error: EngineError) -> None:
-        state = "hangs" if self._server.runs() else "has ended"
+        state = "hangs" if self._server.is_running() else "has ended"
         log.warning(
-            "%s\nSGLang %s and is started again. The end of its log:\n%s", error, state, self._server.log_tail()
+            "%s\nSGLang %s and is started again. The end of its log:\n%s", error, state, self._server.read_log_tail()
         )
         self._server.stop()
         self.start()
 
     def close(self) -> None:
         if self._server.pid is not None:
-            log.info("SGLang is ended. The end of its log:\n%s", self._server.log_tail())
+            log.info("SGLang is ended. The end of its log:\n%s", self._server.read_log_tail())
         self._server.stop()  # first: a closed client would not wake the threads that wait for an answer
         if self._opened is not None:
             self._opened.close()

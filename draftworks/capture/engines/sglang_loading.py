@@ -29,7 +29,7 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError
 from draftworks.sglang.client import SGLangClient
 from draftworks.sglang.embedded import require_sglang_here
-from draftworks.sglang.layers import architecture_of, capture_convention
+from draftworks.sglang.layers import choose_capture_convention, read_architecture
 from draftworks.sglang.server import ServerOptions
 from draftworks.sglang.spool import sweep
 from draftworks.storage.identity import LayerTap
@@ -132,7 +132,7 @@ def server_options(
         mem_fraction=server.mem_fraction or (None if on_gpu else CPU_MEMORY_SHARE),
         max_total_tokens=server.max_total_tokens or (None if on_gpu else capture.batch_tokens + 2 * target.context),
         extra=tuple(server.args),
-        convention=capture_convention(architecture_of(target)),
+        convention=choose_capture_convention(read_architecture(target)),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from draftworks.capture.background import in_background
 from draftworks.capture.engines.sglang_hosts import SGLangHost
 from draftworks.endpoints.circuit_breaker import CircuitBreaker
-from draftworks.endpoints.spreading import Spread
+from draftworks.endpoints.load_balancer import LoadBalancer
 from draftworks.errors import DraftworksError, EngineError
 from draftworks.sglang.client import GenerateRequest, Generation
 from draftworks.sglang.environment import SGLANG_VERSIONS
@@ -55,7 +55,7 @@ class SpreadHost(SGLangHost):
         self._mends = mends
         self._closing = False
         named = {f"server {number} of {len(hosts)}": host for number, host in enumerate(hosts, start=1)}
-        self._spread = Spread(named, max_outstanding, new_breaker, self._note_open)
+        self._spread = LoadBalancer(named, max_outstanding, new_breaker, self._note_open)
         self._lock = threading.RLock()
         self._mending: dict[SGLangHost, Future[DraftworksError | None]] = {}
 
@@ -92,7 +92,7 @@ class SpreadHost(SGLangHost):
             self._spread.reopen()
             return
         with self._lock:
-            if self._spread.some_are_sound:
+            if self._spread.has_sound_server:
                 return  # one has come back, or has answered others, since the request failed that we are asked for
             mending = [future for host in self._hosts if (future := self._mend(host, error)) is not None]
         failures = [failure for future in mending if (failure := future.result()) is not None]

@@ -14,7 +14,7 @@ from draftworks.evaluation.ladder.decoding import DecodingLimits
 from draftworks.evaluation.ladder.prompt_acceptance import PromptAcceptance
 from draftworks.evaluation.ladder.replay import find_answer_spans
 from draftworks.evaluation.ladder.statistics import PairedDifference, Resampling, paired_difference
-from draftworks.sglang.server_figures import SpeculatedAnswer
+from draftworks.sglang.server_counters import SpeculatedAnswer
 
 SERVER_METRIC = "rung6_server_acc_len"
 
@@ -130,7 +130,7 @@ def ask_server(
     accepted: dict[str, list[int]] = defaultdict(list)
     emitted: dict[str, int] = defaultdict(int)
     for question, found in zip(asked, answers, strict=True):
-        accepted[question.sample_id] += found.within_the_answer()
+        accepted[question.sample_id] += found.accepted_per_pass()
         emitted[question.sample_id] += max(len(found.output_ids) - 1, 0)  # the prefill gave the first
     return ServerMeasurement(
         tuple(PromptAcceptance.from_accepted_counts(name, passes, emitted[name]) for name, passes in accepted.items()),

@@ -26,7 +26,7 @@ from draftworks.export.layer_ids import from_format, to_format
 from draftworks.export.layer_keys import layer_keys, layer_sizes, layer_tensors, require
 from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
 from draftworks.export.speculators_keys import is_speculators, model_path
-from draftworks.sglang.layers import architecture_of, eagle3_ids, eagle3_taps
+from draftworks.sglang.layers import from_eagle3_ids, read_architecture, to_eagle3_ids
 from draftworks.storage.identity import LayerTap
 
 CANONICAL_LAYER = "midlayer."
@@ -160,7 +160,7 @@ class SglangEagle3(Eagle3Format):
         `norm_output` is left out because it means two things; without it they are the same (see eagle3_format).
         """
         to_format(self.name, draft.taps)  # refuses those that no server counts
-        ids = eagle3_ids(draft.taps, architecture_of(draft.target))
+        ids = to_eagle3_ids(draft.taps, read_architecture(draft.target))
         newer = {"fc_norm": True, "num_aux_hidden_states": len(ids)}
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -241,4 +241,4 @@ def _norm_output_means(config: Mapping[str, Any]) -> str:
 
 def _taps(ids: list[int], target: TargetFiles) -> tuple[LayerTap, ...]:
     from_format(SglangEagle3.name, ids)  # refuses what is no list of ascending ids
-    return eagle3_taps(ids, architecture_of(target))
+    return from_eagle3_ids(ids, read_architecture(target))

@@ -22,7 +22,7 @@ from draftworks.config.run_files import CaptureRun, TargetFiles
 from draftworks.data.tokenized import write_tokens
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.opening import open_store
-from draftworks.sglang.environment import linked_package
+from draftworks.sglang.environment import link_package
 from draftworks.storage.identity import LayerTap
 from resources.local_launcher import LocalLauncher
 from resources.workspace import Workspace
@@ -107,7 +107,7 @@ def test_threads_get_the_answers_of_transformers_and_a_kill_leaves_no_process(ti
     }
     owner = subprocess.Popen(
         [SGLANG.python, embedded_owner.__file__],
-        env={**os.environ, "PYTHONPATH": str(linked_package(tmp_path / "package"))},
+        env={**os.environ, "PYTHONPATH": str(link_package(tmp_path / "package"))},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert owner.stdin is not None

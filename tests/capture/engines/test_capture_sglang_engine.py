@@ -131,7 +131,7 @@ def test_a_server_that_does_not_answer_in_time_is_told(fake):
 
 def test_a_server_that_is_not_there_is_told():
     with pytest.raises(EngineError, match=r"SGLang at http://127.0.0.1:9 cannot be reached"):
-        SGLangClient("http://127.0.0.1:9", 1).info()
+        SGLangClient("http://127.0.0.1:9", 1).get_info()
 
 
 def test_rows_from_a_cache_in_chunks_or_of_other_tokens_are_refused():

@@ -256,7 +256,7 @@ def test_a_server_whose_weights_were_replaced_is_refused(tiny_target: TargetFile
         answer = httpx.post(f"{engine.url}/update_weights_from_disk", json={"model_path": other}, timeout=120)
         assert answer.json()["success"], answer.text
         with SGLangClient(engine.url, 60) as client:
-            info = client.info()
+            info = client.get_info()
         assert (info.model, info.started_with, info.convention) == (other, tiny_target.model, "eagle3")
         with pytest.raises(UnsoundEngineError, match=r"stream hf4 differs by .* expected at most 0.0005") as raised:
             probe.compare(engine)

@@ -9,16 +9,16 @@ from pathlib import Path
 import psutil
 from processes import ends, lives
 
-from draftworks.sglang import mortal_children
+from draftworks.sglang import child_lifetime
 
 OWNER = """
 import sys, time
 from pathlib import Path
 from multiprocessing import get_context
-from draftworks.sglang.mortal_children import mortal_children
+from draftworks.sglang.child_lifetime import tie_children_to_parent
 
 if __name__ == "__main__":
-    with mortal_children(Path(sys.argv[1])):
+    with tie_children_to_parent(Path(sys.argv[1])):
         child = get_context("spawn").Process(target=time.sleep, args=(600,))
         child.start()
     print(child.pid, flush=True)
@@ -55,6 +55,6 @@ if __name__ == "__main__":
 
 def test_a_program_run_with_mortal_children_gets_its_arguments_and_its_children_find_it(tmp_path: Path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, *mortal_children.command(tmp_path, "program"), "one", "--two"]
+    command = [sys.executable, *child_lifetime.build_command(tmp_path, "program"), "one", "--two"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.splitlines() == ["['one', '--two']", "child one"]

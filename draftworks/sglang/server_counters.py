@@ -57,7 +57,7 @@ class SpeculatedAnswer:
             )
         return cls(tuple(ids), meta["spec_verify_ct"], found)
 
-    def within_the_answer(self) -> list[int]:
+    def accepted_per_pass(self) -> list[int]:
         """Accepted proposals of each pass, in no order, without what the last pass accepted beyond the answer's end.
 
         SGLang does not tell which pass was the last. It is taken to be one of those that accepted most, so the sum is exact
@@ -89,13 +89,13 @@ class Counters:
         Raises:
             EngineError: a counter is missing, as on a server without --enable-metrics.
         """
-        return cls(int(metric(text, _VERIFY_CALLS)), int(metric(text, _TOKENS)))
+        return cls(int(read_metric(text, _VERIFY_CALLS)), int(read_metric(text, _TOKENS)))
 
     def since(self, before: Counters) -> Counters:
         return Counters(self.passes - before.passes, self.tokens - before.tokens)
 
 
-def metric(text: str, name: str) -> float:
+def read_metric(text: str, name: str) -> float:
     """The sum of a metric over its labels, as those of the ranks of a data-parallel server; 0 where nothing was counted yet.
 
     Raises:
@@ -108,14 +108,14 @@ def metric(text: str, name: str) -> float:
     return sum(values)
 
 
-def average_accept_length(info: Mapping[str, Any]) -> float | None:
+def read_accept_length(info: Mapping[str, Any]) -> float | None:
     """Tokens per pass as /server_info has them, the mean over data-parallel ranks; None where it has none."""
     states: Sequence[Mapping[str, Any]] = info.get("internal_states") or []
     values = [state["avg_spec_accept_length"] for state in states if "avg_spec_accept_length" in state]
     return sum(values) / len(values) if values else None
 
 
-def verified_tokens(info: Mapping[str, Any]) -> int:
+def read_verified_tokens(info: Mapping[str, Any]) -> int:
     """How many tokens a pass verifies, by /server_info: the proposals, and the token before them.
 
     Raises:

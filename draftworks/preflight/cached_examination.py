@@ -11,7 +11,7 @@ from pathlib import Path
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.preflight.findings import Finding, Findings
-from draftworks.preflight.plausible import judge_values
+from draftworks.preflight.plausible_values import check_values
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.identity import digest
 from draftworks.targets.registry import Registry
@@ -38,7 +38,7 @@ def examine_before_run(
     if known is not None:
         return known
     findings = Findings()
-    judge_values(target, findings)
+    check_values(target, findings)
     from draftworks.preflight.drafts import check_drafts  # torch: only where there is something to find out
     from draftworks.preflight.sample import check_sample
 

@@ -1,7 +1,7 @@
 """Children of a process that end with it from their first moment on.
 
 SGLang's processes ask the kernel for that themselves, but only after seconds of imports: who kills us in that time would
-leave them behind. Run as a module it gives another program such children: `mortal_children FOLDER MODULE ARG…`. Standard
+leave them behind. Run as a module it gives another program such children: `child_lifetime FOLDER MODULE ARG…`. Standard
 library only: it runs in SGLang's environment.
 """
 
@@ -19,7 +19,7 @@ from draftworks.distributed import parent_death
 
 
 @contextmanager
-def mortal_children(folder: Path) -> Iterator[None]:
+def tie_children_to_parent(folder: Path) -> Iterator[None]:
     """Within, processes that multiprocessing spawns end with the thread that starts them.
 
     Args:
@@ -36,14 +36,14 @@ def mortal_children(folder: Path) -> Iterator[None]:
         spawn.set_executable(before)
 
 
-def command(folder: Path, module: str) -> list[str]:
+def build_command(folder: Path, module: str) -> list[str]:
     """The words between a Python and the arguments of a module that it runs, with mortal children."""
     return ["-m", __name__, str(folder), module]
 
 
 def _run(folder: str, module: str, *arguments: str) -> None:
     sys.argv = [module, *arguments]
-    with mortal_children(Path(folder)):
+    with tie_children_to_parent(Path(folder)):
         # What it spawns looks for its functions in the main module, so it has to be that one.
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 

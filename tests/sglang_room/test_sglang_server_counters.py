@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from draftworks.errors import EngineError
-from draftworks.sglang.server_figures import (
+from draftworks.sglang.server_counters import (
     Counters,
     SpeculatedAnswer,
-    average_accept_length,
-    metric,
-    verified_tokens,
+    read_accept_length,
+    read_metric,
+    read_verified_tokens,
 )
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -31,7 +31,7 @@ def answer(name: str, **meta: Any) -> dict[str, Any]:
 def test_every_token_of_an_answer_is_accounted_for():
     for name in ("whole", "cut", "one_token"):
         found = SpeculatedAnswer.of(ANSWERS[name])
-        accepted = found.within_the_answer()
+        accepted = found.accepted_per_pass()
         assert len(accepted) == found.passes
         # The prefill gave the first; a pass gives what it accepted and the target's own, which may be past the end.
         assert len(found.output_ids) - 1 - found.passes <= sum(accepted) <= len(found.output_ids) - 1
@@ -40,8 +40,8 @@ def test_every_token_of_an_answer_is_accounted_for():
 def test_what_was_accepted_beyond_the_end_of_an_answer_does_not_count():
     found = SpeculatedAnswer.of(ANSWERS["whole"])
     assert (found.passes, found.histogram) == (14, (8, 1, 3, 2))
-    assert sum(found.within_the_answer()) == 12  # 13 by the server: 1 + 13 + 14 is two more than the 26 tokens
-    assert sum(SpeculatedAnswer.of(ANSWERS["cut"]).within_the_answer()) == 4
+    assert sum(found.accepted_per_pass()) == 12  # 13 by the server: 1 + 13 + 14 is two more than the 26 tokens
+    assert sum(SpeculatedAnswer.of(ANSWERS["cut"]).accepted_per_pass()) == 4
 
 
 def test_counters_of_requests_and_of_the_server_are_the_same():
@@ -55,20 +55,20 @@ def test_a_counter_that_has_counted_nothing_yet_is_0_and_an_unknown_one_an_error
     fresh = "\n".join(line for line in AFTER.splitlines() if line.startswith("#"))
     assert Counters.of_metrics(fresh) == Counters(0, 0)
     with pytest.raises(EngineError, match="expected sglang:spec_verify_calls_total, found none of it"):
-        metric(AFTER.replace("spec_verify_calls", "spec_calls"), "sglang:spec_verify_calls_total")
+        read_metric(AFTER.replace("spec_verify_calls", "spec_calls"), "sglang:spec_verify_calls_total")
 
 
 def test_ranks_of_a_data_parallel_server_count_together():
     line = next(line for line in AFTER.splitlines() if line.startswith("sglang:spec_verify_calls_total"))
-    assert metric(f"{AFTER}{line}\n", "sglang:spec_verify_calls_total") == 48
+    assert read_metric(f"{AFTER}{line}\n", "sglang:spec_verify_calls_total") == 48
 
 
 def test_the_server_info_says_how_many_tokens_are_verified_and_accepted_on_average():
-    assert verified_tokens(INFO) == 6
-    assert average_accept_length(INFO) == pytest.approx(1.7438, abs=1e-4)
-    assert average_accept_length({"internal_states": [{}]}) is None
+    assert read_verified_tokens(INFO) == 6
+    assert read_accept_length(INFO) == pytest.approx(1.7438, abs=1e-4)
+    assert read_accept_length({"internal_states": [{}]}) is None
     with pytest.raises(EngineError, match="runs without speculative decoding"):
-        verified_tokens({"speculative_num_draft_tokens": None})
+        read_verified_tokens({"speculative_num_draft_tokens": None})
 
 
 def test_an_answer_without_counters_is_refused():

@@ -32,11 +32,11 @@ class Server(Generic[Client]):
     error: EngineError | None = None
 
     @property
-    def usable(self) -> bool:
-        return not self.held and self.breaker.available
+    def is_usable(self) -> bool:
+        return not self.held and self.breaker.is_available
 
     @property
-    def out(self) -> bool:
+    def is_out(self) -> bool:
         """Whether there is nothing to wait for."""
         return self.held or self.breaker.state is BreakerState.OPEN
 
@@ -45,7 +45,7 @@ class Server(Generic[Client]):
         return self.outstanding == 0 or self.outstanding + requests <= limit
 
 
-class Spread(Generic[Client]):
+class LoadBalancer(Generic[Client]):
     """Servers side by side, for any number of threads.
 
     Args:
@@ -83,7 +83,7 @@ class Spread(Generic[Client]):
             try:
                 result = work(server.client)
             except PassingTroubleError as error:
-                server.breaker.succeeded()  # it lives: whoever asked waits a little, unless another one does it
+                server.breaker.record_success()  # it lives: whoever asked waits a little, unless another one does it
                 tried.add(server.name)
                 if len(tried) == len(self.servers):
                     raise
@@ -92,13 +92,13 @@ class Spread(Generic[Client]):
                 tried.add(server.name)
                 self._note_failure(server, error)
             except CaptureError:
-                server.breaker.succeeded()  # it lives, and has answered
+                server.breaker.record_success()  # it lives, and has answered
                 raise
             except BaseException:
-                server.breaker.abandoned()
+                server.breaker.record_abandoned()
                 raise
             else:
-                server.breaker.succeeded()
+                server.breaker.record_success()
                 return result
             finally:
                 self._release(server, requests)
@@ -108,14 +108,14 @@ class Spread(Generic[Client]):
         with self._changed:
             for server in self.servers:
                 if client is None or server.client is client:
-                    server.breaker.succeeded()
+                    server.breaker.record_success()
             self._changed.notify_all()
 
     @property
-    def some_are_sound(self) -> bool:
+    def has_sound_server(self) -> bool:
         """Whether a server may be asked of which no failure is known since it last worked or was mended."""
         with self._changed:
-            return any(each.usable and each.breaker.sound for each in self.servers)
+            return any(each.is_usable and each.breaker.is_sound for each in self.servers)
 
     def hold(self, client: Client) -> None:
         """Give a server no work until it is released, whatever its breaker says."""
@@ -137,13 +137,13 @@ class Spread(Generic[Client]):
         with self._changed:
             while True:
                 untried = [each for each in self.servers if each.name not in tried]
-                usable = [each for each in untried if each.usable]
+                usable = [each for each in untried if each.is_usable]
                 for server in sorted(usable, key=lambda each: (each.outstanding, each.taken)):
                     if server.has_room(requests, self._limit) and server.breaker.allow():
                         server.outstanding += requests
                         server.taken += requests
                         return server
-                if all(each.out for each in untried):
+                if all(each.is_out for each in untried):
                     raise self._exhausted()
                 self._changed.wait()  # for room, or for what comes of a trial
 
@@ -154,7 +154,7 @@ class Spread(Generic[Client]):
 
     def _note_failure(self, server: Server[Client], error: EngineError) -> None:
         server.error = error
-        opened = server.breaker.failed()
+        opened = server.breaker.record_failure()
         log.warning("%s%s", error, f"\n{server.name} gets no work for now" if opened else "")
         if opened:
             self._on_open(server.client, error)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.preflight.findings import Findings
 
-MOST_LR, UNUSUAL_LR = 1.0, 0.03
+MAX_LR, UNUSUAL_LR = 1.0, 0.03
 
 
 @dataclass(frozen=True)
-class Doubt:
+class UnusualValue:
     """A value that is warned of.
 
     Attributes:
@@ -28,16 +28,16 @@ class Doubt:
     usual: str
 
 
-def judge_values(target: TargetSpec, findings: Findings) -> None:
+def check_values(target: TargetSpec, findings: Findings) -> None:
     """Of every strategy's training, of the answers and of the evaluation."""
     for name, entry in target.strategies.items():
         where, training = f"target {target.name}: strategies.{name}.training", entry.training
         if training.max_steps == 0:
             continue
-        if training.lr >= MOST_LR:
+        if training.lr >= MAX_LR:
             findings.error(
                 f"{where}.lr: found {training.lr:g}: with AdamW every weight moves by about lr a step, and nothing is learnt "
-                f"with {MOST_LR:g} or more. Drafts are trained with 1e-5 to 1e-2"
+                f"with {MAX_LR:g} or more. Drafts are trained with 1e-5 to 1e-2"
             )
         elif training.lr * training.weight_decay >= 1:
             findings.error(
@@ -49,21 +49,25 @@ def judge_values(target: TargetSpec, findings: Findings) -> None:
     _judge_answers(target, findings)
 
 
-def _doubts(training: TrainingSpec) -> Iterator[Doubt]:
-    if UNUSUAL_LR < training.lr < MOST_LR:
-        yield Doubt("lr", training.lr, "drafts are trained with 1e-5 to 1e-2")
+def _doubts(training: TrainingSpec) -> Iterator[UnusualValue]:
+    if UNUSUAL_LR < training.lr < MAX_LR:
+        yield UnusualValue("lr", training.lr, "drafts are trained with 1e-5 to 1e-2")
     if training.lr < 1e-8:
-        yield Doubt("lr", training.lr, "with so little the draft stays as it begins")
+        yield UnusualValue("lr", training.lr, "with so little the draft stays as it begins")
     if training.weight_decay > 1:
-        yield Doubt("weight_decay", training.weight_decay, "0 to 0.1 is usual")
+        yield UnusualValue("weight_decay", training.weight_decay, "0 to 0.1 is usual")
     if training.epochs > 100:
-        yield Doubt("epochs", training.epochs, "1 to 10 is usual, and after that a draft learns its data by heart")
+        yield UnusualValue(
+            "epochs", training.epochs, "1 to 10 is usual, and after that a draft learns its data by heart"
+        )
     if training.processes > 64:
-        yield Doubt("processes", training.processes, "they are ranks on one machine: one for each GPU")
+        yield UnusualValue("processes", training.processes, "they are ranks on one machine: one for each GPU")
     if training.global_batch_size > 8192:
-        yield Doubt("global_batch_size", training.global_batch_size, "16 to 512 samples a step are usual")
+        yield UnusualValue("global_batch_size", training.global_batch_size, "16 to 512 samples a step are usual")
     if training.best_metric != "eval/avg_loss" and training.best_mode == "min" and "loss" not in training.best_metric:
-        yield Doubt("best_mode", 0, f"min takes the draft with the smallest {training.best_metric}, the worst one")
+        yield UnusualValue(
+            "best_mode", 0, f"min takes the draft with the smallest {training.best_metric}, the worst one"
+        )
 
 
 def _judge_answers(target: TargetSpec, findings: Findings) -> None:

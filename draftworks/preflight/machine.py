@@ -13,7 +13,7 @@ _MANY_RANKS = 4
 """So many times the processors there are."""
 
 
-def check_places(target: TargetSpec, registry: Registry, findings: Findings) -> None:
+def check_machine(target: TargetSpec, registry: Registry, findings: Findings) -> None:
     check_writable(registry, findings)
     where, processors = f"target {target.name}", os.cpu_count() or 1
     ranks = {"capture": (target.capture.processes, target.capture.device)}

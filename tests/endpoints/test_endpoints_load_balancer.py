@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from draftworks.endpoints.circuit_breaker import BreakerState, CircuitBreaker
-from draftworks.endpoints.spreading import Spread
+from draftworks.endpoints.load_balancer import LoadBalancer
 from draftworks.errors import CaptureError, EngineError
 
 GENEROUS_S = 60
 
 
-def spread_over(*names: str, limit: int = 99, **options) -> Spread[str]:
+def spread_over(*names: str, limit: int = 99, **options) -> LoadBalancer[str]:
     """A spread whose clients are the names of the servers themselves, and whose breakers never cool down."""
-    return Spread(
+    return LoadBalancer(
         {name: name for name in names}, limit, lambda: CircuitBreaker(failures=2, cooldown_s=float("inf")), **options
     )
 
@@ -105,7 +105,7 @@ def test_when_all_have_failed_the_last_error_of_each_is_told():
 
 def test_no_server_is_asked_twice_for_the_same_work():
     asked: list[str] = []
-    patient = Spread({"a": "a", "b": "b"}, 99, lambda: CircuitBreaker(failures=99))
+    patient = LoadBalancer({"a": "a", "b": "b"}, 99, lambda: CircuitBreaker(failures=99))
     with pytest.raises(EngineError):
         patient.run(failing("a", "b", log=asked))
     assert sorted(asked) == ["a", "b"]
@@ -138,7 +138,7 @@ def test_a_refused_request_is_not_given_to_another_and_says_nothing_against_the_
 
 def test_those_who_meet_a_trial_wait_for_what_comes_of_it():
     now = [0.0]
-    spread = Spread({"a": "a"}, 99, lambda: CircuitBreaker(failures=1, cooldown_s=1, clock=lambda: now[0]))
+    spread = LoadBalancer({"a": "a"}, 99, lambda: CircuitBreaker(failures=1, cooldown_s=1, clock=lambda: now[0]))
     with pytest.raises(EngineError):
         spread.run(failing("a"))
     now[0] = 1.0
@@ -171,7 +171,9 @@ def test_an_interruption_leaves_nothing_taken():
 
 def test_a_server_that_is_held_gets_no_work_and_no_trial_until_it_is_released():
     now = [0.0]
-    spread = Spread({"a": "a", "b": "b"}, 99, lambda: CircuitBreaker(failures=1, cooldown_s=1, clock=lambda: now[0]))
+    spread = LoadBalancer(
+        {"a": "a", "b": "b"}, 99, lambda: CircuitBreaker(failures=1, cooldown_s=1, clock=lambda: now[0])
+    )
     spread.run(failing("a"))
     spread.hold("a")
     now[0] = 9.0
