@@ -1,4 +1,4 @@
-"""What a draft has to beat: a table of the most frequent next tokens."""
+"""Bigram baseline: a table of the most frequent next token, measured as a chain draft is."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.features.contracts import TrainBatch
 
 MakeLabelMask = Callable[..., Tensor]
-"""Loss mask (B, S), and `documents` of its rows, to a label mask (T, B, S), as `ChainStrategy.chain_label_mask`."""
+"""Maps a loss mask (B, S) and its `documents` to a label mask (T, B, S), as `ChainStrategy.chain_label_mask` does."""
 
 
 @dataclass(frozen=True, eq=False)
 class BigramTable:
-    """The most frequent supervised successor of every token, int64 (V,); of equally frequent ones the lowest id.
+    """The most frequent supervised next token of every token id, int64 (V,); ties go to the lowest id.
 
-    A token that was never followed by a supervised one has the most frequent supervised token of all.
+    A token that is never followed by a supervised token maps to the most frequent supervised token of the set.
     """
 
     successor: np.ndarray
 
     @classmethod
     def count(cls, tokens: TokenizedSet, vocab_size: int) -> BigramTable:
-        """Count pairs within samples whose second token is supervised.
+        """Count the token pairs of every sample whose second token is supervised.
 
         Raises:
             DataError: an id is outside the vocabulary.
@@ -51,14 +51,14 @@ class BigramTable:
 
 
 class BigramDraft:
-    """A draft without weights, counted like a chain draft: same batches, same labels, same label mask, teacher-forced.
+    """A draft without weights that is measured as a chain draft: same batches, labels and label mask, teacher-forced.
 
-    Row t at step i has seen the tokens up to t+1+i and proposes `table[token t+1+i]` for token t+2+i. It is correct
-    if that is the target's own argmax there. It has no loss: its `loss_weight` is 0.
+    Asked at position t, it knows at draft step i the tokens up to t+1+i and proposes `table[token t+1+i]` for token
+    t+2+i. The proposal is correct if it is the target's argmax there. There is no loss: `loss_weight` is 0.
 
     Args:
-        head: (V, H), the target's head, applied to the batch's `last`; on the device of the batches.
-        make_label_mask: which rows count at which step; those of the draft it is compared with.
+        head: (V, H), the target's head, which is applied to the batch's `last`; on the device of the batches.
+        make_label_mask: the function of the draft it is compared with.
     """
 
     def __init__(self, table: BigramTable, head: Tensor, make_label_mask: MakeLabelMask) -> None:
@@ -67,18 +67,18 @@ class BigramDraft:
         self._make_label_mask = make_label_mask
 
     def __call__(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """Counts of one batch with `input_ids` (B, S), `loss_mask` (B, S) and `last` (B, S, H)."""
-        label_mask = self._make_label_mask(batch["loss_mask"], documents=Documents.of(batch))
+        """Return the metric sums of a batch with `input_ids` (B, S), `loss_mask` (B, S) and `last` (B, S, H)."""
+        label_mask = self._make_label_mask(batch["loss_mask"], documents=Documents.of(batch))  # (T, B, S)
         plan = make_teacher_plan(label_mask)
         ids, last = (
             batch["input_ids"].flatten()[plan.teacher_positions],
             batch["last"].flatten(0, 1)[plan.teacher_positions],
-        )
-        # Every step that predicts from one position proposes the same token there: the table looks one token back.
+        )  # (N,), (N, H)
+        # All draft steps that predict the token after one position propose the same one: the table reads one token.
         correct = self._successor[ids] == argmax_of_head(self._head, last)
         metric_sums = {
             "acc_corrects": ((plan.draft_positions >= 0) & correct).sum(1, dtype=torch.float64),
             "acc_denoms": label_mask.sum(dim=(1, 2), dtype=torch.float64),
         }
-        nothing = torch.zeros((), device=ids.device)
-        return StepOutput(nothing, nothing, metric_sums)
+        zero = torch.zeros((), device=ids.device)
+        return StepOutput(zero, zero, metric_sums)

@@ -1,4 +1,4 @@
-"""One evaluation pass: run a draft's forward over batches, add everything up, divide once."""
+"""Evaluation pass: run a draft's forward over all batches, add up the metric sums, divide once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftworks.features.contracts import TrainBatch
 
 
 class EvaluationStopped(Exception):
-    """A signal came while an evaluation was under way; raised on all ranks together."""
+    """A stop signal arrived during an evaluation; raised on all ranks after the same batch."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by signal {signum}")
@@ -29,14 +29,14 @@ Forward = Callable[[TrainBatch, StepContext], StepOutput]
 
 
 class Evaluator:
-    """Measures drafts, and baselines that count as drafts do.
+    """Evaluates drafts, and baselines that return the same metric sums.
 
-    Every rank issues the same collectives whatever its share of the batches, an empty one included: one to agree on
-    what was counted, one to add it up. A model that communicates in its forward (FSDP) needs equal numbers of
-    batches, which `FeatureDataLoader.for_evaluation` gives by padding batches.
+    Every rank runs the same two collectives, even without a batch: one to agree on the names and lengths of the sums,
+    one to add them. A model that communicates in its forward (FSDP) needs the same number of batches on every rank;
+    `FeatureDataLoader.for_evaluation` adds padding batches for that.
 
     Args:
-        device: where batches are moved to before the forward.
+        device: the device that batches are moved to before the forward.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -49,46 +49,46 @@ class Evaluator:
         ctx: StepContext | None = None,
         stop_signal: Callable[[], int] | None = None,
     ) -> EvalResult | None:
-        """The result over all batches of all ranks; None where no rank had a supervised token. A collective.
+        """Return the result over all batches of all ranks, or None without a supervised token. A collective.
 
-        An evaluation of nothing is no result: a made-up zero would look like a bad draft.
+        Without a supervised token a result of zeros would look like a bad draft.
 
         Args:
-            ctx: where training stands; it is evaluated whatever mode this says.
-            stop_signal: number of the signal that asks this rank to stop, or 0. The ranks agree after every batch, so they
-                need equal numbers of them.
+            ctx: progress of the training; its `training` flag is ignored, the forward always evaluates.
+            stop_signal: returns the number of the signal that asks this rank to stop, or 0. The ranks compare it after
+                every batch, so each needs the same number of batches.
 
         Raises:
             DataError: the loss is not finite.
             EvaluationStopped: a rank was asked to stop.
         """
         forward = draft.forward_loss if isinstance(draft, DraftStrategy) else draft
-        where = replace(ctx or StepContext(training=False), training=False)
-        tally = MetricAccumulator()
+        eval_ctx = replace(ctx or StepContext(training=False), training=False)
+        accumulator = MetricAccumulator()
         with torch.no_grad():
             for batch in batches:
-                output = forward(batch.to(self._device), where)
-                if batch.sample_ids:  # else it is padding, run only so that every rank's forwards match
-                    tally.add(output, batch.num_tokens)
+                output = forward(batch.to(self._device), eval_ctx)
+                if batch.sample_ids:  # else a padding batch, run only to keep the ranks' forwards in step
+                    accumulator.add(output, batch.num_tokens)
                 if stop_signal is not None and (signum := max_over_ranks(stop_signal())):
                     raise EvaluationStopped(signum)
-        result = tally.sum_over_ranks(agree_on_layout(tally) if get_world_size() > 1 else None)
+        result = accumulator.sum_over_ranks(agree_on_layout(accumulator) if get_world_size() > 1 else None)
         if not math.isfinite(result.loss_sum):
             raise DataError(
                 f"the loss over {result.supervised_tokens} evaluated tokens is {result.loss_sum}: "
-                "look at the eval set's features and at the draft's weights for values that are not finite"
+                "look for values that are not finite in the eval set's features and in the draft's weights"
             )
         return result if result.supervised_tokens else None
 
 
 def collate_labels(samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-    """The answers' tokens, one after the other, and the hidden states that foretell them: for any strategy alike.
+    """Collate all answer tokens and the hidden states that predict them; the same for every strategy.
 
     Args:
         samples: `input_ids` (S,) int64, `loss_mask` (S,) bool, `last` (S, H), after the target's final norm.
 
     Returns:
-        `labels` (N,) and `last` (N, H), of N answer tokens.
+        `labels` (N,) and `last` (N, H) of the N answer tokens of all samples.
     """
     answers = [sample["loss_mask"][1:].bool() for sample in samples]
     labels = [sample["input_ids"][1:][mask] for sample, mask in zip(samples, answers)]
@@ -98,17 +98,17 @@ def collate_labels(samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence
 
 
 def measure_label_agreement(batches: Iterable[TrainBatch], head: Tensor, device: torch.device) -> float:
-    """Share of answer tokens that are the target's own argmax where it said them. A collective.
+    """Return the share of answer tokens that are the target's argmax at their position. A collective.
 
-    The replay is exact serving only where it is 1: the answers must be the target's greedy ones.
+    Rungs 2 and 3 equal greedy serving only if it is 1, because they assume that answers are the target's greedy ones.
 
     Args:
-        batches: as `collate_labels` makes them.
-        head: (V, H), the target's, on `device`.
+        batches: from `collate_labels`.
+        head: (V, H), the target's head, on `device`.
     """
     counts = torch.zeros(2, dtype=torch.float64)
     for batch in batches:
-        said = argmax_of_head(head, batch["last"].to(device)).cpu()
-        counts += torch.tensor([(said == batch["labels"]).sum(), len(said)], dtype=torch.float64)
+        greedy = argmax_of_head(head, batch["last"].to(device)).cpu()  # (N,)
+        counts += torch.tensor([(greedy == batch["labels"]).sum(), len(greedy)], dtype=torch.float64)
     agreed, total = sum_over_ranks(counts).tolist()
     return agreed / total if total else 0.0

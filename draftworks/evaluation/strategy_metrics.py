@@ -1,11 +1,11 @@
-"""What a strategy counts beside the acceptance ladder, picked from an evaluation's metrics. Torch-free."""
+"""Metrics that one strategy has beside the acceptance ladder, selected from an evaluation's metrics. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-_EVERYBODYS = frozenset(
+_COMMON_METRICS = frozenset(
     f"eval/{name}"
     for name in (
         "avg_acc",
@@ -18,23 +18,27 @@ _EVERYBODYS = frozenset(
     )
 )
 ACCEPTANCE_RATES = ("acceptance_rate", "conditional_acceptance_rate", "unconditional_acceptance_rate")
-"""Names that `EvalResult.metrics` has with `eval/` before and the position behind them."""
+"""In `EvalResult.metrics` these are named `eval/{rate}_{position}`."""
 _BY_POSITION = ("eval/ploss_", *(f"eval/{name}_" for name in ACCEPTANCE_RATES))
 
 
 def select_strategy_metrics(metrics: Mapping[str, Any]) -> dict[str, float | list[float]]:
-    """Of the metrics of `EvalResult.metrics`, those that only this strategy has, without `eval/`: Domino's `accept_len`,
-    DSpark's `tau`. A number each, or one per position.
+    """Return the metrics that only this strategy has, without `eval/`: a number each, or one per position.
+
+    Examples are Domino's `accept_len` and DSpark's `tau`.
+
+    Args:
+        metrics: from `EvalResult.metrics`.
     """
     return {
         name.removeprefix("eval/"): value
         for name, value in metrics.items()
-        if name not in _EVERYBODYS and not name.startswith(_BY_POSITION)
+        if name not in _COMMON_METRICS and not name.startswith(_BY_POSITION)
     }
 
 
 def format_rates_by_position(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Of the `ACCEPTANCE_RATES`, those that were counted, each in a line."""
+    """Return each of the `ACCEPTANCE_RATES` that was measured, as one line of values by position."""
     found: dict[str, str] = {}
     for name in ACCEPTANCE_RATES:
         values = [metrics[key] for key in metrics if key.startswith(f"eval/{name}_")]
