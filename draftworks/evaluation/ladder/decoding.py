@@ -1,4 +1,4 @@
-"""Rung 4 of the acceptance ladder: real speculative decoding with the target, beside plain decoding, one prompt at a time."""
+"""Rung 4 of the acceptance ladder: speculative decoding with the target itself, and plain decoding, one prompt each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draftworks.evaluation.ladder.target_session import TargetPass, TargetSessio
 from draftworks.storage.identity import LayerTap
 
 LOW_TEMPERATURE = 1 / 16
-"""A temperature at which a draft says its best guesses, and at which gaps up to 5 have probabilities in float32."""
+"""At this temperature a draft proposes its most likely tokens, and gaps up to 5 still have a probability in float32."""
 MAX_TRIES = 16
 
 
@@ -32,21 +32,21 @@ def add_gap(
     prompt: Sequence[int],
     answer: Sequence[int],
 ) -> Difference:
-    """The difference with its gap, of the target or of the draft.
+    """Return the difference with its gap between the two largest logits, of the target or of the draft.
 
     Args:
-        answer: to `prompt`, as the loop gave it.
+        answer: tokens of the loop's answer to `prompt`.
     """
     if difference.place is None:
         gap = measure_target_gap(model, [*prompt, *answer[: difference.position]])
     else:
-        said, guesses = difference.position - difference.place, difference.place
-        gap = measure_draft_gap(model, strategy, taps, [*prompt, *answer[:said]], answer[said : said + guesses])
+        known, proposed = difference.position - difference.place, difference.place
+        gap = measure_draft_gap(model, strategy, taps, [*prompt, *answer[:known]], answer[known : known + proposed])
     return replace(difference, gap=gap)
 
 
 def measure_target_gap(model: PreTrainedModel, tokens: Sequence[int]) -> float | None:
-    """Of what the target says after `tokens`; None where the second largest logit is minus infinity."""
+    """Return the target's gap for the token after `tokens`; None if the second largest logit is minus infinity."""
     largest = TargetSession(model).forward(tokens).logits[-1].double().topk(2).values
     return _finite(float(largest[0] - largest[1]))
 
@@ -56,15 +56,15 @@ def measure_draft_gap(
     strategy: DraftStrategy,
     taps: Sequence[LayerTap],
     tokens: Sequence[int],
-    guesses: Sequence[int],
+    proposed: Sequence[int],
 ) -> float | None:
-    """Of what the draft proposes next, when the target has said `tokens` and it has proposed `guesses` after them.
+    """Return the draft's gap for its next token, when `tokens` are decided and it has proposed `proposed` after them.
 
-    A drafter hands out no logits but the probabilities it drew from, q = softmax(logits / T). So it is asked at a
-    temperature T that leaves doubt about near ties only, and the gap is T · log(q1 / q2).
+    A drafter returns no logits but the probabilities it drew from, q = softmax(logits / T). So it proposes at a
+    temperature T so low that only near ties are open, and the gap is T · log(q1 / q2).
 
     Returns:
-        None where the draft did not repeat these guesses, or where the gap is too large for a probability.
+        None if the draft does not repeat `proposed`, or if the gap is too large for a probability.
     """
     features = TargetSession(model, taps).forward(tokens[:-1]).features
     following = torch.tensor(tokens[1:], device=model.device)
@@ -72,10 +72,10 @@ def measure_draft_gap(
     for _ in range(MAX_TRIES):
         drafter = strategy.drafter()
         drafter.extend(features, following)
-        proposal = drafter.propose(len(guesses) + 1, LOW_TEMPERATURE, generator)
-        if proposal.tokens[:-1].tolist() == list(guesses):
-            likeliest = proposal.probabilities[-1].double().topk(2).values
-            return _finite(LOW_TEMPERATURE * float(likeliest.log().diff().neg()))
+        proposal = drafter.propose(len(proposed) + 1, LOW_TEMPERATURE, generator)
+        if proposal.tokens[:-1].tolist() == list(proposed):
+            largest = proposal.probabilities[-1].double().topk(2).values
+            return _finite(LOW_TEMPERATURE * float(largest.log().diff().neg()))
     return None
 
 
@@ -85,19 +85,19 @@ def _finite(gap: float) -> float | None:
 
 @dataclass(frozen=True)
 class DecodingLimits:
-    """When an answer ends: at one of `stop_ids`, which belongs to it, or after `max_new_tokens`."""
+    """Where an answer ends: with one of `stop_ids`, which is part of it, or after `max_new_tokens`."""
 
     max_new_tokens: int
     stop_ids: Collection[int] = ()
 
-    def within(self, room: int) -> DecodingLimits:
-        """The same, with at most `room` new tokens."""
-        return replace(self, max_new_tokens=min(self.max_new_tokens, room))
+    def within(self, max_new_tokens: int) -> DecodingLimits:
+        """Return the same limits with at most `max_new_tokens` new tokens."""
+        return replace(self, max_new_tokens=min(self.max_new_tokens, max_new_tokens))
 
 
 @dataclass(frozen=True)
 class DecodingResult:
-    """An answer, and the seconds it took, prefill included."""
+    """Tokens of an answer, and the seconds that it took, with prefill."""
 
     tokens: tuple[int, ...]
     seconds: float
@@ -105,7 +105,12 @@ class DecodingResult:
 
 @dataclass(frozen=True)
 class SpeculativeDecodingResult(DecodingResult):
-    """`passes` are those after the prefill, which gives the first token; `acceptance` counts them."""
+    """An answer by speculative decoding.
+
+    Attributes:
+        passes: passes of the target after the prefill, which gives the first token.
+        acceptance: counts of these passes.
+    """
 
     acceptance: PromptAcceptance
     passes: tuple[Pass, ...]
@@ -117,22 +122,22 @@ class SpeculativeDecodingResult(DecodingResult):
 
 @dataclass
 class _Answer:
-    """What has been said, and whether it is over."""
+    """Tokens of an answer so far."""
 
     limits: DecodingLimits
     tokens: list[int] = field(default_factory=list)
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         return len(self.tokens) >= self.limits.max_new_tokens or (
             bool(self.tokens) and self.tokens[-1] in self.limits.stop_ids
         )
 
-    def say(self, tokens: Sequence[int]) -> int:
-        """As many of these as belong to the answer; returns how many."""
+    def extend(self, tokens: Sequence[int]) -> int:
+        """Append the tokens up to the end of the answer; return how many were appended."""
         before = len(self.tokens)
         for token in tokens:
-            if self.over:
+            if self.is_finished:
                 break
             self.tokens.append(token)
         return len(self.tokens) - before
@@ -145,14 +150,14 @@ def decode(
     temperature: float = 0.0,
     generator: Generator | None = None,
 ) -> DecodingResult:
-    """Plain decoding with a cache."""
+    """Decode an answer token by token, with a KV cache."""
     started = time.perf_counter()
     session, answer = TargetSession(model), _Answer(limits)
     logits = session.forward(prompt).logits[-1]
-    answer.say([_next(logits, temperature, generator)])
-    while not answer.over:
+    answer.extend([_choose_token(logits, temperature, generator)])
+    while not answer.is_finished:
         logits = session.forward(answer.tokens[-1:]).logits[-1]
-        answer.say([_next(logits, temperature, generator)])
+        answer.extend([_choose_token(logits, temperature, generator)])
     return DecodingResult(tuple(answer.tokens), time.perf_counter() - started)
 
 
@@ -162,53 +167,55 @@ def speculate(
     taps: Sequence[LayerTap],
     prompt: Sequence[int],
     limits: DecodingLimits,
-    count: int,
+    draft_tokens: int,
     temperature: float = 0.0,
     generator: Generator | None = None,
     sample_id: str = "",
 ) -> SpeculativeDecodingResult:
-    """Speculative decoding: the draft proposes `count` tokens, the target verifies them in one pass.
+    """Decode an answer speculatively: the draft proposes `draft_tokens` tokens, the target verifies them in one pass.
 
-    Greedy, the answer is that of `decode` token for token, to rounding of the target's logits; at a temperature it has the
-    same distribution.
+    At temperature 0 the answer equals that of `decode`, up to rounding of the target's logits; above, its distribution
+    is the same.
 
     Raises:
-        ConfigError: an empty prompt.
+        ConfigError: the prompt is empty.
     """
     if not prompt:
-        raise ConfigError("a prompt of no tokens: speculative decoding begins at the last prompt position")
+        raise ConfigError("empty prompt: speculative decoding begins at the last prompt position")
     started = time.perf_counter()
     session, answer, drafter = TargetSession(model, taps, rewinds=True), _Answer(limits), strategy.drafter()
-    seen = session.forward(prompt)
+    target_pass = session.forward(prompt)
     session.rewind_to(len(prompt))
-    answer.say([_next(seen.logits[-1], temperature, generator)])
+    answer.extend([_choose_token(target_pass.logits[-1], temperature, generator)])
     following = torch.tensor([*prompt[1:], answer.tokens[-1]], device=model.device)
-    known = len(prompt)
+    length = len(prompt)
     passes: list[Pass] = []
-    while not answer.over:
-        drafter.extend(seen.features, following)
-        proposal = drafter.propose(count, temperature, generator)
+    while not answer.is_finished:
+        drafter.extend(target_pass.features, following)
+        proposal = drafter.propose(draft_tokens, temperature, generator)
         proposed = proposal.tokens.tolist()
-        seen = session.forward([answer.tokens[-1], *proposed])
-        verdict: Verdict = verify(proposal, seen.logits, temperature, generator)
-        said = [*proposed[: verdict.accepted], verdict.next_token]
-        passes.append(_pass(proposed, verdict.accepted, emitted=answer.say(said)))
-        rows = verdict.accepted + 1
-        known += rows
-        session.rewind_to(known)
-        seen = TargetPass(seen.logits[:rows], {name: stream[:rows] for name, stream in seen.features.items()})
-        following = torch.tensor(said, device=model.device)
+        target_pass = session.forward([answer.tokens[-1], *proposed])
+        verdict: Verdict = verify(proposal, target_pass.logits, temperature, generator)
+        emitted_tokens = [*proposed[: verdict.accepted], verdict.next_token]
+        passes.append(_make_pass(proposed, verdict.accepted, emitted=answer.extend(emitted_tokens)))
+        kept = verdict.accepted + 1
+        length += kept
+        session.rewind_to(length)
+        target_pass = TargetPass(
+            target_pass.logits[:kept], {name: stream[:kept] for name, stream in target_pass.features.items()}
+        )
+        following = torch.tensor(emitted_tokens, device=model.device)
     seconds = time.perf_counter() - started
     return SpeculativeDecodingResult(
         tuple(answer.tokens), seconds, PromptAcceptance.of(sample_id, passes), tuple(passes)
     )
 
 
-def _pass(proposed: Sequence[int], accepted: int, emitted: int) -> Pass:
-    """Where the answer ended within what was accepted, the rest of it does not count."""
+def _make_pass(proposed: Sequence[int], accepted: int, emitted: int) -> Pass:
+    """Return the pass; accepted tokens after the end of the answer do not count."""
     rejected = proposed[accepted] if accepted < min(emitted, len(proposed)) else None
     return Pass(min(accepted, emitted), emitted, rejected)
 
 
-def _next(logits: Tensor, temperature: float, generator: Generator | None) -> int:
+def _choose_token(logits: Tensor, temperature: float, generator: Generator | None) -> int:
     return int(logits.argmax() if temperature == 0 else draw(distribution(logits, temperature), generator))

@@ -1,4 +1,7 @@
-"""Where the walk (rung 3) and the greedy loop (rung 4) part. They say the same but for rounding, which decides near ties."""
+"""First difference between the walk (rung 3) and the greedy loop (rung 4) on one answer.
+
+Both give the same tokens and acceptances, except where rounding decides a near tie of two logits.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from draftworks.evaluation.ladder.prompt_acceptance import Pass
 
 @dataclass(frozen=True)
 class AnswerTrace:
-    """How one greedy answer came about, on rung 3 or 4: its tokens, and the passes after the prefill, which gives the first."""
+    """One greedy answer of rung 3 or 4: its tokens, and the passes after the prefill, which gives the first token."""
 
     answer: tuple[int, ...]
     passes: tuple[Pass, ...]
@@ -24,14 +27,14 @@ class AnswerTrace:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two courses of one answer part for the first time.
+    """The first difference between two traces of one answer.
 
     Attributes:
-        whose: `target` where it said another token; `draft` where the answers are the same and what it proposed is not.
-        position: in the answer, from 0, of the token that was said or proposed.
-        walk, loop: that token on rung 3 and on rung 4; None where the answer had ended.
-        pass_number, place: of a draft's difference: which pass, and which of its proposals, both from 0.
-        gap: between the two largest logits of whoever differed, there, in the loop; None where it is not known.
+        whose: `target` if the answers differ; `draft` if the answers are the same and the proposals differ.
+        position: index in the answer, from 0, of the token that differs.
+        walk, loop: that token on rung 3 and on rung 4; None if the answer had ended.
+        pass_number, place: for a draft's difference, the index of the pass and of the proposed token, from 0.
+        gap: difference of the two largest logits of `whose` at that token, in the loop; None if it is not known.
     """
 
     sample_id: str
@@ -53,11 +56,11 @@ class Difference:
 
 
 def first_difference(sample_id: str, walk: AnswerTrace, loop: AnswerTrace) -> Difference | None:
-    """None where both say the same and accept the same in every pass."""
+    """Return the first difference; None if both traces have the same tokens and the same acceptance in every pass."""
     if walk.answer != loop.answer:
         position = len(os.path.commonprefix([walk.answer, loop.answer]))
-        said = [course.answer[position] if position < len(course.answer) else None for course in (walk, loop)]
-        return Difference(sample_id, "target", position, *said)
+        tokens = [trace.answer[position] if position < len(trace.answer) else None for trace in (walk, loop)]
+        return Difference(sample_id, "target", position, *tokens)
     before = 1
     for number, (walked, looped) in enumerate(zip(walk.passes, loop.passes)):
         if walked.accepted != looped.accepted:

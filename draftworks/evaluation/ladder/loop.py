@@ -1,4 +1,4 @@
-"""Rung 4 over many prompts, on all ranks together."""
+"""Rung 4 over many prompts, which the ranks share."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from draftworks.evaluation.ladder.target_session import has_recurrent_state
 from draftworks.storage.identity import LayerTap, digest
 
 LOOP_REVISION = 1
-"""Raise it when what this module, `decoding` or a drafter does comes to give other counts for the same inputs."""
-_REWOUND = 2
-"""Of targets whose layers keep one state of all that they have read: at first it was not put back after a refusal."""
+"""Increase it when a change of this module, of `decoding` or of a drafter changes the counts for the same inputs."""
+_RECURRENT_REVISION = 2
+"""For targets with recurrent layers: revision 1 did not restore their state after a rejected token."""
 
 
 def get_loop_revision(target: TargetFiles) -> int:
-    """Of what a loop with this target counts. Reads its config."""
-    return _REWOUND if has_recurrent_state(target) else LOOP_REVISION
+    """Return the revision of the loop's code for this target. Reads the target's config."""
+    return _RECURRENT_REVISION if has_recurrent_state(target) else LOOP_REVISION
 
 
 @dataclass(frozen=True)
 class DecodingLoop:
-    """A target, its draft, and how they decode together.
+    """A target and its draft, decoding together.
 
     Attributes:
-        max_length: where the eval set's samples were cut, so that both rungs see the same answers; None = nowhere.
+        draft_tokens: tokens proposed per pass.
+        max_length: length at which samples of the eval set were cut, so that both rungs end answers there; None if
+            they were not cut.
     """
 
     model: PreTrainedModel
@@ -51,15 +53,18 @@ class DecodingLoop:
     def measure(
         self, prompts: Sequence[Prompt], temperature: float, walks: Mapping[str, AnswerTrace] | None = None
     ) -> LoopMeasurement:
-        """Decode every prompt with and without the draft, one after the other; ranks share the prompts. A collective.
+        """Decode every prompt with and without the draft, one prompt at a time; ranks share them. A collective.
 
         Args:
-            walks: rung 3 of these prompts' answers, by sample id; given at temperature 0, differences are listed.
+            walks: rung 3 of these prompts' answers by sample id, to list differences; at temperature 0 only.
         """
         share = prompts[get_rank() :: get_world_size()]
         for prompt in share[:1]:
-            self._one(prompt, temperature)  # untimed: the first prompt of a process pays for what is set up once
-        mine = [self._one(prompt, temperature, None if walks is None else walks[prompt.sample_id]) for prompt in share]
+            self._measure_prompt(prompt, temperature)  # warm-up: the first prompt also pays for one-time setup
+        mine = [
+            self._measure_prompt(prompt, temperature, None if walks is None else walks[prompt.sample_id])
+            for prompt in share
+        ]
         shares = gather_from_ranks(mine)
         parts = sorted((part for share in shares for part in share), key=lambda part: part.acceptance.sample_id)
         found = tuple(part.difference for part in parts if part.difference is not None)
@@ -74,12 +79,12 @@ class DecodingLoop:
             timing_context=broadcast_from_rank_0(current_timing_context(self.model.device)),
         )
 
-    def _one(self, prompt: Prompt, temperature: float, walk: AnswerTrace | None = None) -> _Part:
+    def _measure_prompt(self, prompt: Prompt, temperature: float, walk: AnswerTrace | None = None) -> _Part:
         limits = self.limits
         if self.max_length is not None:
             limits = limits.within(self.max_length - len(prompt.tokens))
         plain = decode(self.model, prompt.tokens, limits, temperature, self._generator(prompt))
-        spoken = speculate(
+        speculative = speculate(
             self.model,
             self.strategy,
             self.taps,
@@ -90,24 +95,29 @@ class DecodingLoop:
             self._generator(prompt),
             prompt.sample_id,
         )
-        difference = None if walk is None else self._difference(prompt, walk, spoken.trace)
+        difference = None if walk is None else self._find_difference(prompt, walk, speculative.trace)
         return _Part(
-            spoken.acceptance, spoken.seconds, plain.seconds, len(spoken.tokens), len(plain.tokens), difference
+            speculative.acceptance,
+            speculative.seconds,
+            plain.seconds,
+            len(speculative.tokens),
+            len(plain.tokens),
+            difference,
         )
 
-    def _difference(self, prompt: Prompt, walk: AnswerTrace, loop: AnswerTrace) -> Difference | None:
+    def _find_difference(self, prompt: Prompt, walk: AnswerTrace, loop: AnswerTrace) -> Difference | None:
         found = first_difference(prompt.sample_id, walk, loop)
         if found is None:
             return None
         return add_gap(found, self.model, self.strategy, self.taps, prompt.tokens, loop.answer)
 
     def _generator(self, prompt: Prompt) -> torch.Generator:
-        """A prompt's own, from (seed, sample id): what one prompt draws does not depend on the others, or on the ranks."""
+        """Seeded by (seed, sample id), so what a prompt draws does not depend on other prompts or on the ranks."""
         return torch.Generator(self.model.device).manual_seed(int(digest([self.seed, prompt.sample_id])[:15], 16))
 
 
 def current_timing_context(device: torch.device) -> TimingContext:
-    """Here and now."""
+    """Return this device and the current time."""
     threads = torch.get_num_threads()
     cpu = f"{platform.machine()} CPU, {threads} thread{'s' * (threads > 1)}"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
@@ -116,6 +126,8 @@ def current_timing_context(device: torch.device) -> TimingContext:
 
 @dataclass(frozen=True)
 class _Part:
+    """Rung 4 of one prompt; see `LoopMeasurement`."""
+
     acceptance: PromptAcceptance
     seconds: float
     plain_seconds: float

@@ -1,4 +1,4 @@
-"""What was measured of one draft on one eval set, rung by rung."""
+"""Measurements of one draft on one eval set, by rung."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMED_FIELDS = ("temperature", "seconds", "plain_seconds", "tokens", "plain_toke
 
 @dataclass(frozen=True)
 class TimingContext:
-    """Where and when something was timed. `date` has a time zone."""
+    """Device and time of a timing. `date` has a time zone."""
 
     device: str
     date: datetime
@@ -31,12 +31,13 @@ class TimingContext:
 
 @dataclass(frozen=True)
 class LoopMeasurement:
-    """Rung 4 at one temperature: the same prompts decoded with the draft and without it, one at a time.
+    """Rung 4 at one temperature: the same prompts decoded with the draft and without it, one prompt at a time.
 
     Attributes:
-        seconds, plain_seconds: of decoding all prompts, prefill included; `tokens`, `plain_tokens` what came out.
-        differences: where the loop and the walk part; None where they were not compared, as at a temperature above 0.
-        timing_context: of the seconds: a measurement may be older than the report it is in. None where it is not known.
+        seconds, plain_seconds: time of decoding all prompts with and without the draft, with prefill.
+        tokens, plain_tokens: number of tokens of these answers.
+        differences: where the loop and the walk differ; None if they were not compared, as at a temperature above 0.
+        timing_context: of the seconds, as a measurement may be older than its report. None if it is not known.
     """
 
     temperature: float
@@ -50,11 +51,11 @@ class LoopMeasurement:
 
     @property
     def speed_up(self) -> float:
-        """Tokens per second with the draft over tokens per second without it, on this machine and engine."""
+        """Tokens per second with the draft over tokens per second without it, on one machine and engine."""
         return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
 
     def to_json(self) -> dict[str, Any]:
-        """All but the prompts, of which there may be many."""
+        """Return all but the prompts, of which there may be many. In files the timing context is `occasion`."""
         return {
             **{name: getattr(self, name) for name in TIMED_FIELDS},
             "differences": None if self.differences is None else [asdict(each) for each in self.differences],
@@ -63,7 +64,7 @@ class LoopMeasurement:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], prompts: tuple[PromptAcceptance, ...]) -> LoopMeasurement:
-        """From `to_json`, which may have more entries than these, and of old reports has no differences and no timing context."""
+        """Read what `to_json` returned. Other entries are ignored; old reports have no differences and no `occasion`."""
         differences, context = values.get("differences"), values.get("occasion")
         return cls(
             prompts=prompts,
@@ -75,12 +76,12 @@ class LoopMeasurement:
 
 @dataclass(frozen=True)
 class DraftMeasurement:
-    """One draft. Rungs that were not measured are empty.
+    """All rungs of one draft. A rung that was not measured is empty.
 
     Attributes:
         result: rungs 0 and 1.
-        blocks, walk: rungs 2 and 3, prompt by prompt.
-        loops: rung 4, one per temperature.
+        blocks, walk: rungs 2 and 3, one entry per prompt.
+        loops: rung 4, one entry per temperature.
     """
 
     result: EvalResult
@@ -89,13 +90,13 @@ class DraftMeasurement:
     loops: tuple[LoopMeasurement, ...] = field(default_factory=tuple)
 
     def metrics(self) -> dict[str, Any]:
-        """All rungs by name: those of the result, and accepted tokens per pass of the others."""
-        counted = {f"eval/{name}_acc_len": micro_mean(prompts) for name, prompts in self.prompts_by_rung().items()}
+        """Return all metrics by name: those of `result`, accepted tokens per pass of the other rungs, speed-ups."""
+        lengths = {f"eval/{name}_acc_len": micro_mean(prompts) for name, prompts in self.prompts_by_rung().items()}
         speed_ups = {f"eval/rung4_loop_t{loop.temperature:g}_speed_up": loop.speed_up for loop in self.loops}
-        return {**self.result.metrics(), **counted, **speed_ups}
+        return {**self.result.metrics(), **lengths, **speed_ups}
 
     def prompts_by_rung(self) -> dict[str, tuple[PromptAcceptance, ...]]:
-        """What counts passes, by the name under which it is published."""
-        counted = {"rung2_block": self.blocks, "rung3_walk": self.walk}
-        counted |= {f"rung4_loop_t{loop.temperature:g}": loop.prompts for loop in self.loops}
-        return {name: prompts for name, prompts in counted.items() if prompts}
+        """Return the measured rungs that count passes, by their published names."""
+        rungs = {"rung2_block": self.blocks, "rung3_walk": self.walk}
+        rungs |= {f"rung4_loop_t{loop.temperature:g}": loop.prompts for loop in self.loops}
+        return {name: prompts for name, prompts in rungs.items() if prompts}
