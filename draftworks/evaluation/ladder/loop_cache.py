@@ -1,7 +1,7 @@
-"""Measurements of rung 4, kept by what decides them: `{folder}/{key}.json`.
+"""Cache of rung 4 measurements, keyed by identity: `{folder}/{key}.json`.
 
-Decoding with the target is the one rung that runs the target, so it is done once per draft, prompts and temperature,
-however often a report is made of it. Speeds are of the machine and hour of the measurement; an entry says which.
+Rung 4 is the only rung that runs the target, so it is measured once per draft, prompts and temperature, for any number
+of reports. An entry records the device and time of its timings.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class LoopIdentity:
-    """What decides what a loop says at one temperature, and nothing else: not the report it is for, not the machine.
+    """Everything that decides the result of a loop at one temperature; neither the report nor the machine is part of it.
 
     Attributes:
-        weights_digest: of the draft; with `strategy` and `options` what proposes.
+        weights_digest: of the draft; `strategy` and `options` are its other parts.
         prompts: digest of sample ids and tokens, and of the walks that the loop is compared with.
         stop_ids, max_new_tokens, max_length: where answers end.
-        seed: of what is drawn above temperature 0.
-        revision: of the loop's own code.
+        seed: of the random draws above temperature 0.
+        revision: of the loop's code.
     """
 
     weights_digest: str
@@ -62,14 +62,14 @@ class LoopIdentity:
 
 @dataclass(frozen=True)
 class LoopLookup:
-    """A measurement that was kept; without one, what is wrong with the entry if there is any."""
+    """Result of a look-up: the stored measurement; or the problem of an entry that cannot be used; or neither."""
 
     measurement: LoopMeasurement | None = None
     problem: str | None = None
 
 
 class LoopEntry(BaseModel):
-    """What an entry's file holds. `digest` is of `measurement`."""
+    """Contents of an entry's file. `digest` is of `measurement`."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     identity: dict[str, Any]
@@ -79,16 +79,19 @@ class LoopEntry(BaseModel):
 
 @dataclass(frozen=True)
 class LoopCache:
-    """Entries are complete or absent at any moment; of two writers of one the last wins. It knows nothing of ranks."""
+    """A folder of rung 4 measurements. Entries are complete or absent at any moment; of two writers, the last wins.
+
+    It knows nothing of ranks: the caller uses it on one.
+    """
 
     folder: Path
 
     @classmethod
     def open(cls, folder: Path) -> LoopCache:
-        """Made on demand.
+        """Open the folder, and make it if it does not exist.
 
         Raises:
-            StoreError: it is a file, or cannot be written to: better known before hours of decoding than after.
+            StoreError: it is a file, or cannot be written to; checked here because decoding may take hours.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +101,7 @@ class LoopCache:
             ) from error
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise StoreError(
-                f"{folder}: the loop cache cannot be written to: give this user the right, or another folder"
+                f"{folder}: the loop cache cannot be written to: grant this user write access, or choose another folder"
             )
         return cls(folder)
 
@@ -106,7 +109,7 @@ class LoopCache:
         return self.folder / f"{identity.key}.json"
 
     def find(self, identity: LoopIdentity) -> LoopLookup:
-        """What was kept under this identity; an entry that is damaged or another's is as good as none."""
+        """Look up the measurement of an identity. A damaged entry, or one of another identity, is not used."""
         path = self.path(identity)
         try:
             entry = LoopEntry.model_validate_json(read_bytes(path, MAX_JSON_BYTES))
@@ -126,7 +129,7 @@ class LoopCache:
             return LoopLookup(problem=f"{path} cannot be read: {error!r}")
 
     def store(self, identity: LoopIdentity, measured: LoopMeasurement) -> Path:
-        """Publish an entry, in place of one that is there.
+        """Publish an entry atomically, replacing an existing one.
 
         Raises:
             StoreError: it cannot be written.
@@ -137,7 +140,7 @@ class LoopCache:
         try:
             publish_json(path, entry.model_dump(mode="json"))
         except OSError as error:
-            raise StoreError(f"{path}: a measured loop cannot be kept: {error}") from error
+            raise StoreError(f"{path}: a loop measurement cannot be stored: {error}") from error
         return path
 
 

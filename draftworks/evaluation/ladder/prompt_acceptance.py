@@ -1,6 +1,6 @@
-"""Counts of what the target accepted, prompt by prompt, and their averages. Counts are summed before any ratio.
+"""Acceptance counts per prompt, and their averages. Counts are summed before any division.
 
-The same words serve every rung of the ladder that counts; whoever publishes a number says which rung it is.
+All rungs that count passes (2, 3, 4 and 6) use them; a published number always names its rung.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from draftworks.errors import DataError
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass of the target over a proposal gave.
+    """Result of one pass of the target over a proposal.
 
     Attributes:
-        accepted, emitted: draft tokens accepted, tokens that came out.
-        rejected_token: the draft token at which acceptance ended; None where all stood or the answer was over.
+        accepted: number of draft tokens accepted.
+        emitted: number of tokens added to the answer: the accepted ones and the target's own.
+        rejected_token: the first rejected draft token; None if all were accepted or the answer had ended.
     """
 
     accepted: int
@@ -30,12 +31,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class PromptAcceptance:
-    """What the target accepted of one draft's proposals on one prompt.
+    """Acceptance counts of one draft on one prompt.
 
     Attributes:
-        passes: passes of the target, each verifying one draft: blocks on rung 2, steps of the walk on 3, of the loop on 4.
-        accepted: draft tokens accepted over these passes.
-        emitted: tokens that came out of them: the accepted ones and the target's own.
+        passes: passes of the target, each over one proposal: at every position on rung 2, as in serving on 3, 4 and 6.
+        accepted: draft tokens accepted in these passes.
+        emitted: tokens added to the answer in these passes: the accepted ones and the target's own.
         histogram: entry n is the number of passes that accepted exactly n draft tokens.
     """
 
@@ -52,7 +53,7 @@ class PromptAcceptance:
         if (self.passes, self.accepted) != (passes, accepted):
             raise DataError(
                 f"sample {self.sample_id}: expected the {passes} passes and {accepted} accepted tokens of its histogram"
-                f" {self.histogram}, found {self.passes} and {self.accepted}: whoever counted them lost or doubled some"
+                f" {self.histogram}, found {self.passes} and {self.accepted}: some passes are lost or counted twice"
             )
 
     @classmethod
@@ -61,29 +62,29 @@ class PromptAcceptance:
 
     @classmethod
     def from_accepted_counts(cls, sample_id: str, accepted: Sequence[int], emitted: int) -> PromptAcceptance:
-        """Counted from the accepted draft tokens of each pass."""
+        """Make the counts from the number of accepted draft tokens of each pass."""
         counts = Counter(accepted)
         lengths = range(max(counts, default=-1) + 1)
         return cls(sample_id, len(accepted), sum(accepted), emitted, tuple(counts[length] for length in lengths))
 
 
 def micro_mean(prompts: Iterable[PromptAcceptance]) -> float | None:
-    """Accepted tokens per pass, every pass counting the same; None without a pass."""
+    """Return accepted tokens per pass, averaged over all passes; None without a pass."""
     prompts = list(prompts)
     return ratio(sum(prompt.accepted for prompt in prompts), sum(prompt.passes for prompt in prompts))
 
 
 def macro_mean(prompts: Iterable[PromptAcceptance]) -> float | None:
-    """Accepted tokens per pass, every prompt that has one counting the same; None without a pass."""
+    """Return the mean over prompts of their accepted tokens per pass; None without a pass."""
     means = [prompt.accepted / prompt.passes for prompt in prompts if prompt.passes]
     return ratio(math.fsum(means), len(means))
 
 
 def sum_histograms(prompts: Iterable[PromptAcceptance]) -> tuple[int, ...]:
-    """Entry n is the number of passes that accepted exactly n draft tokens; as long as the longest."""
+    """Return the sum of the prompts' histograms, as long as the longest of them."""
     return tuple(map(sum, zip_longest(*(prompt.histogram for prompt in prompts), fillvalue=0)))
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
-    """None where there is nothing to divide by."""
+    """Return the quotient, or None if the denominator is 0."""
     return numerator / denominator if denominator else None

@@ -11,17 +11,20 @@ from draftworks.evaluation.ladder.replay import find_answer_spans
 
 @dataclass(frozen=True)
 class Prompt:
-    """A held-out prompt: the tokens before the first answer."""
+    """Tokens of a sample before its first answer."""
 
     sample_id: str
     tokens: tuple[int, ...]
 
 
-def select_prompts(tokens: Iterable[TokenRow], count: int) -> list[Prompt]:
-    """Prompts of the first `count` samples by id, which is a hash: the same choice for every draft."""
-    found = []
-    for row in sorted(tokens, key=lambda row: row.sample_id):
-        begin = next((span[0] for span in find_answer_spans(row.loss_mask)), 0)
-        if begin > 0 and len(found) < count:
-            found.append(Prompt(row.sample_id, tuple(row.input_ids[:begin].tolist())))
-    return found
+def select_prompts(samples: Iterable[TokenRow], count: int) -> list[Prompt]:
+    """Return the prompts of the first `count` samples by id; ids are hashes, so every draft gets the same prompts.
+
+    Samples without a prompt or without an answer are skipped.
+    """
+    prompts = []
+    for sample in sorted(samples, key=lambda sample: sample.sample_id):
+        begin = next((span[0] for span in find_answer_spans(sample.loss_mask)), 0)
+        if begin > 0 and len(prompts) < count:
+            prompts.append(Prompt(sample.sample_id, tuple(sample.input_ids[:begin].tolist())))
+    return prompts

@@ -1,4 +1,4 @@
-"""What the rungs of the acceptance ladder mean, for people. Imports nothing: reports and model cards say the same."""
+"""Explanations of the rungs of the acceptance ladder, for reports and model cards. Imports nothing."""
 
 from __future__ import annotations
 

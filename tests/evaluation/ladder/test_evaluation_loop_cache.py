@@ -125,7 +125,7 @@ def test_entry_of_another_loop_under_this_name_is_none_and_names_what_differs(ca
 def test_entry_that_is_a_folder_is_none_and_says_so(cache: LoopCache) -> None:
     cache.path(IDENTITY).mkdir()
     assert "cannot be read" in cache.find(IDENTITY).problem
-    with pytest.raises(StoreError, match="a measured loop cannot be kept"):
+    with pytest.raises(StoreError, match="a loop measurement cannot be stored"):
         cache.store(IDENTITY, MEASURED)
 
 
