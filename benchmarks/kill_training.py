@@ -29,7 +29,7 @@ import typer
 from random_training import RANKS, random_training
 
 from draftworks.config.run_files import TrainRun
-from draftworks.drafts.draft_io import read_config
+from draftworks.drafts.draft_io import read_draft_config
 from draftworks.training.checkpoint_files import CheckpointFolder, read_record, verify
 
 VICTIMS = ("torchrun", "one rank", "all")
@@ -121,7 +121,7 @@ class Training:
         return "evaluation" if due and f"step={newest_step} heldout" not in output else "step"
 
     def weights_digest(self) -> str:
-        return read_config(self.run.out).weights_digest
+        return read_draft_config(self.run.out).weights_digest
 
 
 def main(

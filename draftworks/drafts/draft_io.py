@@ -1,4 +1,4 @@
-"""A draft on disk: model.safetensors with its weights in fp32, config.json with what they are."""
+"""A draft on disk: model.safetensors with its weights in fp32, config.json with its identity and options."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def save_draft(
     """Write the draft into `folder`, each file atomically, config.json last.
 
     Args:
-        weights: the whole state of `strategy.model`; needed where the model itself holds only a share of it.
+        weights: the whole state of `strategy.model`; needed where the model holds only a shard of it.
     """
     state = strategy.model.state_dict() if weights is None else weights
     folder.mkdir(parents=True, exist_ok=True)
     with publish_file(folder / WEIGHTS) as staging:
-        staging.write_bytes(save({name: _storable(tensor) for name, tensor in state.items()}))
+        staging.write_bytes(save({name: _to_fp32_on_cpu(tensor) for name, tensor in state.items()}))
     config = DraftConfig(
         strategy=strategy.name,
         draft=_as_json(strategy.config()),
@@ -54,13 +54,13 @@ def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str | None,
     """Load the weights into `strategy.model`, which must not be wrapped yet.
 
     Args:
-        target_digest: the target it must have been trained for; None takes a draft of any target of this shape, to see
-            what it is worth on other weights.
-        to_train: only options that decide what a draft computes have to agree, not those that shape its training.
+        target_digest: the target that the draft must have been trained for; None accepts a draft of any target of this
+            shape, to measure it on other weights.
+        to_train: require only the options that decide what a draft computes, not those of its training.
 
     Raises:
-        StoreError: the draft is of another strategy, target or configuration, or a file is missing or altered, or
-            tensors are missing, unexpected or of another shape. The model is as it was.
+        StoreError: the draft is of another strategy, target or configuration, a file is missing or altered, or tensors
+            are missing, unexpected or of another shape. The model is unchanged.
     """
     config = read_draft_config(folder)
     _require(folder / CONFIG, "strategy", strategy.name, config.strategy)
@@ -77,7 +77,7 @@ def load_draft(folder: Path, strategy: DraftStrategy, target_digest: str | None,
 
 
 def _with_defaults(draft: dict[str, Any], strategy: str, path: Path) -> dict[str, Any]:
-    """The description with the options that its strategy has learnt since at their defaults: a draft outlives new options."""
+    """Fill in defaults of options that the strategy gained after the draft was saved, so that old drafts still load."""
     try:
         options = resolve_strategy(strategy).parse_options(draft.get("options", {}), where=f"{path}: options")
     except ConfigError as error:
@@ -91,10 +91,10 @@ def _structure(draft: dict[str, Any], strategy: str) -> dict[str, Any]:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Load weights whose file is known to be whole into a model that is not wrapped yet.
+    """Load a weight file that has been verified into a model that is not wrapped yet.
 
     Raises:
-        StoreError: unreadable, or tensors are missing, unexpected or of another shape. The model is as it was.
+        StoreError: unreadable, or tensors are missing, unexpected or of another shape. The model is unchanged.
     """
     weights = read_weights(path)
     _require_same_tensors(path, model.state_dict(), weights)
@@ -102,7 +102,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file. Raises StoreError."""
+    """Return all tensors of a safetensors file. Raises StoreError."""
     try:
         return load_file(require_file(path))
     except (OSError, SafetensorError) as error:
@@ -122,10 +122,10 @@ def _require(path: Path, what: str, expected: Any, found: Any) -> None:
         raise StoreError(f"{path}: {what}: expected {expected}, found {found}")
 
 
-def _storable(tensor: Tensor) -> Tensor:
+def _to_fp32_on_cpu(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype).contiguous()
 
 
 def _as_json(value: dict[str, Any]) -> dict[str, Any]:
-    """The value as it will be read back, so that tuples and lists compare equal."""
+    """Return the value as it is read back from JSON, so that tuples and lists compare equal."""
     return json.loads(json.dumps(value, allow_nan=False))

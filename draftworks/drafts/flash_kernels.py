@@ -1,7 +1,8 @@
-"""Torch's fused kernels of attention, causal or with a mask, with their backward: one adapter per kind of device.
+"""Adapters of torch's fused attention kernels with their backward, causal or masked, one per kind of device.
 
-The operators are private to torch, so they may change without notice: draftworks.strategies.eagle3.attention tries those of causal
-attention before they are relied on, and `choose_masked_kernel` those with a mask. The CUDA adapters have been checked against the operators' declarations only, never on a GPU.
+The operators are private to torch, so they may change without notice: draftworks.strategies.eagle3.attention probes the
+causal ones before relying on them, and `choose_masked_kernel` the masked ones. The CUDA adapters have been checked
+against the operators' declarations only, never on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from draftworks.drafts.documents import Documents, Run
 
 
 class Attended(NamedTuple):
-    """Output (B, heads, S, D), log-sum-exp of its scaled scores (B, heads, S), and what the backward wants besides."""
+    """Output (B, heads, S, D), log-sum-exp of its scaled scores (B, heads, S), and what else the backward needs."""
 
     output: Tensor
     lse: Tensor
@@ -27,7 +28,7 @@ class Attended(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """By query, key and value, in their shapes."""
+    """Gradients of query, key and value, in their shapes."""
 
     query: Tensor
     key: Tensor
@@ -42,14 +43,14 @@ class CausalKernel(ABC):
 
     @abstractmethod
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
-        """The kernel rebuilds its probabilities as exp(scores - attended.lse) and believes `attended.output`.
+        """Return the gradients. Any of the tensors may be strided.
 
-        Any of the tensors may be strided.
+        The kernel rebuilds its probabilities as exp(scores - attended.lse) and uses `attended.output` as given.
         """
 
 
 class CpuFlash(CausalKernel):
-    """Any floating dtype, any head size."""
+    """Flash attention of the CPU: any floating dtype, any head size."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
         return Attended(
@@ -65,7 +66,7 @@ class CpuFlash(CausalKernel):
 
 
 class CudaFlash(CausalKernel):
-    """float16 and bfloat16; head sizes that are multiples of 8, up to 256."""
+    """Flash attention of CUDA: float16 and bfloat16; head sizes that are multiples of 8, up to 256."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
         output, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal=True)
@@ -73,7 +74,9 @@ class CudaFlash(CausalKernel):
         return Attended(output, lse, (*sequence_ends_and_lengths, 0.0, True, *dropout_state))
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
-        lse = attended.lse.contiguous()  # read by its address, strides unseen; of the others torch makes what it needs
+        lse = (
+            attended.lse.contiguous()
+        )  # the operator reads it by address and ignores strides; it copies the others as needed
         return Gradients(
             *torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 grad, query, key, value, attended.output, lse, *attended.rest
@@ -82,7 +85,7 @@ class CudaFlash(CausalKernel):
 
 
 class CudaVarlenFlash(CausalKernel):
-    """All documents of packed rows in one launch, none of which sees another; dtypes and head sizes as `CudaFlash`."""
+    """All documents of packed rows in one launch, each attending to itself; dtypes and head sizes as `CudaFlash`."""
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
@@ -92,18 +95,18 @@ class CudaVarlenFlash(CausalKernel):
         tokens = (_as_tokens(x) for x in (query, key, value))
         output, lse, *rest = torch.ops.aten._flash_attention_forward(*tokens, *layout, 0.0, True, False)
         random_state = rest[:2]
-        rows = lse.unflatten(1, (query.shape[0], -1)).transpose(0, 1)
-        return Attended(_as_heads(output, query.shape[0]), rows, (*layout, 0.0, True, *random_state))
+        lse = lse.unflatten(1, (query.shape[0], -1)).transpose(0, 1)  # (heads, B · S) to (B, heads, S)
+        return Attended(_as_heads(output, query.shape[0]), lse, (*layout, 0.0, True, *random_state))
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
         tokens = (_as_tokens(x) for x in (grad, query, key, value, attended.output))
         lse = attended.lse.transpose(0, 1).flatten(1).contiguous()
-        found = torch.ops.aten._flash_attention_backward(*tokens, lse, *attended.rest)
-        return Gradients(*(_as_heads(x, query.shape[0]) for x in found))
+        gradients = torch.ops.aten._flash_attention_backward(*tokens, lse, *attended.rest)
+        return Gradients(*(_as_heads(x, query.shape[0]) for x in gradients))
 
-    def _layout(self, rows: int) -> tuple[Tensor, Tensor, int, int]:
-        """Where documents begin among the tokens of all rows, and how long the longest is; of queries and of keys."""
-        offsets, longest = self._documents.cu_seqlens(rows), self._documents.longest
+    def _layout(self, batch_rows: int) -> tuple[Tensor, Tensor, int, int]:
+        """Cumulative lengths and longest length of the documents of all batch rows; for queries, then for keys."""
+        offsets, longest = self._documents.cu_seqlens(batch_rows), self._documents.longest
         return offsets, offsets, longest, longest
 
 
@@ -112,42 +115,40 @@ def _as_tokens(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _as_heads(x: Tensor, rows: int) -> Tensor:
-    """The way back."""
-    return x.unflatten(0, (rows, -1)).transpose(1, 2)
+def _as_heads(x: Tensor, batch_rows: int) -> Tensor:
+    """(B · S, heads, D) to (B, heads, S, D)."""
+    return x.unflatten(0, (batch_rows, -1)).transpose(1, 2)
 
 
 class ByDocument(CausalKernel):
-    """Another kernel, document by document: a row of several, none of which sees another. Those of equal length that follow
-    each other go as one batch.
-    """
+    """Another causal kernel, run document by document; consecutive documents of equal length form one batch."""
 
     def __init__(self, kernel: CausalKernel, documents: Documents) -> None:
         self._kernel = kernel
         self._runs = documents.runs
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
-        parts = [self._kernel.forward(*(_taken(x, run) for x in (query, key, value))) for run in self._runs]
-        output, lse = (_joined([part[field] for part in parts], self._runs, query) for field in range(2))
+        parts = [self._kernel.forward(*(_cut_run(x, run) for x in (query, key, value))) for run in self._runs]
+        output, lse = (_join_runs([part[field] for part in parts], self._runs, query) for field in range(2))
         return Attended(output, lse, tuple(part.rest for part in parts))
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
         parts = []
         for run, rest in zip(self._runs, attended.rest, strict=True):
-            inputs = (_taken(x, run) for x in (grad, query, key, value))
-            mine = Attended(_taken(attended.output, run), _taken(attended.lse, run), rest)
+            inputs = (_cut_run(x, run) for x in (grad, query, key, value))
+            mine = Attended(_cut_run(attended.output, run), _cut_run(attended.lse, run), rest)
             parts.append(self._kernel.backward(*inputs, mine))
-        return Gradients(*(_joined(found, self._runs, query) for found in zip(*parts, strict=True)))
+        return Gradients(*(_join_runs(found, self._runs, query) for found in zip(*parts, strict=True)))
 
 
-def _taken(x: Tensor, run: Run) -> Tensor:
-    """(B, heads, S, …) to the documents of a run, (B · count, heads, length, …); without a copy where B is 1."""
+def _cut_run(x: Tensor, run: Run) -> Tensor:
+    """Cut (B, heads, S, …) to the documents of a run, (B · count, heads, length, …); without a copy where B is 1."""
     part = x[:, :, run.span]
     return part if run.count == 1 else part.unflatten(2, (run.count, run.length)).transpose(1, 2).flatten(0, 1)
 
 
-def _joined(parts: Sequence[Tensor], runs: Sequence[Run], query: Tensor) -> Tensor:
-    """The way back, with the positions outermost in memory."""
+def _join_runs(parts: Sequence[Tensor], runs: Sequence[Run], query: Tensor) -> Tensor:
+    """Inverse of `_cut_run` over all runs; positions are outermost in memory."""
     batch, length, heads = query.shape[0], query.shape[2], parts[0].shape[1]
     whole = parts[0].new_empty(batch, length, heads, *parts[0].shape[3:]).transpose(1, 2)
     for part, run in zip(parts, runs, strict=True):
@@ -157,16 +158,16 @@ def _joined(parts: Sequence[Tensor], runs: Sequence[Run], query: Tensor) -> Tens
 
 
 CAUSAL_KERNELS: dict[str, CausalKernel] = {"cpu": CpuFlash(), "cuda": CudaFlash()}
-"""By type of device; on others there is none."""
+"""By device type; other devices have none."""
 PACKED_KERNELS: dict[str, Callable[[Documents], CausalKernel]] = {"cuda": CudaVarlenFlash}
-"""For rows of several documents, by type of device; elsewhere they go `ByDocument`."""
+"""Kernels for batch rows of several documents, by device type; other devices go `ByDocument`."""
 
 
 class MaskedKernel:
-    """Attention with a mask (B, 1, n, m) bool by the kernel that torch chooses; the backward computes the forward again."""
+    """Attention with a mask (B, 1, n, m) bool by the kernel torch chooses; the backward recomputes the forward."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Attended:
-        # Of the kernels of a GPU that take a mask, none takes fewer heads of keys than of queries.
+        # No masked GPU kernel accepts fewer key heads than query heads.
         if query.device.type == "cuda":
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         fewer = key.shape[1] != query.shape[1]
@@ -183,36 +184,36 @@ class MaskedKernel:
 
 
 class CpuMaskedFlash(MaskedKernel):
-    """Rebuilds its probabilities from the log-sum-exp instead."""
+    """Masked flash attention of the CPU; the backward rebuilds probabilities from the log-sum-exp."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Attended:
         forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return Attended(*forward(query, key, value, attn_mask=_additive(seen, query.dtype)))
+        return Attended(*forward(query, key, value, attn_mask=_to_additive(seen, query.dtype)))
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, attended: Attended
     ) -> Gradients:
         backward, mask = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
-            _additive(seen, grad.dtype),
+            _to_additive(seen, grad.dtype),
         )
         return Gradients(*backward(grad, query, key, value, attended.output, attended.lse, 0.0, False, attn_mask=mask))
 
 
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def _to_additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     nothing = torch.zeros((), dtype=dtype, device=seen.device)
     return torch.where(seen, nothing, nothing.log())
 
 
 @functools.cache
 def choose_masked_kernel(device_type: str, dtype: torch.dtype, head_size: int) -> MaskedKernel:
-    """The fastest there is; one that is private to torch is tried once."""
+    """Return the fastest masked kernel; one that is private to torch is probed once per dtype and head size."""
     plain, fast = MaskedKernel(), CpuMaskedFlash()
     return fast if device_type == "cpu" and _equal(fast, plain, dtype, head_size) else plain
 
 
 def _equal(fast: MaskedKernel, plain: MaskedKernel, dtype: torch.dtype, head_size: int) -> bool:
-    """In output and gradients, on a small row."""
+    """Compare output and gradients of two kernels on a small batch row."""
     tolerance, generator = 0.05 if dtype.itemsize == 2 else 1e-4, torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, heads, 7, head_size, generator=generator).to(dtype) for heads in (4, 2, 2)]
     seen, results = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril(), []

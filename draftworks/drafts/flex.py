@@ -43,8 +43,8 @@ def _compile_flex(training: bool) -> Callable[..., Tensor]:
 
 @functools.cache
 def get_block_mask_factory(device_type: str) -> Callable[..., Any]:
-    """Return torch's `create_block_mask`; compiled on a GPU, where it would hold every element of the mask as int64,
-    several times.
+    """Return torch's `create_block_mask`; compiled on a GPU, as eager it holds every mask element as int64, several
+    times.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 

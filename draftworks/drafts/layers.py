@@ -1,4 +1,4 @@
-"""Building blocks of Llama-like draft layers: seeded linear layers, RMS norm, gated MLP, rotary positions."""
+"""Building blocks of Llama-like drafts: linear layers, norm, MLP, rotary positions, a head over a reduced vocabulary."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 _STATIC_ROPE = ("linear", "llama3", "yarn")
-"""Rope types whose frequencies do not depend on the length of the sequence; `default` is computed here."""
+"""Rope types whose frequencies do not depend on the sequence length; `default` is computed here."""
 
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def uninitialized(kind: type[Layer], *sizes: int, **options: Any) -> Layer:
-    """A layer whose weights are for the caller to set, on the default device: with `torch.device("meta")`, sizes alone."""
+    """Return a layer without initialised weights on the default device; `torch.device("meta")` gives sizes alone."""
     return nn.utils.skip_init(kind, *sizes, device=torch.get_default_device(), **options)
 
 
 def seeded_linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
-    """A linear layer without bias, uniform in ±1/sqrt(inputs), drawn from `generator` alone."""
+    """Return a linear layer without bias, uniform in ±1/sqrt(inputs), drawn from `generator` alone."""
     layer = uninitialized(nn.Linear, inputs, outputs, bias=False)
     bound = 1 / math.sqrt(inputs)
     nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
@@ -40,7 +40,7 @@ def seeded_linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.L
 
 
 class RmsNorm(nn.Module):
-    """`x / rms(x) * weight` over the last dimension, the mean square taken in at least float32."""
+    """`x / rms(x) * weight` over the last dimension; the mean square is taken in at least float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class RmsNorm(nn.Module):
 
 
 class _RmsNormFunction(torch.autograd.Function):
-    """Half the memory passes of the composed operators on CPU, and nothing saved but input and one number per row."""
+    """RMS norm with half the memory passes of composed operators on a CPU; saves the input and one number per position."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -76,11 +76,11 @@ class _RmsNormFunction(torch.autograd.Function):
 
 
 def fuse_taps(features: Tensor, norms: nn.ModuleList, fc: nn.Linear) -> Tensor:
-    """Taps side by side (…, taps · H), ascending, to one state (…, H); each by a norm of its own first, where there are any."""
+    """Fuse taps side by side, ascending, (…, taps · H), to one state (…, H); `norms`, if any, norm each tap first."""
     features = features.to(fc.weight.dtype)
     if norms:
         taps = features.chunk(len(norms), dim=-1)
-        features = torch.cat([norm(tap) for norm, tap in zip(norms, taps, strict=True)], dim=-1)
+        features = torch.cat([norm(tap) for norm, tap in zip(norms, taps, strict=True)], dim=-1)  # (…, taps · H)
     return fc(features)
 
 
@@ -98,7 +98,7 @@ class GatedMlp(nn.Module):
 
 
 class _SwigluFunction(torch.autograd.Function):
-    """`silu(gate) * up`; silu(gate) is computed again in the backward pass rather than kept for every step of an unroll."""
+    """`silu(gate) * up`; silu(gate) is recomputed in the backward pass instead of kept for every step of an unroll."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Rotation(NamedTuple):
         return Rotation(self.cos[start : start + length], self.sin[start : start + length])
 
     def at(self, positions: Tensor) -> Rotation:
-        """For any positions (…, S), in their order."""
+        """Return the rotation at any positions (…, S), in their order."""
         return Rotation(self.cos[positions], self.sin[positions])
 
     def apply(self, x: Tensor) -> Tensor:
@@ -132,21 +132,21 @@ class Rotation(NamedTuple):
 
 
 class _RotateFunction(torch.autograd.Function):
-    """`x·cos + rotate_half(x)·sin`; the gradient is the rotation back, so nothing of x is saved."""
+    """`x·cos + rotate_half(x)·sin`; the gradient is the inverse rotation, so x is not saved."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+        return _rotate(x, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
+        return _rotate(grad, cos, -sin), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     turned = x * cos
     turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
@@ -164,10 +164,10 @@ class Rotary(nn.Module):
         self.scaling = frequencies.scaling
 
     def forward(self, length: int, dtype: torch.dtype) -> Rotation:
-        """Positions 0 … length-1, angles in the buffer's precision, result in `dtype`."""
+        """Return the rotation of positions 0 … length-1 in `dtype`; angles are computed in the buffer's precision."""
         positions = torch.arange(length, device=self.inv_freq.device).to(self.inv_freq.dtype)
         half = torch.outer(positions, self.inv_freq)
-        angles = torch.cat((half, half), dim=-1)
+        angles = torch.cat((half, half), dim=-1)  # (length, head_dim)
         return Rotation((angles.cos() * self.scaling).to(dtype), (angles.sin() * self.scaling).to(dtype))
 
 
@@ -179,7 +179,7 @@ class RopeFrequencies(NamedTuple):
 
 
 def rope_frequencies(target: TargetParts) -> RopeFrequencies:
-    """Frequencies of the target's rope parameters.
+    """Return the frequencies of the target's rope parameters.
 
     Raises:
         ConfigError: a rope type that depends on the sequence length, or one that rotates only part of a head.
@@ -199,7 +199,7 @@ def rope_frequencies(target: TargetParts) -> RopeFrequencies:
 
     config = LlamaConfig(
         hidden_size=target.hidden_size,
-        num_attention_heads=1,  # which says nothing beside head_dim, and divides hidden_size
+        num_attention_heads=1,  # ignored because head_dim is given; 1 divides every hidden_size
         head_dim=target.head_dim,
         max_position_embeddings=target.max_positions,
         rope_parameters=dict(rope),
@@ -209,24 +209,33 @@ def rope_frequencies(target: TargetParts) -> RopeFrequencies:
 
 
 LOGITS_PER_CHUNK = {"cpu": 2**22, "cuda": 2**28}
-"""Elements of logits held at a time, by type of device; at least a row. A GPU wants large products."""
+"""Logits held at a time by `argmax_of_head`, by device type; at least one position. A GPU wants large products."""
 
 
 def argmax_of_head(head: Tensor, states: Tensor) -> Tensor:
-    """The argmax of every row's logits, (N, H) -> (N,) int64. The head (V, H) runs in its own dtype, as at a server."""
-    rows = max(1, LOGITS_PER_CHUNK.get(states.device.type, LOGITS_PER_CHUNK["cuda"]) // head.shape[0])
-    return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in states.split(rows)])
+    """Chunked argmax of a head's logits: states (N, H) to token ids (N,) int64.
+
+    The head (V, H) runs in its own dtype, as on a server. At most LOGITS_PER_CHUNK logits exist at a time.
+    """
+    positions = max(1, LOGITS_PER_CHUNK.get(states.device.type, LOGITS_PER_CHUNK["cuda"]) // head.shape[0])
+    return torch.cat([F.linear(part.to(head.dtype), head).argmax(-1) for part in states.split(positions)])
 
 
 class ReducedVocabularyDraft(nn.Module):
-    """A draft with `lm_head`, `d2t` (target id of draft id i is i + d2t[i]) and `t2d` (which target ids it can say)."""
+    """A draft whose head predicts V_d target tokens.
+
+    Attributes:
+        lm_head: the head.
+        d2t: (V_d,) int64; the target id of a draft id is draft id + d2t[draft id].
+        t2d: (V,) bool, which target ids the head predicts.
+    """
 
     lm_head: nn.Linear
     d2t: Tensor
     t2d: Tensor
 
     def _init_head(self, draft_ids: Tensor, target: TargetParts) -> None:
-        """Make the head, which begins as the target's rows, and the tables. `draft_ids` (V_d,) int64 ascending."""
+        """Create the head, initialised with the target's rows, and the tables. `draft_ids` (V_d,) int64 ascending."""
         self.lm_head = uninitialized(nn.Linear, target.hidden_size, draft_ids.numel(), bias=False)
         with torch.no_grad():
             self.lm_head.weight.copy_(target.head[draft_ids])
@@ -237,23 +246,23 @@ class ReducedVocabularyDraft(nn.Module):
 
     @property
     def draft_ids(self) -> Tensor:
-        """(V_d,) int64: the target's ids of what `lm_head` predicts."""
+        """Target ids that `lm_head` predicts, (V_d,) int64."""
         return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
     def teacher(self, last: Tensor, target_head: Tensor) -> Teacher:
-        """From the target's last hidden states (B, S, H) and its head (V, H)."""
+        """Return the teacher of the target's last hidden states (B, S, H) and head (V, H)."""
         draft_index = torch.where(self.t2d, self.t2d.cumsum(0) - 1, -1)
         return Teacher(last.flatten(0, 1), target_head, self.draft_ids, draft_index)
 
     def to_target_vocab(self, probabilities: Tensor) -> Tensor:
-        """(…, V_d) to (…, V): tokens outside the draft's vocabulary have probability 0."""
+        """(…, V_d) to (…, V); tokens outside the draft's vocabulary get probability 0."""
         whole = probabilities.new_zeros(*probabilities.shape[:-1], self.t2d.numel())
         whole[..., self.draft_ids] = probabilities
         return whole
 
 
 def require_draft_ids(strategy: str, vocab: VocabMapping | None, draft_vocab_size: int, target: TargetParts) -> Tensor:
-    """(V_d,) int64, target ids of the mapping's tokens, ascending.
+    """Return the target ids of the mapping's tokens, (V_d,) int64, ascending.
 
     Raises:
         ConfigError: there is no mapping, or it is for another target or size.

@@ -25,14 +25,14 @@ _OF_THE_MODEL = re.compile(r"^(?!mtp\.)(?!.*\.layers\.\d)(?!.*(vision|visual|aud
 
 @dataclass(frozen=True)
 class TargetParts:
-    """What a draft takes from its target: sizes, rope, embedding and head.
+    """The parts of a target that its drafts are built from: sizes, rope, embedding and head.
 
     Attributes:
         embedding: (V, H), in the dtype of the target's files.
         head: (V, H), same dtype; the same tensor object as `embedding` where the target ties them.
         rope: rope parameters in the form of transformers 5 (`rope_type`, `rope_theta`, ...).
-        embedding_scale: by what the target multiplies rows of `embedding` as it looks them up.
-        own: what of the rest is the draft's own and not the target's, a sentence each.
+        embedding_scale: factor by which the target multiplies rows of `embedding` at lookup.
+        own: what differs from the target because the draft has its own, a sentence each.
     """
 
     hidden_size: int
@@ -55,7 +55,7 @@ class TargetParts:
         return self.head is self.embedding
 
     def with_layer_options(self, options: LayerOptions) -> TargetParts:
-        """With what a draft's own options say instead of the target."""
+        """Return a copy in which options of the draft replace the target's values."""
         return replace(
             self,
             head_dim=options.head_dim or self.head_dim,
@@ -65,10 +65,10 @@ class TargetParts:
 
     @classmethod
     def load(cls, target: TargetFiles, tensors: bool = True) -> TargetParts:
-        """Read config, embedding and head of a directory or a pinned hub id; of a sharded target only their shards.
+        """Read config, embedding and head from a directory or a pinned hub id; only the shards that hold them.
 
         Args:
-            tensors: False reads the config alone: embedding and head are on device meta, with the shapes that follow.
+            tensors: False reads the config alone; embedding and head are on device meta, with shapes from the config.
 
         Raises:
             ConfigError: no such target, an unreadable config, or an architecture whose head this cannot reproduce.
@@ -76,12 +76,12 @@ class TargetParts:
         """
         files = ModelFiles(target)
         files.require_folder()
-        whole = _config(files)
+        whole = _read_config(files)
         config = whole.get_text_config()
-        weights = _Weights(target) if tensors else _NoData()
+        weights = _Weights(target) if tensors else _MetaWeights()
         shape = (config.vocab_size, config.hidden_size)
         embedding = weights.read(".embed_tokens.weight", shape)
-        # A wrapper that ties says so itself, and not always in its text part.
+        # A multimodal wrapper has its own flag for tying, not always repeated in its text config.
         tied = _ties(config) or (_ties(whole) and not weights.has("lm_head.weight"))
         layers = choose_layer_shape(config)
         return cls(
@@ -97,14 +97,14 @@ class TargetParts:
 
 
 class _Weights:
-    """Single tensors out of the target's safetensors, sharded or not."""
+    """Single tensors of the target's safetensors files, sharded or not."""
 
     def __init__(self, target: TargetFiles) -> None:
         self._where = ModelFiles(target).where
         self._files = WeightFiles(target)
 
     def read(self, suffix: str, shape: tuple[int, int]) -> Tensor:
-        """The one tensor of the language model whose name ends with `suffix`, copied out of its file."""
+        """Return a copy of the one tensor of the language model whose name ends with `suffix`."""
         names = self._named(suffix)
         if len(names) != 1:
             found = f"several: {sorted(names)}" if names else f"none among {len(self._files)} tensors"
@@ -128,8 +128,8 @@ def _ties(config: Any) -> bool:
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
-class _NoData:
-    """Instead of `_Weights`: tensors that have a shape and nothing else."""
+class _MetaWeights:
+    """Stand-in for `_Weights` that returns tensors on device meta."""
 
     def has(self, suffix: str) -> bool:
         return True
@@ -138,8 +138,8 @@ class _NoData:
         return torch.empty(shape, device="meta")
 
 
-def _config(files: ModelFiles) -> Any:
-    """The model's configuration, the language model in it checked for heads that need more than one matrix product."""
+def _read_config(files: ModelFiles) -> Any:
+    """Return the model's config; raise ConfigError if its head needs more than one matrix product."""
     from transformers import AutoConfig
 
     path = files.find_file("config.json")
@@ -157,6 +157,6 @@ def _config(files: ModelFiles) -> Any:
     missing = [key for key in needed if not isinstance(getattr(config, key, None), int)]
     if missing:
         raise ConfigError(
-            f"{path}: {', '.join(missing)} missing, or no number: drafts need a decoder with attention as their target"
+            f"{path}: {', '.join(missing)} missing or not a number: the target of a draft must be a decoder with attention"
         )
     return whole

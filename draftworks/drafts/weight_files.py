@@ -1,4 +1,4 @@
-"""A target's tensors by name, found by the headers of its safetensors files alone and read one at a time."""
+"""A target's tensors by name, located by the headers of its safetensors files and read one at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draftworks.targets.safetensors_headers import BITS
 
 
 class WeightFiles(Mapping[str, Path]):
-    """The file of each tensor of a target, which is looked for, and fetched, when the tensor is asked for.
+    """The file of each tensor of a target; a file is looked up, and fetched, when one of its tensors is asked for.
 
     Raises:
         ConfigError: no such directory, or the hub cannot be reached.
@@ -30,11 +30,11 @@ class WeightFiles(Mapping[str, Path]):
     def __init__(self, target: TargetFiles) -> None:
         files = ModelFiles(target)
         files.require_folder()
-        self._opened = cache(_opened)  # a map of the file each, without its pages
+        self._open = cache(_open)  # memory maps; no page is read yet
         self._existing = cache(files.require_file)
         index = files.read_index()
         if index is None:
-            index = dict.fromkeys(self._opened(files.require_file(WEIGHTS)).keys(), WEIGHTS)
+            index = dict.fromkeys(self._open(files.require_file(WEIGHTS)).keys(), WEIGHTS)
         self._names = index
 
     def __getitem__(self, name: str) -> Path:
@@ -47,14 +47,14 @@ class WeightFiles(Mapping[str, Path]):
         return len(self._names)
 
     def open_tensor(self, name: str) -> Any:
-        """A tensor that is read when it is indexed."""
+        """Return a lazy tensor, read from the file when it is indexed."""
         try:
-            return self._opened(self[name]).get_slice(name)
+            return self._open(self[name]).get_slice(name)
         except SafetensorError as error:
-            raise StoreError(f"{self[name]}: {name} is not here, though the index says so: {error}") from error
+            raise StoreError(f"{self[name]}: {name} is not in this file, but the index says it is: {error}") from error
 
     def read_rows(self, name: str, row_ids: Tensor) -> Tensor:
-        """Single rows of a matrix; the others are not read."""
+        """Return single rows of a matrix; the others are not read."""
         part = self.open_tensor(name)
         return torch.cat([part[number : number + 1] for number in row_ids.tolist()])
 
@@ -63,7 +63,7 @@ class WeightFiles(Mapping[str, Path]):
         return prod(part.get_shape()) * BITS.get(part.get_dtype(), 8) // 8
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return safe_open(require_file(path), framework="pt")
     except (SafetensorError, OSError) as error:

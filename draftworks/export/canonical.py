@@ -13,7 +13,7 @@ from torch import Tensor
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.data.vocab import VocabMapping
-from draftworks.drafts.draft_io import WEIGHTS, DraftConfig, read_config, read_weights
+from draftworks.drafts.draft_io import WEIGHTS, DraftConfig, read_draft_config, read_weights
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
@@ -46,7 +46,7 @@ class CanonicalDraft:
         Raises:
             StoreError: not a draft, damaged, or of another target.
         """
-        record = read_config(folder)
+        record = read_draft_config(folder)
         if record.target_digest != target.digest:
             raise StoreError(
                 f"{folder}: a draft of the target with digest {record.target_digest}, expected {target.digest} "

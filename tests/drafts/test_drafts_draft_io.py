@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftworks.drafts.draft_io import CONFIG, WEIGHTS, load_draft, read_config, save_draft
+from draftworks.drafts.draft_io import CONFIG, WEIGHTS, load_draft, read_draft_config, save_draft
 from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
 from draftworks.errors import StoreError
 from draftworks.features.contracts import TrainBatch
@@ -62,7 +62,7 @@ def test_round_trip(tmp_path: Path) -> None:
     draft, other = Small(), Small()
     save_draft(tmp_path, draft, TARGET, provenance={"steps": 3})
     config = load_draft(tmp_path, other, TARGET)
-    assert config == read_config(tmp_path)
+    assert config == read_draft_config(tmp_path)
     assert (config.strategy, config.target_digest, config.provenance) == ("eagle3", TARGET, {"steps": 3})
     for name, tensor in draft.model.state_dict().items():
         assert torch.equal(other.model.state_dict()[name], tensor)

@@ -167,7 +167,7 @@ def test_folders_that_cannot_be_written_are_errors(fleet):
 
 def test_no_weights_are_read_and_nothing_is_allocated(fleet, monkeypatch):
     read, made = [], []
-    monkeypatch.setattr(weight_files, "_opened", lambda path: read.append(path))
+    monkeypatch.setattr(weight_files, "_open", lambda path: read.append(path))
     plain = torch.nn.Module.__init__
 
     def watched(self, *args, **kwargs):

@@ -12,7 +12,7 @@ from draft_run_files import DFLASH_OPTIONS, OPTIONS, TRAINING, RunFiles
 from safetensors.torch import load_file
 
 from draftworks.config.run_files import VOCAB_FILE, TargetFiles, TrainRun
-from draftworks.drafts.draft_io import read_config
+from draftworks.drafts.draft_io import read_draft_config
 from draftworks.errors import ConfigError, DataError, DraftworksError, StoreError
 from draftworks.evaluation.report.report import Report
 from draftworks.features.manifest import read_feature_set, write_feature_set
@@ -42,7 +42,7 @@ def test_training_leaves_draft_history_and_picture(files: RunFiles) -> None:
     assert (report["steps"], report["world_size"]) == (history.steps, 1) == (8, 1)
     assert report["last_loss"] < report["first_loss"]
     assert report["peak_rss_bytes"] > 2**20
-    config = read_config(run.out)
+    config = read_draft_config(run.out)
     assert config.weights_digest == report["weights_digest"]
     assert config.provenance["steps"] == 8
     assert "embed_tokens" not in load_file(run.out / "model.safetensors")

@@ -14,7 +14,7 @@ from draft_run_files import OPTIONS, STREAMS, TRAINING, RunFiles
 from safetensors.torch import load_file
 
 from draftworks.config.run_files import TargetFiles, TrainRun
-from draftworks.drafts.draft_io import read_config
+from draftworks.drafts.draft_io import read_draft_config
 from draftworks.errors import StoreError
 from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.programs.failure import RankFailure
@@ -87,7 +87,7 @@ def test_terminated_torchrun_goes_on_to_the_same_weights(files: RunFiles) -> Non
     undisturbed.out.mkdir()
     both = [started(torchrun(files.folder / "more-logs"), each) for each in (run, undisturbed)]
     assert [process.wait(DEADLINE_S) for process in both] == [0, 0]
-    assert read_config(run.out).weights_digest == read_config(undisturbed.out).weights_digest
+    assert read_draft_config(run.out).weights_digest == read_draft_config(undisturbed.out).weights_digest
     sessions = History.load(run.out / "history.json").sessions
     assert [(session.start_step, session.world_size) for session in sessions] == [(0, 2), (stopped_after, 2)]
 
@@ -110,7 +110,7 @@ def test_published_weights_are_those_of_the_best_or_the_last_checkpoint(
     """No evaluation is better than the first one by so much."""
     run = files.train_run(training=TRAINING.model_copy(update={"publish": publish, "best_min_delta": 1e6}))
     report = train(run, ProgramContext())
-    provenance = read_config(run.out).provenance
+    provenance = read_draft_config(run.out).provenance
     assert (
         (provenance["published_step"], provenance["steps"]) == (report["published_step"], report["steps"]) == (step, 8)
     )

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from draftworks.drafts.documents import ActivePositions, Documents
-from draftworks.drafts.draft_io import load_draft, read_config, save_draft
+from draftworks.drafts.draft_io import load_draft, read_draft_config, save_draft
 from draftworks.errors import StoreError
 from draftworks.strategies.eagle3.options import EAGLE3, Eagle3Options
 
@@ -117,7 +117,7 @@ def test_a_norm_that_nothing_reads_is_kept_as_it_is(make_strategy):
 def test_a_saved_draft_says_enough_to_build_it_again(make_strategy, variant, tmp_path):
     strategy, samples = make_strategy(**variant.options), samples_of(variant, torch.float32)
     save_draft(tmp_path, strategy, "target")
-    written = read_config(tmp_path).draft
+    written = read_draft_config(tmp_path).draft
     assert written["feature_names"] == [*variant.taps, "last"]
     options = EAGLE3.parse_options(written["options"], where="test")
     assert options == strategy.options
