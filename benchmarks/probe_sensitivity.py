@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftworks.capture.engines.hf import HFTargetEngine, load_hf_engine
-from draftworks.capture.probe.stream_difference import KnownStream, compare_stream, known_streams
+from draftworks.capture.probe.stream_difference import KnownStream, build_known_streams, compare_stream
 from draftworks.capture.probe.streamed_forward import StreamedTarget
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
@@ -73,15 +73,15 @@ def refused(folder: Path, dtype: str, known: dict[str, KnownStream]) -> bool:
 
 def measure(dtype: str) -> dict[str, object]:
     streams = StreamedTarget(target_in(MODEL)).run(prompts(), 8, getattr(torch, dtype))
-    known = known_streams(streams, getattr(torch, dtype))
+    known = build_known_streams(streams, getattr(torch, dtype))
     found = captured(engine_of(MODEL, dtype))
     rows = {}
     for index, (name, stream) in enumerate(known.items()):
         following = list(known)[min(index + 1, len(known) - 2)]
         rows[name] = {
-            "sound": stream.difference(found[name]),
+            "sound": stream.measure_difference(found[name]),
             "allowed": stream.allowed,
-            "one layer on": stream.difference(found[following]) if name != "last" else None,
+            "one layer on": stream.measure_difference(found[following]) if name != "last" else None,
         }
     noticed = None
     for share in SHARES:

@@ -11,7 +11,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-def in_background(
+def run_in_background(
     work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Future[Result]:
     """Run `work` in a thread of its own, a daemon: the threads of an executor are waited for when the program ends, and a

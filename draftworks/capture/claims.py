@@ -29,7 +29,7 @@ Batches = Sequence[Sequence[SampleJob]]
 
 
 @dataclass(frozen=True)
-class Taken:
+class Claimed:
     """What a process may capture of what it asked for, and a lock that one of those who have the rest holds."""
 
     own: frozenset[str]
@@ -43,7 +43,7 @@ class Claims:
         self._folder = store_root / "claims"
 
     @contextmanager
-    def take(self, keys: Collection[str]) -> Iterator[Taken]:
+    def take(self, keys: Collection[str]) -> Iterator[Claimed]:
         """Claim those of the keys that no other living process has, for as long as the block lasts."""
         claim = self._folder / uuid.uuid4().hex
         lock = FileLock(claim.with_suffix(".lock"), thread_local=False)
@@ -52,14 +52,14 @@ class Claims:
         except (OSError, NotImplementedError) as error:
             lock.release()
             log.warning("%s: nothing can be claimed (%s): what two runs want, both may capture", self._folder, error)
-            yield Taken(frozenset(keys))
+            yield Claimed(frozenset(keys))
             return
         try:
             yield taken
         finally:
             self._give_back(claim, lock)
 
-    def _claim(self, claim: Path, lock: FileLock, keys: frozenset[str]) -> Taken:
+    def _claim(self, claim: Path, lock: FileLock, keys: frozenset[str]) -> Claimed:
         self._folder.mkdir(exist_ok=True)
         with self._alone():
             left, busy = keys, None
@@ -70,7 +70,7 @@ class Claims:
             lock.acquire(timeout=0)
             with publish_file(claim.with_suffix(".keys")) as staging:
                 staging.write_text("".join(f"{key}\n" for key in left))
-        return Taken(left, busy)
+        return Claimed(left, busy)
 
     def _give_back(self, claim: Path, lock: FileLock) -> None:
         """Its keys first: whoever finds these without a holder takes them for those of a dead process."""
@@ -100,7 +100,7 @@ def _living_claim(path: Path) -> frozenset[str]:
     return frozenset()
 
 
-def shared_out(
+def share_out(
     windows: Sequence[Batches], store: KeyedFeatureStore, claims: Claims, whole: bool = False
 ) -> Generator[Batches, None, None]:
     """What is still to be captured of each window, and by nobody else at this moment; it is on disk when the next is asked for.

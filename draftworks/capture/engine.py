@@ -21,7 +21,7 @@ from draftworks.errors import CaptureError, ConfigError
 from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap, digest
 
 
-def request_seed(seed: int, key: str) -> int:
+def derive_seed(seed: int, key: str) -> int:
     """A seed for one request, 0 to 2**31 - 1: `key` tells it from the others of a run."""
     hashed = sha256(f"{seed}/{key}".encode()).digest()
     return int.from_bytes(hashed[:4], "big") >> 1
@@ -64,7 +64,7 @@ class TargetEngine(ABC):
         return (self,)
 
     @abstractmethod
-    def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
+    def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
         """Hidden states of every row: by stream name ("hf3", "last"), each (S, H) on CPU in the compute dtype, S the
         row's own length.
 
@@ -73,7 +73,7 @@ class TargetEngine(ABC):
         """
 
     @abstractmethod
-    def logits(self, token_rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """The target's own logits at the end of every row, (R, V) on CPU: what capture is verified against.
 
         R is at least 1 and at most S, as many as the engine can give at no great cost.
@@ -174,7 +174,7 @@ def find_backend(name: str) -> Backend:
     return KNOWN_BACKENDS[name]
 
 
-def engine_identity(capture: CaptureSpec) -> EngineIdentity:
+def make_engine_identity(capture: CaptureSpec) -> EngineIdentity:
     """Identity of the engine that `capture` asks for, without loading it.
 
     The compute dtype is part of it: states computed in bfloat16 and stored in float32 are not those computed in float32.
@@ -200,9 +200,9 @@ def load_engine(
     return getattr(importlib.import_module(module), attribute)(target, capture, device, place)
 
 
-def check_token_rows(token_rows: Sequence[Sequence[int]], context: int, vocab_size: int) -> None:
+def check_sequences(sequences: Sequence[Sequence[int]], context: int, vocab_size: int) -> None:
     """CaptureError for a row that is empty, longer than the context or has ids outside the vocabulary."""
-    for index, row in enumerate(token_rows):
+    for index, row in enumerate(sequences):
         if not 0 < len(row) <= context:
             raise CaptureError(f"row {index} has {len(row)} tokens, expected 1 to {context} (the context)")
         if min(row) < 0 or max(row) >= vocab_size:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftworks.capture.engine import engine_identity, find_backend
+from draftworks.capture.engine import find_backend, make_engine_identity
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError
@@ -36,7 +36,7 @@ class StreamPlan:
             )
         last = find_backend(run.capture.backend).last_hidden
         taps = tuple(LayerTap(k) for k in sorted(set(run.taps)))
-        identity = FeatureIdentity(run.target.digest, engine_identity(run.capture), run.capture.dtype)
+        identity = FeatureIdentity(run.target.digest, make_engine_identity(run.capture), run.capture.dtype)
         return cls((*taps, last), identity, run.target.hidden_size)
 
     @property
@@ -47,11 +47,11 @@ class StreamPlan:
     def names(self) -> tuple[str, ...]:
         return tuple(stream.name for stream in self.streams)
 
-    def keys(self, token_digest: str) -> dict[str, str]:
+    def make_keys(self, token_digest: str) -> dict[str, str]:
         """Feature key by stream name: a function of the sample's tokens, never of its batch or its id."""
         return {stream.name: self.identity.key(token_digest, stream) for stream in self.streams}
 
-    def specs(self, num_tokens: int) -> dict[str, FeatureSpec]:
+    def make_specs(self, num_tokens: int) -> dict[str, FeatureSpec]:
         shape = (num_tokens, self.hidden_size)
         return {
             stream.name: FeatureSpec(
@@ -89,12 +89,12 @@ class CapturePlan:
     jobs: tuple[SampleJob, ...]
     nbytes: int
 
-    def share(self, rank: int, world: int) -> list[SampleJob]:
+    def select_share(self, rank: int, world: int) -> list[SampleJob]:
         return [job for job in self.jobs if job.owner(world) == rank]
 
-    def nbytes_of(self, job: SampleJob) -> int:
+    def count_bytes(self, job: SampleJob) -> int:
         """What storing a sample's missing streams takes."""
-        specs = self.streams.specs(job.num_tokens)
+        specs = self.streams.make_specs(job.num_tokens)
         return sum(specs[name].nbytes for name in job.missing)
 
     def describe(self) -> str:
@@ -116,14 +116,14 @@ def plan_capture(run: CaptureRun, tokens: Sequence[TokenRow], store: KeyedFeatur
     streams = StreamPlan.of(run)
     for row in tokens:
         _check_row(row, run)
-    keys_of_rows = [streams.keys(row.token_digest) for row in tokens]
+    keys_of_rows = [streams.make_keys(row.token_digest) for row in tokens]
     lacking = set(store.find_missing(key for keys in keys_of_rows for key in keys.values()))
     jobs, nbytes = [], 0
     for index, (row, keys) in enumerate(zip(tokens, keys_of_rows, strict=True)):
         missing = tuple(name for name, key in keys.items() if key in lacking)
         if missing:
             lacking.difference_update(keys[name] for name in missing)
-            specs = streams.specs(len(row.input_ids))
+            specs = streams.make_specs(len(row.input_ids))
             nbytes += sum(specs[name].nbytes for name in missing)
             jobs.append(SampleJob(index, row.sample_id, len(row.input_ids), keys, missing))
     return CapturePlan(streams, len(tokens), tuple(jobs), nbytes)
@@ -146,7 +146,7 @@ def require_budget(plan: CapturePlan, run: CaptureRun) -> None:
         )
 
 
-def batches(jobs: Sequence[SampleJob], batch_tokens: int) -> Iterator[list[SampleJob]]:
+def make_batches(jobs: Sequence[SampleJob], batch_tokens: int) -> Iterator[list[SampleJob]]:
     """Jobs of similar length together, the longest first, at most `batch_tokens` with padding (or a single sample)."""
     batch: list[SampleJob] = []
     for job in sorted(jobs, key=lambda each: (-each.num_tokens, each.row)):
@@ -158,12 +158,14 @@ def batches(jobs: Sequence[SampleJob], batch_tokens: int) -> Iterator[list[Sampl
         yield batch
 
 
-def windows(plan: CapturePlan, cut: Iterable[Sequence[SampleJob]], nbytes: int) -> Iterator[list[Sequence[SampleJob]]]:
+def make_windows(
+    plan: CapturePlan, cut: Iterable[Sequence[SampleJob]], nbytes: int
+) -> Iterator[list[Sequence[SampleJob]]]:
     """Batches in their order, as many together as store at most `nbytes` (or a single one)."""
     window: list[Sequence[SampleJob]] = []
     size = 0
     for batch in cut:
-        more = sum(plan.nbytes_of(job) for job in batch)
+        more = sum(plan.count_bytes(job) for job in batch)
         if window and size + more > nbytes:
             yield window
             window, size = [], 0

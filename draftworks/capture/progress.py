@@ -33,7 +33,7 @@ class Progress:
         """None before anything is done."""
         return self.seconds * (1 - self.share) / self.share if self.share else None
 
-    def line(self) -> dict[str, float | int | str]:
+    def summarize(self) -> dict[str, float | int | str]:
         """The figures worth a line of a log."""
         eta = "?" if self.eta_s is None else _duration(self.eta_s)
         return {self.unit: f"{self.done}/{self.total}", "tokens/s": round(self.tokens_per_s), "eta": eta}

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftworks.capture.begun import cut, forget
-from draftworks.capture.claims import Claims, shared_out
+from draftworks.capture.batch_notes import cut_batches, remove_note
+from draftworks.capture.claims import Claims, share_out
 from draftworks.capture.engine import TargetEngine, find_backend
 from draftworks.capture.plan import (
     GB,
     CapturePlan,
     SampleJob,
     StreamPlan,
+    make_windows,
     plan_capture,
     require_budget,
-    windows,
 )
 from draftworks.capture.progress import Progress, ProgressCallback
 from draftworks.capture.verify import check_head, verify_capture
@@ -109,7 +109,7 @@ def capture_missing(
     plan = plan_capture(run, tokens, store)
     log.info(plan.describe())
     require_budget(plan, run)
-    session = _Session(run, plan, store, tokens, cut(run, plan, tokens, rank, world), progress, confirm)
+    session = _Session(run, plan, store, tokens, cut_batches(run, plan, tokens, rank, world), progress, confirm)
     try:
         return session.run(engine)
     finally:
@@ -145,7 +145,7 @@ def write_manifest(
         )
     left = [ref for ref in refs if ref.sample_id not in excused]
     manifest = write_feature_set(run.out, left, _identity(run, streams), streams.names, store.uri)
-    forget(run, tokens)
+    remove_note(run, tokens)
     return manifest
 
 
@@ -218,8 +218,8 @@ class _Session:
     def run(self, factory: EngineFactory) -> CaptureSummary:
         """Capture, together with whoever else captures into this store: what another has at work is left to it."""
         started = time.monotonic()
-        shared = shared_out(
-            list(windows(self._plan, self._batches, self._run.capture.shard_mb << 20)),
+        shared = share_out(
+            list(make_windows(self._plan, self._batches, self._run.capture.shard_mb << 20)),
             self._store,
             Claims(self._run.store.root),
             whole=find_backend(self._run.capture.backend).repeatable,
@@ -345,13 +345,13 @@ class _Session:
 
 
 def _ref(run: CaptureRun, streams: StreamPlan, store: KeyedFeatureStore, row: TokenRow, index: int) -> SampleRef:
-    specs = streams.specs(len(row.input_ids))
+    specs = streams.make_specs(len(row.input_ids))
     return SampleRef(
         sample_id=row.sample_id,
         run_id=digest(_identity(run, streams)),
         source_task_id=row.sample_id,
         feature_store_uri=store.uri,
-        feature_keys=streams.keys(row.token_digest),
+        feature_keys=streams.make_keys(row.token_digest),
         feature_specs=specs,
         target_model_version=run.target.digest,
         tokenizer_version=run.target.tokenizer_digest,

@@ -50,7 +50,7 @@ def _remedy(dtype: str) -> str:
 
 
 def check_head(
-    engine: TargetEngine, sample_ids: Sequence[str], token_rows: Sequence[Sequence[int]], last: Sequence[Tensor]
+    engine: TargetEngine, sample_ids: Sequence[str], sequences: Sequence[Sequence[int]], last: Sequence[Tensor]
 ) -> None:
     """The target's own head on the captured `last` gives the logits of a separate, plain forward pass.
 
@@ -61,7 +61,7 @@ def check_head(
         CaptureError: `last` is not what the head reads (wrong norm convention), or the target changes its logits after
             the head (softcap, scaling).
     """
-    for sample_id, row, hidden in zip(sample_ids, token_rows, last, strict=True):
+    for sample_id, row, hidden in zip(sample_ids, sequences, last, strict=True):
         expected = engine.logits([row])[0].double()
         found = engine.head_logits(hidden[-len(expected) :]).double()
         scale = max(1.0, float(expected.abs().max()))

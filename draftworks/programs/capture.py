@@ -47,7 +47,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
             tokens,
             ctx.rank,
             ctx.world_size,
-            progress=lambda now: ctx.report_progress(now.line()),
+            progress=lambda now: ctx.report_progress(now.summarize()),
             confirm=probe.confirm if run.capture.server.external else None,
         )
         summaries = gather_from_ranks(summary)  # also the barrier before the manifest is written

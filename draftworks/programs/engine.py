@@ -67,12 +67,12 @@ def prepare_server(name: str, registry: Registry) -> SGLangServer:
     files = resolve_target(target, registry, FileDigests(registry.resolve_var_folder() / "digests.json"))
     check_requirements(target, files, registry)
 
-    from draftworks.capture.engines.sglang_loading import layers_to_capture, server_options  # torch
+    from draftworks.capture.engines.sglang_loading import build_server_options, select_layers  # torch
     from draftworks.distributed.process_group import resolve_device
 
     taps = tuple(LayerTap(index) for index in collect_taps(target, files.num_layers))
     device = resolve_device(target.capture.device)
-    options = server_options(files, target.capture, device, spool, layers_to_capture(taps))
+    options = build_server_options(files, target.capture, device, spool, select_layers(taps))
     sglang = registry.load_deployment().sglang
     python = (registry.root / sglang.python).absolute()
     folder = registry.resolve_var_folder() / "engines" / name

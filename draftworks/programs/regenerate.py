@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from draftworks.capture.answers.answer_sets import capture_spec
 from draftworks.capture.answers.answerers import Answerer, EngineAnswerer
 from draftworks.capture.answers.endpoint import EndpointAnswerer
-from draftworks.capture.answers.published import capture_spec
-from draftworks.capture.answers.regenerate import longest_sample, regenerate_by
+from draftworks.capture.answers.regenerate import find_max_sample_length, regenerate_with
 from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.config.run_files import RegenerateRun
 from draftworks.data.chat import ChatTokenizer
@@ -29,7 +29,7 @@ def regenerate(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
             closing.callback(made.close)
             return made
 
-        summary = regenerate_by(run, answerer, chat, progress=lambda now: ctx.report_progress(now.line()))
+        summary = regenerate_with(run, answerer, chat, progress=lambda now: ctx.report_progress(now.summarize()))
     return {
         **summary.tokens,
         "conversations": summary.conversations,
@@ -41,13 +41,13 @@ def regenerate(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
 
 
 def _loaded(run: RegenerateRun, chat: ChatTokenizer, folder: Path) -> Answerer:
-    place = EnginePlace(folder, sglang=run.sglang, longest=longest_sample(run))
+    place = EnginePlace(folder, sglang=run.sglang, longest=find_max_sample_length(run))
     engine = load_engine(run.target, capture_spec(run), resolve_device(run.device), place)
-    return EngineAnswerer(engine, run.responses, chat, longest_sample(run))
+    return EngineAnswerer(engine, run.responses, chat, find_max_sample_length(run))
 
 
 def _asked(run: RegenerateRun, chat: ChatTokenizer) -> Answerer:
-    return EndpointAnswerer(run.responses, run.target, chat, longest_sample(run), os.environ)
+    return EndpointAnswerer(run.responses, run.target, chat, find_max_sample_length(run), os.environ)
 
 
 if __name__ == "__main__":

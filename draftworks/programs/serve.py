@@ -147,7 +147,7 @@ class _AnsweringProgress:
         self._tokens += len(answer.output_ids)
         seconds = time.monotonic() - self._started
         progress = Progress("answers", self._done, self._total, self._done / self._total, self._tokens, seconds)
-        self._ctx.report_progress(progress.line(), force=self._done == self._total)
+        self._ctx.report_progress(progress.summarize(), force=self._done == self._total)
 
 
 def _ask(

@@ -7,18 +7,20 @@ import sys
 
 import pytest
 
-from draftworks.capture.background import in_background
+from draftworks.capture.background import run_in_background
 
 GENEROUS_S = 60
 
 
 def test_its_result_and_its_error_come_back():
-    assert in_background(divmod, 7, 2).result(GENEROUS_S) == (3, 1)
+    assert run_in_background(divmod, 7, 2).result(GENEROUS_S) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        in_background(divmod, 7, 0).result(GENEROUS_S)
+        run_in_background(divmod, 7, 0).result(GENEROUS_S)
 
 
 def test_a_program_ends_while_it_still_waits():
-    waits = "import threading\nfrom draftworks.capture.background import in_background\n"
-    waits += "begun = threading.Event()\nin_background(lambda: (begun.set(), threading.Event().wait()))\nbegun.wait()"
+    waits = "import threading\nfrom draftworks.capture.background import run_in_background\n"
+    waits += (
+        "begun = threading.Event()\nrun_in_background(lambda: (begun.set(), threading.Event().wait()))\nbegun.wait()"
+    )
     assert subprocess.run([sys.executable, "-c", waits], timeout=GENEROUS_S, check=False).returncode == 0

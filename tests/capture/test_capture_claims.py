@@ -14,7 +14,7 @@ import pytest
 import torch
 from capture_toys import WatchedEngine, capture_run, random_rows
 
-from draftworks.capture.claims import Claims, shared_out
+from draftworks.capture.claims import Claims, share_out
 from draftworks.capture.plan import SampleJob
 from draftworks.capture.session import capture_features, write_manifest
 from draftworks.features.contracts import SampleRef
@@ -41,7 +41,7 @@ class Sharer:
 
     def __init__(self, root: Path, *windows: list[SampleJob]) -> None:
         self._store = LocalFeatureStore(root)
-        self._shared = shared_out([[window] for window in windows], self._store, Claims(root))
+        self._shared = share_out([[window] for window in windows], self._store, Claims(root))
 
     def step(self) -> list[str]:
         """What it captures now; nothing of it is stored before it asks for more."""
@@ -123,13 +123,13 @@ class OneAtATime(WatchedEngine):
 
     lock = threading.Lock()
 
-    def capture(self, token_rows, taps):
+    def capture(self, sequences, taps):
         with self.lock:
-            return super().capture(token_rows, taps)
+            return super().capture(sequences, taps)
 
-    def logits(self, token_rows):
+    def logits(self, sequences):
         with self.lock:
-            return super().logits(token_rows)
+            return super().logits(sequences)
 
 
 def tensors_of(root: Path) -> Counter[str]:

@@ -20,10 +20,10 @@ class Failing(WatchedEngine):
 
     token = -1
 
-    def capture(self, token_rows, taps):
-        if any(self.token in row for row in token_rows):
+    def capture(self, sequences, taps):
+        if any(self.token in row for row in sequences):
             raise CaptureError("the engine lost rows")
-        return super().capture(token_rows, taps)
+        return super().capture(sequences, taps)
 
 
 def failing_engine(engine, tokens, index: int) -> Failing:
@@ -62,8 +62,8 @@ def test_more_failing_samples_than_allowed_stop_the_run_and_keep_the_rest(tiny_t
 
 def test_an_engine_that_cannot_go_on_stops_the_run_at_once(tiny_target, tmp_path: Path, tiny_engine):
     class Dead(WatchedEngine):
-        def capture(self, token_rows, taps):
-            self.rows += token_rows
+        def capture(self, sequences, taps):
+            self.rows += sequences
             raise EngineError("it does not start")
 
     dead = Dead(tiny_engine)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from capture_toys import WatchedEngine, capture_run, random_rows
 
-from draftworks.capture.plan import batches, plan_capture
+from draftworks.capture.plan import make_batches, plan_capture
 from draftworks.capture.progress import Progress
 from draftworks.capture.session import capture_features, capture_missing, write_manifest
 from draftworks.data.token_rows import TokenRow
@@ -127,7 +127,7 @@ def test_ranks_share_the_work_without_overlap(tiny_target, tmp_path: Path, watch
 def test_batches_hold_similar_lengths_within_the_token_limit(tiny_target, tmp_path: Path):
     run, tokens = capture_run(tiny_target, tmp_path), random_rows(40)
     plan = plan_capture(run, tokens, LocalFeatureStore(run.store.root))
-    made = list(batches(plan.jobs, 90))
+    made = list(make_batches(plan.jobs, 90))
     assert sorted(job.row for batch in made for job in batch) == list(range(40))
     assert all(len(batch) * max(job.num_tokens for job in batch) <= 90 or len(batch) == 1 for batch in made)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftworks.capture.engine import engine_identity
+from draftworks.capture.engine import make_engine_identity
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.validation import parse_spec
 from draftworks.errors import ConfigError
@@ -17,14 +17,14 @@ FP8 = ["--quantization", "fp8"]
 def test_what_sglang_is_told_beside_the_registry_is_part_of_every_key(backend):
     plain = CaptureSpec(backend=backend)
     told = CaptureSpec(backend=backend, server={"args": FP8})
-    assert engine_identity(plain) == EngineIdentity("sglang-bfloat16", 1)
-    assert engine_identity(told) != engine_identity(plain)
+    assert make_engine_identity(plain) == EngineIdentity("sglang-bfloat16", 1)
+    assert make_engine_identity(told) != make_engine_identity(plain)
     assert told.identity() == {**plain.identity(), "args": FP8}
 
 
 def test_settings_of_a_server_that_is_not_used_are_part_of_no_key():
     assert CaptureSpec(server={"args": FP8}).identity() == CaptureSpec().identity()
-    assert engine_identity(CaptureSpec(server={"args": FP8})) == engine_identity(CaptureSpec())
+    assert make_engine_identity(CaptureSpec(server={"args": FP8})) == make_engine_identity(CaptureSpec())
 
 
 @pytest.mark.parametrize("args", [["--dtype", "float16"], ["--tp=2"], ["--log-level", "error", "--port", "1"]])

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from draftworks.capture.answers.published import answers_identity
-from draftworks.capture.engine import engine_identity
+from draftworks.capture.answers.answer_sets import make_answers_identity
+from draftworks.capture.engine import make_engine_identity
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec, StrategyEntry, TargetSpec
 from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.config.strategies import available_strategies, resolve_strategy
@@ -72,7 +72,7 @@ def keys_of_features() -> dict[str, Any]:
     tokens = token_digest([1, 2, 3])
     found = {}
     for name, capture in CAPTURES.items():
-        identity = FeatureIdentity(FILES.digest, engine_identity(capture), capture.dtype)
+        identity = FeatureIdentity(FILES.digest, make_engine_identity(capture), capture.dtype)
         found[name] = [identity.key(tokens, stream) for stream in (LayerTap(3), LastHidden())]
     return found
 
@@ -83,7 +83,7 @@ def answers() -> dict[str, Any]:
         return RegenerateRun(target=FILES, responses=responses, max_length=128, **folders)
 
     generating = {name: each for name, each in RESPONSES.items() if each.mode == "regenerate"}
-    return {name: digest(answers_identity(run(each))) for name, each in generating.items()}
+    return {name: digest(make_answers_identity(run(each))) for name, each in generating.items()}
 
 
 def answered() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from processes import ends
 from sglang_toys import SGLANG
 from typer.testing import CliRunner
 
-from draftworks.capture.engines.sglang_examination import require_server
+from draftworks.capture.engines.sglang_server_checks import require_server
 from draftworks.programs.cli import app
 from draftworks.sglang.client import SGLangClient
 from draftworks.sglang.server import find_free_port

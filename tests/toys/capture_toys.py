@@ -60,14 +60,14 @@ class WatchedEngine(TargetEngine):
         self.loads += 1
         return self
 
-    def capture(self, token_rows, taps):
-        self.rows += [tuple(row) for row in token_rows]
+    def capture(self, sequences, taps):
+        self.rows += [tuple(row) for row in sequences]
         self.taps |= {tap.name for tap in taps}
-        captured = self._engine.capture(token_rows, taps)
+        captured = self._engine.capture(sequences, taps)
         return captured if self.damage is None else [self.damage(streams) for streams in captured]
 
-    def logits(self, token_rows):
-        return self._engine.logits(token_rows)
+    def logits(self, sequences):
+        return self._engine.logits(sequences)
 
     def head_logits(self, last):
         return self._engine.head_logits(last)
@@ -80,7 +80,7 @@ class WatchedEngine(TargetEngine):
 class OneLayerOff(WatchedEngine):
     """Takes every stream one layer too late, as a server with another convention of layer ids does."""
 
-    def capture(self, token_rows, taps):
-        found = super().capture(token_rows, [LayerTap(tap.hf_index + 1) for tap in taps])
+    def capture(self, sequences, taps):
+        found = super().capture(sequences, [LayerTap(tap.hf_index + 1) for tap in taps])
         names = [*(tap.name for tap in taps), "last"]
         return [dict(zip(names, streams.values(), strict=True)) for streams in found]

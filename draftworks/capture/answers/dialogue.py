@@ -102,7 +102,7 @@ class Dialogue:
     def _sample(self) -> dict[str, Any]:
         return {"ids": self.ids, "generated": self._spans}
 
-    def record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         """What is written to the partial file: the sample, whether its last answer was cut by a limit, and how many
         answers were never written because the conversation stopped; in `earlier`, samples that end with earlier answers.
         """
@@ -117,7 +117,7 @@ class Dialogue:
         }
 
 
-def recorded_rows(record: Mapping[str, Any], original: Conversation, only_last_turn: bool = False) -> list[TokenRow]:
+def build_token_rows(record: Mapping[str, Any], original: Conversation, only_last_turn: bool = False) -> list[TokenRow]:
     """The tokenized samples of a record: the masks cover what was generated (or the last turn) and nothing else.
 
     The last sample has the id of the conversation, earlier ones have it with a number behind.
@@ -129,7 +129,7 @@ def recorded_rows(record: Mapping[str, Any], original: Conversation, only_last_t
     return [*(_row(sample, f"{original.id}.{number}", original) for number, sample in earlier), last]
 
 
-def recorded_conversation(record: Mapping[str, Any], original: Conversation) -> Conversation:
+def build_conversation(record: Mapping[str, Any], original: Conversation) -> Conversation:
     """The conversation of a record, under the id of the one it was made from."""
     return Conversation(original.id, tuple(Turn(*turn) for turn in record["turns"]), original.columns)
 

@@ -15,7 +15,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_at
 
 from draftworks.capture.answers.answerers import Answerer
 from draftworks.capture.answers.dialogue import Dialogue
-from draftworks.capture.engine import Generated, request_seed
+from draftworks.capture.engine import Generated, derive_seed
 from draftworks.config.responses import EndpointSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
@@ -25,7 +25,7 @@ from draftworks.endpoints.load_balancer import LoadBalancer
 from draftworks.errors import CaptureError, ConfigError, EngineError
 
 
-def request_fields(
+def build_request_fields(
     sampling: ResponseSpec,
     model: str,
     end_ids: Sequence[int],
@@ -61,7 +61,7 @@ def request_fields(
     return fields
 
 
-def messages_of(turns: Sequence[Turn]) -> list[dict[str, str]]:
+def to_messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
     """Turns as chat servers take them."""
     return [{"role": turn.role, "content": turn.content} for turn in turns]
 
@@ -100,7 +100,9 @@ class EndpointAnswerer(Answerer):
         self._sampling = sampling
         self._chat = chat
         self._max_length = max_length
-        self._fields = request_fields(sampling, endpoint.model or target.model, chat.eos_ids, chat.template_options)
+        self._fields = build_request_fields(
+            sampling, endpoint.model or target.model, chat.eos_ids, chat.template_options
+        )
         self._clients = [ChatClient(url, endpoint.timeout_s, key) for url in endpoint.base_urls]
         self._spread = LoadBalancer({client.url: client for client in self._clients}, endpoint.max_outstanding)
         self._closed = False
@@ -117,9 +119,9 @@ class EndpointAnswerer(Answerer):
 
     def _answer(self, dialogue: Dialogue, turn: int) -> Generated:
         limit = min(self._sampling.max_new_tokens, self._max_length - len(dialogue.ids))
-        body = {**self._fields, "messages": messages_of(dialogue.turns), "max_tokens": limit}
+        body = {**self._fields, "messages": to_messages(dialogue.turns), "max_tokens": limit}
         if self._sampling.temperature > 0:
-            body["seed"] = request_seed(self._sampling.seed, f"{turn}/{dialogue.id}")
+            body["seed"] = derive_seed(self._sampling.seed, f"{turn}/{dialogue.id}")
         completion = self._completed(body)
         self._check_prompt(completion, dialogue)
         return self._generated(completion, dialogue, limit)

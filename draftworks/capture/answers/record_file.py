@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from draftworks.capture.answers.sealed_lines import header, is_intact, is_sealed_file, sealed, unsealed
+from draftworks.capture.answers.sealed_lines import is_intact, is_sealed_file, make_header, seal, unseal
 from draftworks.errors import StoreError
 from draftworks.storage.atomic import publish_file, publish_json
 from draftworks.storage.regular_files import parse_json
@@ -23,7 +23,7 @@ from draftworks.storage.regular_files import parse_json
 log = logging.getLogger(__name__)
 
 
-class PartialFile:
+class RecordFile:
     """Records {"id": ..., ...}, one per line. Only their positions are kept in memory.
 
     Args:
@@ -48,9 +48,9 @@ class PartialFile:
             raise
         self._file.truncate(end)
         if end == 0:
-            self._append([header(identity)])
+            self._append([make_header(identity)])
 
-    def __enter__(self) -> PartialFile:
+    def __enter__(self) -> RecordFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -67,7 +67,7 @@ class PartialFile:
         line = self._file.readline()
         if not is_intact(line):
             raise StoreError(f"{self._path}: the record {record_id} was changed while it was in use. Run again")
-        return unsealed(json.loads(line))
+        return unseal(json.loads(line))
 
     def extend(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append records; they are on disk when this returns."""
@@ -97,7 +97,7 @@ class PartialFile:
         self._file.seek(0, os.SEEK_END)
         for record in records:
             starts.append(self._file.tell())
-            self._file.write(sealed(record))
+            self._file.write(seal(record))
         self._file.flush()
         os.fsync(self._file.fileno())
         return starts
@@ -132,10 +132,10 @@ class PartialFile:
                 return
             records = 0
             with publish_file(self._path) as staging, staging.open("wb") as file:
-                file.write(sealed(header(identity)))
+                file.write(seal(make_header(identity)))
                 for number, line in enumerate(stream, start=2):
                     if line.endswith(b"\n"):
-                        file.write(sealed(self._record(line, number)))
+                        file.write(seal(self._record(line, number)))
                         records = number - 1
         log.info("%s: its %d records are from before there were checksums, and have them now", self._path, records)
 
@@ -175,7 +175,7 @@ def _records_of(path: Path, identity: Mapping[str, Any]) -> Iterator[dict[str, A
         has_checksums = is_sealed_file(first)
         for number, line in enumerate(stream, start=2):
             if line.endswith(b"\n") and (is_intact(line) or not has_checksums):
-                yield unsealed(_record(line, path, number))
+                yield unseal(_record(line, path, number))
 
 
 def _noted_sizes(path: Path) -> dict[str, int]:

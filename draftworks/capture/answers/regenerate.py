@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from draftworks.capture.answers.answer_sets import MissingAnswers, open_kept_answers, publish_answers
 from draftworks.capture.answers.answerers import Answerer, EngineAnswerer
 from draftworks.capture.answers.dialogue import Dialogue
-from draftworks.capture.answers.published import Losses, kept_answers, publish_answers
-from draftworks.capture.answers.record_file import PartialFile
-from draftworks.capture.background import in_background
+from draftworks.capture.answers.record_file import RecordFile
+from draftworks.capture.background import run_in_background
 from draftworks.capture.engine import TargetEngine
 from draftworks.capture.progress import Progress, ProgressCallback
 from draftworks.config.run_files import RegenerateRun
@@ -39,7 +39,7 @@ class RegenerateSummary:
 
     conversations: int
     resumed: int
-    losses: Losses
+    losses: MissingAnswers
     generated_tokens: int
     seconds: float
     tokens: dict[str, Any]
@@ -52,15 +52,15 @@ def regenerate(
     progress: ProgressCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RegenerateSummary:
-    """Let a target engine answer; as `regenerate_by`. `engine` is called once, and only if something is left to generate."""
+    """Let a target engine answer; as `regenerate_with`. `engine` is called once, and only if something is left to generate."""
 
     def answerer() -> Answerer:
-        return EngineAnswerer(engine(), run.responses, chat, longest_sample(run))
+        return EngineAnswerer(engine(), run.responses, chat, find_max_sample_length(run))
 
-    return regenerate_by(run, answerer, chat, progress, clock)
+    return regenerate_with(run, answerer, chat, progress, clock)
 
 
-def regenerate_by(
+def regenerate_with(
     run: RegenerateRun,
     answerer: Callable[[], Answerer],
     chat: ChatTokenizer,
@@ -82,14 +82,14 @@ def regenerate_by(
         StoreError: the conversations or the kept answers are unreadable.
     """
     total = sum(1 for _ in read_conversations(run.conversations))
-    with kept_answers(run) as partial:
+    with open_kept_answers(run) as partial:
         worker = _Regeneration(run, answerer, chat, partial, total, progress, clock)
         worker.run()
         published = publish_answers(run, partial, worker.refused)
     return RegenerateSummary(total, worker.resumed, published.losses, worker.tokens, worker.seconds, published.tokens)
 
 
-def longest_sample(run: RegenerateRun) -> int:
+def find_max_sample_length(run: RegenerateRun) -> int:
     """Most tokens of a prompt and its answer."""
     return min(run.max_length, run.target.context)
 
@@ -108,7 +108,7 @@ class _Regeneration:
         run: RegenerateRun,
         answerer: Callable[[], Answerer],
         chat: ChatTokenizer,
-        partial: PartialFile,
+        partial: RecordFile,
         total: int,
         progress: ProgressCallback | None,
         clock: Callable[[], float],
@@ -121,7 +121,7 @@ class _Regeneration:
         self._total = total
         self._progress = progress
         self._clock = clock
-        self._max_length = longest_sample(run)
+        self._max_length = find_max_sample_length(run)
         self._rendered = run.responses.endpoint is not None
         self.resumed = sum(1 for each in read_conversations(run.conversations) if each.id in partial)
         self.refused: list[RejectedSample] = []
@@ -161,7 +161,7 @@ class _Regeneration:
         return self._answerer
 
     def _keep(self, finished: Sequence[Dialogue]) -> None:
-        self._partial.extend(dialogue.record() for dialogue in finished if dialogue.refused is None)
+        self._partial.extend(dialogue.to_record() for dialogue in finished if dialogue.refused is None)
         self._done += len(finished)
         self.tokens += sum(dialogue.generated for dialogue in finished)
         for dialogue in finished:
@@ -218,7 +218,7 @@ def _concurrently(work: Callable[[Dialogue], None], dialogues: Sequence[Dialogue
     waiting = iter(dialogues)
 
     def begun(count: int) -> dict[Future[None], Dialogue]:
-        return {in_background(work, dialogue): dialogue for dialogue in islice(waiting, count)}
+        return {run_in_background(work, dialogue): dialogue for dialogue in islice(waiting, count)}
 
     running = begun(threads)
     while running:

@@ -13,24 +13,24 @@ _SEAL = b', "checksum": "%b"}\n'
 _SEAL_LENGTH = len(_SEAL % (b"0" * 16))
 
 
-def sealed(record: Mapping[str, Any]) -> bytes:
+def seal(record: Mapping[str, Any]) -> bytes:
     """The record's line: its JSON, and as the last field the first 16 hex digits of the SHA-256 of that JSON."""
     body = json.dumps(record, ensure_ascii=True).encode()
     return body[:-1] + _SEAL % _checksum(body)
 
 
 def is_intact(line: bytes) -> bool:
-    """Whether a line is, byte for byte, one that `sealed` made."""
+    """Whether a line is, byte for byte, one that `seal` made."""
     body = line[:-_SEAL_LENGTH] + b"}"
     return line == body[:-1] + _SEAL % _checksum(body)
 
 
-def unsealed(record: Mapping[str, Any]) -> dict[str, Any]:
+def unseal(record: Mapping[str, Any]) -> dict[str, Any]:
     """What a line was made of."""
     return {key: value for key, value in record.items() if key != "checksum"}
 
 
-def header(identity: Mapping[str, Any]) -> dict[str, Any]:
+def make_header(identity: Mapping[str, Any]) -> dict[str, Any]:
     """The first record of a file in which every other one is sealed."""
     return {"identity": dict(identity), "sealed": True}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftworks.capture.engine import EnginePlace, Generated, TargetEngine, engine_identity, find_backend
+from draftworks.capture.engine import EnginePlace, Generated, TargetEngine, find_backend, make_engine_identity
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError, EngineError
@@ -34,7 +34,9 @@ def load_custom_engine(
             f"capture.custom.entry_point {entry_point}: expected it to return a draftworks.capture.engine.TargetEngine, "
             f"found {_kind(engine)}"
         )
-    return CheckedEngine(engine, engine_identity(capture), target, getattr(torch, capture.compute_dtype), entry_point)
+    return CheckedEngine(
+        engine, make_engine_identity(capture), target, getattr(torch, capture.compute_dtype), entry_point
+    )
 
 
 class CheckedEngine(TargetEngine):
@@ -67,11 +69,11 @@ class CheckedEngine(TargetEngine):
     def where(self) -> str:
         return f"the engine of {self._name}"
 
-    def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
-        captured = self._engine.capture(token_rows, taps)
-        self._require_one_each("capture", captured, token_rows)
+    def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
+        captured = self._engine.capture(sequences, taps)
+        self._require_one_each("capture", captured, sequences)
         expected = [*(tap.name for tap in taps), "last"]
-        for row, streams in zip(token_rows, captured, strict=True):
+        for row, streams in zip(sequences, captured, strict=True):
             if set(streams) != set(expected):
                 raise self._broken(f"capture: expected the streams {sorted(expected)}, found {sorted(streams)}")
             for name, stream in streams.items():
@@ -80,10 +82,10 @@ class CheckedEngine(TargetEngine):
                     raise self._broken(f"capture: stream {name}: expected {self._dtype}, found {stream.dtype}")
         return [{name: streams[name] for name in expected} for streams in captured]
 
-    def logits(self, token_rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        found = self._engine.logits(token_rows)
-        self._require_one_each("logits", found, token_rows)
-        for row, logits in zip(token_rows, found, strict=True):
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        found = self._engine.logits(sequences)
+        self._require_one_each("logits", found, sequences)
+        for row, logits in zip(sequences, found, strict=True):
             rows = len(logits) if isinstance(logits, Tensor) and logits.dim() else 0
             self._require_tensor("logits", logits, (min(max(rows, 1), len(row)), self._target.vocab_size))
         return found

@@ -57,7 +57,7 @@ class GrowingLayer(DynamicLayer):
         self._buffers = None
 
 
-def growing_cache(model: PreTrainedModel) -> DynamicCache:
+def make_growing_cache(model: PreTrainedModel) -> DynamicCache:
     """The model's dynamic cache, its plain layers replaced by growing ones; sliding windows and others stay.
 
     Rows leave it by `reorder_cache`, which layers with a recurrent state have too.
@@ -105,7 +105,7 @@ def generate(
     for sample_id, prompt in zip(sample_ids, prompts, strict=True):
         if not prompt:
             raise CaptureError(f"sample {sample_id}: the prompt of turn {turn} is empty")
-    ends = end_tokens(model).union(end_ids)
+    ends = find_end_tokens(model).union(end_ids)
     results = [Generated((), finished=False)] * len(prompts)
     by_length = sorted((i for i, p in enumerate(prompts) if len(p) < max_total), key=lambda i: len(prompts[i]))
     for start in range(0, len(by_length), sampling.batch_size):
@@ -114,7 +114,7 @@ def generate(
             _Row(
                 i,
                 min(sampling.max_new_tokens, max_total - len(prompts[i])),
-                row_uniforms(sampling, sample_ids[i], turn),
+                draw_uniforms(sampling, sample_ids[i], turn),
             )
             for i in chosen
         ]
@@ -125,7 +125,7 @@ def generate(
     return results
 
 
-def row_uniforms(sampling: ResponseSpec, sample_id: str, turn: int) -> np.ndarray:
+def draw_uniforms(sampling: ResponseSpec, sample_id: str, turn: int) -> np.ndarray:
     """The random numbers of a row, one per new token, in [0, 1); empty for greedy decoding."""
     if sampling.temperature == 0:
         return np.empty(0)
@@ -133,7 +133,7 @@ def row_uniforms(sampling: ResponseSpec, sample_id: str, turn: int) -> np.ndarra
     return np.random.default_rng(list(key)).random(sampling.max_new_tokens)
 
 
-def next_tokens(logits: Tensor, seen: Tensor | None, uniforms: Tensor | None, sampling: ResponseSpec) -> Tensor:
+def choose_next_tokens(logits: Tensor, seen: Tensor | None, uniforms: Tensor | None, sampling: ResponseSpec) -> Tensor:
     """One token per row. The order of the transformations is that of transformers.
 
     Args:
@@ -160,7 +160,7 @@ def next_tokens(logits: Tensor, seen: Tensor | None, uniforms: Tensor | None, sa
     return picked[:, 0].clamp(max=logits.shape[-1] - 1)
 
 
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
+def find_end_tokens(model: PreTrainedModel) -> frozenset[int]:
     """Ids that end a turn, from the generation configuration, else from the model's."""
     ids: Any = None
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
@@ -203,7 +203,7 @@ class _Decoder:
         self._ends = ends
         self._rows = list(rows)
         self._alive = [True] * len(rows)
-        self._cache = growing_cache(model)
+        self._cache = make_growing_cache(model)
         width = max(len(prompt) for prompt in prompts)
         self._ids = torch.zeros(len(prompts), width, dtype=torch.int64)
         self._mask = torch.zeros_like(self._ids)
@@ -233,7 +233,7 @@ class _Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        return next_tokens(output.logits[:, -1], self._seen, self._uniforms(), self._sampling).cpu()
+        return choose_next_tokens(output.logits[:, -1], self._seen, self._uniforms(), self._sampling).cpu()
 
     def _uniforms(self) -> Tensor | None:
         if self._sampling.temperature == 0:

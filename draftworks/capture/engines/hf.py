@@ -19,9 +19,9 @@ from draftworks.capture.engine import (
     EnginePlace,
     Generated,
     TargetEngine,
-    check_token_rows,
-    engine_identity,
+    check_sequences,
     find_backend,
+    make_engine_identity,
 )
 from draftworks.capture.engines.generate import generate
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
@@ -36,7 +36,7 @@ class HFTargetEngine(TargetEngine):
 
     Args:
         model: in eval mode, on the device it shall run on.
-        identity: see `engine_identity`.
+        identity: see `make_engine_identity`.
         context: longest sequence the model takes.
     """
 
@@ -47,27 +47,27 @@ class HFTargetEngine(TargetEngine):
         self.identity = identity
         self.last_hidden = find_backend(self.backend).last_hidden
         self._context = context
-        self._layers = decoder_layers(model)
+        self._layers = find_decoder_layers(model)
 
     @property
     def num_layers(self) -> int:
         return len(self._layers)
 
     @torch.inference_mode()
-    def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
-        padded = self._padded(token_rows)
+    def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
+        padded = self._padded(sequences)
         with self._tapped(taps) as streams:
             streams["last"] = self.model.base_model(**padded, use_cache=False).last_hidden_state
-        lengths = [len(row) for row in token_rows]
+        lengths = [len(row) for row in sequences]
         return [
             {name: stream[index, :length].to("cpu", copy=True) for name, stream in streams.items()}
             for index, length in enumerate(lengths)
         ]
 
     @torch.inference_mode()
-    def logits(self, token_rows: Sequence[Sequence[int]]) -> list[Tensor]:
-        logits = self.model(**self._padded(token_rows), use_cache=False).logits
-        return [logits[index, : len(row)].cpu() for index, row in enumerate(token_rows)]
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        logits = self.model(**self._padded(sequences), use_cache=False).logits
+        return [logits[index, : len(row)].cpu() for index, row in enumerate(sequences)]
 
     @torch.inference_mode()
     def head_logits(self, last: Tensor) -> Tensor:
@@ -85,13 +85,13 @@ class HFTargetEngine(TargetEngine):
     ) -> list[Generated]:
         return generate(self.model, prompts, sampling, sample_ids, min(max_total, self._context), turn, end_ids)
 
-    def _padded(self, token_rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def _padded(self, sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Rows padded on the right with an attention mask: what follows a causal model's tokens does not change them."""
-        check_token_rows(token_rows, self._context, self.model.get_input_embeddings().num_embeddings)
-        lengths = [len(row) for row in token_rows]
+        check_sequences(sequences, self._context, self.model.get_input_embeddings().num_embeddings)
+        lengths = [len(row) for row in sequences]
         ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        for index, row in enumerate(token_rows):
+        for index, row in enumerate(sequences):
             ids[index, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
             mask[index, : len(row)] = 1
         return {"input_ids": ids.to(self.model.device), "attention_mask": mask.to(self.model.device)}
@@ -146,10 +146,10 @@ def load_hf_engine(
         raise ConfigError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
     require_loaded(target, model, loading)
     model = model.eval().requires_grad_(False).to(device)
-    return HFTargetEngine(model, engine_identity(capture), target.context)
+    return HFTargetEngine(model, make_engine_identity(capture), target.context)
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The list of decoder layers: the one ModuleList as long as the configuration says, nearest to the base model.
 
     Raises:

@@ -17,7 +17,7 @@ import torch
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
 from torch import Tensor
 
-from draftworks.capture.engine import Generated, TargetEngine, check_token_rows, find_backend, request_seed
+from draftworks.capture.engine import Generated, TargetEngine, check_sequences, derive_seed, find_backend
 from draftworks.capture.engines.sglang_hosts import SGLangHost
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import TargetFiles
@@ -107,11 +107,11 @@ class SGLangEngine(TargetEngine):
         """Where the server writes hidden states."""
         return self._host.spool
 
-    def capture(self, token_rows: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
+    def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
         columns = {tap: self._column(tap) for tap in taps if tap != EMBEDDINGS}
         width = self._target.hidden_size
         captured = []
-        for part in self._parts(token_rows):
+        for part in self._parts(sequences):
             streams = {
                 tap.name: self._embedded(part)
                 if tap == EMBEDDINGS
@@ -121,9 +121,9 @@ class SGLangEngine(TargetEngine):
             captured.append({**streams, "last": part.last})
         return captured
 
-    def logits(self, token_rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Of the last position alone: SGLang computes no others."""
-        return [part.logits[None] for part in self._parts(token_rows, with_logits=True) if part.logits is not None]
+        return [part.logits[None] for part in self._parts(sequences, with_logits=True) if part.logits is not None]
 
     @torch.inference_mode()
     def head_logits(self, last: Tensor) -> Tensor:
@@ -150,9 +150,9 @@ class SGLangEngine(TargetEngine):
                 raise CaptureError(f"sample {sample_id}: the prompt of turn {turn} is empty")
         room = min(max_total, self._target.context)
         asked = [index for index, prompt in enumerate(prompts) if len(prompt) < room]
-        check_token_rows([prompts[index] for index in asked], room, self._target.vocab_size)
+        check_sequences([prompts[index] for index in asked], room, self._target.vocab_size)
         parameters = [
-            sampling_parameters(sampling, f"{turn}/{sample_ids[index]}", room - len(prompts[index]), end_ids)
+            build_sampling_parameters(sampling, f"{turn}/{sample_ids[index]}", room - len(prompts[index]), end_ids)
             for index in asked
         ]
         results = [Generated((), finished=False)] * len(prompts)
@@ -184,7 +184,7 @@ class SGLangEngine(TargetEngine):
 
     def _parts(self, rows: Sequence[Sequence[int]], with_logits: bool = False) -> list[Part]:
         """The hidden states of every row, checked."""
-        check_token_rows(rows, self._target.context, self._target.vocab_size)
+        check_sequences(rows, self._target.context, self._target.vocab_size)
         taps = tuple(LayerTap.from_layer_output(layer).hf_index for layer in self._host.layer_ids)
         expected = CaptureConfig(taps, self._target.hidden_size, str(self._dtype).removeprefix("torch."))
 
@@ -194,7 +194,7 @@ class SGLangEngine(TargetEngine):
             try:
                 answers = self._host.client.generate(requests)
                 return [
-                    whole_part(take_parts(spool, request.request_id), row, answer.cached_tokens, expected)
+                    require_whole_part(take_parts(spool, request.request_id), row, answer.cached_tokens, expected)
                     for request, row, answer in zip(requests, rows, answers, strict=True)
                 ]
             finally:
@@ -255,7 +255,7 @@ def _passes(error: BaseException) -> bool:
     return isinstance(error, EngineError) and not isinstance(error, UnsoundEngineError)
 
 
-def whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int, expected: CaptureConfig) -> Part:
+def require_whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int, expected: CaptureConfig) -> Part:
     """The one part that holds a row's hidden states.
 
     Args:
@@ -299,7 +299,9 @@ def whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int, ex
     return part
 
 
-def sampling_parameters(sampling: ResponseSpec, seed_key: str, room: int, end_ids: Collection[int]) -> dict[str, Any]:
+def build_sampling_parameters(
+    sampling: ResponseSpec, seed_key: str, room: int, end_ids: Collection[int]
+) -> dict[str, Any]:
     """SGLang's names for our sampling options.
 
     Args:
@@ -315,5 +317,5 @@ def sampling_parameters(sampling: ResponseSpec, seed_key: str, room: int, end_id
         "stop_token_ids": sorted(end_ids),
     }
     if sampling.temperature > 0:
-        parameters["sampling_seed"] = request_seed(sampling.seed, seed_key)
+        parameters["sampling_seed"] = derive_seed(sampling.seed, seed_key)
     return parameters

@@ -22,7 +22,7 @@ from draftworks.sglang.server import ServerOptions, SGLangServer
 log = logging.getLogger(__name__)
 
 
-class Answering(Protocol):
+class GenerateClient(Protocol):
     """What a host is asked through: the client of a server or of several, or an Engine."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
@@ -42,7 +42,7 @@ class SGLangHost(ABC):
 
     replicas: int = 1
     version: str = ""
-    client: Answering
+    client: GenerateClient
     spool: Path
     layer_ids: tuple[int, ...]
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftworks.capture.background import in_background
-from draftworks.capture.engine import EnginePlace, engine_identity
-from draftworks.capture.engines.hf import decoder_layers
+from draftworks.capture.background import run_in_background
+from draftworks.capture.engine import EnginePlace, make_engine_identity
+from draftworks.capture.engines.hf import find_decoder_layers
+from draftworks.capture.engines.sglang_balancing import BalancedHost, close_all
 from draftworks.capture.engines.sglang_engine import EMBEDDINGS, SGLangEngine
-from draftworks.capture.engines.sglang_examination import probe_server, require_server
 from draftworks.capture.engines.sglang_hosts import EmbeddedHost, ExternalHost, ManagedHost, SGLangHost
-from draftworks.capture.engines.sglang_spread import SpreadHost, close_all
+from draftworks.capture.engines.sglang_server_checks import probe_server, require_server
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, ConfigError
@@ -58,10 +58,10 @@ def load_sglang_engine(
         require_sglang_here()
     if EMBEDDINGS in (place.taps or ()):
         require_plain_embeddings(target)
-    layer_ids = layers_to_capture(place.taps)
+    layer_ids = select_layers(place.taps)
     if not capture.server.external:
         spool = place.folder.resolve() / "spool"
-        options = server_options(target, capture, device, spool, layer_ids, place.local_rank)
+        options = build_server_options(target, capture, device, spool, layer_ids, place.local_rank)
         return _engine(target, capture, _started(options, capture, place), place)
     return _engine(target, capture, _external(target, capture, place, layer_ids), place)
 
@@ -80,7 +80,7 @@ def _external(target: TargetFiles, capture: CaptureSpec, place: EnginePlace, lay
             probe_server(_engine(target, capture, host, place), host.client, target, captures=place.taps is not None)
         if len(hosts) == 1:
             return hosts[0]
-        return SpreadHost(hosts, hosts[0].spool, capture.server.max_outstanding, mends=False)
+        return BalancedHost(hosts, hosts[0].spool, capture.server.max_outstanding, mends=False)
     except BaseException:
         for host in hosts:
             host.close()
@@ -90,7 +90,7 @@ def _external(target: TargetFiles, capture: CaptureSpec, place: EnginePlace, lay
 def _engine(target: TargetFiles, capture: CaptureSpec, host: SGLangHost, place: EnginePlace) -> SGLangEngine:
     dtype = getattr(torch, capture.compute_dtype)
     return SGLangEngine(
-        target, engine_identity(capture), host, place.head, place.embedding, place.sglang.attempts, dtype
+        target, make_engine_identity(capture), host, place.head, place.embedding, place.sglang.attempts, dtype
     )
 
 
@@ -102,7 +102,7 @@ def _started(options: ServerOptions, capture: CaptureSpec, place: EnginePlace) -
     return ManagedHost(Path(place.sglang.python), options, place.folder.resolve(), place.sglang).start()
 
 
-def server_options(
+def build_server_options(
     target: TargetFiles,
     capture: CaptureSpec,
     device: torch.device,
@@ -113,7 +113,7 @@ def server_options(
     """How a server of ours serves a target, by the registry.
 
     Args:
-        layer_ids: see `layers_to_capture`.
+        layer_ids: see `select_layers`.
         local_rank: of the process that starts it, which decides its GPUs.
     """
     server, on_gpu = capture.server, device.type == "cuda"
@@ -136,14 +136,14 @@ def server_options(
     )
 
 
-def layers_to_capture(taps: tuple[LayerTap, ...] | None) -> tuple[int, ...]:
+def select_layers(taps: tuple[LayerTap, ...] | None) -> tuple[int, ...]:
     """Layers whose outputs the taps are. Some layer is captured even for `last` alone: only then SGLang keeps both."""
     if taps is None:
         return ()
     return tuple(sorted(tap.to_layer_output() for tap in taps if tap != EMBEDDINGS)) or (0,)
 
 
-def start_replicas(options: ServerOptions, count: int, max_outstanding: int, place: EnginePlace) -> SpreadHost:
+def start_replicas(options: ServerOptions, count: int, max_outstanding: int, place: EnginePlace) -> BalancedHost:
     """Start `count` servers together; if one does not start, or we are interrupted, none is left.
 
     Args:
@@ -162,13 +162,13 @@ def start_replicas(options: ServerOptions, count: int, max_outstanding: int, pla
     hosts = [made(number) for number in range(count)]
     starting: list[Future[ManagedHost]] = []
     try:
-        starting.extend(in_background(host.start) for host in hosts)
+        starting.extend(run_in_background(host.start) for host in hosts)
         for each in as_completed(starting):
             each.result()
     except BaseException:
         close_all(hosts, starting)
         raise
-    return SpreadHost(hosts, options.spool, max_outstanding, mends=True)
+    return BalancedHost(hosts, options.spool, max_outstanding, mends=True)
 
 
 def require_plain_embeddings(target: TargetFiles) -> None:
@@ -196,7 +196,7 @@ def has_plain_embeddings(model: PreTrainedModel) -> bool:
     looked_up: list[Tensor] = []
     hooks = [
         embedding.register_forward_hook(lambda module, args, output: looked_up.append(output)),
-        decoder_layers(model)[0].register_forward_pre_hook(_arrive, with_kwargs=True),
+        find_decoder_layers(model)[0].register_forward_pre_hook(_arrive, with_kwargs=True),
     ]
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from draftworks.capture.engine import TargetEngine
-from draftworks.capture.probe.stream_difference import Finding, KnownStream, compare_stream, known_streams
+from draftworks.capture.probe.stream_difference import KnownStream, StreamFinding, build_known_streams, compare_stream
 from draftworks.capture.probe.streamed_forward import StreamedTarget
 from draftworks.capture.verify import verify_capture
 from draftworks.config.run_files import CaptureRun, TargetFiles
@@ -91,7 +91,7 @@ class EngineProbe:
     def __init__(self, run: CaptureRun, tokens: Sequence[TokenRow]) -> None:
         self._target = run.target
         self._capture = run.capture
-        self._rows = probe_rows(tokens)
+        self._rows = choose_probe_prompts(tokens)
         self._taps = tuple(LayerTap(k) for k in sorted(set(run.taps)))
         self._config = CaptureConfig(
             tuple(tap.hf_index for tap in self._taps), run.target.hidden_size, run.capture.compute_dtype
@@ -107,7 +107,7 @@ class EngineProbe:
             EngineError: the engine gives no answer.
             StoreError: the target's files are damaged or lack a tensor.
         """
-        reason = unjudgeable(self._target, self._capture.server.args)
+        reason = explain_unprobable(self._target, self._capture.server.args)
         if reason:
             return self._unprobed(reason, engine)
         try:
@@ -171,9 +171,9 @@ class EngineProbe:
             *(", ".join(compared), len(self._rows), sum(sizes[:layers]), budget),
         )
         dtype = getattr(torch, self._capture.compute_dtype)
-        return _Reference(known_streams(target.run(self._rows, layers, dtype), dtype), compared, reason)
+        return _Reference(build_known_streams(target.run(self._rows, layers, dtype), dtype), compared, reason)
 
-    def _findings(self, engine: TargetEngine, reference: _Reference) -> list[Finding]:
+    def _findings(self, engine: TargetEngine, reference: _Reference) -> list[StreamFinding]:
         told = (
             f"target {self._target.name}: {engine.where} does not capture what the weights in {self._target.model} give"
         )
@@ -197,7 +197,7 @@ class EngineProbe:
         return findings
 
 
-def probe_rows(tokens: Sequence[TokenRow]) -> list[list[int]]:
+def choose_probe_prompts(tokens: Sequence[TokenRow]) -> list[list[int]]:
     """A few short prompts: the beginning of the longest sample and the ends of others, which begin alike."""
     longest = sorted(range(len(tokens)), key=lambda index: (-len(tokens[index]), index))
     chosen = [tokens[index].input_ids.tolist() for index in longest[:: -(-len(longest) // len(PROMPT_TOKENS))]]
@@ -207,7 +207,7 @@ def probe_rows(tokens: Sequence[TokenRow]) -> list[list[int]]:
     ]
 
 
-def unjudgeable(target: TargetFiles, engine_args: Sequence[str]) -> str:
+def explain_unprobable(target: TargetFiles, engine_args: Sequence[str]) -> str:
     """Why no comparison with the target's files can say whether an engine is right; empty if one can."""
     changed = find_quantizing_args(engine_args)
     if changed:
@@ -228,5 +228,5 @@ def _checkpoint_quantization(target: TargetFiles) -> str:
     return str(found.get("quant_method", "quantization_config")) if isinstance(found, dict) else ""
 
 
-def _excess(finding: Finding) -> float:
+def _excess(finding: StreamFinding) -> float:
     return finding.difference / finding.allowed

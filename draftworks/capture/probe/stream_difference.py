@@ -43,7 +43,7 @@ class KnownStream:
     scale: Tensor
     allowed: float
 
-    def difference(self, found: Sequence[Tensor]) -> float:
+    def measure_difference(self, found: Sequence[Tensor]) -> float:
         """Root mean square over channels of what `found` differs by, as a share of the stream's own: of the middle row
         of the prompt that differs most.
         """
@@ -54,19 +54,19 @@ class KnownStream:
         return float((((found.to(row.dtype) - row) / self.scale).norm(dim=1) / own).median())
 
 
-def known_streams(streams: Streams, dtype: torch.dtype) -> dict[str, KnownStream]:
+def build_known_streams(streams: Streams, dtype: torch.dtype) -> dict[str, KnownStream]:
     """What an engine that computes in `dtype` is compared with, by stream name."""
     known = {}
     for name, rows in streams.exact.items():
         size = torch.cat(rows).abs().median(dim=0).values
         scale = size.clamp_min(float(size.median()) * _SMALLEST_CHANNEL).clamp_min(1e-12)
-        noise = KnownStream(tuple(rows), scale, 0.0).difference(streams.rounded[name])
+        noise = KnownStream(tuple(rows), scale, 0.0).measure_difference(streams.rounded[name])
         known[name] = KnownStream(tuple(rows), scale, min(max(FLOORS[dtype], NOISE_FACTOR * noise), CEILING))
     return known
 
 
 @dataclass(frozen=True)
-class Finding:
+class StreamFinding:
     """One captured stream beside the known ones.
 
     Attributes:
@@ -93,15 +93,15 @@ class Finding:
         return f"{told}; it is {self.nearer} (difference {self.nearer_difference:.2g})" if self.nearer else told
 
 
-def compare_stream(name: str, found: Sequence[Tensor], known: Mapping[str, KnownStream]) -> Finding:
+def compare_stream(name: str, found: Sequence[Tensor], known: Mapping[str, KnownStream]) -> StreamFinding:
     """Compare a captured stream, of each prompt (S, H), with the known one of its name and with the others."""
     own = known[name]
-    difference = own.difference(found)
-    others = {other: each.difference(found) for other, each in known.items() if other != name}
+    difference = own.measure_difference(found)
+    others = {other: each.measure_difference(found) for other, each in known.items() if other != name}
     nearest = min(others, key=others.__getitem__, default="")
     nearer = nearest and not difference <= own.allowed * _QUIET and others[nearest] < difference * _NEARER
     zero = not any(bool(row.any()) for row in found)
-    return Finding(
+    return StreamFinding(
         name,
         difference,
         own.allowed,

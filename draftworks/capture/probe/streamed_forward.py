@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from draftworks.capture.engines.hf import decoder_layers
+from draftworks.capture.engines.hf import find_decoder_layers
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
@@ -63,7 +63,7 @@ class StreamedTarget:
         self._where = f"target {target.name}: {target.model}"
         self._dtype = dtype
         self._model = _empty_model(target, dtype, self._where)
-        self._layers = decoder_layers(self._model)
+        self._layers = find_decoder_layers(self._model)
         self._name_of = {module: name for name, module in self._model.named_modules()}
         self._files = WeightFiles(target)
         self._sources = _sources_by_parameter(self._model, self._files)

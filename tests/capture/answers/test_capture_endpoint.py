@@ -13,9 +13,9 @@ from fake_chat import FakeChat, echo
 from json_server import Reply, json_server
 from thinking import thinking_target
 
+from draftworks.capture.answers.answer_sets import find_answers_file
 from draftworks.capture.answers.endpoint import EndpointAnswerer
-from draftworks.capture.answers.published import answers_file
-from draftworks.capture.answers.regenerate import RegenerateSummary, longest_sample, regenerate_by
+from draftworks.capture.answers.regenerate import RegenerateSummary, find_max_sample_length, regenerate_with
 from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Turn, write_conversations
@@ -47,9 +47,9 @@ def endpoint_run(folder: Path, target: TargetFiles, *fakes: FakeChat, **options)
 
 def answered(run: RegenerateRun, **environment: str) -> RegenerateSummary:
     chat = ChatTokenizer.load(run.target, run.responses.thinking)
-    answerer = EndpointAnswerer(run.responses, run.target, chat, longest_sample(run), environment)
+    answerer = EndpointAnswerer(run.responses, run.target, chat, find_max_sample_length(run), environment)
     try:
-        return regenerate_by(run, lambda: answerer, chat)
+        return regenerate_with(run, lambda: answerer, chat)
     finally:
         answerer.close()
 
@@ -113,7 +113,7 @@ def test_endpoint_and_engine_make_the_same_samples_of_the_same_words(tiny_target
         by_endpoint = answered(run)
     chat = ChatTokenizer.load(target, thinking=True)
     run = answering_run(target, tmp_path / "b", SOURCES, responses={"thinking": True})
-    assert regenerate_by(run, Scripted(chat, *thoughts), chat).tokens["digest"] == by_endpoint.tokens["digest"]
+    assert regenerate_with(run, Scripted(chat, *thoughts), chat).tokens["digest"] == by_endpoint.tokens["digest"]
 
 
 def test_every_sampling_option_has_its_own_field_and_is_always_sent(tiny_target, tmp_path: Path):
@@ -325,6 +325,6 @@ def test_neither_the_engine_of_capture_nor_the_address_is_part_of_the_answers(ti
     files = set()
     for name, run in (("a", {}), ("b", {"compute_dtype": "bfloat16"})):
         with endpoint_run(tmp_path / name, tiny_target, FakeChat(tiny_target), run=run) as made:
-            files.add(answers_file(made).name)
+            files.add(find_answers_file(made).name)
     assert len(files) == 1
-    assert answers_file(answering_run(tiny_target, tmp_path, SOURCES)).name not in files
+    assert find_answers_file(answering_run(tiny_target, tmp_path, SOURCES)).name not in files

@@ -8,26 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.capture.answers.record_file import PartialFile
+from draftworks.capture.answers.record_file import RecordFile
 from draftworks.errors import StoreError
 
 
 def test_a_file_begun_with_other_settings_is_refused(tmp_path: Path):
     path = tmp_path / "answers.jsonl"
-    PartialFile(path, {"target": "a"}).__exit__(None, None, None)
+    RecordFile(path, {"target": "a"}).__exit__(None, None, None)
     with pytest.raises(StoreError, match=r"answers.jsonl was begun with other settings"):
-        PartialFile(path, {"target": "b"})
+        RecordFile(path, {"target": "b"})
 
 
 def test_partial_file_torn_anywhere_keeps_its_whole_records(tmp_path: Path):
     path = tmp_path / "partial.jsonl"
-    with PartialFile(path, {"a": 1}) as partial:
+    with RecordFile(path, {"a": 1}) as partial:
         partial.extend([{"id": "x", "n": 1}, {"id": "y", "n": 2}])
     whole = path.read_bytes()
     starts = [whole.index(b'{"id": "x"'), whole.index(b'{"id": "y"'), len(whole)]
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with PartialFile(path, {"a": 1}) as partial:
+        with RecordFile(path, {"a": 1}) as partial:
             assert [name in partial for name in "xy"] == [length >= starts[1], length >= starts[2]]
             partial.extend([{"id": "z", "n": 3}])
             assert partial["z"]["n"] == 3
@@ -47,25 +47,25 @@ def test_partial_file_torn_anywhere_keeps_its_whole_records(tmp_path: Path):
 @pytest.mark.parametrize("last", [True, False])
 def test_whole_line_that_is_no_record_is_named_and_nothing_is_cut(tmp_path: Path, line: str, problem: str, last: bool):
     path = tmp_path / "answers.jsonl"
-    with PartialFile(path, {"a": 1}) as partial:
+    with RecordFile(path, {"a": 1}) as partial:
         partial.extend([{"id": "x", "n": 1}])
     after = "" if last else '{"id": "y", "n": 2}\n'
     with path.open("a") as stream:
         stream.write(f"{line}\n{after}")
     before = path.read_bytes()
     with pytest.raises(StoreError, match=f"answers.jsonl, line 3: {problem}.*Remove that line"):
-        PartialFile(path, {"a": 1})
+        RecordFile(path, {"a": 1})
     assert path.read_bytes() == before
 
 
 def kept(path: Path) -> dict[str, int]:
-    with PartialFile(path, {"a": 1}) as partial:
+    with RecordFile(path, {"a": 1}) as partial:
         return {name: partial[name]["n"] for name in "xyz" if name in partial}
 
 
 def test_a_digit_that_was_changed_makes_its_record_absent_and_no_other(tmp_path: Path, caplog):
     path = tmp_path / "answers.jsonl"
-    with PartialFile(path, {"a": 1}) as partial:
+    with RecordFile(path, {"a": 1}) as partial:
         partial.extend([{"id": name, "n": 1234} for name in "xyz"])
     whole = path.read_bytes()
     place = whole.index(b"1234", whole.index(b'"y"'))
@@ -73,14 +73,14 @@ def test_a_digit_that_was_changed_makes_its_record_absent_and_no_other(tmp_path:
         path.write_bytes(whole[:at] + b"7" + whole[at + 1 :])
         assert kept(path) == {"x": 1234, "z": 1234}
     assert "answers.jsonl, line 3: changed since it was written: it is made again" in caplog.text
-    with PartialFile(path, {"a": 1}) as partial:
+    with RecordFile(path, {"a": 1}) as partial:
         partial.extend([{"id": "y", "n": 1234}])
     assert kept(path) == dict.fromkeys("xyz", 1234)
 
 
 def test_no_changed_byte_of_a_record_is_read_as_another_record(tmp_path: Path):
     path = tmp_path / "answers.jsonl"
-    with PartialFile(path, {"a": 1}) as partial:
+    with RecordFile(path, {"a": 1}) as partial:
         partial.extend([{"id": "x", "n": 1}])
     whole = path.read_bytes()
     start = whole.index(b'{"id"')
@@ -92,7 +92,7 @@ def test_no_changed_byte_of_a_record_is_read_as_another_record(tmp_path: Path):
 
 def test_a_record_without_a_checksum_among_sealed_ones_counts_as_changed(tmp_path: Path):
     path = tmp_path / "answers.jsonl"
-    with PartialFile(path, {"a": 1}) as partial:
+    with RecordFile(path, {"a": 1}) as partial:
         partial.extend([{"id": "x", "n": 1}])
     with path.open("a") as stream:
         stream.write('{"id": "y", "n": 2}\n')
@@ -114,7 +114,7 @@ def test_records_from_before_there_were_checksums_are_kept_and_given_them(tmp_pa
 
 def test_a_record_that_changes_while_it_is_in_use_is_not_given_out(tmp_path: Path):
     path = tmp_path / "answers.jsonl"
-    with PartialFile(path, {"a": 1}) as partial:
+    with RecordFile(path, {"a": 1}) as partial:
         partial.extend([{"id": "x", "n": 1}])
         path.write_bytes(path.read_bytes().replace(b'"n": 1', b'"n": 2'))
         with pytest.raises(StoreError, match="the record x was changed while it was in use"):
@@ -122,7 +122,7 @@ def test_a_record_that_changes_while_it_is_in_use_is_not_given_out(tmp_path: Pat
 
 
 def written(path: Path, *records: dict) -> Path:
-    with PartialFile(path, {"a": 1}) as partial:
+    with RecordFile(path, {"a": 1}) as partial:
         partial.extend(records)
     return path
 
@@ -131,7 +131,7 @@ def test_records_of_another_file_are_taken_over_once_and_again_when_it_has_grown
     other = written(tmp_path / "other.jsonl", {"id": "x", "n": 1}, {"id": "y", "n": 1})
     before = other.read_bytes() + b'{"id": "torn'
     other.write_bytes(before)
-    with PartialFile(written(tmp_path / "own.jsonl", {"id": "x", "n": 2}), {"a": 1}) as own:
+    with RecordFile(written(tmp_path / "own.jsonl", {"id": "x", "n": 2}), {"a": 1}) as own:
         assert [own.take_over(other), own.take_over(other)] == [1, 0]
         assert [own["x"]["n"], own["y"]["n"]] == [2, 1]
         assert other.read_bytes() == before
@@ -143,16 +143,16 @@ def test_records_of_another_file_are_taken_over_once_and_again_when_it_has_grown
 def test_records_without_checksums_are_taken_over_from_a_file_of_before_there_were_any(tmp_path: Path):
     other = tmp_path / "other.jsonl"
     other.write_text('{"identity": {"a": 1}}\n{"id": "x", "n": 1}\n')
-    with PartialFile(tmp_path / "own.jsonl", {"a": 1}) as own:
+    with RecordFile(tmp_path / "own.jsonl", {"a": 1}) as own:
         assert own.take_over(other) == 1
         assert own["x"] == {"id": "x", "n": 1}
 
 
 def test_records_of_another_identity_are_not_taken_over(tmp_path: Path):
     other = tmp_path / "other.jsonl"
-    PartialFile(other, {"a": 2}).__exit__(None, None, None)
+    RecordFile(other, {"a": 2}).__exit__(None, None, None)
     with (
-        PartialFile(tmp_path / "own.jsonl", {"a": 1}) as own,
+        RecordFile(tmp_path / "own.jsonl", {"a": 1}) as own,
         pytest.raises(StoreError, match=r"other.jsonl was begun"),
     ):
         own.take_over(other)

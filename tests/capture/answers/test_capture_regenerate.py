@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from capture_toys import WatchedEngine
 
-from draftworks.capture.answers.published import CONVERSATIONS, answers_file
+from draftworks.capture.answers.answer_sets import CONVERSATIONS, find_answers_file
 from draftworks.capture.answers.regenerate import regenerate
 from draftworks.capture.engine import KNOWN_BACKENDS
 from draftworks.capture.progress import Progress
@@ -142,7 +142,7 @@ def test_resumed_equals_straight(tiny_target, tmp_path: Path, watched, chat, tem
 
     with pytest.raises(KeyboardInterrupt):
         regenerate(broken, watched, chat, stop)
-    with answers_file(broken).open("ab") as stream:
+    with find_answers_file(broken).open("ab") as stream:
         stream.write(b'{"id": "torn')
     summary = regenerate(broken, watched, chat)
     assert summary.resumed == 4

@@ -15,7 +15,7 @@ from sglang_toys import SGLANG, sglang_engine
 from thinking import thinking_target
 
 from draftworks.capture.answers.endpoint import EndpointAnswerer
-from draftworks.capture.answers.regenerate import RegenerateSummary, longest_sample, regenerate, regenerate_by
+from draftworks.capture.answers.regenerate import RegenerateSummary, find_max_sample_length, regenerate, regenerate_with
 from draftworks.capture.engines.sglang_engine import SGLangEngine
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import RegenerateRun, TargetFiles
@@ -55,9 +55,9 @@ def second(
 
 def by_endpoint(run: RegenerateRun, chat: ChatTokenizer | None = None) -> RegenerateSummary:
     chat = chat or ChatTokenizer.load(run.target, run.responses.thinking)
-    answerer = EndpointAnswerer(run.responses, run.target, chat, longest_sample(run), {})
+    answerer = EndpointAnswerer(run.responses, run.target, chat, find_max_sample_length(run), {})
     try:
-        return regenerate_by(run, lambda: answerer, chat)
+        return regenerate_with(run, lambda: answerer, chat)
     finally:
         answerer.close()
 

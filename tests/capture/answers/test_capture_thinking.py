@@ -8,8 +8,8 @@ import pytest
 from answer_toys import Scripted, answering_run, conversation, rows_of, spelt, supervised
 from thinking import thinking_target
 
-from draftworks.capture.answers.published import CONVERSATIONS, answers_file
-from draftworks.capture.answers.regenerate import regenerate_by
+from draftworks.capture.answers.answer_sets import CONVERSATIONS, find_answers_file
+from draftworks.capture.answers.regenerate import regenerate_with
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Turn, read_conversations
@@ -32,7 +32,7 @@ def test_a_template_that_drops_earlier_thoughts_gives_a_sample_for_each_answer(t
     source = conversation(1, exchanges=3)
     run = answering_run(target, tmp_path, [source], responses={"thinking": True})
     answers = Scripted(chat, *THOUGHTS)
-    regenerate_by(run, answers, chat)
+    regenerate_with(run, answers, chat)
     rows = rows_of(run)
     assert [row.sample_id for row in rows] == [f"{source.id}.1", f"{source.id}.2", source.id]
     history = ""
@@ -48,7 +48,7 @@ def test_a_template_that_drops_earlier_thoughts_gives_a_sample_for_each_answer(t
 def test_without_thinking_the_mark_of_it_is_only_in_the_prompt_of_the_newest_answer(target, tmp_path: Path):
     chat = ChatTokenizer.load(target, thinking=False)
     run = answering_run(target, tmp_path, [conversation(1, exchanges=2)], responses={"thinking": False})
-    regenerate_by(run, Scripted(chat, *PLAIN), chat)
+    regenerate_with(run, Scripted(chat, *PLAIN), chat)
     first, second = rows_of(run)
     mark = "<think>\n\n</think>\n\n"
     assert spelt(chat, first) == asked(0) + mark + PLAIN[0] + "<|im_end|>"
@@ -62,7 +62,7 @@ def test_thoughts_that_the_template_keeps_stay_in_one_sample(target, tmp_path: P
     source = conversation(1)
     source = type(source).of([*source.turns, Turn("tool", "exit code 0"), Turn("assistant", "Done.")])
     run = answering_run(target, tmp_path, [source], responses={"thinking": True})
-    regenerate_by(run, Scripted(chat, *THOUGHTS), chat)
+    regenerate_with(run, Scripted(chat, *THOUGHTS), chat)
     (row,) = rows_of(run)
     assert supervised(chat, row) == "".join(f"{text}<|im_end|>" for text in THOUGHTS[:2])
 
@@ -70,7 +70,7 @@ def test_thoughts_that_the_template_keeps_stay_in_one_sample(target, tmp_path: P
 def test_an_answer_without_a_thought_is_kept_and_both_answers_are_supervised(target, tmp_path: Path):
     chat = ChatTokenizer.load(target, thinking=True)
     run = answering_run(target, tmp_path, [conversation(1, exchanges=3)], responses={"thinking": True})
-    regenerate_by(run, Scripted(chat, PLAIN[0], THOUGHTS[1], THOUGHTS[2]), chat)
+    regenerate_with(run, Scripted(chat, PLAIN[0], THOUGHTS[1], THOUGHTS[2]), chat)
     first, second = rows_of(run)
     assert supervised(chat, first) == f"{PLAIN[0]}<|im_end|>{THOUGHTS[1]}<|im_end|>"
     assert supervised(chat, second) == f"{THOUGHTS[2]}<|im_end|>"
@@ -80,7 +80,7 @@ def test_only_last_turn_is_the_last_sample(target, tmp_path: Path):
     chat = ChatTokenizer.load(target, thinking=True)
     source = conversation(1, exchanges=3)
     run = answering_run(target, tmp_path, [source], responses={"thinking": True}, only_last_turn=True)
-    regenerate_by(run, Scripted(chat, *THOUGHTS), chat)
+    regenerate_with(run, Scripted(chat, *THOUGHTS), chat)
     (row,) = rows_of(run)
     assert (row.sample_id, supervised(chat, row)) == (source.id, f"{THOUGHTS[2]}<|im_end|>")
 
@@ -89,8 +89,8 @@ def test_conversations_keep_what_was_thought_and_a_resume_changes_nothing(target
     chat = ChatTokenizer.load(target, thinking=True)
     sources = [conversation(1, exchanges=2), conversation(2, exchanges=3)]
     run = answering_run(target, tmp_path, sources, responses={"thinking": True})
-    first = regenerate_by(run, Scripted(chat, *THOUGHTS), chat)
-    again = regenerate_by(run, lambda: pytest.fail("all is answered"), chat)
+    first = regenerate_with(run, Scripted(chat, *THOUGHTS), chat)
+    again = regenerate_with(run, lambda: pytest.fail("all is answered"), chat)
     assert first.tokens["digest"] == again.tokens["digest"]
     assert (first.conversations, first.tokens["samples"], first.tokens["dropped_turns"]) == (2, 5, 0)
     said = [
@@ -105,4 +105,4 @@ def test_answers_of_another_mode_are_not_used(target, tmp_path: Path):
         answering_run(target, tmp_path, [conversation(1)], responses={"thinking": thinking})
         for thinking in (None, True, False)
     ]
-    assert len({answers_file(run) for run in runs}) == 3
+    assert len({find_answers_file(run) for run in runs}) == 3

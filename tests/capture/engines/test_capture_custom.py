@@ -10,8 +10,8 @@ import torch
 from capture_toys import capture_run, random_rows
 from custom_engines import DAMAGES
 
-from draftworks.capture.answers.published import answers_identity, capture_spec
-from draftworks.capture.engine import Generated, engine_identity, load_engine
+from draftworks.capture.answers.answer_sets import capture_spec, make_answers_identity
+from draftworks.capture.engine import Generated, load_engine, make_engine_identity
 from draftworks.capture.engines.custom import CheckedEngine
 from draftworks.capture.engines.hf import HFTargetEngine
 from draftworks.capture.session import capture_features
@@ -56,20 +56,20 @@ def test_features_are_those_of_the_engine_under_keys_of_its_own(tiny_target, tin
 
 def test_name_and_numerics_are_part_of_every_identity(tiny_target, tmp_path):
     capture = CaptureSpec(**custom(), compute_dtype="float32")
-    assert engine_identity(capture) == EngineIdentity("custom:mylab-float32", 2)
+    assert make_engine_identity(capture) == EngineIdentity("custom:mylab-float32", 2)
     assert capture.identity() == {"backend": "custom:mylab/2", "dtype": "bfloat16", "compute_dtype": "float32"}
     run = RegenerateRun(
         out=tmp_path, target=tiny_target, conversations=tmp_path, answers=tmp_path, responses=ResponseSpec(),
         max_length=32, **custom(),
     )  # fmt: skip
-    assert engine_identity(capture_spec(run)) == engine_identity(capture)
-    assert answers_identity(run)["engine"] == "custom:mylab-float32"
+    assert make_engine_identity(capture_spec(run)) == make_engine_identity(capture)
+    assert make_answers_identity(run)["engine"] == "custom:mylab-float32"
 
 
 def test_identities_of_the_engines_of_this_package_stay_what_they_were():
     for backend, engine in (("hf", "hf-bfloat16"), ("sglang_server", "sglang-bfloat16")):
         capture = CaptureSpec(backend=backend)
-        assert engine_identity(capture) == EngineIdentity(engine, 1)
+        assert make_engine_identity(capture) == EngineIdentity(engine, 1)
         assert capture.identity() == {"backend": backend, "dtype": "bfloat16", "compute_dtype": "bfloat16"}
 
 

@@ -9,7 +9,7 @@ import torch
 from fake_sglang import HIDDEN, RevivedHost, fake_sglang
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftworks.capture.engine import EnginePlace, engine_identity, load_engine
+from draftworks.capture.engine import EnginePlace, load_engine, make_engine_identity
 from draftworks.capture.engines.hf import HFTargetEngine
 from draftworks.capture.engines.sglang_engine import SGLangEngine
 from draftworks.capture.engines.sglang_loading import has_plain_embeddings, require_plain_embeddings
@@ -59,9 +59,9 @@ def test_an_engine_without_embeddings_takes_them_from_the_weights(tiny_target: T
     target = tiny_target.model_copy(update={"hidden_size": HIDDEN, "vocab_size": 50})
     embedding = torch.randn(50, HIDDEN, dtype=torch.bfloat16)
     with fake_sglang(tmp_path) as fake:
-        engine = SGLangEngine(target, engine_identity(SERVED), RevivedHost(fake), embedding=lambda: embedding)
+        engine = SGLangEngine(target, make_engine_identity(SERVED), RevivedHost(fake), embedding=lambda: embedding)
         (streams,) = engine.capture([[7, 3, 7]], [LayerTap(0), LayerTap(2)])
-        without = SGLangEngine(target, engine_identity(SERVED), RevivedHost(fake))
+        without = SGLangEngine(target, make_engine_identity(SERVED), RevivedHost(fake))
         with pytest.raises(EngineError, match="without the target's embeddings"):
             without.capture([[7]], [LayerTap(0)])
     assert sorted(streams) == ["hf0", "hf2", "last"]

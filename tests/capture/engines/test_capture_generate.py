@@ -9,7 +9,7 @@ from capture_toys import random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftworks.capture.engines.generate import end_tokens, generate, next_tokens, row_uniforms
+from draftworks.capture.engines.generate import choose_next_tokens, draw_uniforms, find_end_tokens, generate
 from draftworks.config.registry_files import ResponseSpec
 from draftworks.errors import CaptureError
 
@@ -31,7 +31,7 @@ def test_greedy_equals_transformers(tiny_engine, penalty):
     for prompt, response in zip(PROMPTS, responses):
         expected = reference(tiny_engine.model, prompt, max_new_tokens=40, repetition_penalty=penalty)
         assert list(response.ids) == expected
-        assert response.finished == (expected[-1] in end_tokens(tiny_engine.model))
+        assert response.finished == (expected[-1] in find_end_tokens(tiny_engine.model))
 
 
 def test_rows_that_end_leave_the_others_as_they_are(tiny_engine):
@@ -58,13 +58,13 @@ def test_sampling_does_not_depend_on_batch_size_or_order(tiny_engine, options):
 
 def test_seed_sample_and_turn_decide_the_random_numbers():
     sampling = ResponseSpec(temperature=1.0, max_new_tokens=20)
-    base = row_uniforms(sampling, "a", 0)
+    base = draw_uniforms(sampling, "a", 0)
     longer = sampling.model_copy(update={"max_new_tokens": 50})
-    assert np.array_equal(base, row_uniforms(longer, "a", 0)[:20])
+    assert np.array_equal(base, draw_uniforms(longer, "a", 0)[:20])
     others = [
-        row_uniforms(sampling, "b", 0),
-        row_uniforms(sampling, "a", 1),
-        row_uniforms(sampling.model_copy(update={"seed": 1}), "a", 0),
+        draw_uniforms(sampling, "b", 0),
+        draw_uniforms(sampling, "a", 1),
+        draw_uniforms(sampling.model_copy(update={"seed": 1}), "a", 0),
     ]
     assert all(not np.array_equal(base, other) for other in others)
 
@@ -120,6 +120,6 @@ def test_sampled_shares_are_those_of_transformers(seed, top_k, top_p, temperatur
     logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(seed)) * 2
     count = 4000
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    tokens = next_tokens(logits.expand(count, -1), None, uniforms, sampling)
+    tokens = choose_next_tokens(logits.expand(count, -1), None, uniforms, sampling)
     shares = torch.bincount(tokens, minlength=12) / count
     assert torch.allclose(shares, warped(logits, sampling)[0], atol=2 / count)

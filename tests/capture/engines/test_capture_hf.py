@@ -10,8 +10,8 @@ import torch
 from capture_toys import random_rows
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from draftworks.capture.engine import engine_identity, find_backend, load_engine
-from draftworks.capture.engines.hf import HFTargetEngine, decoder_layers
+from draftworks.capture.engine import find_backend, load_engine, make_engine_identity
+from draftworks.capture.engines.hf import HFTargetEngine, find_decoder_layers
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.errors import CaptureError, ConfigError
 from draftworks.storage.identity import EngineIdentity, LayerTap
@@ -67,7 +67,7 @@ def test_hooks_are_gone_after_capture_and_after_errors(tiny_engine):
     tiny_engine.capture(ROWS[:1], [LayerTap(3)])
     with pytest.raises(CaptureError):
         tiny_engine.capture([[]], [LayerTap(3)])
-    assert all(not layer._forward_pre_hooks for layer in decoder_layers(tiny_engine.model))
+    assert all(not layer._forward_pre_hooks for layer in find_decoder_layers(tiny_engine.model))
 
 
 def test_row_longer_than_the_context_is_refused(tiny_engine):
@@ -112,8 +112,8 @@ def test_unknown_backend_names_the_known_ones():
 
 
 def test_compute_dtype_is_part_of_the_engine_identity(tiny_engine):
-    assert engine_identity(FP32) == tiny_engine.identity
-    assert engine_identity(CaptureSpec(compute_dtype="bfloat16")) != tiny_engine.identity
+    assert make_engine_identity(FP32) == tiny_engine.identity
+    assert make_engine_identity(CaptureSpec(compute_dtype="bfloat16")) != tiny_engine.identity
 
 
 def test_bfloat16_compute_is_loaded_as_such(tiny_target):

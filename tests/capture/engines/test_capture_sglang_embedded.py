@@ -16,7 +16,7 @@ from fake_engine import Wishes, fake_engine
 from fake_sglang import HIDDEN, VOCAB
 from processes import ends
 
-from draftworks.capture.engine import EnginePlace, engine_identity, load_engine
+from draftworks.capture.engine import EnginePlace, load_engine, make_engine_identity
 from draftworks.capture.engines.sglang_engine import SGLangEngine
 from draftworks.config.registry_files import CaptureSpec, SGLangSpec
 from draftworks.config.run_files import TargetFiles
@@ -177,5 +177,5 @@ def test_a_python_without_sglang_says_what_to_do(tmp_path):
 
 def test_in_process_and_behind_http_it_is_one_engine_with_one_set_of_keys():
     ours, served, plain = (CaptureSpec(backend=name) for name in ("sglang", "sglang_server", "hf"))
-    assert engine_identity(ours) == engine_identity(served) != engine_identity(plain)
+    assert make_engine_identity(ours) == make_engine_identity(served) != make_engine_identity(plain)
     assert ours.identity() == served.identity() != plain.identity()

@@ -11,8 +11,8 @@ import pytest
 import torch
 from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang, part_of
 
-from draftworks.capture.engine import engine_identity
-from draftworks.capture.engines.sglang_engine import SGLangEngine, sampling_parameters, whole_part
+from draftworks.capture.engine import make_engine_identity
+from draftworks.capture.engines.sglang_engine import SGLangEngine, build_sampling_parameters, require_whole_part
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, EngineError, PassingTroubleError, UnsoundEngineError
@@ -36,7 +36,7 @@ def fake(tmp_path: Path) -> Iterator[FakeSGLang]:
 
 
 def engine_on(fake: FakeSGLang, attempts: int = 3, timeout_s: float = 5.0) -> SGLangEngine:
-    identity = engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
+    identity = make_engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
     return SGLangEngine(TARGET, identity, RevivedHost(fake, timeout_s), lambda: torch.eye(HIDDEN), attempts=attempts)
 
 
@@ -136,21 +136,21 @@ def test_a_server_that_is_not_there_is_told():
 
 def test_rows_from_a_cache_in_chunks_or_of_other_tokens_are_refused():
     row = [1, 2, 3, 4]
-    assert whole_part([part_of(row)], row, 0, EXPECTED).start == 0
+    assert require_whole_part([part_of(row)], row, 0, EXPECTED).start == 0
     with pytest.raises(PassingTroubleError, match="wrote no hidden states of a row of 4 tokens"):
-        whole_part([], row, 0, EXPECTED)
+        require_whole_part([], row, 0, EXPECTED)
     with pytest.raises(CaptureError, match="took 3 of a row's 4 tokens from its prefix cache.*--disable-radix-cache"):
-        whole_part([part_of(row[3:], start=3)], row, 3, EXPECTED)
+        require_whole_part([part_of(row[3:], start=3)], row, 3, EXPECTED)
     with pytest.raises(CaptureError, match="took 3 of a row's"):
-        whole_part([part_of(row)], row, 3, EXPECTED)
+        require_whole_part([part_of(row)], row, 3, EXPECTED)
     with pytest.raises(CaptureError, match=r"in chunks of \[2, 2\].*--chunked-prefill-size -1"):
-        whole_part([part_of(row[:2]), part_of(row[2:], start=2)], row, 0, EXPECTED)
+        require_whole_part([part_of(row[:2]), part_of(row[2:], start=2)], row, 0, EXPECTED)
     with pytest.raises(CaptureError, match=r"in chunks of \[2\]"):
-        whole_part([part_of(row[:2])], row, 0, EXPECTED)
+        require_whole_part([part_of(row[:2])], row, 0, EXPECTED)
     with pytest.raises(CaptureError, match="computed other tokens"):
-        whole_part([part_of(row[::-1])], row, 0, EXPECTED)
+        require_whole_part([part_of(row[::-1])], row, 0, EXPECTED)
     with pytest.raises(CaptureError, match="one per token, found 3 and 4"):
-        whole_part([replace(part_of(row), taps=torch.zeros(3, HIDDEN))], row, 0, EXPECTED)
+        require_whole_part([replace(part_of(row), taps=torch.zeros(3, HIDDEN))], row, 0, EXPECTED)
 
 
 @pytest.mark.parametrize(
@@ -174,22 +174,22 @@ def test_another_width_or_dtype_is_refused_and_not_asked_for_again(fake, damage,
 
 
 def test_engines_have_keys_of_their_own():
-    identities = {engine_identity(CaptureSpec(backend=name)) for name in ("hf", "sglang_server")}
+    identities = {make_engine_identity(CaptureSpec(backend=name)) for name in ("hf", "sglang_server")}
     assert len(identities) == 2
 
 
 def test_sampling_options_have_sglangs_names():
     sampling = ResponseSpec(max_new_tokens=9, temperature=0.5, top_p=0.9, top_k=7, repetition_penalty=1.2)
-    parameters = sampling_parameters(sampling, "0/a", room=5, end_ids={9, 3})
+    parameters = build_sampling_parameters(sampling, "0/a", room=5, end_ids={9, 3})
     seed = parameters.pop("sampling_seed")
     assert parameters == {
         "max_new_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2,
         "stop_token_ids": [3, 9],
     }  # fmt: skip
-    assert sampling_parameters(sampling, "0/a", 5, ())["sampling_seed"] == seed
-    assert sampling_parameters(sampling, "1/a", 5, ())["sampling_seed"] != seed
-    assert sampling_parameters(ResponseSpec(), "0/a", 5, ())["top_k"] == -1
-    assert "sampling_seed" not in sampling_parameters(ResponseSpec(), "0/a", 5, ())
+    assert build_sampling_parameters(sampling, "0/a", 5, ())["sampling_seed"] == seed
+    assert build_sampling_parameters(sampling, "1/a", 5, ())["sampling_seed"] != seed
+    assert build_sampling_parameters(ResponseSpec(), "0/a", 5, ())["top_k"] == -1
+    assert "sampling_seed" not in build_sampling_parameters(ResponseSpec(), "0/a", 5, ())
 
 
 def test_a_request_that_the_server_gave_up_is_tried_again(fake):

@@ -20,7 +20,7 @@ from processes import ends
 from sglang_toys import CHUNK, CPU, SGLANG, capture_spec, random_qwen3, sglang_engine, taps_of
 from torch import Tensor
 
-from draftworks.capture.engine import TargetEngine, engine_identity
+from draftworks.capture.engine import TargetEngine, make_engine_identity
 from draftworks.capture.engines.hf import HFTargetEngine, load_hf_engine
 from draftworks.capture.engines.sglang_engine import SGLangEngine
 from draftworks.capture.engines.sglang_hosts import ExternalHost
@@ -203,7 +203,7 @@ def test_a_server_that_died_is_started_again(qwen3, qwen3_target):
 def lossy_engine(lossy: LossyServer, target: TargetFiles) -> SGLangEngine:
     """An engine on the lossy server that skips the examination of its set-up."""
     host = ExternalHost(SGLangClient(lossy.url, 60), lossy.spool, (1, 3))
-    return SGLangEngine(target, engine_identity(capture_spec()), host, attempts=1)
+    return SGLangEngine(target, make_engine_identity(capture_spec()), host, attempts=1)
 
 
 def test_a_set_up_that_loses_hidden_states_is_refused(lossy, tiny_target, tmp_path):

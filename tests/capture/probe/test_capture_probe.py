@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from draftworks.capture.engine import load_engine
 from draftworks.capture.engines.hf import HFTargetEngine
-from draftworks.capture.probe.probe import EngineProbe, probe_rows
+from draftworks.capture.probe.probe import EngineProbe, choose_probe_prompts
 from draftworks.capture.probe.streamed_forward import StreamedTarget
 from draftworks.capture.session import capture_missing
 from draftworks.config.registry_files import CaptureSpec
@@ -204,12 +204,12 @@ def test_an_engine_that_can_change_is_confirmed_as_often_as_a_shard_is_full(run:
 
 def test_prompts_are_short_pieces_of_samples(run: CaptureRun):
     rows = random_rows(40, longest=200)
-    found = probe_rows(rows)
+    found = choose_probe_prompts(rows)
     assert [len(row) for row in found] == [64, 24, 24]
     samples = [row.input_ids.tolist() for row in rows]
     assert found[0] in [sample[:64] for sample in samples]
     assert all(row in [sample[-24:] for sample in samples] for row in found[1:])
-    assert [len(row) for row in probe_rows(rows[:1])] == [min(64, len(rows[0]))]
+    assert [len(row) for row in choose_probe_prompts(rows[:1])] == [min(64, len(rows[0]))]
 
 
 def test_layer_bytes_are_those_of_the_files(tiny_target: TargetFiles):

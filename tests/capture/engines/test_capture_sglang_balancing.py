@@ -12,11 +12,11 @@ import pytest
 import torch
 from fake_sglang import HIDDEN, VOCAB, FakeSGLang, RevivedHost, fake_sglang
 
-from draftworks.capture.background import in_background
-from draftworks.capture.engine import EnginePlace, engine_identity, load_engine
+from draftworks.capture.background import run_in_background
+from draftworks.capture.engine import EnginePlace, load_engine, make_engine_identity
+from draftworks.capture.engines.sglang_balancing import BalancedHost, balance
 from draftworks.capture.engines.sglang_engine import SGLangEngine
 from draftworks.capture.engines.sglang_hosts import ExternalHost, SGLangHost
-from draftworks.capture.engines.sglang_spread import SpreadHost, balanced
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec, SGLangSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.endpoints.circuit_breaker import CircuitBreaker
@@ -51,8 +51,8 @@ def never_cooling() -> CircuitBreaker:
 def spread_engine(
     folder: Path, fakes: list[FakeSGLang], mends: bool = False, hosts=None, new_breaker=never_cooling
 ) -> SGLangEngine:
-    identity = engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
-    host = SpreadHost(hosts or [RevivedHost(fake) for fake in fakes], folder / "spool", 64, mends, new_breaker)
+    identity = make_engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
+    host = BalancedHost(hosts or [RevivedHost(fake) for fake in fakes], folder / "spool", 64, mends, new_breaker)
     return SGLangEngine(TARGET, identity, host, lambda: torch.eye(HIDDEN), attempts=3)
 
 
@@ -210,7 +210,7 @@ def test_when_the_last_of_ours_dies_the_one_that_is_being_started_is_waited_for(
     assert dead[0].mended.wait(GENEROUS_S)
     fakes[1].failures = [0] * 99
     dead[1].comes_back = False
-    capturing = in_background(assert_captured, engine)
+    capturing = run_in_background(assert_captured, engine)
     assert dead[1].mended.wait(GENEROUS_S)
     dead[0].lets.set()
     capturing.result(GENEROUS_S)
@@ -266,7 +266,7 @@ def test_servers_that_capture_other_layers_do_not_share_the_work(fakes, tmp_path
     [([], 2, [[]]), ([5], 2, [[0]]), ([1, 1, 1, 1], 2, [[0, 2], [1, 3]]), ([1, 9, 4, 4], 2, [[1], [2, 3, 0]])],
 )
 def test_shares_are_of_about_the_same_weight(weights, shares, groups):
-    assert balanced(weights, shares) == groups
+    assert balance(weights, shares) == groups
 
 
 @pytest.fixture

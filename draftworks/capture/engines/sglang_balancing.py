@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
-from draftworks.capture.background import in_background
+from draftworks.capture.background import run_in_background
 from draftworks.capture.engines.sglang_hosts import SGLangHost
 from draftworks.endpoints.circuit_breaker import CircuitBreaker
 from draftworks.endpoints.load_balancer import LoadBalancer
@@ -23,7 +23,7 @@ _CLOSE_AGAIN_S = 0.5
 log = logging.getLogger(__name__)
 
 
-class SpreadHost(SGLangHost):
+class BalancedHost(SGLangHost):
     """Servers that run the same target and capture the same layers.
 
     Args:
@@ -70,10 +70,10 @@ class SpreadHost(SGLangHost):
         """Answers in the order of the requests, which are shared out by their tokens. Errors as `Spread.run`."""
         if self._closing:
             raise EngineError("SGLang is no longer ours to ask: the engine was closed")
-        shares = balanced([len(request.input_ids) for request in requests], self.replicas)
+        shares = balance([len(request.input_ids) for request in requests], self.replicas)
         if len(shares) == 1:
             return self._generate(requests)
-        futures = [in_background(self._generate, [requests[index] for index in share]) for share in shares]
+        futures = [run_in_background(self._generate, [requests[index] for index in share]) for share in shares]
         wait(futures)  # all of them: nothing may appear in the spool after an error
         answers: list[Generation | None] = [None] * len(requests)
         for share, future in zip(shares, futures, strict=True):
@@ -126,7 +126,7 @@ class SpreadHost(SGLangHost):
                 return None
             if host not in self._mending:
                 self._spread.hold(host)
-                self._mending[host] = in_background(self._mended, host, error)
+                self._mending[host] = run_in_background(self._mended, host, error)
             return self._mending[host]
 
     def _mended(self, host: SGLangHost, error: EngineError) -> DraftworksError | None:
@@ -149,7 +149,7 @@ class SpreadHost(SGLangHost):
 class _SpreadClient:
     """What an engine takes for a server's client."""
 
-    def __init__(self, host: SpreadHost) -> None:
+    def __init__(self, host: BalancedHost) -> None:
         self._host = host
 
     @property
@@ -171,7 +171,7 @@ def close_all(hosts: Sequence[SGLangHost], starting: Sequence[Future[Any]]) -> N
         host.close()
 
 
-def balanced(weights: Sequence[int], shares: int) -> list[list[int]]:
+def balance(weights: Sequence[int], shares: int) -> list[list[int]]:
     """Indices of the weights in at most `shares` groups of about the same sum, none empty; one empty group for no weights."""
     groups: list[list[int]] = [[] for _ in range(max(min(shares, len(weights)), 1))]
     sums = [0] * len(groups)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.capture.engine import find_backend
-from draftworks.capture.plan import CapturePlan, SampleJob, StreamPlan, batches
+from draftworks.capture.plan import CapturePlan, SampleJob, StreamPlan, make_batches
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import StoreError
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Begun:
+class BatchNote:
     """What a capture lacked when it began.
 
     Attributes:
@@ -44,7 +44,7 @@ class Begun:
     rows: tuple[int, ...]
 
     @classmethod
-    def noted(cls, run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], world: int) -> Begun:
+    def read_or_write(cls, run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], world: int) -> BatchNote:
         """The note of this capture; written now if there is none. Of several ranks that write, the first one counts,
         and nobody captures before there is one: so all see the same.
 
@@ -65,7 +65,7 @@ class Begun:
             raise StoreError(f"{path}: cannot be used: {error}. Make room or give rights, and capture again") from error
 
     @classmethod
-    def _read(cls, path: Path, samples: int) -> Begun | None:
+    def _read(cls, path: Path, samples: int) -> BatchNote | None:
         """None where there is no note, or one that nobody can read: what is missing is then cut anew."""
         try:
             value = read_json(path)
@@ -78,7 +78,9 @@ class Begun:
         return cls(world, rows) if sound and all(0 <= row < samples for row in rows) else _ignored(path)
 
 
-def cut(run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], rank: int, world: int) -> list[list[SampleJob]]:
+def cut_batches(
+    run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], rank: int, world: int
+) -> list[list[SampleJob]]:
     """This rank's batches, in their order. Jobs of which nothing is missing are computed with the others and not stored.
 
     Only where the same batch gives the same bits again: elsewhere no more is computed than is missing.
@@ -90,28 +92,28 @@ def cut(run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], rank: in
     if not plan.jobs:
         return []
     if not find_backend(run.capture.backend).repeatable:
-        return list(batches(plan.share(rank, world), limit))
-    begun = Begun.noted(run, plan, tokens, world)
+        return list(make_batches(plan.select_share(rank, world), limit))
+    begun = BatchNote.read_or_write(run, plan, tokens, world)
     lacking = {job.row: job for job in plan.jobs}
     shares: list[list[SampleJob]] = [[] for _ in range(begun.world)]
     for row in begun.rows:
         job = lacking.pop(row, None) or _whole(plan.streams, tokens, row)
         shares[job.owner(begun.world)].append(job)
-    cut_then = [[*batches(share, limit)] for share in shares]
+    cut_then = [[*make_batches(share, limit)] for share in shares]
     mine = cut_then[rank] if begun.world == world else [each for share in cut_then for each in share][rank::world]
     again = [batch for batch in mine if any(job.missing for job in batch)]
     lost_since = [job for _, job in sorted(lacking.items()) if job.owner(world) == rank]
-    return [*again, *batches(lost_since, limit)]
+    return [*again, *make_batches(lost_since, limit)]
 
 
-def forget(run: CaptureRun, tokens: Sequence[TokenRow]) -> None:
+def remove_note(run: CaptureRun, tokens: Sequence[TokenRow]) -> None:
     """Remove the note of a capture that is complete."""
     _path(run, tokens).unlink(missing_ok=True)
 
 
 def _whole(streams: StreamPlan, tokens: Sequence[TokenRow], row: int) -> SampleJob:
     sample = tokens[row]
-    return SampleJob(row, sample.sample_id, len(sample.input_ids), streams.keys(sample.token_digest), ())
+    return SampleJob(row, sample.sample_id, len(sample.input_ids), streams.make_keys(sample.token_digest), ())
 
 
 def _path(run: CaptureRun, tokens: Sequence[TokenRow]) -> Path:
@@ -120,7 +122,7 @@ def _path(run: CaptureRun, tokens: Sequence[TokenRow]) -> Path:
     content = hashlib.sha256()
     for row in tokens:
         content.update(f"{row.token_digest}\n".encode())
-    keys = sorted(streams.keys("").values())
+    keys = sorted(streams.make_keys("").values())
     return run.store.root / FOLDER / f"{digest([keys, content.hexdigest(), run.capture.batch_tokens])}.json"
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftworks.capture.answers.dialogue import recorded_conversation, recorded_rows
-from draftworks.capture.answers.record_file import PartialFile
-from draftworks.capture.engine import engine_identity
+from draftworks.capture.answers.dialogue import build_conversation, build_token_rows
+from draftworks.capture.answers.record_file import RecordFile
+from draftworks.capture.engine import make_engine_identity
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun
 from draftworks.config.validation import parse_spec
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Losses:
+class MissingAnswers:
     """What the target did not say: conversations without any answer, answers cut by a limit, turns never written."""
 
     rejected: tuple[RejectedSample, ...]
     unfinished_answers: int
     dropped_turns: int
 
-    def counts(self) -> dict[str, Any]:
+    def summarize(self) -> dict[str, Any]:
         """For the summary of the tokenized set."""
         return {
             **count_rejections(self.rejected),
@@ -48,20 +48,20 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedAnswers:
     """The sets that were written: what was lost on the way, and the summary of the tokenized one."""
 
-    losses: Losses
+    losses: MissingAnswers
     tokens: dict[str, Any]
 
 
-def answers_file(run: RegenerateRun) -> Path:
+def find_answers_file(run: RegenerateRun) -> Path:
     """Where finished answers are kept: one file for each identity of answers."""
-    return run.answers / f"{digest(answers_identity(run))}.jsonl"
+    return run.answers / f"{digest(make_answers_identity(run))}.jsonl"
 
 
 @contextmanager
-def kept_answers(run: RegenerateRun) -> Iterator[PartialFile]:
+def open_kept_answers(run: RegenerateRun) -> Iterator[RecordFile]:
     """The finished answers of a run's kind, for this run alone while it lasts, those that were kept elsewhere among them.
 
     Another run that gives answers of this kind, of this target or of one with the same weights, is waited for: what it has
@@ -70,10 +70,10 @@ def kept_answers(run: RegenerateRun) -> Iterator[PartialFile]:
     Raises:
         StoreError: a file of answers is unreadable, or damaged.
     """
-    path = answers_file(run)
+    path = find_answers_file(run)
     path.parent.mkdir(parents=True, exist_ok=True)
     busy = f"another run is adding answers to {path}: waiting for it, since what it answers is not answered again"
-    with hold_lock(path.with_suffix(".lock"), busy), PartialFile(path, answers_identity(run)) as answers:
+    with hold_lock(path.with_suffix(".lock"), busy), RecordFile(path, make_answers_identity(run)) as answers:
         for earlier in run.earlier_answers:
             if earlier.name == path.name:
                 answers.take_over(earlier)
@@ -86,10 +86,10 @@ def capture_spec(run: RegenerateRun) -> CaptureSpec:
     return parse_spec(CaptureSpec, settings, where=f"the run of {run.out}")
 
 
-def answers_identity(run: RegenerateRun) -> dict[str, Any]:
+def make_answers_identity(run: RegenerateRun) -> dict[str, Any]:
     """What decides the answers."""
     endpoint = run.responses.endpoint
-    engine = EngineIdentity(f"endpoint-{endpoint.server}") if endpoint else engine_identity(capture_spec(run))
+    engine = EngineIdentity(f"endpoint-{endpoint.server}") if endpoint else make_engine_identity(capture_spec(run))
     return {
         "schema": RECORD_SCHEMA,
         "target": run.target.digest,
@@ -101,7 +101,9 @@ def answers_identity(run: RegenerateRun) -> dict[str, Any]:
     }
 
 
-def publish_answers(run: RegenerateRun, answers: PartialFile, refused: Sequence[RejectedSample] = ()) -> Published:
+def publish_answers(
+    run: RegenerateRun, answers: RecordFile, refused: Sequence[RejectedSample] = ()
+) -> PublishedAnswers:
     """Write `out/conversations` and `out/tokens` in the order of the input, and first `out/quarantine.jsonl`.
 
     Args:
@@ -117,13 +119,15 @@ def publish_answers(run: RegenerateRun, answers: PartialFile, refused: Sequence[
     check_rejected(losses.rejected, len(ids), run.max_rejected_share, quarantine)
     for each in losses.rejected[:SHOWN_REJECTIONS]:
         log.warning("conversation %s has no answer: %s", each.sample_id, each.reason)
-    said = (recorded_conversation(answers[each.id], each) for each in _answered(run, losses))
+    said = (build_conversation(answers[each.id], each) for each in _answered(run, losses))
     write_conversations(run.out / CONVERSATIONS, said, {"dropped": len(losses.rejected)})
-    rows = (row for each in _answered(run, losses) for row in recorded_rows(answers[each.id], each, run.only_last_turn))
-    return Published(losses, write_tokens(run.out / TOKENS_FOLDER, rows, losses.counts()))
+    rows = (
+        row for each in _answered(run, losses) for row in build_token_rows(answers[each.id], each, run.only_last_turn)
+    )
+    return PublishedAnswers(losses, write_tokens(run.out / TOKENS_FOLDER, rows, losses.summarize()))
 
 
-def _losses(records: Iterable[dict[str, Any]], refused: Sequence[RejectedSample]) -> Losses:
+def _losses(records: Iterable[dict[str, Any]], refused: Sequence[RejectedSample]) -> MissingAnswers:
     rejected, unfinished, dropped_turns = list(refused), 0, 0
     for record in records:
         if "dropped" in record:
@@ -131,7 +135,7 @@ def _losses(records: Iterable[dict[str, Any]], refused: Sequence[RejectedSample]
         else:
             unfinished += record["unfinished"]
             dropped_turns += record["dropped_turns"]
-    return Losses(tuple(rejected), unfinished, dropped_turns)
+    return MissingAnswers(tuple(rejected), unfinished, dropped_turns)
 
 
 def _with_excerpts(run: RegenerateRun, rejected: Sequence[RejectedSample]) -> list[RejectedSample]:
@@ -145,6 +149,6 @@ def _with_excerpts(run: RegenerateRun, rejected: Sequence[RejectedSample]) -> li
     return [each._replace(excerpt=begins.get(each.sample_id, "")) for each in rejected]
 
 
-def _answered(run: RegenerateRun, losses: Losses) -> Iterator[Conversation]:
+def _answered(run: RegenerateRun, losses: MissingAnswers) -> Iterator[Conversation]:
     without = {each.sample_id for each in losses.rejected}
     return (each for each in read_conversations(run.conversations) if each.id not in without)

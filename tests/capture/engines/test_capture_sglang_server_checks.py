@@ -10,7 +10,7 @@ import torch
 from fake_sglang import HIDDEN, VOCAB, fake_sglang, server_info
 
 from draftworks.capture.engine import EnginePlace, load_engine
-from draftworks.capture.engines.sglang_examination import require_server
+from draftworks.capture.engines.sglang_server_checks import require_server
 from draftworks.config.registry_files import CaptureSpec, SGLangSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.validation import parse_spec
