@@ -166,7 +166,7 @@ def _publish(
 def _report(trainer: Trainer, config: DraftConfig, published_step: int) -> dict[str, Any]:
     history, manager = trainer.controller.history, trainer.persistence.manager
     best = manager.best
-    evaluation = history.evaluated(published_step)
+    evaluation = history.find_evaluation(published_step)
     heldout = best.metrics if evaluation is None and best is not None else evaluation.metrics()
     return {
         "strategy": config.strategy,

@@ -1,4 +1,4 @@
-"""How a draft is spread over processes. `FSDPTrainingBackend` shards it with FSDP2, on gloo and on NCCL alike."""
+"""Training backends: how a draft is distributed over processes. One uses FSDP2, on gloo and NCCL alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TrainingBackend(ABC):
     """Wraps a strategy's model for training. Gradients are *sums* over micro-steps and ranks, never means."""
 
     device: torch.device
-    """Where this rank computes."""
+    """The device of this rank."""
 
     @abstractmethod
     def prepare_model(self, strategy: DraftStrategy) -> None:
@@ -28,18 +28,18 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, *, is_boundary: bool = True) -> None:
-        """Add the gradient of `loss`; only at a boundary are the ranks' gradients summed."""
+        """Add the gradient of `loss`; the ranks' gradients are summed at a boundary only."""
 
     @abstractmethod
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Trainable parameters by name, as the optimizer is to see them: fp32, this rank's share."""
+        """Return trainable parameters by name as the optimizer needs them: fp32, this rank's shard."""
 
     @abstractmethod
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole weights on the CPU of rank 0; empty on the others. A collective."""
+        """Return the whole weights on the CPU of rank 0, an empty dict on the others. A collective."""
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what has been summed, before it is clipped."""
+        """Multiply the summed gradients by `factor`, before clipping."""
         for parameter in self.parameters().values():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
@@ -48,16 +48,16 @@ class TrainingBackend(ABC):
 class FSDPTrainingBackend(TrainingBackend):
     """FSDP2 (`fully_shard`): the strategy's blocks, then the whole model, over all ranks of the process group.
 
-    The sharded fp32 parameters are the masters; forward and backward see them in `compute_dtype`, gradients are
-    reduced in fp32. Weights stay whole between forward and backward of a window (ZeRO-2): drafts are small.
+    The sharded fp32 parameters are the masters; forward and backward see them in `compute_dtype`, gradients are reduced
+    in fp32. Weights stay whole between forward and backward of a window (ZeRO-2): drafts are small.
 
     Args:
-        device: where this rank computes. Needs an initialised process group; one of a single rank will do.
+        device: the device of this rank. Needs an initialised process group; one of a single rank is enough.
     """
 
     def __init__(self, device: torch.device, compute_dtype: torch.dtype = torch.float32) -> None:
         self.device = device
-        # Inputs stay as they are: a teacher's hidden states in bf16 would have other argmaxes. Models cast what they need.
+        # Inputs are not cast: the teacher's hidden states in bf16 would have other argmaxes. Models cast what they need.
         self._policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         self._model: FSDPModule | None = None
         self._parameters: dict[str, nn.Parameter] = {}
@@ -72,7 +72,7 @@ class FSDPTrainingBackend(TrainingBackend):
         for method in strategy.model_methods:
             register_fsdp_forward_method(model, method)
         for module in _sharded(model):
-            # Order matters: gloo knows no pre-multiplied sum, which a divide factor would otherwise select.
+            # In this order: a divide factor alone would select a pre-multiplied sum, which gloo does not have.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
         self._model = model
@@ -102,8 +102,9 @@ def _sharded(model: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def ensure_process_group(device: torch.device) -> Iterator[None]:
-    """A process group of this process alone, if there is none: so FSDP, its masters and its precision are the same
-    for one process as for many. The group lives in memory and ends with the context.
+    """Context with a process group: the initialised one, or an in-memory group of this process, destroyed at exit.
+
+    So FSDP, its masters and its precision are the same for one process as for many.
     """
     if dist.is_initialized():
         yield

@@ -1,4 +1,4 @@
-"""Which checkpoint is the best so far, remembered beside the checkpoints."""
+"""The best checkpoint of a run: the rule that compares evaluations, and the record beside the checkpoints."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BestRule:
-    """What better means: `metric` larger by more than `min_delta`, or smaller where a smaller one is better."""
+    """Which evaluation is better: `metric` larger (or smaller, with `smaller`) by more than `min_delta`."""
 
     metric: str = "eval/simulated_acc_len"
     smaller: bool = False
     min_delta: float = 0.0
 
     def score(self, metrics: Mapping[str, Any]) -> float | None:
-        """None of an empty evaluation.
+        """Return the metric of an evaluation, None if the evaluation is empty.
 
         Raises:
             ConfigError: the evaluation has no such metric, or it is not a number.
@@ -37,13 +37,13 @@ class BestRule:
         if not isinstance(score, (int, float)):
             numbers = {name for name, value in metrics.items() if isinstance(value, (int, float))}
             raise ConfigError(
-                f"training.best_metric: {self.metric!r} is no number of an evaluation; there are: "
+                f"training.best_metric: {self.metric!r} is not a number in the evaluation; available: "
                 f"{', '.join(sorted({*numbers, BLOCK_METRIC, WALK_METRIC}))}"
             )
         return float(score)
 
     def is_better(self, metrics: Mapping[str, Any], best: BestRecord | None) -> bool:
-        """Nothing measured, and what is not finite, is never better."""
+        """Whether an evaluation beats the best. An empty one, or one that is not finite, never does."""
         score = self.score(metrics)
         if score is None or not math.isfinite(score):
             return False
@@ -69,8 +69,9 @@ class BestRecord:
 
 
 def read_best(folder: CheckpointFolder, rule: BestRule) -> BestRecord | None:
-    """The record of an earlier process; one that is damaged, of another run or metric, or whose checkpoint is gone, is
-    ignored with a warning.
+    """Return the record that an earlier process wrote, None if there is none.
+
+    A record that is damaged, of another run or metric, or whose checkpoint is gone is ignored with a warning.
     """
     path = folder.best_pointer
     if not path.exists():

@@ -2,8 +2,8 @@
 
 OUTPUT_DIR/RUN-step120/            model.safetensors  optimizer/  rng/  history.json  checkpoint.json
 OUTPUT_DIR/RUN-step120.partial/    being written, or left by a process that died; never read
-OUTPUT_DIR/RUN-latest.json         the newest, by name: the folder can be copied anywhere
-OUTPUT_DIR/RUN-best.json           the best, with its score
+OUTPUT_DIR/RUN-latest.json         name of the newest checkpoint; relative, so the folder can be copied
+OUTPUT_DIR/RUN-best.json           name and score of the best checkpoint
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """What checkpoint.json holds. It is written last: a folder without it is no checkpoint.
+    """Content of checkpoint.json. It is written last: a folder without it is not a checkpoint.
 
     Attributes:
-        state: counters, position and identities, as JSON.
+        state: counters, data position and identities, as JSON.
         files: every other file of the checkpoint, by path inside it.
     """
 
@@ -59,7 +59,7 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The checkpoints of one run among those of others in the same folder.
+    """The checkpoints of one run in a folder that other runs may share.
 
     Raises:
         ConfigError: `run_id` could be taken for a path or a pattern.
@@ -89,16 +89,16 @@ class CheckpointFolder:
         return self.output_dir / f"{self.run_id}-best.json"
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
+        """Return the steps of the complete checkpoints, ascending."""
         return sorted(step for step, path in self._matching(r"") if is_complete(path))
 
     def holds(self, checkpoint: Path, step: int) -> bool:
-        """Whether a folder is this run's own checkpoint of `step`, and not one of another run or a copy elsewhere."""
+        """Whether `checkpoint` is this run's own checkpoint of `step`, not another run's or a copy elsewhere."""
         return checkpoint.resolve() == self.final(step).resolve()
 
     def publish(self, step: int) -> None:
-        """`staging(step)` becomes `final(step)`; one that is there already is whole until it is out of the way."""
-        # A second `.partial` name, so that a crash in between leaves something that is swept and not read.
+        """Rename `staging(step)` to `final(step)`; an existing checkpoint stays whole until it is renamed away."""
+        # Named `.partial` too: what a crash leaves here is swept and never read.
         aside = self.output_dir / f"{self.run_id}-step{step}.old.partial"
         replace_folder(self.staging(step), self.final(step), aside)
 
@@ -106,7 +106,7 @@ class CheckpointFolder:
         """Delete a checkpoint; a reader never sees a part of it.
 
         Raises:
-            OSError: it cannot be deleted; what is left is not a checkpoint any more, if the folder could be renamed.
+            OSError: it cannot be deleted. If the folder could be renamed, what is left is no longer a checkpoint.
         """
         staging = self.staging(step)
         shutil.rmtree(staging, ignore_errors=True)
@@ -114,11 +114,12 @@ class CheckpointFolder:
         shutil.rmtree(staging)
 
     def sweep(self) -> None:
-        """Remove what writers that died left behind."""
+        """Remove staging folders of writers that died."""
         for _, path in self._matching(r"(?:\.old)?\.partial"):
             shutil.rmtree(path, ignore_errors=True)
 
     def point_to(self, pointer: Path, step: int, **more: Any) -> None:
+        """Write a pointer file that names the checkpoint of `step`."""
         publish_json(pointer, {"run_id": self.run_id, "step": step, "checkpoint": self.final(step).name, **more})
 
     def _matching(self, suffix: str) -> list[tuple[int, Path]]:
@@ -130,7 +131,7 @@ class CheckpointFolder:
 
 
 def checksum(path: Path) -> str:
-    """XXH3 of a file's bytes: finds damage at the speed of memory; no identity, and no protection from malice."""
+    """Return XXH3 of a file's bytes. It finds damage at memory speed; it is neither an identity nor secure."""
     state, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
     with open_regular(path) as stream:
         while read := stream.readinto(buffer):
@@ -139,7 +140,7 @@ def checksum(path: Path) -> str:
 
 
 def sync_and_checksum(folder: Path, names: Sequence[str]) -> Mapping[str, FileRecord]:
-    """Flush files to the disk, and read them meanwhile; returns their sizes and checksums by name."""
+    """Flush files to disk while reading them; return their sizes and checksums by name."""
     with ThreadPoolExecutor(4, thread_name_prefix="sync") as pool:
         synced = [pool.submit(fsync, folder / name) for name in names]
         found = FileManifest.record(folder, names, checksum)
@@ -161,12 +162,12 @@ def write_record(
     record = CheckpointRecord(run_id, step, world_size, created, dict(state), files)
     stored = {name: {"bytes": file.bytes, "checksum": file.digest} for name, file in sorted(files.items())}
     values = {"schema_version": SCHEMA_VERSION, **asdict(record), "files": stored}
-    document = json.loads(json.dumps(values))  # as it will be read
+    document = json.loads(json.dumps(values))  # as it is read back
     publish_json(folder / RECORD, {**document, "digest": digest(document)})
 
 
 def read_record(folder: Path) -> CheckpointRecord:
-    """The record of a checkpoint, its files counted and measured but not read.
+    """Return the record of a checkpoint, after checking that its files exist with their sizes; contents are not read.
 
     Raises:
         StoreError: not a checkpoint, or not a complete one.
@@ -186,11 +187,11 @@ def read_record(folder: Path) -> CheckpointRecord:
     except FileNotFoundError:
         raise StoreError(f"{folder}: not a complete checkpoint: {RECORD} is missing{_hint(folder)}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{path}: not the record of a checkpoint ({error})") from error
+        raise StoreError(f"{path}: not a checkpoint record ({error})") from error
     if schema != SCHEMA_VERSION:
         raise StoreError(f"{path}: schema {schema}, expected {SCHEMA_VERSION}")
     if altered:
-        raise StoreError(f"{path}: altered: its digest is not the recorded {recorded}")
+        raise StoreError(f"{path}: altered: its digest differs from the recorded {recorded}")
     damage = record.manifest.find_damage(folder, read=False)
     if damage is not None:
         raise StoreError(damage)
@@ -198,10 +199,10 @@ def read_record(folder: Path) -> CheckpointRecord:
 
 
 def verify(folder: Path, record: CheckpointRecord, names: Iterable[str]) -> None:
-    """Read files of a checkpoint whole and compare them with the record.
+    """Read files of a checkpoint and compare their checksums with the record.
 
     Raises:
-        StoreError: a file is altered, by name.
+        StoreError: a file is altered; the message names it.
     """
     record.manifest.require_intact(folder, f"Remove {folder} to go on from an older checkpoint", names)
 

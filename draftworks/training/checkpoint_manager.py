@@ -1,4 +1,4 @@
-"""`CheckpointManager`: saves, rotates and remembers checkpoints, on all ranks together."""
+"""`CheckpointManager`: saves, rotates and tracks checkpoints, on all ranks together."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """The checkpoints of one run. Every rank has one, on a folder that all of them see; methods that say so are collectives.
+    """The checkpoints of one run. Every rank has one, on a folder that all ranks see; collectives are marked as such.
 
-    A checkpoint is complete or absent: written beside its place, synced, renamed. Saving step N ends the timeline there:
-    what an abandoned attempt saved at later steps is removed, and with it a best among those.
+    A checkpoint is complete or absent: written to a staging folder, synced, renamed. Saving step N ends the timeline
+    there: checkpoints that an abandoned attempt saved at later steps are removed, and with them a best among those.
 
     Args:
         run_id: a name; two runs in one folder do not touch each other's checkpoints.
         max_checkpoints: how many of the newest to keep, beside the best; 0 keeps all.
         rule: which evaluation is better than another.
-        save_async: `save` copies the state and returns; a thread writes it while training goes on.
+        save_async: `save` copies the state and returns; a thread writes it while training continues.
 
     Raises:
         ConfigError: `run_id` is not a name.
@@ -60,7 +60,7 @@ class CheckpointManager:
         self._max_checkpoints = max_checkpoints
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if save_async else None
         self._pending: Future[None] | None = None
-        # Its own group: a thread may write while the main one trains, and gloo needs no GPU.
+        # A group of its own: the writer thread communicates while the main thread trains, and gloo needs no GPU.
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.best: BestRecord | None = broadcast_from_rank_0(
             read_best(self.folder, self.rule) if get_rank() == 0 else None, self._group
@@ -70,8 +70,8 @@ class CheckpointManager:
         """Save the state after optimizer step `step`. A collective.
 
         Raises:
-            StoreError: on all ranks, what any rank could not write. Earlier checkpoints are as they were. With
-                `save_async`, the error of the save before.
+            StoreError: on all ranks, what any rank could not write. Earlier checkpoints are unchanged. With
+                `save_async`, the error of the previous save.
         """
         self.wait()
         if self.best is not None and self.best.step >= step:
@@ -82,7 +82,7 @@ class CheckpointManager:
             self._pending = self._writer.submit(self._save, state.copy(), step)
 
     def wait(self) -> None:
-        """Until everything is written. Raises what went wrong in a thread since the last call."""
+        """Wait until everything is written. Raises what failed in the writer thread since the last call."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -91,10 +91,11 @@ class CheckpointManager:
         """Whether an evaluation beats the best so far. A collective: rank 0 decides for all.
 
         Raises:
-            ConfigError: the evaluation lacks the metric that decides; on the other ranks a StoreError that says so.
-            StoreError: with `save_async`, the error of the save before.
+            ConfigError: the evaluation lacks the deciding metric; on the other ranks a StoreError with the same
+                message.
+            StoreError: with `save_async`, the error of the previous save.
         """
-        self.wait()  # the thread talks over the same group
+        self.wait()  # the writer thread uses the same group
         verdict = self._on_all(lambda: self.rule.is_better(metrics, self.best) if get_rank() == 0 else None)
         return broadcast_from_rank_0(verdict, self._group)
 
@@ -103,7 +104,7 @@ class CheckpointManager:
         self.wait()
         score = self.rule.score(metrics)
         if score is None:
-            raise ValueError("an evaluation of nothing cannot be the best")
+            raise ValueError("an empty evaluation cannot be the best")
         name = self.folder.final(step).name
         record = BestRecord(self.folder.run_id, step, name, score, self.rule.metric, dict(metrics))
         self._on_rank_0(lambda: record.save(self.folder))
@@ -111,11 +112,11 @@ class CheckpointManager:
         self._on_rank_0(lambda: self._rotate(step))
 
     def resume(self, checkpoint: Path, step: int) -> None:
-        """Go on from a checkpoint, perhaps of another run or folder. A collective.
+        """Continue from a checkpoint, perhaps of another run or folder. A collective.
 
-        A best of later steps, which this timeline will not have seen, is forgotten; the best that another checkpoint's
-        run knows of is copied here, in place of one that is none of its own, so that a training never ends worse than
-        the best it had.
+        A best of later steps, which this timeline has not reached, is forgotten. The best that the other checkpoint's
+        run recorded is copied here unless this run has its own, so that a training never ends worse than the best it
+        had.
         """
         own = self.folder.holds(checkpoint, step)
         if self.best is not None and (not own or self.best.step > step):
@@ -125,11 +126,11 @@ class CheckpointManager:
             self.best = broadcast_from_rank_0(self.best, self._group)
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints on the disk, ascending."""
+        """Return the steps of the complete checkpoints on disk, ascending."""
         return self.folder.steps()
 
     def latest_dir(self) -> Path | None:
-        """The newest complete checkpoint. A collective: rank 0 looks."""
+        """Return the newest complete checkpoint. A collective: rank 0 looks."""
         self.wait()
         steps = broadcast_from_rank_0(self.steps() if get_rank() == 0 else None, self._group)
         return self.folder.final(steps[-1]) if steps else None
@@ -144,15 +145,15 @@ class CheckpointManager:
             self._on_all(lambda: save_weights_and_rng(staging, snapshot, get_rank()))
             save_moments(staging, snapshot.moments, self._group)
             self._on_rank_0(lambda: self._write_documents(staging, snapshot))
-            sums = self._sync_and_sum(staging)
+            sums = self._sync_and_checksum(staging)
             self._on_rank_0(lambda: self._publish(step, snapshot, sums))
-        except StoreError:  # the same on all ranks; what fills a full disk does not stay there
+        except StoreError:  # raised on all ranks; a full disk is freed of the partial files
             if get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
 
     def _prepare(self, step: int) -> None:
-        """End the timeline at `step`, and make room for it."""
+        """End the timeline at `step`, and create its staging folder."""
         self.folder.output_dir.mkdir(parents=True, exist_ok=True)
         self.folder.sweep()
         for later in [found for found in self.folder.steps() if found > step]:
@@ -179,8 +180,8 @@ class CheckpointManager:
         for name, document in snapshot.documents.items():
             publish_json(staging / name, document)
 
-    def _sync_and_sum(self, staging: Path) -> dict[str, FileRecord]:
-        """Sizes and checksums of all files, which are on the disk then; the ranks share the work."""
+    def _sync_and_checksum(self, staging: Path) -> dict[str, FileRecord]:
+        """Flush all files and return their sizes and checksums; the ranks share the work."""
         mine = self._on_all(lambda: sync_and_checksum(staging, list_files(staging)[get_rank() :: get_world_size()]))
         return {name: found for share in gather_from_ranks(mine, self._group) for name, found in share.items()}
 
@@ -193,7 +194,7 @@ class CheckpointManager:
         self._rotate(step)
 
     def _rotate(self, written: int) -> None:
-        """Remove the oldest beyond `max_checkpoints`; never the best, never what has just been written."""
+        """Remove the oldest checkpoints beyond `max_checkpoints`; never the best, never the one just written."""
         if not self._max_checkpoints:
             return
         kept = {written} | ({self.best.step} if self.best else set())

@@ -1,4 +1,4 @@
-"""torch.compile over the blocks of a draft: fewer passes over memory between the matrix products, the same numbers to rounding."""
+"""torch.compile over a draft's blocks: fewer memory passes between matrix products, equal to rounding."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 def compile_blocks(
     strategy: DraftStrategy, device: torch.device, backend: str | Callable[..., Any] = "inductor"
 ) -> bool:
-    """Compile the forward of each block in place, before FSDP wraps them; names and weights stay as they are.
+    """Compile the forward of each block in place, before FSDP wraps them; names and weights are unchanged.
 
-    Where there is no compiler for the device (a C++ one for a CPU, Triton for a GPU) a warning says so, and nothing is changed.
+    Where the device has no compiler (C++ for a CPU, Triton for a GPU), log a warning and change nothing.
 
     Args:
         backend: of torch.compile.
 
     Returns:
-        Whether the blocks are compiled now.
+        Whether the blocks are compiled.
     """
     problem = _problem(device, backend)
     if problem is not None:
@@ -40,18 +40,18 @@ def compile_blocks(
         )
         return False
     for block in find_compilable_blocks(strategy):
-        block.forward = _where_it_learns(block.forward, compile_for_many_kinds(block.forward, backend=backend))
+        block.forward = _compiled_in_training(block.forward, compile_for_many_kinds(block.forward, backend=backend))
     return True
 
 
 def find_compilable_blocks(strategy: DraftStrategy) -> Sequence[nn.Module]:
-    """The strategy's FSDP blocks. Where it has none because they are not called as modules: what they are made of."""
+    """Return the strategy's FSDP blocks; where it has none (blocks not called as modules), their parts."""
     parts = (module for module in strategy.model.modules() if isinstance(module, (GatedMlp, RmsNorm)))
     return strategy.fsdp_blocks() or tuple(parts)
 
 
-def _where_it_learns(plain: Callable[..., Tensor], fast: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Evaluations come in many more shapes, and each kind of them would be compiled for: only the training's are."""
+def _compiled_in_training(plain: Callable[..., Tensor], fast: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Use the compiled forward in training only: evaluations have many more shapes, each compiled anew."""
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -61,10 +61,10 @@ def _where_it_learns(plain: Callable[..., Tensor], fast: Callable[..., Tensor]) 
 
 
 def _problem(device: torch.device, backend: str | Callable[..., Any]) -> str | None:
-    """Why a small function cannot be compiled and differentiated; None if it can."""
+    """Return why a small function cannot be compiled and differentiated; None if it can."""
     x = torch.ones(4, device=device, requires_grad=True)
     try:
         torch.compile(lambda x: (x * 2).sin().sum(), backend=backend)(x).backward()
-    except Exception as error:  # torch has many kinds, and lets those of compilers through
+    except Exception as error:  # torch raises many types, and passes on those of compilers
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
     return None

@@ -1,4 +1,4 @@
-"""The loop over epochs and steps: when to record, to save, to evaluate, to stop."""
+"""The training loop over epochs and optimizer steps: when to record, save, evaluate and stop."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from draftworks.training.resume import Checkpointer, ResumeState
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to train, and how often to look and to save. Steps are optimizer steps.
+    """Length and cadence of a training, in optimizer steps.
 
-    Beside every `log_every`-th step, the first and the last are recorded: a curve begins where training begins. With
-    `patience` so is every evaluated one, since it may be the last. The last step is always saved and evaluated.
+    Recorded are every `log_every`-th step, the first and the last, so that curves begin where training begins. With
+    `patience` every evaluated step is recorded too, since it may be the last. The last step is always saved and
+    evaluated.
 
     Attributes:
-        eval_every, save_every: 0 leaves only the end.
-        patience: evaluations in a row without a better one after which training ends; 0 never ends it.
-        evaluates_start: what training begins from is evaluated too, since it may be the best there will be.
+        eval_every, save_every: 0 means at the end only.
+        patience: training ends after so many evaluations in a row without a better one; 0 never ends it.
+        evaluates_start: evaluate the initial weights too, since they may remain the best.
     """
 
     total_steps: int
@@ -54,12 +55,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the controller asks of its surroundings, all on every rank.
+    """Callbacks of the controller, all called on every rank.
 
     Attributes:
-        evaluate: the held-out result of the draft as it is, or None; called on every rank at the same steps. May raise
-            `EvaluationStopped`.
-        stop_signal: number of the signal that asks this rank to stop, or 0; looked at after every step.
+        evaluate: returns the held-out result of the current draft, or None; called at the same steps on every rank. May
+            raise `EvaluationStopped`.
+        stop_signal: returns the number of the signal that asks this rank to stop, or 0; polled after every step.
     """
 
     evaluate: Callable[[StepContext], EvalResult | None]
@@ -68,11 +69,11 @@ class Hooks:
 
 
 class TrainerController:
-    """Drives a `TrainerCore` through a plan.
+    """Runs a `TrainerCore` through a plan.
 
     Attributes:
-        stopped_by: the signal that ended `fit` early, after a checkpoint; 0 if none did.
-        ended_early: whether `patience` ended it.
+        stopped_by: the signal that ended `fit` early, after a checkpoint; 0 if none.
+        ended_early: whether `patience` ended the training.
     """
 
     def __init__(
@@ -101,24 +102,24 @@ class TrainerController:
         return self.position.global_step
 
     def restore(self, state: ResumeState) -> None:
-        """Go on where a checkpoint was saved."""
+        """Continue from a checkpoint."""
         self.position, self.history, self._window = state.position, state.history, state.window
         self._clock = _StopWatch(state.seconds)
         if self._checkpointer is not None and self._checkpointer.manager.folder.holds(state.folder, self.global_step):
             self._checkpointer.saved_step = self.global_step
 
     def fit(self) -> History:
-        """Train until the plan's end, early or not, or until a signal. A collective.
+        """Train until the end of the plan, the end of patience, or a signal. A collective.
 
-        Reads no training data if that many steps are done already. A step whose evaluation an interruption cut off is
-        evaluated first.
+        If the planned steps are done already, no training data is read. An evaluation that an interruption cut off is
+        made first.
         """
         self.history.sessions.append(Session(self.global_step, get_world_size(), time.time()))
-        if self._plan.evaluates(self.global_step) and self.history.evaluated(self.global_step) is None:
-            self._evaluation()
+        if self._plan.evaluates(self.global_step) and self.history.find_evaluation(self.global_step) is None:
+            self._run_evaluation()
         self.ended_early = self._has_stalled()
         while not self._is_over():
-            self._epoch()
+            self._run_epoch()
         if self._checkpointer is not None:
             self._checkpointer.manager.wait()
         return self.history
@@ -129,8 +130,8 @@ class TrainerController:
     def _context(self) -> StepContext:
         return StepContext(self.global_step, self._plan.total_steps, training=True)
 
-    def _epoch(self) -> None:
-        """Train the rest of the epoch that the position is in."""
+    def _run_epoch(self) -> None:
+        """Train the remaining steps of the current epoch."""
         self._loader.set_epoch(self.position.epoch)
         self._loader.seek(self.position.epoch_steps)
         self._clock.start()
@@ -149,11 +150,11 @@ class TrainerController:
         if self._plan.records(self.global_step):
             self._record(result)
         self._clock.stop()
-        # Saved before it is evaluated: evaluations are long, and whoever goes on from here will make up for it.
+        # Saved before the evaluation, which is long; a resume from here makes it up.
         if self._plan.saves(self.global_step):
             self._save()
         if self._plan.evaluates(self.global_step):
-            self._evaluation()
+            self._run_evaluation()
         self._stop_if_asked()
         self._clock.start()
 
@@ -185,12 +186,12 @@ class TrainerController:
         for observer in self._hooks.observers:
             observer.on_train(point, self._plan.total_steps)
 
-    def _evaluation(self) -> None:
-        """Evaluate, remember the best, and end the training if it has not become better for too long.
+    def _run_evaluation(self) -> None:
+        """Evaluate, record the best, and end the training if patience is exhausted.
 
-        A best off the save cadence is saved first, without this evaluation in its history: whoever goes on from there
-        evaluates again, and so finds the best again if this process dies before it is recorded. A signal ends an evaluation
-        between two batches.
+        A best that is not due for saving is saved first, without this evaluation in its history: a resume from it
+        evaluates again, and so finds the best again if this process dies before recording it. A signal ends an
+        evaluation between two batches.
         """
         try:
             result = self._hooks.evaluate(self._context())
@@ -211,7 +212,7 @@ class TrainerController:
             observer.on_eval(point)
 
     def _has_stalled(self) -> bool:
-        """Whether `patience` evaluations in a row have not been better."""
+        """Whether `patience` evaluations in a row brought no better one."""
         best = None if self._checkpointer is None else self._checkpointer.manager.best
         if best is None or not self._plan.patience:
             return False
@@ -219,7 +220,7 @@ class TrainerController:
 
 
 class _StopWatch:
-    """Seconds while it runs."""
+    """Stop watch: seconds between start and stop, summed."""
 
     def __init__(self, before: float = 0.0) -> None:
         self._before = before

@@ -1,4 +1,4 @@
-"""The course of a training as plain numbers: what is plotted, reported and written to history.json."""
+"""The history of a training as plain numbers: plotted, reported, and written to history.json."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True)
 class TrainPoint:
-    """Some consecutive optimizer steps, the last of them number `step`, counted from 1.
+    """Means and sums over consecutive optimizer steps that end with number `step`, counted from 1.
 
     Attributes:
-        epoch: share of the data seen so far, in epochs.
+        epoch: data seen so far, in epochs.
         loss: of these steps, as the strategy weighs it; None if nothing was supervised.
         accuracy, simulated_acc_len: rungs 0 (first position) and 1 of the acceptance ladder, on training data.
         lr, grad_norm: of the last step; the norm is before clipping.
         tokens: all tokens of these steps over all ranks, without padding.
-        tokens_per_s: of training alone; evaluations do not count.
+        tokens_per_s: of training alone, without evaluations.
         seconds: of training alone, since its start.
     """
 
@@ -51,7 +51,7 @@ class EvalPoint:
 
 @dataclass(frozen=True)
 class Session:
-    """One process group's part of a training: it began, or went on, after `start_step` steps."""
+    """One process group's part of a training, which began or resumed after `start_step` steps."""
 
     start_step: int
     world_size: int
@@ -61,7 +61,7 @@ class Session:
 
 @dataclass
 class History:
-    """What `Trainer.fit` returns. `total_steps` is what was planned; `steps` what was done."""
+    """What `Trainer.fit` returns. `total_steps` were planned, `steps` were done."""
 
     total_steps: int
     train: list[TrainPoint] = field(default_factory=list)
@@ -84,19 +84,19 @@ class History:
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def evaluated(self, step: int) -> EvalResult | None:
-        """The held-out result after this step, if there is one."""
+    def find_evaluation(self, step: int) -> EvalResult | None:
+        """Return the held-out result after this step, None if there is none."""
         return next((point.result for point in self.evals if point.step == step), None)
 
     def first_loss(self, share: float = 0.1) -> float | None:
-        """Mean loss of the first `share` of the recorded points, at least one; None if nothing was supervised.
+        """Return the mean loss of the first `share` of the recorded points, at least one, or None.
 
-        After one step, the first loss is also the last.
+        None if nothing was supervised. After one step, the first loss is also the last.
         """
         return _mean(self._losses()[: self._count(share)])
 
     def last_loss(self, share: float = 0.1) -> float | None:
-        """Mean loss of the last `share` of the recorded points, at least one; None if nothing was supervised."""
+        """Return the mean loss of the last `share` of the recorded points, at least one, or None."""
         return _mean(self._losses()[-self._count(share) :])
 
     def _losses(self) -> list[float]:
@@ -106,7 +106,7 @@ class History:
         return max(1, round(share * len(self._losses())))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything; each evaluation also with its metrics, for readers that know no ratios."""
+        """Return all values; each evaluation includes its metrics, for readers that do not compute ratios."""
         evals = [
             {"step": e.step, "seconds": e.seconds, "result": e.result.to_json(), "metrics": e.result.metrics()}
             for e in self.evals

@@ -1,4 +1,4 @@
-"""Who is told of a training's course: people by a progress line, TensorBoard by event files."""
+"""Observers of a training: a progress line for people, event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TrainingObserver(Protocol):
-    """Told on every rank after each recorded point. The numbers are those of all ranks; only the clocks differ."""
+    """Called on every rank after each recorded point. Values are over all ranks; only the clocks are the rank's own."""
 
     def on_train(self, point: TrainPoint, total_steps: int) -> None: ...
 
@@ -23,19 +23,19 @@ class TrainingObserver(Protocol):
 
 
 class ProgressSink(Protocol):
-    """Shows short named values; may leave out some that come fast after one another, but none with `force`."""
+    """Shows short named values; may drop some that follow each other fast, but none with `force`."""
 
     def __call__(self, values: Mapping[str, Any], *, force: bool = False) -> None: ...
 
 
 class ProgressReport:
-    """Hands each point to `tell`, e.g. a program's progress line. Evaluations and the last step are never left out."""
+    """Passes each point to a `ProgressSink`. Evaluations and the last step are never dropped."""
 
-    def __init__(self, tell: ProgressSink) -> None:
-        self._tell = tell
+    def __init__(self, sink: ProgressSink) -> None:
+        self._sink = sink
 
     def on_train(self, point: TrainPoint, total_steps: int) -> None:
-        self._tell(
+        self._sink(
             {
                 "step": f"{point.step}/{total_steps}",
                 "epoch": round(point.epoch, 2),
@@ -54,7 +54,7 @@ class ProgressReport:
         values: dict[str, Any] = {"step": point.step, "heldout_acc_len_rung1": result.simulated_acc_len}
         if result.avg_loss is not None:
             values["heldout_loss"] = result.avg_loss
-        self._tell({**values, "heldout_acc": result.avg_acc}, force=True)
+        self._sink({**values, "heldout_acc": result.avg_acc}, force=True)
 
 
 class TensorBoardLog:
@@ -76,7 +76,7 @@ class TensorBoardLog:
         self._writer: SummaryWriter | None = None
 
     def _writer_from(self, step: int) -> SummaryWriter:
-        """What an interrupted training wrote of this step and later ones is dropped: it is trained again."""
+        """Open the writer at `step`; events of an interrupted training from there on are dropped: it trains them again."""
         if self._writer is None:
             self._writer = self._open(purge_step=step)
         return self._writer
@@ -101,5 +101,5 @@ class TensorBoardLog:
 
 
 def estimate_remaining_s(point: TrainPoint, total_steps: int) -> float:
-    """Time left at the mean speed so far, evaluations left out."""
+    """Return the seconds left at the mean speed so far, without evaluations."""
     return point.seconds / point.step * (total_steps - point.step)

@@ -1,4 +1,4 @@
-"""AdamW over fp32 masters, gradient clipping and the learning-rate schedule."""
+"""The optimizer step: AdamW over fp32 masters, clipping, learning-rate schedule, and the core that accumulates."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Linear warm-up to the peak, then one of
+    """Learning-rate schedule: linear warm-up to the peak, then one of three courses.
 
-    constant: the peak;
-    cosine, linear: from the peak to the floor at the last step;
-    wsd (warm-up, stable, decay): the peak, and linearly to the floor over the last `decay_ratio` of all steps
-        (MiniCPM, arXiv 2404.06395; linear decay as in arXiv 2405.18392).
+    constant: the peak. cosine, linear: from the peak to the floor at the last step. wsd (warm-up, stable, decay): the
+    peak, then linearly to the floor over the last `decay_ratio` of all steps (MiniCPM, arXiv 2404.06395; linear decay
+    as in arXiv 2405.18392).
 
     Warm-up takes `int(warmup_ratio * total_steps)` steps, step s at (s + 1) / warmup, as in SpecForge.
 
@@ -45,7 +44,7 @@ class LrSchedule:
     floor: float = 0.0
 
     def lr(self, step: int) -> float:
-        """Of optimizer step `step`, counted from 0."""
+        """Return the learning rate of optimizer step `step`, counted from 0."""
         return self.peak * self._share(step)
 
     def _share(self, step: int) -> float:
@@ -55,7 +54,7 @@ class LrSchedule:
         return self.floor + (1.0 - self.floor) * self._decayed(step, warmup)
 
     def _decayed(self, step: int, warmup: int) -> float:
-        """From 1 to 0 between the end of the warm-up and the last step."""
+        """Return a factor from 1 to 0 between the end of the warm-up and the last step."""
         begin = max(warmup, self.total_steps - max(1, int(self.decay_ratio * self.total_steps)))
         if self.name == "constant" or (self.name == "wsd" and step < begin):
             return 1.0
@@ -69,7 +68,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """What one step did: the gradient's norm before clipping, over all ranks, and the learning rate used."""
+    """Result of one step: the gradient norm over all ranks before clipping, and the learning rate used."""
 
     grad_norm: float
     lr: float
@@ -77,8 +76,9 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class OptimizerCounters:
-    """`steps` moves the schedule; `updates` counts AdamW's own steps by parameter, for its bias correction. They differ
-    by the steps without a supervised token, and a parameter that never had a gradient has no updates.
+    """Counters of the schedule (`steps`) and of AdamW per parameter (`updates`, for its bias correction).
+
+    They differ by steps without a supervised token, and a parameter that never had a gradient has no updates.
     """
 
     steps: int = 0
@@ -86,7 +86,7 @@ class OptimizerCounters:
 
 
 class BF16Optimizer:
-    """Clip, step, advance the schedule. The name is the reference's; FSDP2's sharded fp32 parameters are the masters.
+    """AdamW with clipping and a schedule. Named as in SpecForge; its masters are FSDP2's sharded fp32 parameters.
 
     Args:
         parameters: this rank's fp32 shards (DTensors) or plain parameters, by name.
@@ -117,7 +117,7 @@ class BF16Optimizer:
         return self._schedule.lr(self._steps)
 
     def grad_norm(self) -> float:
-        """Euclidean norm of the whole gradient, over all shards. A collective."""
+        """Return the Euclidean norm of the whole gradient, over all shards. A collective."""
         norm = get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -125,7 +125,7 @@ class BF16Optimizer:
         """Clip the gradients to `max_grad_norm`, update, clear them, advance the schedule. A collective.
 
         Raises:
-            TrainingError: the gradient is not finite; weights are as they were.
+            TrainingError: the gradient is not finite; weights are unchanged.
         """
         norm = self.grad_norm()
         if not math.isfinite(norm):
@@ -142,7 +142,7 @@ class BF16Optimizer:
         return done
 
     def skip(self) -> OptimizerStep:
-        """Clear the gradients and advance the schedule, leaving weights and moments alone."""
+        """Clear the gradients and advance the schedule without changing weights or moments."""
         done = OptimizerStep(0.0, self.lr)
         self._advance()
         return done
@@ -152,16 +152,16 @@ class BF16Optimizer:
         return OptimizerCounters(self._steps, {name: int(state["step"]) for name, state in known.items() if state})
 
     def moments(self) -> dict[str, Tensor]:
-        """AdamW's moments by `{parameter}.{moment}`, sharded as their parameters are; not copies."""
+        """Return AdamW's moments by `{parameter}.{moment}`, sharded like their parameters; not copies."""
         known = {name: self._adamw.state.get(p, {}) for name, p in self._named.items()}
         return {f"{name}.{moment}": state[moment] for name, state in known.items() if state for moment in MOMENTS}
 
     def restore(self, counters: OptimizerCounters) -> dict[str, Tensor]:
-        """Go on after so many steps. Returns moments of zeros, to be filled in place; see `moments`."""
+        """Set the counters and return zeroed moments, to be filled in place; see `moments`."""
         self._steps = counters.steps
         for name, updates in counters.updates.items():
             parameter = self._named[name]
-            step = torch.tensor(float(updates), device=parameter.device)  # where fused AdamW keeps it
+            step = torch.tensor(float(updates), device=parameter.device)  # on the device, as fused AdamW keeps it
             self._adamw.state[parameter] = {"step": step, **{m: torch.zeros_like(parameter) for m in MOMENTS}}
         return self.moments()
 
@@ -172,7 +172,7 @@ class BF16Optimizer:
 
 @dataclass(frozen=True)
 class StepResult:
-    """An optimizer step: sums over its window and all ranks, the gradient's norm before clipping, the rate used."""
+    """Result of an optimizer step: sums over its window and all ranks, gradient norm before clipping, learning rate."""
 
     totals: EvalResult
     grad_norm: float
@@ -180,10 +180,10 @@ class StepResult:
 
 
 class TrainerCore:
-    """Accumulates gradients of *summed* losses over a window and normalises once, at its end.
+    """Accumulates gradients of *summed* losses over a window of micro-steps, and normalises once at its end.
 
     The loss of a window is sum(loss_sum) / sum(loss_weight) over its micro-steps on all ranks, so how the global batch
-    is cut into micro-batches and ranks changes nothing but rounding. Where a window ends, its last batch says.
+    is split into micro-batches and ranks changes rounding only. The last batch of a window has `ends_step`.
     """
 
     def __init__(self, strategy: DraftStrategy, backend: TrainingBackend, optimizer: BF16Optimizer) -> None:
@@ -194,9 +194,9 @@ class TrainerCore:
         self._samples: list[str] = []
 
     def train_step(self, batch: TrainBatch, ctx: StepContext) -> StepResult | None:
-        """Forward and backward of one micro-batch; the optimizer's step and its result at the end of a window.
+        """Run forward and backward of one micro-batch; at the end of a window step the optimizer and return the result.
 
-        A batch without samples, of a rank that has fewer than others, is run for the sake of collectives and adds nothing.
+        A batch without samples, on a rank that has fewer than others, takes part in collectives and adds nothing.
 
         Raises:
             TrainingError: loss or gradient is not finite. Weights are those of the step before.
@@ -215,7 +215,7 @@ class TrainerCore:
             self.backend.scale_gradients(1.0 / totals.loss_weight)
             done = self.optimizer.step()
         else:
-            # Without a supervised token there is no gradient, but AdamW's momentum would move the weights all the same.
+            # Without a supervised token the gradient is zero, but AdamW's momentum would still move the weights.
             done = self.optimizer.skip()
         self._window = MetricAccumulator()
         self._samples = []

@@ -1,4 +1,4 @@
-"""The training curves as a picture."""
+"""Training curves as a figure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def render_training_plot(history: History, title: str, published_step: int | None = None) -> bytes:
-    """`draw_training_figure` as PNG."""
+    """Return `draw_training_figure` as PNG bytes."""
     return render_png(draw_training_figure(history, title, published_step))
 
 
 def draw_training_figure(history: History, title: str, published_step: int | None = None) -> Figure:
-    """Loss and simulated acceptance length over optimizer steps, on training and held-out data.
+    """Plot loss and simulated acceptance length over optimizer steps, on training and held-out data.
 
-    What a loss is made of is the strategy's affair (EAGLE-3 adds up weighted draft steps), so it is given no unit. A
-    vertical line is where the training was resumed, a ring the evaluation of the draft that was published.
+    The loss has no unit, since strategies define it differently (EAGLE-3 sums weighted draft steps). A vertical line
+    marks a resume, a ring the evaluation of the published draft.
     """
     figure = make_figure(9.0, 3.6)
     left, right = figure.subplots(1, 2)
@@ -40,7 +40,7 @@ def draw_training_figure(history: History, title: str, published_step: int | Non
     for session in history.sessions[1:]:
         for axes in (left, right):
             axes.axvline(session.start_step, color="0.8", linewidth=0.8, zorder=0)
-    published = None if published_step is None else history.evaluated(published_step)
+    published = None if published_step is None else history.find_evaluation(published_step)
     if published is not None:
         ring = {"marker": "o", "s": 90, "facecolors": "none", "edgecolors": COLOURS[1], "zorder": 3}
         left.scatter([published_step], [published.avg_loss], **ring)
@@ -50,7 +50,7 @@ def draw_training_figure(history: History, title: str, published_step: int | Non
 
 
 def _curves(axes: Axes, train: list[tuple[int, float | None]], held_out: list[tuple[int, float | None]]) -> None:
-    """Points without a value are left out."""
+    """Plot both curves; points without a value are left out."""
     looks = {"training": (train, COLOURS[0], ""), "held out": (held_out, COLOURS[1], "o")}
     for name, (points, colour, marker) in looks.items():
         known = [point for point in points if point[1] is not None]

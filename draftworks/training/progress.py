@@ -1,4 +1,4 @@
-"""Where a training stands in its data, counted in samples: the same on any number of ranks."""
+"""Progress of a training through its data, in samples: the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from draftworks.errors import StoreError
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """After `global_step` optimizer steps.
+    """Where a training stands after `global_step` optimizer steps.
 
     Attributes:
-        samples, global_batch_size: of this training; how a step is cut into micro-batches and ranks is not here.
+        samples, global_batch_size: of this training; how a step is split into micro-batches and ranks does not matter.
     """
 
     samples: int
@@ -32,12 +32,12 @@ class TrainingProgress:
 
     @property
     def epoch_steps(self) -> int:
-        """Optimizer steps done of this epoch."""
+        """Optimizer steps done of the current epoch."""
         return self.global_step % self.steps_per_epoch
 
     @property
     def epoch_samples(self) -> int:
-        """Samples seen of this epoch, over all ranks."""
+        """Samples seen of the current epoch, over all ranks."""
         return self.epoch_steps * self.global_batch_size
 
     def after_step(self) -> TrainingProgress:
@@ -53,10 +53,10 @@ class TrainingProgress:
         }
 
     def from_json(self, stored: Mapping[str, Any], where: Path) -> TrainingProgress:
-        """This training's position where a checkpoint's was.
+        """Return this training's progress at the step of a checkpoint.
 
         Raises:
-            StoreError: the checkpoint counts samples in other steps or epochs, so that some would be lost or seen twice.
+            StoreError: the checkpoint counts samples in other steps or epochs, so that some would be lost or repeated.
         """
         moved = replace(self, global_step=int(stored["global_step"]))
         for key, ours in moved.to_json().items():

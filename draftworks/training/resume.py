@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: everything that can be wrong is found before training begins, with both values."""
+"""Resuming from a checkpoint: everything is verified before training begins, and errors give both values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ResumeState:
     """A verified checkpoint.
 
     Attributes:
-        window: what has been added up since the last recorded point of the history.
+        window: sums since the last recorded point of the history.
         seconds: of training so far.
     """
 
@@ -44,7 +44,7 @@ class ResumeState:
     history: History
 
     def load_weights(self, model: nn.Module) -> None:
-        """Into a model that is not wrapped yet.
+        """Load the weights into a model that is not wrapped yet.
 
         Raises:
             StoreError: tensors are missing, unexpected or of another shape.
@@ -52,29 +52,29 @@ class ResumeState:
         load_weights(self.folder / WEIGHTS, model)
 
     def restore(self, optimizer: BF16Optimizer, device: torch.device) -> None:
-        """Optimizer and, on as many ranks as before, the generators. A collective.
+        """Restore the optimizer and, on as many ranks as before, the random generators. A collective.
 
         Raises:
             StoreError: a moment is missing, unexpected or of another shape.
         """
-        strangers = sorted(self.optimizer.updates.keys() - set(optimizer.names))
-        if strangers:
-            raise StoreError(f"{self.folder}: optimizer state of parameters that the draft does not have: {strangers}")
+        unknown = sorted(self.optimizer.updates.keys() - set(optimizer.names))
+        if unknown:
+            raise StoreError(f"{self.folder}: optimizer state of parameters that the draft lacks: {unknown}")
         load_moments(self.folder, optimizer.restore(self.optimizer))
         if self.record.world_size == get_world_size():
             restore_rng(self.folder / RNG / f"rank{get_rank()}.safetensors", device)
 
 
 def read_resume_state(folder: Path, identity: Mapping[str, Any], position: TrainingProgress) -> ResumeState:
-    """Read and verify a checkpoint of this very training. A collective: the ranks share the reading.
+    """Read and verify a checkpoint of this training. A collective: the ranks share the reading.
 
     Args:
-        identity: what decides the result of this training; the checkpoint must be of the same.
-        position: of this training before its first step, which knows the data's size and the global batch.
+        identity: what decides the result of this training; the checkpoint must have the same.
+        position: progress of this training before its first step, with the data's size and the global batch.
 
     Raises:
-        StoreError: on all ranks: not a complete checkpoint, an altered file by its name, or another training's, with
-            what differs and both values.
+        StoreError: on all ranks: not a complete checkpoint, an altered file (named), or another training's checkpoint
+            (with what differs and both values).
     """
     return run_on_every_rank(lambda: _read(folder, identity, position))
 
@@ -107,10 +107,10 @@ def _require_same(folder: Path, found: Mapping[str, Any], expected: Mapping[str,
 
 
 class Checkpointer:
-    """Puts together what `resume` takes apart, at most once per step.
+    """Saves what `read_resume_state` reads, at most once per step.
 
     Args:
-        identity: what decides the result of this training; a checkpoint can only be resumed by a training of the same.
+        identity: what decides the result of this training; only a training of the same identity can resume.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Checkpointer:
         self._identity = dict(identity)
 
     def save(self, position: TrainingProgress, history: History, window: EvalResult, seconds: float) -> None:
-        """Save the state after this step, unless it is saved. A collective. Raises StoreError on all ranks."""
+        """Save the state after this step, unless it is saved already. A collective. Raises StoreError on all ranks."""
         if self.saved_step == position.global_step:
             return
         state = {

@@ -1,13 +1,12 @@
 """The state of a training between two optimizer steps, and how its tensors are stored.
 
-Weights are stored whole and plain, since other programs read them; the optimizer's moments are stored sharded, by
-torch.distributed.checkpoint in its safetensors format, so that another number of ranks can read them. FSDP2's fp32
-weights are the masters: there is no second copy of them.
+Weights are stored whole in plain safetensors, since other programs read them. The optimizer's moments are stored
+sharded in torch.distributed.checkpoint's safetensors format, so that another number of ranks can read them. FSDP2's
+fp32 weights are the masters: there is no second copy of them.
 
-torch's sharded safetensors format, written straight from memory.
-
-`HuggingFaceStorageWriter` first makes one bytes object of everything, which costs the memory twice and a good part of the
-time. The files are the same, and `HuggingFaceStorageReader` reads them; the keys of their headers are torch's.
+`ShardWriter` writes that format straight from memory. torch's `HuggingFaceStorageWriter` first builds one bytes object
+of everything, which doubles the memory and costs a good part of the time. The files are the same, with torch's header
+keys, and `HuggingFaceStorageReader` reads them.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ from draftworks.storage.regular_files import require_file
 
 
 class ShardWriter(HuggingFaceStorageWriter):
-    """One file per rank, not synced: the caller syncs and digests all files of a checkpoint together."""
+    """Writes one file per rank without syncing: the caller syncs and digests all files of a checkpoint together."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), save_distributed=True)
         self._folder = folder
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Raises StoreError: the file cannot be written."""
+        """Write this rank's tensors. Raises StoreError if the file cannot be written."""
         tensors, offsets = {}, {}
         for item in plan.items:
             tensors[item.index.fqn] = _on_cpu(planner.resolve_data(item))
@@ -61,7 +60,7 @@ class ShardWriter(HuggingFaceStorageWriter):
             path = self._folder / _gen_file_name(1, 1, plan.storage_data["shard_index"])
             try:
                 save_file(tensors, path, metadata={**header, FORMAT_KEY: FORMAT_VALUE})
-            except SafetensorError as error:  # a full disk too: it is no OSError
+            except SafetensorError as error:  # also raised for a full disk
                 raise StoreError(f"{path}: cannot be written: {error}") from error
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(item.index, item.tensor_data.size.numel(), None) for item in plan.items])
@@ -80,14 +79,14 @@ RNG = "rng"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's share.
+    """One rank's share of a training's state.
 
     Attributes:
-        state: counters, position, identities; JSON, the same on every rank.
+        state: counters, data position, identities; JSON, the same on every rank.
         weights: the whole draft in fp32 on the CPU of rank 0; empty on the others.
         moments: this rank's shards (DTensors) of the optimizer's moments, by name.
-        rng: this rank's generators: `cpu`, and `device` where it is another one.
-        documents: other JSON for people and later steps, by file name.
+        rng: this rank's generators: `cpu`, and `device` if it is another one.
+        documents: further JSON files by name, for people and later steps.
     """
 
     state: Mapping[str, Any]
@@ -97,7 +96,7 @@ class Snapshot:
     documents: Mapping[str, Any]
 
     def copy(self) -> Snapshot:
-        """With tensors of its own, so that training can go on while this is written."""
+        """Return a snapshot with copied tensors, so that training can continue while it is written."""
         weights, moments, rng = (
             {name: tensor.clone() for name, tensor in tensors.items()}
             for tensors in (self.weights, self.moments, self.rng)
@@ -106,7 +105,7 @@ class Snapshot:
 
 
 def save_weights_and_rng(folder: Path, snapshot: Snapshot, rank: int) -> None:
-    """Weights and this rank's generators.
+    """Write the weights (rank 0) and this rank's generators.
 
     Raises:
         StoreError, OSError: they cannot be written.
@@ -118,24 +117,24 @@ def save_weights_and_rng(folder: Path, snapshot: Snapshot, rank: int) -> None:
 
 
 def save_moments(folder: Path, moments: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Every rank its own shards. A collective.
+    """Write every rank's shards of the moments. A collective.
 
     Raises:
-        StoreError: on all ranks, what went wrong on any of them.
+        StoreError: on all ranks, what failed on any of them.
     """
     if not moments:
         return
     writer = ShardWriter(folder / OPTIMIZER)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch of its own code: typed storages, no process group
+            warnings.simplefilter("ignore")  # torch warns about its own code: typed storages, no process group
             dcp.save(dict(moments), storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise StoreError(f"{folder / OPTIMIZER}: {_first_cause(error)}") from error
 
 
 def load_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
-    """Fill the moments, however many ranks wrote them. A collective.
+    """Fill the moments from a checkpoint written by any number of ranks. A collective.
 
     Raises:
         StoreError: on all ranks: a moment is missing, or of another shape.
@@ -145,20 +144,20 @@ def load_moments(folder: Path, moments: Mapping[str, Tensor]) -> None:
     reader = dcp.HuggingFaceStorageReader(str(folder / OPTIMIZER))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch of its own code: typed storages, no process group
+            warnings.simplefilter("ignore")  # torch warns about its own code: typed storages, no process group
             dcp.load(dict(moments), storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise StoreError(f"{folder / OPTIMIZER}: {_first_cause(error)}") from error
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """The generators of the CPU and of the bound device."""
+    """Return the states of the CPU's generator and of the bound device's."""
     states = {"cpu": torch.get_rng_state()}
     return states if device.type == "cpu" else states | {"device": torch.cuda.get_rng_state(device)}
 
 
 def restore_rng(path: Path, device: torch.device) -> None:
-    """Set the generators to what `rng_state` gave."""
+    """Set the generators to what `rng_state` returned."""
     states = load_file(require_file(path))
     torch.set_rng_state(states["cpu"])
     if "device" in states and device.type != "cpu":
@@ -168,7 +167,7 @@ def restore_rng(path: Path, device: torch.device) -> None:
 def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # a full disk too: it is no OSError
+    except SafetensorError as error:  # also raised for a full disk
         raise StoreError(f"{path}: cannot be written: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""`Trainer`: a strategy, its data and hyper-parameters, put together, trained and, if asked, resumed."""
+"""`Trainer`: builds a training from a strategy, its data and hyper-parameters, runs it and resumes it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Persistence:
     """How a training survives its process.
 
     Attributes:
-        manager: where checkpoints go.
-        identity: what decides the training's result, as JSON: only a checkpoint of the same can be resumed.
-        resume_from: the checkpoint to go on from; None starts at the beginning.
+        manager: writes and finds the checkpoints.
+        identity: what decides the training's result, as JSON: only a checkpoint of the same identity can be resumed.
+        resume_from: the checkpoint to continue from; None starts at the beginning.
     """
 
     manager: CheckpointManager
@@ -49,7 +49,7 @@ class Persistence:
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """A draft's whole state on the CPU of rank 0 (empty elsewhere), and the step it is of."""
+    """A draft's whole state on the CPU of rank 0 (empty elsewhere), and its optimizer step."""
 
     tensors: Mapping[str, Tensor]
     step: int
@@ -60,12 +60,13 @@ class Trainer:
 
     Args:
         strategy: with its initial weights loaded; its model is wrapped in place.
-        train_loader: from `FeatureDataLoader.for_training` or `for_packed_training`, whose schedule says what an optimizer step is.
+        train_loader: from `FeatureDataLoader.for_training` or `for_packed_training`; its schedule defines the optimizer
+            step.
         eval_loader: from `FeatureDataLoader.for_evaluation` or `for_packed_evaluation`.
-        device: where this rank computes.
-        persistence: without it nothing is saved, and no best is remembered.
+        device: the device of this rank.
+        persistence: None saves nothing and tracks no best.
         stop_signal: see `Hooks`.
-        evaluates_start: whether the initial weights may be the best; else they are noise.
+        evaluates_start: whether the initial weights may be the best; False for random initial weights.
 
     Raises:
         StoreError: `resume_from` is no checkpoint of this training, or a damaged one.
@@ -120,9 +121,9 @@ class Trainer:
             self.controller.restore(resumed)
 
     def can_evaluate(self) -> bool:
-        """Whether the held-out set has anything to measure a draft on: better known before training. A collective.
+        """Whether the held-out set has a supervised token, to be checked before training. A collective.
 
-        Batch by batch, so that normally one forward is the price.
+        Goes batch by batch, so normally it costs one forward pass.
 
         Raises:
             ConfigError: the metric that decides which draft is the best does not exist.
@@ -136,18 +137,18 @@ class Trainer:
         return False
 
     def fit(self) -> History:
-        """Train to the end and evaluate; `controller.stopped_by` says whether a signal ended it early. A collective."""
+        """Train to the end and evaluate; `controller.stopped_by` tells if a signal ended it early. A collective."""
         return self.controller.fit()
 
     def weights(self) -> dict[str, Tensor]:
-        """The whole draft's state as it is now, on the CPU of rank 0; empty on the others. A collective."""
+        """Return the whole current state of the draft on the CPU of rank 0, empty on the others. A collective."""
         return self.backend.full_state_dict()
 
     def trained_weights(self) -> TrainedWeights:
-        """What this training is to give: the best evaluated draft, or the last one if so configured. A collective.
+        """Return the result of the training: the best evaluated draft, or the last if so configured. A collective.
 
         Raises:
-            StoreError: the weights of the best have been altered on the disk since they were saved.
+            StoreError: the weights of the best were altered on disk since they were saved.
         """
         best = None if self.persistence is None else self.persistence.manager.best
         if not self._publish_best or best is None or best.step == self.controller.global_step:
@@ -163,7 +164,7 @@ class Trainer:
 
 
 def make_plan(training: TrainingSpec, steps_per_epoch: int, evaluates_start: bool = False) -> Plan:
-    """Steps as configured: `epochs` of the data, at least one step, at most `max_steps`, which may be none."""
+    """Return the plan: `epochs` of the data, at least one step, at most `max_steps`, which may be 0."""
     steps = max(1, round(training.epochs * steps_per_epoch))
     total = steps if training.max_steps is None else min(steps, training.max_steps)
     return Plan(
@@ -178,6 +179,7 @@ def make_plan(training: TrainingSpec, steps_per_epoch: int, evaluates_start: boo
 
 
 def make_optimizer(training: TrainingSpec, plan: Plan, backend: FSDPTrainingBackend) -> BF16Optimizer:
+    """Return the optimizer and schedule of a training spec."""
     schedule = LrSchedule(
         training.lr,
         plan.total_steps,

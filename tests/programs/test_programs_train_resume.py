@@ -118,7 +118,7 @@ def test_published_weights_are_those_of_the_best_or_the_last_checkpoint(
     published, checkpoint = (load_file(f / "model.safetensors") for f in (run.out, checkpoints(run).final(step)))
     assert published.keys() == checkpoint.keys()
     assert all(published[name].equal(checkpoint[name]) for name in published)
-    heldout = History.load(run.out / "history.json").evaluated(step).metrics()
+    heldout = History.load(run.out / "history.json").find_evaluation(step).metrics()
     assert report["heldout"] == heldout
 
 

@@ -144,7 +144,7 @@ def test_weights_of_another_shape_are_refused(run: ResumableRun) -> None:
 
 
 def test_optimizer_state_of_a_parameter_that_is_not_trained_is_refused(run: ResumableRun) -> None:
-    with refused(run, "optimizer state of parameters that the draft does not have: ['offset']"):
+    with refused(run, "optimizer state of parameters that the draft lacks: ['offset']"):
         altered(run, strategy=FrozenStrategy).trainer()
 
 
@@ -224,7 +224,7 @@ def _damaged_record(run: ResumableRun) -> Path:
         (_file, "model.safetensors: expected the folder of a checkpoint, found a file"),
         (_folder_of_checkpoints, "It holds the checkpoints toy-step4: name one of them"),
         (_unsealed, "unsealed: not a complete checkpoint: checkpoint.json is missing"),
-        (_damaged_record, "damaged/checkpoint.json: not the record of a checkpoint"),
+        (_damaged_record, "damaged/checkpoint.json: not a checkpoint record"),
     ],
 )
 def test_path_that_is_no_checkpoint_is_refused(
