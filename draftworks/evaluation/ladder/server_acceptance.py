@@ -1,4 +1,4 @@
-"""Rung 6 of the acceptance ladder: what a live server accepts, beside the walk over the same answers."""
+"""Rung 6 of the acceptance ladder: acceptance by a live server, compared with the walk over the same answers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ SERVER_METRIC = "rung6_server_acc_len"
 
 @dataclass(frozen=True)
 class ServerPrompt:
-    """What a server is asked: the tokens before an answer of the eval set, and that answer.
+    """A prompt for a server: the tokens before an answer of the eval set, and that answer.
 
     Attributes:
-        max_new_tokens: most tokens of an answer, so that it ends where the eval set's does.
+        expected: tokens of the eval set's answer.
+        max_new_tokens: limit that makes the server's answer end where the eval set's does.
     """
 
     sample_id: str
@@ -35,11 +36,11 @@ class ServerPrompt:
 
 @dataclass(frozen=True)
 class ServerMeasurement:
-    """What a server accepted, sample by sample, in all answers of a sample together, as the walk counts them.
+    """Acceptance by a server per sample, over all answers of the sample, counted as the walk counts.
 
     Attributes:
-        answers, identical_answers: how many were given, and how many are the eval set's own token for token.
-        passes, tokens: as the answers' own counters and ids have them.
+        answers, identical_answers: number of answers, and of those that equal the eval set's token for token.
+        passes, tokens: totals by the answers' counters and ids.
     """
 
     prompts: tuple[PromptAcceptance, ...]
@@ -51,12 +52,12 @@ class ServerMeasurement:
 
 @dataclass(frozen=True)
 class WalkAgreement:
-    """The live server against the walk.
+    """Comparison of a live server with the walk.
 
     Attributes:
         paired: accepted tokens per pass, the server's minus the walk's.
-        equal_samples: samples on which passes, accepted and emitted tokens are the same, count for count.
-        tolerance: how far apart they may be whatever the interval says.
+        equal_samples: number of samples with the same passes, accepted and emitted tokens in both.
+        tolerance: difference that is allowed whatever the interval says.
     """
 
     paired: PairedDifference
@@ -65,12 +66,12 @@ class WalkAgreement:
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is small, or may be chance."""
+        """Whether the difference is within the tolerance, or its interval contains 0."""
         interval = self.paired.interval
         return abs(self.paired.difference) <= self.tolerance or interval.low <= 0 <= interval.high
 
     def to_json(self) -> dict[str, Any]:
-        """`only_served` and `only_walked` are samples that were left out, being in one of the two alone."""
+        """Return the comparison as JSON; `only_served` and `only_walked` count samples that only one of the two has."""
         paired = self.paired
         return {
             "difference": paired.difference,
@@ -85,57 +86,59 @@ class WalkAgreement:
 
 
 def build_server_prompts(
-    rows: Iterable[TokenRow], samples: int, limits: DecodingLimits, max_length: int
+    samples: Iterable[TokenRow], num_samples: int, limits: DecodingLimits, max_length: int
 ) -> list[ServerPrompt]:
-    """Every answer of the first `samples` samples by id, which is a hash: the same choice for every draft."""
-    ordered = sorted(rows, key=lambda row: row.sample_id)
-    return list(
-        chain.from_iterable(islice(filter(None, (_of_row(row, limits, max_length) for row in ordered)), samples))
-    )
+    """Return a prompt for every answer of the first `num_samples` samples by id.
+
+    Ids are hashes, so every draft gets the same prompts. Samples without a prompt before their answer are skipped.
+    """
+    ordered = sorted(samples, key=lambda sample: sample.sample_id)
+    with_prompt = filter(None, (_build_prompts_of(sample, limits, max_length) for sample in ordered))
+    return list(chain.from_iterable(islice(with_prompt, num_samples)))
 
 
-def _of_row(row: TokenRow, limits: DecodingLimits, max_length: int) -> list[ServerPrompt]:
-    ids = row.input_ids.tolist()
+def _build_prompts_of(sample: TokenRow, limits: DecodingLimits, max_length: int) -> list[ServerPrompt]:
+    ids = sample.input_ids.tolist()
     return [
         ServerPrompt(
-            row.sample_id,
+            sample.sample_id,
             prompt=tuple(ids[:begin]),
             expected=tuple(ids[begin:end]),
             max_new_tokens=limits.within(max_length - begin).max_new_tokens,
         )
-        for begin, end in find_answer_spans(row.loss_mask)
+        for begin, end in find_answer_spans(sample.loss_mask)
         if begin > 0
     ]
 
 
 def ask_server(
-    asked: Sequence[ServerPrompt],
+    prompts: Sequence[ServerPrompt],
     answer: Callable[[ServerPrompt], SpeculatedAnswer],
-    at_a_time: int,
-    answered: Callable[[SpeculatedAnswer], None] = lambda _: None,
+    concurrency: int,
+    on_answer: Callable[[SpeculatedAnswer], None] = lambda _: None,
 ) -> ServerMeasurement:
-    """Ask a server everything, so many questions at a time. An error or interrupt waits for no answer.
+    """Ask a server all prompts, `concurrency` at a time. An error or interrupt does not wait for running answers.
 
     Args:
-        answered: told of each answer as it comes, from the calling thread.
+        on_answer: called with each answer as it arrives, from the calling thread.
     """
-    pool = ThreadPoolExecutor(at_a_time)
+    pool = ThreadPoolExecutor(concurrency)
     try:
-        waiting = [pool.submit(answer, question) for question in asked]
-        for done in as_completed(waiting):
-            answered(done.result())
-        answers = [each.result() for each in waiting]
+        futures = [pool.submit(answer, prompt) for prompt in prompts]
+        for done in as_completed(futures):
+            on_answer(done.result())
+        answers = [each.result() for each in futures]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     accepted: dict[str, list[int]] = defaultdict(list)
     emitted: dict[str, int] = defaultdict(int)
-    for question, found in zip(asked, answers, strict=True):
-        accepted[question.sample_id] += found.accepted_per_pass()
-        emitted[question.sample_id] += max(len(found.output_ids) - 1, 0)  # the prefill gave the first
+    for prompt, found in zip(prompts, answers, strict=True):
+        accepted[prompt.sample_id] += found.accepted_per_pass()
+        emitted[prompt.sample_id] += max(len(found.output_ids) - 1, 0)  # the prefill gave the first token
     return ServerMeasurement(
         tuple(PromptAcceptance.from_accepted_counts(name, passes, emitted[name]) for name, passes in accepted.items()),
         answers=len(answers),
-        identical_answers=sum(found.output_ids == question.expected for question, found in zip(asked, answers)),
+        identical_answers=sum(found.output_ids == prompt.expected for prompt, found in zip(prompts, answers)),
         passes=sum(found.passes for found in answers),
         tokens=sum(len(found.output_ids) for found in answers),
     )
@@ -144,13 +147,13 @@ def ask_server(
 def compare_with_walk(
     served: Sequence[PromptAcceptance], walk: Sequence[PromptAcceptance], tolerance: float, resampling: Resampling
 ) -> WalkAgreement:
-    """The server against the walk, on the samples that both have.
+    """Compare a server's acceptance with the walk's, on the samples that both have.
 
     Args:
-        tolerance: as a share of the walk's tokens per pass.
+        tolerance: allowed difference, as a share of the walk's tokens per pass.
 
     Raises:
-        DataError: there is no such sample with a pass in both.
+        DataError: no sample has a pass in both.
     """
     paired = paired_difference(served, walk, resampling=resampling)
     walked = {prompt.sample_id: prompt for prompt in walk}

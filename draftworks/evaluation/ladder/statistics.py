@@ -1,7 +1,7 @@
-"""How sure an acceptance is: intervals by bootstrap, the comparison of two drafts, the summary of one.
+"""Bootstrap intervals of acceptance, the paired comparison of two drafts, the summary of one.
 
-Prompts, not passes, are what is drawn again: passes of one prompt resemble each other, and drawn one by one they would
-make the interval far too narrow.
+Prompts are resampled, not passes: passes of one prompt resemble each other, so resampling passes would make the
+interval far too narrow.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from draftworks.evaluation.ladder.prompt_acceptance import (
 )
 
 Statistic = Literal["micro", "macro"]
-CELLS = 2**20  # draws held at once: 8 MiB each for the draws and for what they pick
+MAX_DRAWS = 2**20  # held at once: 8 MiB each for the drawn indices and for the values at them
 
 
 @dataclass(frozen=True)
 class Resampling:
-    """How intervals are made: level, number of resamples, seed."""
+    """Settings of a bootstrap: confidence level, number of resamples, seed."""
 
     confidence: float = 0.95
     resamples: int = 2000
@@ -45,7 +45,7 @@ DEFAULT_RESAMPLING = Resampling()
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval at the level `confidence`."""
+    """Confidence interval at the level `confidence`."""
 
     low: float
     high: float
@@ -54,11 +54,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """How much more draft a is accepted than draft b, on the prompts that were measured with both.
+    """Difference in acceptance of draft a over draft b, on the prompts that were measured with both.
 
     Attributes:
         difference: a's statistic minus b's.
-        prompts: how many were measured with both; the others, whose numbers follow, are left out.
+        prompts: number of prompts measured with both.
+        only_in_a, only_in_b: number of prompts measured with one of them, which are left out.
     """
 
     difference: float
@@ -70,12 +71,13 @@ class PairedDifference:
 
 @dataclass(frozen=True)
 class AcceptanceSummary:
-    """One draft on one set of prompts. A ratio over no passes is None.
+    """Acceptance of one draft on one set of prompts. A ratio over no passes is None.
 
     Attributes:
-        prompts: all of them, also those without a pass, which no average sees.
-        micro: accepted tokens per pass; low, high: its interval at the level `confidence`.
-        macro: the mean over prompts of their accepted tokens per pass.
+        prompts: number of all prompts; those without a pass are in no average.
+        micro: accepted tokens per pass over all passes.
+        low, high: interval of `micro` at the level `confidence`.
+        macro: mean over prompts of their accepted tokens per pass.
         tokens_per_pass: emitted tokens per pass.
     """
 
@@ -102,11 +104,14 @@ class AcceptanceSummary:
 def bootstrap_interval(
     prompts: Iterable[PromptAcceptance], statistic: Statistic = "micro", resampling: Resampling = DEFAULT_RESAMPLING
 ) -> Interval | None:
-    """Percentile bootstrap over prompts (Efron 1979; Efron & Tibshirani 1993, chapter 13); None without a pass.
+    """Return the percentile bootstrap interval over prompts (Efron 1979; Efron & Tibshirani 1993, chapter 13).
 
-    It does not depend on the order of the prompts. Over one prompt it has no width: that says nothing of certainty.
+    It does not depend on the order of the prompts. Over one prompt its width is 0, which does not mean certainty.
+
+    Returns:
+        None without a pass.
     """
-    measured = list(_measured(prompts).values())
+    measured = list(_select_measured(prompts).values())
     if not measured:
         return None
     [resampled] = _resample([_Terms.of(measured, statistic)], resampling)
@@ -119,14 +124,14 @@ def paired_difference(
     statistic: Statistic = "micro",
     resampling: Resampling = DEFAULT_RESAMPLING,
 ) -> PairedDifference:
-    """Draft a against draft b on the prompts measured with both, drawn together.
+    """Compare draft a with draft b on the prompts measured with both, which are resampled together.
 
-    What makes a prompt easy for both drafts cancels out, so the interval is narrower than the two apart suggest.
+    Prompts that are easy for both drafts cancel out, so the interval is narrower than those of the two drafts.
 
     Raises:
         DataError: no prompt was measured with both.
     """
-    of_a, of_b = _measured(a), _measured(b)
+    of_a, of_b = _select_measured(a), _select_measured(b)
     shared = [sample_id for sample_id in of_a if sample_id in of_b]
     if not shared:
         raise DataError(
@@ -144,7 +149,7 @@ def paired_difference(
 def summarize_acceptance(
     prompts: Iterable[PromptAcceptance], resampling: Resampling = DEFAULT_RESAMPLING
 ) -> AcceptanceSummary:
-    """Everything there is to say about one draft on these prompts."""
+    """Return the averages, counts and the interval of one draft on these prompts."""
     prompts = list(prompts)
     interval = bootstrap_interval(prompts, "micro", resampling)
     passes, emitted = sum(prompt.passes for prompt in prompts), sum(prompt.emitted for prompt in prompts)
@@ -165,7 +170,7 @@ def summarize_acceptance(
 
 @dataclass(frozen=True)
 class _Terms:
-    """A statistic as a ratio of sums over prompts, which is what both averages are and resampling needs."""
+    """A statistic as a ratio of two sums over prompts; both averages are one, and it can be resampled fast."""
 
     numerators: np.ndarray
     denominators: np.ndarray
@@ -181,8 +186,8 @@ class _Terms:
         raise ConfigError(f"statistic: expected micro or macro, found {statistic!r}")
 
 
-def _measured(prompts: Iterable[PromptAcceptance]) -> dict[str, PromptAcceptance]:
-    """Those with a pass, by sample id and in its order: the draws must not depend on the order in which ranks report."""
+def _select_measured(prompts: Iterable[PromptAcceptance]) -> dict[str, PromptAcceptance]:
+    """Return the prompts with a pass by sample id, sorted by it: draws must not depend on the order of the ranks."""
     by_id: dict[str, PromptAcceptance] = {}
     for prompt in sorted(prompts, key=lambda prompt: prompt.sample_id):
         if prompt.sample_id in by_id:
@@ -192,10 +197,10 @@ def _measured(prompts: Iterable[PromptAcceptance]) -> dict[str, PromptAcceptance
 
 
 def _resample(statistics: Sequence[_Terms], resampling: Resampling) -> np.ndarray:
-    """Each statistic on the same draws of prompts with replacement: one row per statistic, one column per resample."""
+    """Return each statistic on the same resamples of prompts with replacement, (statistics, resamples)."""
     prompts = len(statistics[0].numerators)
     rng = np.random.default_rng(resampling.seed)
-    at_once = max(1, CELLS // prompts)
+    at_once = max(1, MAX_DRAWS // prompts)
     chunks = []
     for start in range(0, resampling.resamples, at_once):
         drawn = rng.integers(prompts, size=(min(at_once, resampling.resamples - start), prompts))

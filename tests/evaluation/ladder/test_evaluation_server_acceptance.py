@@ -64,7 +64,7 @@ def test_tokens_cut_off_at_the_end_are_not_accepted(passes: list[int], data: st.
 def test_all_answers_of_a_sample_count_together():
     asked = [ServerPrompt("a", (0,), (), 9), ServerPrompt("b", (0,), (), 9), ServerPrompt("a", (0, 1), (), 9)]
     answers = {0: served_as([2, 0]), 1: served_as([1]), 2: served_as([0, 0, 1])}
-    served = ask_server(asked, lambda question: answers[asked.index(question)], at_a_time=1)
+    served = ask_server(asked, lambda question: answers[asked.index(question)], concurrency=1)
     counted = {one.sample_id: (one.passes, one.accepted, one.emitted) for one in served.prompts}
     assert counted == {"a": (5, 3, 8), "b": (1, 1, 2)}
     assert (served.answers, served.passes, served.tokens) == (3, 6, 13)
@@ -80,7 +80,7 @@ def test_each_answer_is_told_as_it_comes():
 
 def test_answers_that_are_the_eval_sets_own_are_told():
     asked = [ServerPrompt("a", (9,), tuple(range(4)), 9), ServerPrompt("b", (9,), (7, 8), 9)]
-    served = ask_server(asked, lambda _: served_as([2]), at_a_time=2)
+    served = ask_server(asked, lambda _: served_as([2]), concurrency=2)
     assert (served.answers, served.identical_answers) == (2, 1)
 
 
@@ -95,7 +95,7 @@ def test_an_error_of_the_server_ends_the_questions_and_waits_for_no_answer():
 
     try:
         with pytest.raises(RuntimeError, match="gone"):
-            ask_server([ServerPrompt("a", (1,), (2,), 3)] * 50, fails, at_a_time=2)
+            ask_server([ServerPrompt("a", (1,), (2,), 3)] * 50, fails, concurrency=2)
         assert len(asked) <= 3
     finally:
         released.set()

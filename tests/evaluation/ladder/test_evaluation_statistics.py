@@ -100,7 +100,7 @@ def test_interval_does_not_depend_on_how_many_draws_are_held_at_once(monkeypatch
     data = simulated(33, seed=6)
     whole = bootstrap_interval(data)
     for cells in (1, 33 * 7, 33 * 1999):
-        monkeypatch.setattr(statistics, "CELLS", cells)
+        monkeypatch.setattr(statistics, "MAX_DRAWS", cells)
         assert bootstrap_interval(data) == whole
 
 
