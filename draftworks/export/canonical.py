@@ -97,7 +97,7 @@ class CanonicalDraft:
         Raises:
             StoreError: tensors are missing, unexpected or of another shape.
         """
-        strategy = self.spec.load_factory()(self.options, rounded_parts(self.parts, dtype), self.vocab, 0)
+        strategy = self.spec.load_factory()(self.options, round_target(self.parts, dtype), self.vocab, 0)
         expected = {name: tuple(tensor.shape) for name, tensor in strategy.model.state_dict().items()}
         found = {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
         if expected != found:
@@ -105,16 +105,16 @@ class CanonicalDraft:
             raise StoreError(
                 f"{self.folder / WEIGHTS}: tensors that do not fit its config.json: {differing}. Train the draft again"
             )
-        strategy.model.load_state_dict({name: rounded(tensor, dtype) for name, tensor in self.weights.items()})
+        strategy.model.load_state_dict({name: round_tensor(tensor, dtype) for name, tensor in self.weights.items()})
         return strategy
 
 
-def rounded_parts(parts: TargetParts, dtype: torch.dtype) -> TargetParts:
+def round_target(parts: TargetParts, dtype: torch.dtype) -> TargetParts:
     """A target whose embedding and head are in `dtype`; still one tensor where it ties them."""
     embedding = parts.embedding.to(dtype)
     return replace(parts, embedding=embedding, head=embedding if parts.tied else parts.head.to(dtype))
 
 
-def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def round_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A floating point tensor in `dtype`, contiguous; others (ids, flags) as they are."""
     return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()

@@ -11,14 +11,14 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import StoreError
 from draftworks.export.checkpoint_files import Checkpoint
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
-from draftworks.export.gates import vocabulary_problem
+from draftworks.export.gates import find_vocabulary_problem
 
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 _TARGETS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Copies of the target's that no computation of a draft reads."""
 
 
-def canonical_weights(
+def convert_weights(
     checkpoint: Checkpoint, export_format: ExportFormat, shape: DraftShape, parts: TargetParts
 ) -> dict[str, Tensor]:
     """The draft's own tensors under our names, floating point ones in fp32, which loses nothing.
@@ -29,13 +29,13 @@ def canonical_weights(
     Raises:
         StoreError: tensors are missing, unknown, of another shape, not finite, or contradict each other.
     """
-    folder, named = checkpoint.folder, _renamed(checkpoint, export_format)
+    folder, named = checkpoint.folder, _rename(checkpoint, export_format)
     _take_out_targets(folder, named, shape, parts)
     if shape.draft_vocab_size is not None:
         _complete_vocabulary(folder, named, shape, parts)
-    _require_tensors(folder, _expected(export_format, shape), named)
+    _require_tensors(folder, _list_expected(export_format, shape), named)
     if shape.draft_vocab_size is not None:
-        problem = vocabulary_problem(named["d2t"], named["t2d"], shape.vocab_size)
+        problem = find_vocabulary_problem(named["d2t"], named["t2d"], shape.vocab_size)
         if problem:
             raise StoreError(f"{folder}: {problem}")
     broken = [name for name, tensor in named.items() if not bool(torch.isfinite(tensor).all())]
@@ -44,7 +44,7 @@ def canonical_weights(
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in named.items()}
 
 
-def _renamed(checkpoint: Checkpoint, export_format: ExportFormat) -> dict[str, Tensor]:
+def _rename(checkpoint: Checkpoint, export_format: ExportFormat) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, tensor in checkpoint.tensors.items():
         canonical = export_format.canonical_name(name)
@@ -63,13 +63,13 @@ def _take_out_targets(folder: Path, named: dict[str, Tensor], shape: DraftShape,
         shared[HEAD] = parts.head
     for name, targets in shared.items():
         found = named.pop(name, None)
-        if found is not None and not _same_rounded(found, targets):
+        if found is not None and not _equal_rounded(found, targets):
             raise StoreError(
                 f"{folder}: {name} is not the target's, and by its config.json the draft has none of its own"
             )
 
 
-def _same_rounded(first: Tensor, second: Tensor) -> bool:
+def _equal_rounded(first: Tensor, second: Tensor) -> bool:
     """Equal in the coarser of the two dtypes."""
     coarser = min((first.dtype, second.dtype), key=lambda dtype: torch.finfo(dtype).bits)
     return torch.equal(first.to(coarser), second.to(coarser))
@@ -82,10 +82,10 @@ def _complete_vocabulary(folder: Path, named: dict[str, Tensor], shape: DraftSha
         named.setdefault("t2d", torch.ones(shape.vocab_size, dtype=torch.bool))
         named.setdefault(HEAD, parts.head)
     if "d2t" in named and "t2d" not in named:
-        named["t2d"] = _marked(folder, named["d2t"], shape.vocab_size)
+        named["t2d"] = _mark_members(folder, named["d2t"], shape.vocab_size)
 
 
-def _marked(folder: Path, d2t: Tensor, vocab_size: int) -> Tensor:
+def _mark_members(folder: Path, d2t: Tensor, vocab_size: int) -> Tensor:
     """`t2d` of a file that has only `d2t`."""
     if d2t.numel() > 1 and bool((d2t.diff() > 0).all()):
         # As offsets they would say that no two tokens of the draft's vocabulary are neighbours.
@@ -93,7 +93,7 @@ def _marked(folder: Path, d2t: Tensor, vocab_size: int) -> Tensor:
     return torch.isin(torch.arange(vocab_size), d2t + torch.arange(d2t.numel()))
 
 
-def _expected(export_format: ExportFormat, shape: DraftShape) -> Shapes:
+def _list_expected(export_format: ExportFormat, shape: DraftShape) -> Shapes:
     sizes = {export_format.canonical_name(name): size for name, size in export_format.expected_tensors(shape).items()}
     if not shape.own_embedding:
         sizes.pop(EMBEDDING, None)

@@ -51,7 +51,7 @@ class DraftShape:
     options: Mapping[str, Any] = field(default_factory=dict)
     own_embedding: bool = False
 
-    def differences(self, other: DraftShape) -> list[str]:
+    def describe_differences(self, other: DraftShape) -> list[str]:
         """What is not the same in `other`, a text each: `name: expected ours, found theirs`."""
         return describe_changes(asdict(self), asdict(other))
 
@@ -66,7 +66,7 @@ class ExportFormat(ABC):
     strategy: str
 
     @abstractmethod
-    def described(self, draft: CanonicalDraft) -> DraftShape:
+    def describe(self, draft: CanonicalDraft) -> DraftShape:
         """Our own draft in the terms in which `shape` describes an export."""
 
     @abstractmethod
@@ -113,7 +113,7 @@ class ExportFormat(ABC):
         """
 
 
-def format_names(strategy: str) -> list[str]:
+def list_formats(strategy: str) -> list[str]:
     """Formats in which a strategy's drafts can be written."""
     return [spec.name for spec in resolve_strategy(strategy).exports]
 

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 
 from draftworks.config.registry_files import Dtype
 from draftworks.errors import ConfigError
-from draftworks.export.canonical import CanonicalDraft, rounded
+from draftworks.export.canonical import CanonicalDraft, round_tensor
 from draftworks.export.checkpoint_files import CONFIG, WEIGHTS
-from draftworks.export.export_format import ExportFormat, format_names, load_format
+from draftworks.export.export_format import ExportFormat, list_formats, load_format
 from draftworks.export.gates import GateResult, check_export
 from draftworks.export.names import CARD, DRAFT_FOLDER, PROVENANCE
-from draftworks.export.readme import readme
+from draftworks.export.readme import render_readme
 from draftworks.storage.atomic import publish_folder, publish_json
 from draftworks.storage.identity import digest, file_digest
 
@@ -78,12 +78,12 @@ def export_draft(
     """
     export_format = load_format(draft.record.strategy, format_name)
     for reason in draft.refusals([format_name]).values():
-        raise refusal_error(draft, format_name, reason)
+        raise build_refusal_error(draft, format_name, reason)
     torch_dtype = getattr(torch, dtype)
     strategy = draft.strategy(torch_dtype)
     with publish_folder(out) as staging:
         _write(staging, export_format, draft, torch_dtype)
-        (staging / CARD).write_text(readme(export_format, draft, card), encoding="utf-8")
+        (staging / CARD).write_text(render_readme(export_format, draft, card), encoding="utf-8")
     return ExportResult(
         format=format_name,
         path=out,
@@ -103,32 +103,32 @@ def choose_formats(draft: CanonicalDraft, wanted: Sequence[str] | None = None) -
         ConfigError: a wanted format does not exist for this strategy, or cannot hold this draft; or none can, or none
             is wanted.
     """
-    names = format_names(draft.record.strategy) if wanted is None else list(wanted)
+    names = list_formats(draft.record.strategy) if wanted is None else list(wanted)
     refused = draft.refusals(names)
     for name, reason in refused.items():
         if wanted is not None:
-            raise refusal_error(draft, name, reason)
+            raise build_refusal_error(draft, name, reason)
     chosen = tuple(name for name in names if name not in refused)
     if not chosen:
-        raise nothing_error(draft, refused)
+        raise build_nothing_error(draft, refused)
     return FormatChoice(chosen, refused)
 
 
-def refusal_error(draft: CanonicalDraft, format_name: str, reason: str) -> ConfigError:
+def build_refusal_error(draft: CanonicalDraft, format_name: str, reason: str) -> ConfigError:
     """Names the formats that would do."""
     strategy = draft.record.strategy
     refused = draft.refusals()
-    others = [name for name in format_names(strategy) if name not in refused]
+    others = [name for name in list_formats(strategy) if name not in refused]
     advice = (
         f"It can be exported as {', '.join(others)}" if others else "No format can hold it: train without this option"
     )
     return ConfigError(f"{draft.folder}: cannot be exported as {format_name}: {reason}. {advice}")
 
 
-def nothing_error(draft: CanonicalDraft, refused: Mapping[str, str]) -> ConfigError:
+def build_nothing_error(draft: CanonicalDraft, refused: Mapping[str, str]) -> ConfigError:
     """An export without a single file would pass every gate."""
     if not refused:
-        known = ", ".join(format_names(draft.record.strategy)) or "none"
+        known = ", ".join(list_formats(draft.record.strategy)) or "none"
         return ConfigError(
             f"{draft.folder}: nothing to export: formats: expected one at least of {known}, found none. "
             "Leave `formats` out for all that fit"
@@ -140,7 +140,7 @@ def nothing_error(draft: CanonicalDraft, refused: Mapping[str, str]) -> ConfigEr
     )
 
 
-def provenance(draft: CanonicalDraft) -> dict[str, Any]:
+def describe_provenance(draft: CanonicalDraft) -> dict[str, Any]:
     """What the exported weights are, by digests, and the options that no format has a key for."""
     return {
         "draftworks": version("draftworks"),
@@ -153,7 +153,7 @@ def provenance(draft: CanonicalDraft) -> dict[str, Any]:
 
 
 def _write(folder: Path, export_format: ExportFormat, draft: CanonicalDraft, dtype: torch.dtype) -> None:
-    tensors = {name: rounded(tensor, dtype) for name, tensor in export_format.tensors(draft).items()}
+    tensors = {name: round_tensor(tensor, dtype) for name, tensor in export_format.tensors(draft).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    config = export_format.config(draft, dtype) | {PROVENANCE: provenance(draft)}
+    config = export_format.config(draft, dtype) | {PROVENANCE: describe_provenance(draft)}
     publish_json(folder / CONFIG, config)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.errors import DraftworksError, StoreError
-from draftworks.export.canonical import CanonicalDraft, rounded
+from draftworks.export.canonical import CanonicalDraft, round_tensor
 from draftworks.export.checkpoint_files import read_checkpoint
 from draftworks.export.export_format import DraftShape, ExportFormat
 from draftworks.export.names import READABLE
@@ -25,7 +25,7 @@ from draftworks.export.same_logits import compare_with_reader
 from draftworks.export.server_configs import build_server_configs
 
 
-def vocabulary_problem(d2t: Tensor, t2d: Tensor, vocab_size: int) -> str | None:
+def find_vocabulary_problem(d2t: Tensor, t2d: Tensor, vocab_size: int) -> str | None:
     """What is wrong with a reduced vocabulary; None for offsets that lead to the ascending ids that `t2d` marks.
 
     Args:
@@ -94,9 +94,9 @@ class ExportedDraft:
         return self.export_format.shape(self.config, self.draft.target)
 
     @property
-    def described(self) -> DraftShape:
+    def expected_shape(self) -> DraftShape:
         """What it should say."""
-        return self.export_format.described(self.draft)
+        return self.export_format.describe(self.draft)
 
     def tensor(self, name: str) -> Tensor:
         if name not in self.tensors:
@@ -132,15 +132,15 @@ def _judged(name: str, gate: Callable[[ExportedDraft], Verdict], export: Exporte
 
 def _key_set(export: ExportedDraft) -> Verdict:
     """By what the draft is, not by what config.json says of it, which has a gate of its own."""
-    expected = export.export_format.expected_tensors(export.described)
+    expected = export.export_format.expected_tensors(export.expected_shape)
     missing, extra = sorted(expected.keys() - export.tensors.keys()), sorted(export.tensors.keys() - expected.keys())
     if missing or extra:
-        return Verdict(False, f"missing: {_named(missing)}; unknown to the loader: {_named(extra)}")
+        return Verdict(False, f"missing: {_list_names(missing)}; unknown to the loader: {_list_names(extra)}")
     return Verdict(True, f"exactly the {len(expected)} tensors that the loader takes", {"tensors": len(expected)})
 
 
 def _shapes(export: ExportedDraft) -> Verdict:
-    expected = export.export_format.expected_tensors(export.described)
+    expected = export.export_format.expected_tensors(export.expected_shape)
     wrong = [
         f"{name}: expected {expected[name]}, found {tuple(tensor.shape)}"
         for name, tensor in export.tensors.items()
@@ -149,23 +149,23 @@ def _shapes(export: ExportedDraft) -> Verdict:
     return Verdict(not wrong, "; ".join(wrong) or "follow from the draft's sizes")
 
 
-def _equal(export: ExportedDraft) -> Verdict:
+def _tensors_equal(export: ExportedDraft) -> Verdict:
     """Bit for bit, dtype included."""
     expected = export.export_format.tensors(export.draft)
     wrong = [
         name
         for name, tensor in expected.items()
-        if name not in export.tensors or not _same(rounded(tensor, export.dtype), export.tensors[name])
+        if name not in export.tensors or not _equal_bits(round_tensor(tensor, export.dtype), export.tensors[name])
     ]
     if wrong:
-        return Verdict(False, f"not the draft's own after re-reading: {_named(wrong)}")
+        return Verdict(False, f"not the draft's own after re-reading: {_list_names(wrong)}")
     return Verdict(True, f"{len(expected)} tensors are the draft's own in {export.dtype}, bit for bit")
 
 
 def _finite(export: ExportedDraft) -> Verdict:
     wrong = [name for name, tensor in export.tensors.items() if not bool(torch.isfinite(tensor).all())]
     if wrong:
-        return Verdict(False, f"not finite: {_named(wrong)}")
+        return Verdict(False, f"not finite: {_list_names(wrong)}")
     largest = max(
         (float(t.abs().max()) for t in export.tensors.values() if t.is_floating_point() and t.numel()), default=0
     )
@@ -173,10 +173,10 @@ def _finite(export: ExportedDraft) -> Verdict:
 
 
 def _vocabulary(export: ExportedDraft) -> Verdict:
-    shape = export.described
+    shape = export.expected_shape
     if "d2t" not in export.export_format.expected_tensors(shape):
         return Verdict(True, "says all of the target's tokens: no mapping")
-    problem = vocabulary_problem(export.tensor("d2t"), export.tensor("t2d"), shape.vocab_size)
+    problem = find_vocabulary_problem(export.tensor("d2t"), export.tensor("t2d"), shape.vocab_size)
     if problem:
         return Verdict(False, problem)
     return Verdict(
@@ -185,7 +185,7 @@ def _vocabulary(export: ExportedDraft) -> Verdict:
 
 
 def _fc_width(export: ExportedDraft) -> Verdict:
-    if "fc.weight" not in export.export_format.expected_tensors(export.described):
+    if "fc.weight" not in export.export_format.expected_tensors(export.expected_shape):
         return Verdict(True, "a format without `fc`: nothing to fuse")
     taps, hidden = len(export.shape.taps), export.shape.hidden_size
     width = export.tensor("fc.weight").shape[-1]
@@ -202,7 +202,7 @@ def _layer_ids(export: ExportedDraft) -> Verdict:
 
 
 def _config(export: ExportedDraft) -> Verdict:
-    wrong = export.described.differences(export.shape)
+    wrong = export.expected_shape.describe_differences(export.shape)
     dtype = str(export.dtype).removeprefix("torch.")
     if export.config.get("dtype") != dtype:
         wrong.append(f"dtype: expected {dtype}, found {export.config.get('dtype')}")
@@ -229,7 +229,7 @@ def _same_logits(export: ExportedDraft) -> Verdict:
 GATES: dict[str, Callable[[ExportedDraft], Verdict]] = {
     "key_set": _key_set,
     "shapes": _shapes,
-    "tensors_equal": _equal,
+    "tensors_equal": _tensors_equal,
     "finite": _finite,
     "vocabulary": _vocabulary,
     "fc_width": _fc_width,
@@ -241,7 +241,7 @@ GATES: dict[str, Callable[[ExportedDraft], Verdict]] = {
 """After `readable`; see `GATE_MEANINGS`."""
 
 
-def _same(ours: Tensor, theirs: Tensor) -> bool:
+def _equal_bits(ours: Tensor, theirs: Tensor) -> bool:
     """Also where both are not a number in the same place: that is for another gate."""
     return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(_bits(ours), _bits(theirs))
 
@@ -250,5 +250,5 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def _named(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "none"

@@ -12,7 +12,7 @@ from draftworks.export.export_format import DraftShape
 from draftworks.storage.identity import LayerTap
 
 
-def strategy_options(shape: DraftShape, parts: TargetParts, hints: Mapping[str, Any], where: str) -> Any:
+def derive_options(shape: DraftShape, parts: TargetParts, hints: Mapping[str, Any], where: str) -> Any:
     """Typed options under which our strategy builds a draft of this shape.
 
     A size that is the strategy's default for the target is left to it.

@@ -15,10 +15,10 @@ from draftworks.drafts.draft_io import save_draft
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
-from draftworks.export.canonical_weights import canonical_weights
+from draftworks.export.canonical_weights import convert_weights
 from draftworks.export.checkpoint_files import CONFIG, read_checkpoint, read_object
-from draftworks.export.export_format import DraftShape, ExportFormat, format_names, load_format
-from draftworks.export.imported_options import strategy_options
+from draftworks.export.export_format import DraftShape, ExportFormat, list_formats, load_format
+from draftworks.export.imported_options import derive_options
 from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
 from draftworks.storage.atomic import publish_folder
 from draftworks.storage.changes import describe_changes
@@ -65,19 +65,19 @@ def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means
         config[NORM_OUTPUT_MEANS] = norm_output_means
     if {"strategy", "draft", "weights_digest"} <= config.keys():
         return _import_own(source, target, out)
-    export_format = recognised_format(source, config)
+    export_format = recognise_format(source, config)
     parts = TargetParts.load(target)
-    shape = _shape(source, config, export_format, target)
+    shape = _read_shape(source, config, export_format, target)
     _require_fit(source, shape, parts)
     unscaled = resolve_strategy(shape.strategy).export(export_format.name).find_embedding_refusal(parts.embedding_scale)
     if unscaled is not None:
         raise ConfigError(f"{source / CONFIG}: {unscaled}, so that it was trained on others than drafts here read")
     checkpoint = read_checkpoint(source)
-    weights = canonical_weights(checkpoint, export_format, shape, parts)
+    weights = convert_weights(checkpoint, export_format, shape, parts)
     spec = resolve_strategy(shape.strategy)
     vocab = VocabMapping(weights["d2t"].numpy(), weights["t2d"].numpy()) if spec.uses_vocab_mapping else None
     origin = config.get(PROVENANCE) or {}
-    options = strategy_options(shape, parts, origin.get("options") or {}, where=str(source / CONFIG))
+    options = derive_options(shape, parts, origin.get("options") or {}, where=str(source / CONFIG))
     try:
         strategy = spec.load_factory()(options, parts, vocab, 0)
     except ConfigError as error:
@@ -93,9 +93,9 @@ def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means
     return ImportedDraft(out, export_format.name, shape.strategy, options.model_dump(mode="json"), vocab, remarks)
 
 
-def recognised_format(source: Path, config: Mapping[str, Any]) -> ExportFormat:
+def recognise_format(source: Path, config: Mapping[str, Any]) -> ExportFormat:
     """The format that a config.json is of. Raises ConfigError where it is none that is known."""
-    formats = [load_format(strategy, name) for strategy in available_strategies() for name in format_names(strategy)]
+    formats = [load_format(strategy, name) for strategy in available_strategies() for name in list_formats(strategy)]
     for export_format in formats:
         if export_format.recognises(config):
             return export_format
@@ -128,7 +128,9 @@ def _save_vocab(folder: Path, vocab: VocabMapping | None) -> None:
         vocab.save(folder / VOCAB_FILE)
 
 
-def _shape(source: Path, config: Mapping[str, Any], export_format: ExportFormat, target: TargetFiles) -> DraftShape:
+def _read_shape(
+    source: Path, config: Mapping[str, Any], export_format: ExportFormat, target: TargetFiles
+) -> DraftShape:
     """As the format reads it; its errors say where the file is."""
     try:
         return export_format.shape(config, target)

@@ -35,7 +35,7 @@ def to_format(export_format: str, taps: Sequence[LayerTap]) -> list[int]:
         ConfigError: unknown format; taps that do not ascend; the embeddings, where a format has no id for them.
     """
     ids = [_counting(export_format).to_id(tap) for tap in taps]
-    return _checked(export_format, ids)
+    return _require_ascending(export_format, ids)
 
 
 def from_format(export_format: str, ids: Sequence[int]) -> tuple[LayerTap, ...]:
@@ -45,10 +45,10 @@ def from_format(export_format: str, ids: Sequence[int]) -> tuple[LayerTap, ...]:
         ConfigError: unknown format; ids that are no integers, do not ascend, or are negative.
     """
     counting = _counting(export_format)
-    return tuple(counting.from_id(layer) for layer in _checked(export_format, ids))
+    return tuple(counting.from_id(layer) for layer in _require_ascending(export_format, ids))
 
 
-def _checked(export_format: str, ids: Sequence[int]) -> list[int]:
+def _require_ascending(export_format: str, ids: Sequence[int]) -> list[int]:
     """Servers append streams in the order in which layers run, whatever the order of the ids: only an ascending list
     says which columns of `fc` belong to which layer."""
     whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in ids)

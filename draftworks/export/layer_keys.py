@@ -15,7 +15,7 @@ _OUTSIDE_SCALING = ("rope_theta", "partial_rotary_factor")
 """Rope parameters that transformers 4 keeps beside `rope_scaling`, not in it."""
 
 
-def layer_keys(draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+def build_layer_keys(draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
     """Sizes, activation, rope and dtype of the draft's layers, as transformers names them."""
     config = draft.config
     return {
@@ -32,18 +32,18 @@ def layer_keys(draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         "max_position_embeddings": config["max_position_embeddings"],
         "vocab_size": config["vocab_size"],
         "tie_word_embeddings": False,
-        **rope_keys(config["rope_parameters"]),
-        **dtype_keys(dtype),
+        **build_rope_keys(config["rope_parameters"]),
+        **build_dtype_keys(dtype),
     }
 
 
-def dtype_keys(dtype: torch.dtype) -> dict[str, str]:
+def build_dtype_keys(dtype: torch.dtype) -> dict[str, str]:
     """transformers 5 reads the first, version 4 the second."""
     name = str(dtype).removeprefix("torch.")
     return {"dtype": name, "torch_dtype": name}
 
 
-def rope_keys(rope: Mapping[str, Any]) -> dict[str, Any]:
+def build_rope_keys(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Rope parameters as transformers 5 spells them, and as version 4 does: a server takes the one it knows."""
     scaling = {name: value for name, value in rope.items() if name not in _OUTSIDE_SCALING}
     plain = rope.get("rope_type", "default") == "default"
@@ -87,8 +87,8 @@ def require(config: Mapping[str, Any], key: str, where: str) -> Any:
     return config[key]
 
 
-def layer_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What `layer_keys` wrote, as fields of a `DraftShape`.
+def read_layer_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What `build_layer_keys` wrote, as fields of a `DraftShape`.
 
     Raises:
         ConfigError: a key is missing, or an activation or a bias that drafts here do not have.
@@ -113,7 +113,7 @@ def layer_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def layer_tensors(prefix: str, shape: DraftShape, inputs: int) -> Shapes:
+def list_layer_tensors(prefix: str, shape: DraftShape, inputs: int) -> Shapes:
     """Of one layer of the Llama family whose q, k and v projections read `inputs` columns.
 
     Args:

@@ -7,7 +7,7 @@ from draftworks.export.export_format import ExportFormat
 from draftworks.export.names import DRAFT_FOLDER
 
 
-def readme(export_format: ExportFormat, draft: CanonicalDraft, card: str) -> str:
+def render_readme(export_format: ExportFormat, draft: CanonicalDraft, card: str) -> str:
     """The model card, or a title where there is none, and a section about this folder."""
     lines = [card.rstrip() if card else f"# {draft.record.strategy} draft of {draft.target.name}"]
     lines += ["", "## Serving", "", f"Format `{export_format.name}`. Loaded by: {export_format.loaders(draft)}", ""]

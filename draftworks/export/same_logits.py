@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftworks.config.strategies import load_dotted, resolve_export
 from draftworks.drafts.strategy import DraftStrategy
-from draftworks.export.canonical import CanonicalDraft, rounded_parts
+from draftworks.export.canonical import CanonicalDraft, round_target
 from draftworks.export.readers.files import ExportFolder
 from draftworks.export.readers.reader import ExportReader, TargetTensors
 from draftworks.storage.identity import LayerTap
@@ -67,10 +67,10 @@ def compare_with_reader(
     Raises:
         StoreError: the files are not a draft of that format for this target.
     """
-    parts = rounded_parts(draft.parts, dtype)
+    parts = round_target(draft.parts, dtype)
     target = TargetTensors(parts.embedding, parts.head, parts.embedding_scale)
     reader = open_export(export_format, folder, target, torch.float32)
-    pairs = [_asked(reader, strategy, length, draft) for length in CONTEXTS]
+    pairs = [_ask_both(reader, strategy, length, draft) for length in CONTEXTS]
     gaps = torch.cat([(pair.ours - pair.theirs).abs().amax(-1) for pair in pairs])
     ranges = torch.cat([pair.ours.amax(-1) - pair.ours.amin(-1) for pair in pairs])
     relative = gaps / ranges.clamp_min(1)
@@ -84,7 +84,7 @@ class _Answers(NamedTuple):
     theirs: Tensor
 
 
-def _asked(reader: ExportReader, strategy: DraftStrategy, length: int, draft: CanonicalDraft) -> _Answers:
+def _ask_both(reader: ExportReader, strategy: DraftStrategy, length: int, draft: CanonicalDraft) -> _Answers:
     generator = torch.Generator().manual_seed(length)
     width, vocab = draft.parts.hidden_size, draft.parts.vocab_size
     # Of every layer: a file that names others than the draft's own gets what a server would give it for them.

@@ -23,12 +23,12 @@ def build_server_configs(config: Mapping[str, Any]) -> dict[str, str]:
         ConfigError: a class refuses the configuration, or there is none for the model_type that it names.
     """
     parts = {"config.json": config, LAYER_CONFIG: config.get(LAYER_CONFIG)}
-    built = [_built(where, part) for where, part in parts.items() if part and "model_type" in part]
+    built = [_build_config(where, part) for where, part in parts.items() if part and "model_type" in part]
     asked = f"{', '.join(built)} of {version('transformers')}" if built else "not run: config.json names no model_type"
     return {"transformers": asked, **ELSEWHERE}
 
 
-def _built(where: str, part: Mapping[str, Any]) -> str:
+def _build_config(where: str, part: Mapping[str, Any]) -> str:
     from transformers import AutoConfig
 
     heads, kv_heads = part.get("num_attention_heads"), part.get("num_key_value_heads")

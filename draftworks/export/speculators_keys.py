@@ -16,7 +16,7 @@ from draftworks.storage.regular_files import read_json
 SPECULATORS_VERSION = "0.9.0"
 
 
-def speculators_keys(algorithm: str, target: TargetFiles, tokens: int) -> dict[str, Any]:
+def build_speculators_keys(algorithm: str, target: TargetFiles, tokens: int) -> dict[str, Any]:
     """What speculators and vLLM read before anything else: the algorithm, and the target to load with the draft."""
     proposal = {
         "proposal_type": "greedy",
@@ -31,7 +31,7 @@ def speculators_keys(algorithm: str, target: TargetFiles, tokens: int) -> dict[s
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": model_path(target), "architectures": architectures(target)},
+            "verifier": {"name_or_path": model_path(target), "architectures": read_architectures(target)},
         },
     }
 
@@ -41,7 +41,7 @@ def model_path(target: TargetFiles) -> str:
     return target.model if target.revision is not None else str(Path(target.model).resolve())
 
 
-def architectures(target: TargetFiles) -> list[str]:
+def read_architectures(target: TargetFiles) -> list[str]:
     """As the target's config.json says. Raises StoreError where it cannot be read."""
     if target.revision is None:
         path: Path | None = Path(target.model) / "config.json"
@@ -53,7 +53,7 @@ def architectures(target: TargetFiles) -> list[str]:
         raise StoreError(f"{path}: the config of target {target.name} cannot be read: {error}") from error
 
 
-def proposed_tokens(config: Mapping[str, Any], where: str) -> int:
+def read_proposed_tokens(config: Mapping[str, Any], where: str) -> int:
     """How many tokens a config.json has servers ask for. Raises ConfigError where it does not say."""
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     tokens = methods[0].get("speculative_tokens")
@@ -65,7 +65,7 @@ def proposed_tokens(config: Mapping[str, Any], where: str) -> int:
     return tokens
 
 
-def vllm_commands(
+def build_vllm_commands(
     draft: CanonicalDraft, folder: str, method: str, tokens: int, parallel: bool = False
 ) -> dict[str, str]:
     """vLLM takes the target from the draft's config.json, or is told of both.

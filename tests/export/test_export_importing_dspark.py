@@ -15,7 +15,7 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.exporting import export_draft
-from draftworks.export.importing import import_draft, recognised_format
+from draftworks.export.importing import import_draft, recognise_format
 
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 BLOCKS = [name for name, strategy in FORMATS.items() if strategy in ("dflash", "domino", "dspark")]
@@ -217,7 +217,7 @@ def test_no_strategy_built_on_dflash_is_taken_for_another(toys: Toys, tmp_path: 
 def test_the_marks_of_a_strategy_decide_whose_it_is(marks: dict[str, Any], expected: str):
     """Whether it then is a draft that is known here, its format says."""
     config = {"architectures": ["DFlashDraftModel"], **marks}
-    assert recognised_format(Path("peer"), config).name == expected
+    assert recognise_format(Path("peer"), config).name == expected
 
 
 @pytest.mark.parametrize("name", ["zlab_dflash", "zlab_domino", "zlab_dspark"])

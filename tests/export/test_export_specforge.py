@@ -19,7 +19,7 @@ from torch import Tensor
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.evaluation.evaluator import Evaluator
-from draftworks.export.canonical import CanonicalDraft, rounded_parts
+from draftworks.export.canonical import CanonicalDraft, round_target
 from draftworks.export.exporting import export_draft
 from draftworks.export.importing import import_draft
 from draftworks.features.contracts import TrainBatch
@@ -249,7 +249,7 @@ def test_what_specforge_writes_comes_in_and_computes_the_same(judged: Judged, na
     if variant.strategy != "eagle3":
         del as_trained["norm_output"]
     options = draft.spec.parse_options(as_trained, where="test")
-    parts = rounded_parts(TargetParts.load(toys.target), torch.float32)
+    parts = round_target(TargetParts.load(toys.target), torch.float32)
     strategy = draft.spec.load_factory()(options, parts, imported.vocab, 0)
     strategy.model.load_state_dict(draft.weights)
     assert losses_of(strategy, variant) == pytest.approx(answer.losses, rel=TOLERANCE)

@@ -12,7 +12,7 @@ from export_toys import FORMATS, Toys
 
 from draftworks.errors import ConfigError
 from draftworks.export.exporting import export_draft
-from draftworks.export.speculators_keys import proposed_tokens
+from draftworks.export.speculators_keys import read_proposed_tokens
 
 EAGLES = ["speculators_eagle3", "speculators_peagle"]
 
@@ -71,4 +71,4 @@ def test_a_number_of_proposals_that_is_none_is_an_error(config: dict[str, Any]):
     with pytest.raises(
         ConfigError, match=r"here: speculators_config\.proposal_methods: expected a method with its number"
     ):
-        proposed_tokens({"speculators_config": config}, "here")
+        read_proposed_tokens({"speculators_config": config}, "here")

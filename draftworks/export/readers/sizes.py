@@ -47,7 +47,7 @@ class LayerSizes:
             rope=read_rope(folder, section, head_dim),
         )
 
-    def layer_tensors(self, prefix: str, inputs: int) -> dict[str, Expected]:
+    def list_layer_tensors(self, prefix: str, inputs: int) -> dict[str, Expected]:
         """Of one decoder layer whose q, k and v projections read `inputs` columns."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes = {

@@ -13,8 +13,8 @@ from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
 from draftworks.export.layer_ids import from_format, to_format
-from draftworks.export.layer_keys import layer_keys, layer_sizes, layer_tensors, require
-from draftworks.export.speculators_keys import is_speculators, model_path, speculators_keys, vllm_commands
+from draftworks.export.layer_keys import build_layer_keys, list_layer_tensors, read_layer_sizes, require
+from draftworks.export.speculators_keys import build_speculators_keys, build_vllm_commands, is_speculators, model_path
 from draftworks.strategies.dflash.options import OTHER_WINDOW
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -42,14 +42,14 @@ class DFlashFormat(ExportFormat):
 
     strategy = "dflash"
 
-    def described(self, draft: CanonicalDraft) -> DraftShape:
+    def describe(self, draft: CanonicalDraft) -> DraftShape:
         config = draft.config
         return DraftShape(
             strategy=self.strategy,
             taps=draft.taps,
             draft_vocab_size=None,
             rope=dict(config["rope_parameters"]),
-            options=block_options(config["block_size"], config["mask_token_id"], list(draft.options.windows())),
+            options=build_block_options(config["block_size"], config["mask_token_id"], list(draft.options.windows())),
             **{name: config[name] for name in _SAME_NAMES},
         )
 
@@ -65,14 +65,14 @@ class DFlashFormat(ExportFormat):
         }
         for layer in range(shape.num_layers):
             per_head = {f"layers.{layer}.self_attn.{part}_norm.weight": (shape.head_dim,) for part in "qk"}
-            names |= layer_tensors(f"layers.{layer}.", shape, inputs=hidden) | per_head
+            names |= list_layer_tensors(f"layers.{layer}.", shape, inputs=hidden) | per_head
         return names
 
     def canonical_name(self, name: str) -> str:
         return name.removeprefix("model.")
 
 
-def block_options(block_size: int, mask_token_id: int, windows: list[int | None]) -> dict[str, Any]:
+def build_block_options(block_size: int, mask_token_id: int, windows: list[int | None]) -> dict[str, Any]:
     """Options of the strategy that decide what a block computes.
 
     Raises:
@@ -90,7 +90,7 @@ def block_options(block_size: int, mask_token_id: int, windows: list[int | None]
     }
 
 
-def layer_type_keys(windows: tuple[int | None, ...]) -> dict[str, Any]:
+def build_layer_type_keys(windows: tuple[int | None, ...]) -> dict[str, Any]:
     """Keys of Qwen3 that say which layers have a window; none is left to the defaults, which differ by version."""
     sliding = [window for window in windows if window is not None]
     return {
@@ -128,7 +128,7 @@ def is_dspark(config: Mapping[str, Any]) -> bool:
     return not is_domino(config) and (marked or _is_of(config, *_DSPARK_CLASSES))
 
 
-def head_settings(config: Mapping[str, Any], keys: Iterable[str], where: str) -> dict[str, Any]:
+def read_head_settings(config: Mapping[str, Any], keys: Iterable[str], where: str) -> dict[str, Any]:
     """Those of `keys` that have a value, which trainers write into `dflash_config`, beside it, or both.
 
     Raises:
@@ -145,7 +145,7 @@ def head_settings(config: Mapping[str, Any], keys: Iterable[str], where: str) ->
     return found
 
 
-def without_head(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+def drop_head_keys(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     """The config of the backbone alone: without `keys`, and with a `dflash_config`."""
     dropped = set(keys)
     outer = {key: value for key, value in config.items() if key not in dropped}
@@ -204,7 +204,7 @@ class SpeculatorsDFlash(DFlashFormat):
         return "speculators 0.9.0, and vLLM with DFlash."
 
     def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return vllm_commands(draft, folder, "dflash", draft.config["block_size"] - 1)
+        return build_vllm_commands(draft, folder, "dflash", draft.config["block_size"] - 1)
 
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         """`sliding_window_non_causal` is left out: by false, the library's default, vLLM makes full attention causal."""
@@ -212,12 +212,12 @@ class SpeculatorsDFlash(DFlashFormat):
         layer = {
             "model_type": "qwen3",
             "num_hidden_layers": config["num_layers"],
-            **layer_keys(draft, dtype),
-            **layer_type_keys(draft.options.windows()),
+            **build_layer_keys(draft, dtype),
+            **build_layer_type_keys(draft.options.windows()),
         }
         return {
             "architectures": ["DFlashSpeculator"],
-            **speculators_keys("dflash", draft.target, config["block_size"] - 1),
+            **build_speculators_keys("dflash", draft.target, config["block_size"] - 1),
             "transformer_layer_config": layer,
             "draft_vocab_size": config["vocab_size"],
             "block_size": config["block_size"],
@@ -235,7 +235,7 @@ class SpeculatorsDFlash(DFlashFormat):
     def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
         layer = require(config, "transformer_layer_config", where)
-        sizes = layer_sizes(layer, f"{where}: transformer_layer_config")
+        sizes = read_layer_sizes(layer, f"{where}: transformer_layer_config")
         windows = read_windows(layer, sizes["num_layers"], f"{where}: transformer_layer_config")
         if any(windows):
             raise ConfigError(f"{where}: sliding_window: {OTHER_WINDOW}")
@@ -246,7 +246,7 @@ class SpeculatorsDFlash(DFlashFormat):
             strategy=self.strategy,
             taps=from_format(self.name, require(config, "aux_hidden_state_layer_ids", where)),
             draft_vocab_size=None,
-            options=block_options(
+            options=build_block_options(
                 require(config, "block_size", where), require(config, "mask_token_id", where), windows
             ),
             **sizes,
@@ -274,8 +274,8 @@ class ZlabDFlash(DFlashFormat):
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "num_hidden_layers": config["num_layers"],
-            **layer_keys(draft, dtype),
-            **layer_type_keys(draft.options.windows()),
+            **build_layer_keys(draft, dtype),
+            **build_layer_type_keys(draft.options.windows()),
             "block_size": config["block_size"],
             "num_target_layers": config["num_target_layers"],
             "dflash_config": {
@@ -295,14 +295,14 @@ class ZlabDFlash(DFlashFormat):
         layers = config.get("num_target_layers", target.num_layers)
         if layers != target.num_layers:
             raise ConfigError(f"{where}: num_target_layers {layers}: the target has {target.num_layers} layers")
-        sizes = layer_sizes(config, where)
+        sizes = read_layer_sizes(config, where)
         windows = read_windows(config, sizes["num_layers"], where)
         refuse_other_arithmetic(config, windows, where)
         return DraftShape(
             strategy=self.strategy,
             taps=from_format(self.name, require(block, "target_layer_ids", f"{where}: dflash_config")),
             draft_vocab_size=None,
-            options=block_options(
+            options=build_block_options(
                 config.get("block_size") or require(block, "block_size", where),
                 require(block, "mask_token_id", f"{where}: dflash_config"),
                 windows,

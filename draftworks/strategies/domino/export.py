@@ -14,7 +14,7 @@ from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.layer_keys import require
 from draftworks.export.speculators_keys import is_speculators
-from draftworks.strategies.dflash.export import ZlabDFlash, head_settings, is_domino, without_head
+from draftworks.strategies.dflash.export import ZlabDFlash, drop_head_keys, is_domino, read_head_settings
 
 _CLASS_NAMES = ("DFlashDraftModel", "DominoDraftModel")
 """The first is what SGLang loads and what is written; the second is SpecForge's own."""
@@ -37,8 +37,8 @@ class ZlabDomino(ZlabDFlash):
             f"`architectures` of config.json is made {_CLASS_NAMES[1]}: SGLang knows it as {_CLASS_NAMES[0]} only."
         )
 
-    def described(self, draft: CanonicalDraft) -> DraftShape:
-        backbone = super().described(draft)
+    def describe(self, draft: CanonicalDraft) -> DraftShape:
+        backbone = super().describe(draft)
         return replace(backbone, options={**backbone.options, **_projector_of(draft)})
 
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
@@ -52,8 +52,8 @@ class ZlabDomino(ZlabDFlash):
 
     def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json: dflash_config"
-        backbone = super().shape(without_head(config, _PROJECTOR), target)
-        projector = head_settings(config, _PROJECTOR, where)
+        backbone = super().shape(drop_head_keys(config, _PROJECTOR), target)
+        projector = read_head_settings(config, _PROJECTOR, where)
         options = {key: require(projector, key, where) for key in _PROJECTOR if key != "projector_type"}
         return replace(backbone, options={**backbone.options, **options})
 

@@ -14,15 +14,15 @@ from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.layer_keys import require
-from draftworks.export.speculators_keys import is_speculators, speculators_keys, vllm_commands
+from draftworks.export.speculators_keys import build_speculators_keys, build_vllm_commands, is_speculators
 from draftworks.strategies.dflash.export import (
     DFlashFormat,
     SpeculatorsDFlash,
     ZlabDFlash,
-    head_settings,
+    drop_head_keys,
     is_dspark,
+    read_head_settings,
     refuse_part_of_vocabulary,
-    without_head,
 )
 
 _KEYS = {
@@ -44,8 +44,8 @@ class DSparkHeads(DFlashFormat):
 
     strategy = "dspark"
 
-    def described(self, draft: CanonicalDraft) -> DraftShape:
-        backbone = super().described(draft)
+    def describe(self, draft: CanonicalDraft) -> DraftShape:
+        backbone = super().describe(draft)
         heads = {option: getattr(draft.options, option) for option in _KEYS}
         return replace(backbone, options={**backbone.options, **heads})
 
@@ -66,7 +66,7 @@ class DSparkHeads(DFlashFormat):
         return f"{_BACKBONE}{name}" if part in _OF_BACKBONE else name
 
 
-def head_keys(draft: CanonicalDraft) -> dict[str, Any]:
+def build_head_keys(draft: CanonicalDraft) -> dict[str, Any]:
     """The heads of a draft of ours as a config.json tells of them."""
     return {key: getattr(draft.options, option) for option, key in _KEYS.items()}
 
@@ -139,14 +139,14 @@ class SpeculatorsDSpark(DSparkHeads, SpeculatorsDFlash):
         )
 
     def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return vllm_commands(draft, folder, "dspark", draft.config["block_size"]) if _vllm_computes(draft) else {}
+        return build_vllm_commands(draft, folder, "dspark", draft.config["block_size"]) if _vllm_computes(draft) else {}
 
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         return {
             **super().config(draft, dtype),
             "architectures": ["DSparkSpeculator"],
-            **speculators_keys("dspark", draft.target, draft.config["block_size"]),
-            **head_keys(draft),
+            **build_speculators_keys("dspark", draft.target, draft.config["block_size"]),
+            **build_head_keys(draft),
             "sample_from_anchor": True,
         }
 
@@ -187,7 +187,7 @@ class ZlabDSpark(DSparkHeads, ZlabDFlash):
         )
 
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        config, heads = super().config(draft, dtype), head_keys(draft)
+        config, heads = super().config(draft, dtype), build_head_keys(draft)
         # SpecForge takes heads without grouping for a mistake unless it is told.
         attention = "mha" if config["num_attention_heads"] == config["num_key_value_heads"] else "gqa"
         inside = {**config["dflash_config"], "projector_type": "dspark", "attention_mode": attention, **heads}
@@ -204,8 +204,8 @@ class ZlabDSpark(DSparkHeads, ZlabDFlash):
 
     def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
-        settings = head_settings(config, (*HEAD_KEYS, "projector_type", *_MOVED), where)
-        backbone_config = without_head(config, settings)
+        settings = read_head_settings(config, (*HEAD_KEYS, "projector_type", *_MOVED), where)
+        backbone_config = drop_head_keys(config, settings)
         backbone_config["dflash_config"] |= {key: settings[key] for key in _MOVED if key in settings}
         backbone = super().shape(backbone_config, target)
         refuse_part_of_vocabulary(config, backbone.vocab_size, self.strategy, where)

@@ -23,7 +23,7 @@ from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
 from draftworks.export.layer_ids import from_format, to_format
-from draftworks.export.layer_keys import layer_keys, layer_sizes, layer_tensors, require
+from draftworks.export.layer_keys import build_layer_keys, list_layer_tensors, read_layer_sizes, require
 from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
 from draftworks.export.speculators_keys import is_speculators, model_path
 from draftworks.sglang.layers import from_eagle3_ids, read_architecture, to_eagle3_ids
@@ -45,8 +45,8 @@ class Eagle3Format(ExportFormat):
     strategy = "eagle3"
     layer_prefix: str
 
-    def described(self, draft: CanonicalDraft) -> DraftShape:
-        config, options = draft.config, computed_options(draft)
+    def describe(self, draft: CanonicalDraft) -> DraftShape:
+        config, options = draft.config, read_computed_options(draft)
         return DraftShape(
             strategy=self.strategy,
             taps=draft.taps,
@@ -64,7 +64,7 @@ class Eagle3Format(ExportFormat):
         names: Shapes = {
             "fc.weight": (hidden, len(shape.taps) * hidden),
             f"{layer}hidden_norm.weight": (hidden,),
-            **layer_tensors(layer, shape, inputs=2 * hidden),
+            **list_layer_tensors(layer, shape, inputs=2 * hidden),
             "norm.weight": (hidden,),
             "lm_head.weight": (shape.draft_vocab_size or shape.vocab_size, hidden),
         }
@@ -91,7 +91,7 @@ PLAIN = {
 """EAGLE-3 as published, in the options that decide what a draft computes: a draft that does not name one has this value."""
 
 
-def computed_options(draft: CanonicalDraft) -> dict[str, Any]:
+def read_computed_options(draft: CanonicalDraft) -> dict[str, Any]:
     options = draft.config["options"]
     return {name: options.get(name, plain) for name, plain in PLAIN.items()}
 
@@ -106,11 +106,11 @@ def default_taps(target: TargetFiles) -> tuple[LayerTap, ...]:
     return tuple(LayerTap(k) for k in (2, layers // 2, layers - 3))
 
 
-def vocabulary_shapes(shape: DraftShape) -> Shapes:
+def list_vocabulary_tensors(shape: DraftShape) -> Shapes:
     return {"d2t": (shape.draft_vocab_size or shape.vocab_size,), "t2d": (shape.vocab_size,)}
 
 
-def one_layer(shape: DraftShape, where: str) -> DraftShape:
+def require_one_layer(shape: DraftShape, where: str) -> DraftShape:
     if shape.num_layers != 1:
         raise ConfigError(f"{where}: num_hidden_layers {shape.num_layers}: EAGLE-3 drafts here have one layer")
     return shape
@@ -136,7 +136,7 @@ class SglangEagle3(Eagle3Format):
 
     def loaders(self, draft: CanonicalDraft) -> str:
         news = []
-        if computed_options(draft)["fc_norm"]:
+        if read_computed_options(draft)["fc_norm"]:
             news.append("fc_norm")
         if len(draft.taps) != 3:
             news.append(f"{len(draft.taps)} taps")
@@ -166,10 +166,10 @@ class SglangEagle3(Eagle3Format):
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "num_hidden_layers": 1,
-            **layer_keys(draft, dtype),
+            **build_layer_keys(draft, dtype),
             "draft_vocab_size": draft.config["draft_vocab_size"],
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
-            **(newer if computed_options(draft)["fc_norm"] else {}),
+            **(newer if read_computed_options(draft)["fc_norm"] else {}),
         }
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
@@ -191,13 +191,13 @@ class SglangEagle3(Eagle3Format):
             )
         ids = eagle.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
         norms = {"fc_norm": bool(config.get("fc_norm") or config.get("use_aux_norm")), **_read_norm_output(config)}
-        return one_layer(
+        return require_one_layer(
             DraftShape(
                 strategy=self.strategy,
                 taps=_taps(ids, target) if ids else default_taps(target),
                 draft_vocab_size=config.get("draft_vocab_size") or require(config, "vocab_size", where),
                 options=PLAIN | norms,
-                **layer_sizes(config, where),
+                **read_layer_sizes(config, where),
             ),
             where,
         )
@@ -219,7 +219,7 @@ class SglangEagle3(Eagle3Format):
 
     def expected_tensors(self, shape: DraftShape) -> Shapes:
         """`d2t` and `t2d` also where the draft says all of the target's tokens: they are the identity then."""
-        return super().expected_tensors(shape) | vocabulary_shapes(shape)
+        return super().expected_tensors(shape) | list_vocabulary_tensors(shape)
 
 
 def _read_norm_output(config: Mapping[str, Any]) -> dict[str, Any]:

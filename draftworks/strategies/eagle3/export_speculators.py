@@ -14,18 +14,18 @@ from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
 from draftworks.export.layer_ids import from_format, to_format
-from draftworks.export.layer_keys import layer_keys, layer_sizes, require
-from draftworks.export.speculators_keys import speculators_keys, vllm_commands
+from draftworks.export.layer_keys import build_layer_keys, read_layer_sizes, require
+from draftworks.export.speculators_keys import build_speculators_keys, build_vllm_commands
 from draftworks.strategies.dflash.export import SLIDING, read_windows
 from draftworks.strategies.eagle3.export import (
     NUMBERED_LAYER,
     PLAIN,
     Eagle3Format,
-    computed_options,
     default_taps,
     draft_tokens,
-    one_layer,
-    vocabulary_shapes,
+    list_vocabulary_tensors,
+    read_computed_options,
+    require_one_layer,
 )
 
 LAYERS = "transformer_layer_config"
@@ -55,20 +55,20 @@ class SpeculatorsEagle(Eagle3Format):
 
     def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
         found = {"embed_tokens.weight": draft.parts.embedding, **super().tensors(draft)}
-        mapping = () if _is_reduced(self.described(draft)) else ("d2t", "t2d")
+        mapping = () if _is_reduced(self.describe(draft)) else ("d2t", "t2d")
         return {name: tensor for name, tensor in found.items() if name not in mapping}
 
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         layer = {
             "model_type": "llama",
-            "num_hidden_layers": self.described(draft).num_layers,
-            **layer_keys(draft, dtype),
+            "num_hidden_layers": self.describe(draft).num_layers,
+            **build_layer_keys(draft, dtype),
         }
         if len(draft.taps) != _VLLM_TAPS:
             layer["num_aux_hidden_states"] = len(draft.taps)
         return {
             "architectures": [self.architecture],
-            **speculators_keys(self.algorithm, draft.target, self.draft_tokens(draft)),
+            **build_speculators_keys(self.algorithm, draft.target, self.draft_tokens(draft)),
             LAYERS: layer,
             "draft_vocab_size": draft.config["draft_vocab_size"],
             **self.own_keys(draft),
@@ -83,7 +83,7 @@ class SpeculatorsEagle(Eagle3Format):
 
     def expected_tensors(self, shape: DraftShape) -> Shapes:
         embedding: Shapes = {"embed_tokens.weight": (shape.vocab_size, shape.hidden_size)}
-        vocabulary = vocabulary_shapes(shape) if _is_reduced(shape) else {}
+        vocabulary = list_vocabulary_tensors(shape) if _is_reduced(shape) else {}
         return super().expected_tensors(shape) | embedding | vocabulary
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
@@ -103,7 +103,7 @@ class SpeculatorsEagle(Eagle3Format):
             raise ConfigError(
                 f"{where}: layers of model_type {layer.get('model_type')!r}: {self.strategy} drafts here are llama"
             )
-        sizes = layer_sizes(layer, where)
+        sizes = read_layer_sizes(layer, where)
         if config.get("target_hidden_size") not in (None, sizes["hidden_size"]):
             raise ConfigError(
                 f"config.json: target_hidden_size {config['target_hidden_size']}, hidden_size {sizes['hidden_size']}: "
@@ -135,7 +135,7 @@ class SpeculatorsEagle3(SpeculatorsEagle):
     architecture = "Eagle3Speculator"
 
     def loaders(self, draft: CanonicalDraft) -> str:
-        norms = computed_options(draft)
+        norms = read_computed_options(draft)
         if norms["feedback"] == "post_norm":
             return "speculators 0.9.0; vLLM from #46488 on: older ones do not pass norm_output to the model."
         if norms["fc_norm"]:
@@ -143,13 +143,13 @@ class SpeculatorsEagle3(SpeculatorsEagle):
         return "speculators 0.9.0, and vLLM."
 
     def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return vllm_commands(draft, folder, "eagle3", self.draft_tokens(draft))
+        return build_vllm_commands(draft, folder, "eagle3", self.draft_tokens(draft))
 
     def draft_tokens(self, draft: CanonicalDraft) -> int:
         return draft_tokens(draft)
 
     def own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
-        norms = computed_options(draft)
+        norms = read_computed_options(draft)
         return {
             **{key: norms[key] for key in _SAME},
             "norm_output": norms["feedback"] == "post_norm",
@@ -158,7 +158,7 @@ class SpeculatorsEagle3(SpeculatorsEagle):
 
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         """The class of Llama's configurations hands on the keys of a window as they are."""
-        config, window = super().config(draft, dtype), computed_options(draft)["sliding_window"]
+        config, window = super().config(draft, dtype), read_computed_options(draft)["sliding_window"]
         if window is not None:
             config[LAYERS] |= {"layer_types": [SLIDING], "sliding_window": window, "use_sliding_window": True}
         return config
@@ -170,4 +170,4 @@ class SpeculatorsEagle3(SpeculatorsEagle):
         options = PLAIN | {key: bool(config.get(key)) for key in _SAME}
         options["feedback"] = "post_norm" if config.get("norm_output") else "pre_norm"
         options["sliding_window"] = self.windows(config)[0]
-        return one_layer(DraftShape(**common, options=options), where)
+        return require_one_layer(DraftShape(**common, options=options), where)

@@ -12,8 +12,8 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, Shapes
-from draftworks.export.layer_keys import layer_tensors, require
-from draftworks.export.speculators_keys import proposed_tokens, vllm_commands
+from draftworks.export.layer_keys import list_layer_tensors, require
+from draftworks.export.speculators_keys import build_vllm_commands, read_proposed_tokens
 from draftworks.strategies.eagle3.export_speculators import LAYERS, SpeculatorsEagle
 
 _COMPUTED = ("fc_norm", "norm_before_residual", "mask_token_id")
@@ -36,15 +36,15 @@ class SpeculatorsPEagle(SpeculatorsEagle):
         )
 
     def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return vllm_commands(draft, folder, "eagle3", self.draft_tokens(draft), parallel=True)
+        return build_vllm_commands(draft, folder, "eagle3", self.draft_tokens(draft), parallel=True)
 
     def draft_tokens(self, draft: CanonicalDraft) -> int:
         return draft.config["num_depths"]
 
-    def described(self, draft: CanonicalDraft) -> DraftShape:
+    def describe(self, draft: CanonicalDraft) -> DraftShape:
         config, options = draft.config, draft.options
         return replace(
-            super().described(draft),
+            super().describe(draft),
             num_layers=config["num_layers"],
             options={
                 "fc_norm": options.fc_norm,
@@ -63,7 +63,7 @@ class SpeculatorsPEagle(SpeculatorsEagle):
         return config
 
     def own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
-        shape = self.described(draft)
+        shape = self.describe(draft)
         computed = {key: shape.options[key] for key in _COMPUTED}
         fixed = {"norm_before_fc": False, "norm_output": False}
         return {**computed, **fixed, "embed_requires_grad": shape.own_embedding}
@@ -81,7 +81,7 @@ class SpeculatorsPEagle(SpeculatorsEagle):
                 "fc_norm": bool(config.get("fc_norm")),
                 "norm_before_residual": bool(config.get("norm_before_residual")),
                 "mask_token_id": require(config, "mask_token_id", where),
-                "num_depths": proposed_tokens(config, where),
+                "num_depths": read_proposed_tokens(config, where),
             },
             own_embedding=bool(config.get("embed_requires_grad", True)),
         )
@@ -90,7 +90,7 @@ class SpeculatorsPEagle(SpeculatorsEagle):
         hidden = shape.hidden_size
         names = super().expected_tensors(shape) | {"mask_hidden": (1, 1, len(shape.taps) * hidden)}
         for layer in range(1, shape.num_layers):
-            names |= layer_tensors(f"layers.{layer}.", shape, inputs=hidden)
+            names |= list_layer_tensors(f"layers.{layer}.", shape, inputs=hidden)
         return names
 
     def canonical_name(self, name: str) -> str:
