@@ -111,9 +111,9 @@ def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> 
     source = workspace.artifacts.load_current("responses", spec.name)
 
     def build(out: Path) -> BuildResult:
-        from draftworks.data.prepare import supervised_rows
+        from draftworks.data.prepare import keep_supervised_rows
 
-        return _built(supervised_rows(source.path / TOKENS_FOLDER, out))
+        return _built(keep_supervised_rows(source.path / TOKENS_FOLDER, out))
 
     artifact = obtained(context, workspace, {"responses": source.data_version}, build)
     metadata = {"dagster/row_count": artifact.summary["samples"], **summary_figures(artifact)}

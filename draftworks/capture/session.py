@@ -35,7 +35,7 @@ from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError, EngineError, StoreError
 from draftworks.features.contracts import CaptureConfig, KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import FeatureSetManifest, write_feature_set
-from draftworks.features.opening import open_store, open_store_to_write
+from draftworks.features.open_store import open_store, open_store_to_write
 from draftworks.storage.identity import digest
 
 VERIFIED_SAMPLES = 4

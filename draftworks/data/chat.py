@@ -125,11 +125,11 @@ class ChatTokenizer:
         spans = locate(text, template_text, spoken, [turns[number].content for number in spoken])
         return Rendered(text, tuple(self._end_of_turn.append(text, span) for span in spans))
 
-    def prompt_ids(self, turns: Sequence[Turn]) -> list[int]:
+    def encode_prompt(self, turns: Sequence[Turn]) -> list[int]:
         """Ids of the conversation so far and of the header after which the assistant speaks."""
         return self._plain_ids(self._render(turns, add_generation_prompt=True).text)
 
-    def continuation_ids(self, turns: Sequence[Turn], next_turns: Sequence[Turn], ended: bool = True) -> list[int]:
+    def encode_continuation(self, turns: Sequence[Turn], next_turns: Sequence[Turn], ended: bool = True) -> list[int]:
         """Ids that follow a *generated* assistant turn, up to and with the header of the next one.
 
         The generated ids are kept as they are; what the template prints behind them is tokenized on its own.
@@ -163,16 +163,16 @@ class ChatTokenizer:
         after = self._render([*turns, *next_turns], add_generation_prompt=True).text
         return "".join(after.split()).startswith("".join(before.split()))
 
-    def answer_ids(self, turns: Sequence[Turn], ended: bool) -> list[int]:
+    def encode_answer(self, turns: Sequence[Turn], ended: bool) -> list[int]:
         """Ids of an answer known by its text: the last turn's words and, if it `ended`, the token that closes the turn.
 
         Raises:
             DataError: the template does not print the turn exactly once, or an id is outside the target's vocabulary.
         """
         words = self._plain_ids(turns[-1].content)
-        return [*words, *self.closing_ids(turns)] if ended else words
+        return [*words, *self.encode_closing(turns)] if ended else words
 
-    def closing_ids(self, turns: Sequence[Turn]) -> list[int]:
+    def encode_closing(self, turns: Sequence[Turn]) -> list[int]:
         """Ids of what the template closes the last turn with, an assistant's; empty if with no special token.
 
         Raises:

@@ -63,10 +63,10 @@ class Conversation:
     def of(cls, turns: Iterable[Turn], columns: Mapping[str, Scalar] | None = None) -> Conversation:
         """A conversation whose id is the digest of its turns, so that equal ones collapse."""
         turns = tuple(turns)
-        return cls(turns_digest(turns), turns, dict(columns or {}))
+        return cls(digest_turns(turns), turns, dict(columns or {}))
 
 
-def turns_digest(turns: Iterable[Turn]) -> str:
+def digest_turns(turns: Iterable[Turn]) -> str:
     """Content digest of turns: role and content of each, in order."""
     return digest([[turn.role, turn.content] for turn in turns])
 
@@ -169,7 +169,7 @@ def _count(conversation: Conversation, contents: dict[str, str], totals: dict[st
     """Add to the totals, and to the content digests by id: turns may be regenerated under the id of the original."""
     if conversation.id in contents:
         raise DataError(f"two conversations have the id {conversation.id}: remove duplicates before writing")
-    content = [turns_digest(conversation.turns), canonical_json(dict(conversation.columns))]
+    content = [digest_turns(conversation.turns), canonical_json(dict(conversation.columns))]
     contents[conversation.id] = hashlib.sha256(canonical_json(content).encode()).hexdigest()
     totals["turns"] += len(conversation.turns)
     totals["assistant_turns"] += sum(turn.role == "assistant" for turn in conversation.turns)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Item
 from draftworks.data.formats import RowError, detect_format, parse_conversation, parse_tokens
-from draftworks.data.rows import RawRow, Rejection, read_rows, reject
+from draftworks.data.raw_rows import RawRow, Rejection, read_rows, reject
 from draftworks.data.sources import find_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError

@@ -108,7 +108,7 @@ def tokenize_part(
     return write_tokens(out / TOKENS_FOLDER, result.rows, result.counts())
 
 
-def supervised_rows(tokens: Path, out: Path) -> dict[str, Any]:
+def keep_supervised_rows(tokens: Path, out: Path) -> dict[str, Any]:
     """A tokenized set as training wants it: rows with something to learn, nothing else changed."""
     source = TokenizedSet.open(tokens)
     rows = [row for row in map(source.row, range(len(source))) if row.supervised]

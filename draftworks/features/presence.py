@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from draftworks.errors import StoreError
 from draftworks.features.manifest import read_feature_set
-from draftworks.features.opening import open_store
+from draftworks.features.open_store import open_store
 
 if TYPE_CHECKING:
     from draftworks.config.run_files import StoreSpec

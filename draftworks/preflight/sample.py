@@ -16,7 +16,7 @@ from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation
 from draftworks.data.datasets import detect_kind
 from draftworks.data.formats import RowError, parse_conversation, parse_tokens
-from draftworks.data.rows import RawRow, read_rows
+from draftworks.data.raw_rows import RawRow, read_rows
 from draftworks.data.sources import find_files
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import DataError
@@ -128,7 +128,7 @@ def _tokenized(sample: Sample, chat: ChatTokenizer | None, target: TargetSpec) -
             continue
         try:
             ids = chat.encode(item, target.data.only_last_turn).input_ids.tolist()
-            prompt = len(chat.prompt_ids(_prompt(item)))
+            prompt = len(chat.encode_prompt(_prompt(item)))
         except DataError as error:
             found.reasons.append(str(error))
             continue

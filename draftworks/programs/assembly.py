@@ -20,10 +20,10 @@ from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DataError, StoreError
 from draftworks.features.contracts import SampleRef
-from draftworks.features.joined import JoinedStore
+from draftworks.features.joined_store import JoinedStore
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.manifest import FeatureSetManifest, read_feature_set
-from draftworks.features.opening import open_store
+from draftworks.features.open_store import open_store
 from draftworks.features.packing import PackLimits
 from draftworks.programs.program import ProgramContext
 

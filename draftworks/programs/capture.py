@@ -17,7 +17,7 @@ from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.distributed.process_group import open_process_group
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.features.opening import open_store
+from draftworks.features.open_store import open_store
 from draftworks.programs.assembly import temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.storage.identity import LayerTap

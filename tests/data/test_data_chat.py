@@ -144,7 +144,7 @@ def test_a_continuation_needs_a_generated_turn_and_one_after_it(tiny_chat):
     said = [Turn("user", "a"), Turn("assistant", "b")]
     for turns, following in ((said, []), (said[:1], said[:1]), ([], said[:1])):
         with pytest.raises(DataError, match="a continuation needs a generated assistant turn"):
-            tiny_chat.continuation_ids(turns, following)
+            tiny_chat.encode_continuation(turns, following)
 
 
 @QUICK
@@ -189,11 +189,11 @@ def test_prompt_answer_and_continuation_spell_the_rendered_conversation(chats, f
     turns, next_turns = list(conversation.turns), [Turn("user", following)]
     answer = turns[-1].content if family == "qwen" else turns[-1].content.strip()
     end = "<|im_end|>" if family == "qwen" else "<|eot_id|>"
-    prompt, rest = chat.prompt_ids(turns[:-1]), chat.continuation_ids(turns, next_turns)
+    prompt, rest = chat.encode_prompt(turns[:-1]), chat.encode_continuation(turns, next_turns)
     generated = chat._tokenizer(answer + end, add_special_tokens=False)["input_ids"]
     whole = b"".join(bytes_of(chat, np.array([*prompt, *generated, *rest]))).decode()
     assert whole == chat._render([*turns, *next_turns], add_generation_prompt=True).text
-    cut_off = chat.continuation_ids(turns, next_turns, ended=False)
+    cut_off = chat.encode_continuation(turns, next_turns, ended=False)
     assert (
         b"".join(bytes_of(chat, np.array(cut_off))).decode() == end + b"".join(bytes_of(chat, np.array(rest))).decode()
     )

@@ -25,7 +25,7 @@ def target(tiny_target: TargetFiles, tmp_path: Path) -> TargetFiles:
 
 
 def prompt(chat: ChatTokenizer, turns: list[Turn]) -> str:
-    return chat._tokenizer.decode(chat.prompt_ids(turns))
+    return chat._tokenizer.decode(chat.encode_prompt(turns))
 
 
 def test_the_switch_reaches_the_template(target):
@@ -83,10 +83,11 @@ def test_prompt_and_answer_from_text_spell_the_rendered_conversation(chats, fami
     end = "<|im_end|>" if family == "qwen" else "<|eot_id|>"
     spelt = "".join(
         chat._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        for ids in (chat.prompt_ids(turns[:-1]), chat.answer_ids(turns, ended=True))
+        for ids in (chat.encode_prompt(turns[:-1]), chat.encode_answer(turns, ended=True))
     )
     assert chat._render(turns).text.startswith(spelt)
     assert spelt.endswith(turns[-1].content + end)
     assert (
-        chat.answer_ids(turns, ended=False) == chat._tokenizer(turns[-1].content, add_special_tokens=False)["input_ids"]
+        chat.encode_answer(turns, ended=False)
+        == chat._tokenizer(turns[-1].content, add_special_tokens=False)["input_ids"]
     )

@@ -16,7 +16,7 @@ from draftworks.errors import StoreError
 from draftworks.evaluation.evaluator import Evaluator
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.contracts import FeatureStore, SampleRef
-from draftworks.features.joined import JoinedStore
+from draftworks.features.joined_store import JoinedStore
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.shared_dir_store import SharedDirFeatureStore

@@ -14,7 +14,7 @@ from shared_dir_toys import file_of, generation, put
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureSpec, SampleRef
-from draftworks.features.joined import JoinedStore
+from draftworks.features.joined_store import JoinedStore
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.shared_dir_store import SharedDirFeatureStore
 

@@ -18,7 +18,7 @@ from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import write_tokens
 from draftworks.errors import UnsoundEngineError
 from draftworks.features.manifest import read_feature_set
-from draftworks.features.opening import open_store
+from draftworks.features.open_store import open_store
 from draftworks.programs.capture import capture
 from draftworks.programs.program import ProgramContext
 

@@ -60,7 +60,7 @@ class FakeChat:
 
     def _completion(self, body: dict[str, Any], turns: list[Turn]) -> dict[str, Any]:
         chat = self._chat(body.get("chat_template_kwargs", {}).get("enable_thinking"))
-        prompt = chat.prompt_ids(turns)
+        prompt = chat.encode_prompt(turns)
         said = chat._tokenizer(self._says(turns) + END, add_special_tokens=False)["input_ids"]
         ids = said[: body["max_tokens"]]
         message = {"role": "assistant", "content": chat.decode(ids)}

@@ -16,8 +16,8 @@ from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun
 from draftworks.config.validation import parse_spec
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
+from draftworks.data.raw_rows import make_excerpt
 from draftworks.data.rejected import RejectedSample, check_rejected, count_rejections, write_rejected
-from draftworks.data.rows import make_excerpt
 from draftworks.data.tokenized import write_tokens
 from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.identity import EngineIdentity, digest

@@ -45,7 +45,7 @@ class Dialogue:
             raise DataError("no assistant turn after a user's")
         self._questions = len(self._asked)
         self._turns = list(self._asked.pop(0))
-        self.ids = chat.prompt_ids(self._turns)
+        self.ids = chat.encode_prompt(self._turns)
         self._spans: list[tuple[int, int]] = []
         self._earlier: list[dict[str, Any]] = []
         self._answered = 0
@@ -96,8 +96,8 @@ class Dialogue:
     def _continued(self, following: tuple[Turn, ...]) -> list[int]:
         """What the target sees next: up to and with the header of the next answer."""
         if not self._rendered and self._chat.keeps_answer(self._turns, following):
-            return [*self.ids, *self._chat.continuation_ids(self._turns, following)]
-        return self._chat.prompt_ids([*self._turns, *following])
+            return [*self.ids, *self._chat.encode_continuation(self._turns, following)]
+        return self._chat.encode_prompt([*self._turns, *following])
 
     def _sample(self) -> dict[str, Any]:
         return {"ids": self.ids, "generated": self._spans}

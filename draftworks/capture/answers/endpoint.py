@@ -185,7 +185,7 @@ class EndpointAnswerer(Answerer):
             )
         ids = list(completion.token_ids)
         if ended and (not ids or ids[-1] not in self._chat.eos_ids):
-            return [*ids, *self._chat.closing_ids([*dialogue.turns, Turn("assistant", "")])]
+            return [*ids, *self._chat.encode_closing([*dialogue.turns, Turn("assistant", "")])]
         return ids
 
     def _tokenized(self, completion: Completion, dialogue: Dialogue, ended: bool) -> list[int]:
@@ -194,7 +194,7 @@ class EndpointAnswerer(Answerer):
                 "the endpoint takes the thoughts out of its answers, and what stood around them is lost: start the server "
                 "without a reasoning parser, or set responses.endpoint.token_ids to true"
             )
-        return self._chat.answer_ids([*dialogue.turns, Turn("assistant", completion.text)], ended)
+        return self._chat.encode_answer([*dialogue.turns, Turn("assistant", completion.text)], ended)
 
 
 def _api_key(endpoint: EndpointSpec, environment: Mapping[str, str]) -> str | None:

@@ -65,7 +65,7 @@ def test_the_tokens_that_the_server_tells_are_learnt(tiny_target, tmp_path: Path
     with endpoint_run(tmp_path, tiny_target, fake) as run:
         answered(run)
     assert [supervised(chat, row) for row in rows_of(run)] == [taught(source) for source in SOURCES]
-    prompt = chat.prompt_ids(SOURCES[0].turns[:1])
+    prompt = chat.encode_prompt(SOURCES[0].turns[:1])
     assert rows_of(run)[0].input_ids.tolist()[: len(prompt)] == prompt
 
 

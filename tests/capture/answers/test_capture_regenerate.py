@@ -75,7 +75,7 @@ def test_samples_are_prompt_then_generated_ids(tiny_target, tmp_path: Path, watc
     answered = list(read_conversations(run.out / CONVERSATIONS))
     assert list(tokens.sample_ids) == [each.id for each in answered] == [each.id for each in sources]
     for index, source in enumerate(sources):
-        prompt = chat.prompt_ids(source.turns[:1])
+        prompt = chat.encode_prompt(source.turns[:1])
         response = watched.generate([prompt], run.responses, [source.id], 200)[0]
         row = tokens.row(index)
         assert row.input_ids.tolist() == [*prompt, *response.ids]
@@ -94,13 +94,13 @@ def test_later_turns_follow_the_generated_ones_token_for_token(tiny_target, tmp_
     runs = np.flatnonzero(np.diff(np.r_[0, row.loss_mask.astype(int), 0])).reshape(-1, 2)
     assert len(runs) == 3
     turns = list(source.turns[:1])
-    ids = chat.prompt_ids(turns)
+    ids = chat.encode_prompt(turns)
     for number, (start, end) in enumerate(runs):
         assert row.input_ids[:start].tolist() == ids
         ids = row.input_ids[:end].tolist()
         turns += [Turn("assistant", chat.decode(ids[start:])), *source.turns[2 * number + 2 : 2 * number + 3]]
         if number < 2:
-            ids += chat.continuation_ids(turns[:-1], turns[-1:])
+            ids += chat.encode_continuation(turns[:-1], turns[-1:])
     answered = next(iter(read_conversations(tmp_path / "out" / CONVERSATIONS)))
     assert answered.turns == tuple(turns)
 
@@ -120,7 +120,7 @@ def test_conversation_stops_at_a_turn_that_was_cut(tiny_target, tmp_path: Path, 
 
 
 def test_max_length_is_never_passed(tiny_target, tmp_path: Path, tiny_engine, chat):
-    prompt = len(chat.prompt_ids(conversation(1).turns[:1]))
+    prompt = len(chat.encode_prompt(conversation(1).turns[:1]))
     run = make_run(tiny_target, tmp_path, [conversation(1, exchanges=9)], max_length=prompt + 40)
     regenerate(run, Ending(tiny_engine), chat)
     row = TokenizedSet.open(run.out / TOKENS_FOLDER).row(0)
@@ -211,7 +211,7 @@ def test_what_was_not_said_is_counted_also_after_a_resume(tiny_target, tmp_path:
 
 def test_turns_for_which_there_is_no_room_are_counted(tiny_target, tmp_path: Path, tiny_engine, chat):
     source = conversation(1, exchanges=9)
-    prompt = len(chat.prompt_ids(source.turns[:1]))
+    prompt = len(chat.encode_prompt(source.turns[:1]))
     regenerate(make_run(tiny_target, tmp_path, [source], max_length=prompt + 40), Ending(tiny_engine), chat)
     counts = TokenizedSet.open(tmp_path / "out" / TOKENS_FOLDER).summary
     written = next(iter(read_conversations(tmp_path / "out" / CONVERSATIONS))).turns

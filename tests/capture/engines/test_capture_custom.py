@@ -19,7 +19,7 @@ from draftworks.config.registry_files import CaptureSpec, ResponseSpec, TargetSp
 from draftworks.config.run_files import CaptureRun, RegenerateRun, TargetFiles
 from draftworks.config.validation import parse_spec
 from draftworks.errors import CaptureError, ConfigError, EngineError
-from draftworks.features.opening import open_store
+from draftworks.features.open_store import open_store
 from draftworks.storage.identity import EngineIdentity, LayerTap
 
 ROWS = random_rows(4)

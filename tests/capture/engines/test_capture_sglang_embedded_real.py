@@ -21,7 +21,7 @@ from draftworks.config.registry_files import ResponseSpec
 from draftworks.config.run_files import CaptureRun, TargetFiles
 from draftworks.data.tokenized import write_tokens
 from draftworks.features.manifest import read_feature_set
-from draftworks.features.opening import open_store
+from draftworks.features.open_store import open_store
 from draftworks.sglang.environment import link_package
 from draftworks.storage.identity import LayerTap
 from resources.local_launcher import LocalLauncher

@@ -119,7 +119,7 @@ def test_a_sample_as_long_as_the_context_is_captured(llama, tiny_target):
 
 def test_greedy_answers_equal_those_of_transformers(llama, tiny_engine, tiny_target):
     chat = ChatTokenizer.load(tiny_target)
-    prompts = [chat.prompt_ids([Turn("user", f"What does {name} do?")]) for name in ("zip", "os.path.join", "repr")]
+    prompts = [chat.encode_prompt([Turn("user", f"What does {name} do?")]) for name in ("zip", "os.path.join", "repr")]
     ids = [str(index) for index in range(len(prompts))]
     for limit in (7, 120):
         sampling = ResponseSpec(max_new_tokens=limit)

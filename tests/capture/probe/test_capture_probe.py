@@ -22,7 +22,7 @@ from draftworks.capture.session import capture_missing
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import CaptureRun, TargetFiles
 from draftworks.errors import StoreError, UnsoundEngineError
-from draftworks.features.opening import open_store
+from draftworks.features.open_store import open_store
 from draftworks.storage.identity import LayerTap
 
 CPU = torch.device("cpu")

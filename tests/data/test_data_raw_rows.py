@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftworks.data.rows import RawRow, Rejection, read_rows
+from draftworks.data.raw_rows import RawRow, Rejection, read_rows
 from draftworks.data.sources import find_files
 from draftworks.errors import DataError
 

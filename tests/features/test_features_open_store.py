@@ -12,8 +12,8 @@ from features_toys import toy_ref, toy_tensors
 
 from draftworks.config.run_files import StoreSpec
 from draftworks.errors import StoreError
-from draftworks.features import opening
-from draftworks.features.opening import open_store, open_store_to_write
+from draftworks.features import open_store
+from draftworks.features.open_store import open_store, open_store_to_write
 
 KINDS = ["local", "shared_dir"]
 
