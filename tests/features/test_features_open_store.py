@@ -10,9 +10,9 @@ import pytest
 import torch
 from features_toys import toy_ref, toy_tensors
 
+import draftworks.features.open_store as open_store_module
 from draftworks.config.run_files import StoreSpec
 from draftworks.errors import StoreError
-from draftworks.features import open_store
 from draftworks.features.open_store import open_store, open_store_to_write
 
 KINDS = ["local", "shared_dir"]
@@ -98,7 +98,7 @@ def test_a_store_that_cannot_be_written_to_is_found_out_before_anything_is_put(
     def refuse(**where: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(where["dir"]))
 
-    monkeypatch.setattr(opening.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(open_store_module.tempfile, "TemporaryFile", refuse)
     with pytest.raises(StoreError, match=r"may write to, found: .*denied.*features.root in registry/deployment.yaml"):
         open_store_to_write(spec)
     assert open_store(spec)
