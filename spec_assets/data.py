@@ -184,11 +184,7 @@ def answered(
             only_last_turn=spec.data.only_last_turn,
             max_rejected_share=spec.data.max_rejected_share,
             max_length=spec.max_length,
-            device=spec.capture.device,
-            compute_dtype=spec.capture.compute_dtype,
-            backend=spec.capture.backend,
-            server=spec.capture.server,
-            custom=spec.capture.custom,
+            capture=spec.capture,
             sglang=workspace.sglang,
         )
         device, python = ("cpu", None) if asked else (spec.capture.device, workspace.python_of(spec.capture))

@@ -13,10 +13,10 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Spec, SpecType
-from draftworks.config.capture import CaptureSpec, CustomEngineSpec
+from draftworks.config.capture import CaptureSpec
 from draftworks.config.registry_files import EvaluationSpec, ExportSettings, ResponseSpec, StoreKind, TrainingSpec
 from draftworks.config.serving import ServingSpec
-from draftworks.config.sglang import ServerSpec, SGLangSpec
+from draftworks.config.sglang import SGLangSpec
 from draftworks.config.validation import load_yaml
 from draftworks.storage.names import require_name
 
@@ -113,11 +113,7 @@ class RegenerateRun(TargetRun):
         default=0.05, ge=0, le=1, description="More conversations without a response than this stop the run."
     )
     max_length: int
-    device: str = "auto"
-    compute_dtype: str = "float32"
-    backend: str = Field(default="hf", description="The engine that runs the target, as in `capture`.")
-    server: ServerSpec = Field(default_factory=ServerSpec)
-    custom: CustomEngineSpec | None = None
+    capture: CaptureSpec = Field(description="The engine that runs the target, unless `responses` names an endpoint.")
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
 
 

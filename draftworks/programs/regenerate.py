@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from draftworks.capture.answers.answer_sets import capture_spec
 from draftworks.capture.answers.answerers import Answerer, EngineAnswerer
 from draftworks.capture.answers.endpoint import EndpointAnswerer
 from draftworks.capture.answers.regenerate import find_max_sample_length, regenerate_with
@@ -42,7 +41,7 @@ def regenerate(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
 
 def _loaded(run: RegenerateRun, chat: ChatTokenizer, folder: Path) -> Answerer:
     place = EnginePlace(folder, sglang=run.sglang, longest=find_max_sample_length(run))
-    engine = load_engine(run.target, capture_spec(run), resolve_device(run.device), place)
+    engine = load_engine(run.target, run.capture, resolve_device(run.capture.device), place)
     return EngineAnswerer(engine, run.responses, chat, find_max_sample_length(run))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.config.registry_files import ResponseSpec
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import RegenerateRun
 from draftworks.config.validation import parse_spec
 from draftworks.errors import ConfigError
@@ -74,7 +74,7 @@ def test_the_key_itself_cannot_stand_in_for_the_name_of_its_variable():
 
 def test_a_run_file_keeps_the_endpoint(tiny_target, tmp_path: Path):
     run = RegenerateRun(
-        out=tmp_path, target=tiny_target, conversations=tmp_path, answers=tmp_path, max_length=9,
+        out=tmp_path, target=tiny_target, conversations=tmp_path, answers=tmp_path, max_length=9, capture=CaptureSpec(),
         responses=responses(endpoint={**SGLANG, "api_key_env": "GATEWAY_KEY"}, thinking=True),
     )  # fmt: skip
     assert RegenerateRun.load(run.save(tmp_path / "run.yaml")) == run

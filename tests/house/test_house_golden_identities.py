@@ -80,7 +80,8 @@ def keys_of_features() -> dict[str, Any]:
 def answers() -> dict[str, Any]:
     def run(responses: ResponseSpec) -> RegenerateRun:
         folders = {"out": Path("/o"), "conversations": Path("/c"), "answers": Path("/a")}
-        return RegenerateRun(target=FILES, responses=responses, max_length=128, **folders)
+        capture = CaptureSpec(compute_dtype="float32")
+        return RegenerateRun(target=FILES, responses=responses, max_length=128, capture=capture, **folders)
 
     generating = {name: each for name, each in RESPONSES.items() if each.mode == "regenerate"}
     return {name: digest(make_answers_identity(run(each))) for name, each in generating.items()}

@@ -9,6 +9,7 @@ from answer_toys import answering_run, conversation, rows_of
 from fake_chat import FakeChat
 from json_server import json_server
 
+from draftworks.config.capture import CaptureSpec
 from draftworks.config.run_files import RegenerateRun
 from draftworks.errors import ConfigError
 from draftworks.programs.program import ProgramContext
@@ -33,6 +34,8 @@ def test_an_endpoint_answers_without_a_target_being_loaded(tiny_target, tmp_path
 
 
 def test_a_choice_that_the_template_does_not_know_is_refused_before_anything_is_loaded(tiny_target, tmp_path: Path):
-    run = answering_run(tiny_target, tmp_path, SOURCES, responses={"thinking": True}, backend="sglang_server")
+    run = answering_run(
+        tiny_target, tmp_path, SOURCES, responses={"thinking": True}, capture=CaptureSpec(backend="sglang_server")
+    )
     with pytest.raises(ConfigError, match="no switch for thinking"):
         regenerate(run, ProgramContext())

@@ -10,12 +10,14 @@ import numpy as np
 from draftworks.capture.answers.answerers import Answerer
 from draftworks.capture.answers.dialogue import Dialogue
 from draftworks.capture.engine import Generated
-from draftworks.config.registry_files import ResponseSpec
+from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import Conversation, Turn, write_conversations
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet
+
+ON_CPU = CaptureSpec(compute_dtype="float32", device="cpu")
 
 
 def conversation(number: int, exchanges: int = 1) -> Conversation:
@@ -35,7 +37,7 @@ def answering_run(target: TargetFiles, folder: Path, conversations: Sequence[Con
         conversations=folder / "source",
         answers=folder / "answers",
         responses=ResponseSpec(**responses),
-        **{"max_length": 400, "device": "cpu", **options},
+        **{"max_length": 400, "capture": ON_CPU, **options},
     )
 
 

@@ -12,9 +12,7 @@ from typing import Any
 from draftworks.capture.answers.dialogue import build_conversation, build_token_rows
 from draftworks.capture.answers.record_file import RecordFile
 from draftworks.capture.engine import make_engine_identity
-from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun
-from draftworks.config.validation import parse_spec
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, read_conversations, write_conversations
 from draftworks.data.raw_rows import make_excerpt
 from draftworks.data.rejected import RejectedSample, check_rejected, count_rejections, write_rejected
@@ -80,16 +78,10 @@ def open_kept_answers(run: RegenerateRun) -> Iterator[RecordFile]:
         yield answers
 
 
-def capture_spec(run: RegenerateRun) -> CaptureSpec:
-    """How to load the engine of a run. ConfigError where its settings do not go together."""
-    settings = run.model_dump(include={"backend", "compute_dtype", "device", "server", "custom"})
-    return parse_spec(CaptureSpec, settings, where=f"the run of {run.out}")
-
-
 def make_answers_identity(run: RegenerateRun) -> dict[str, Any]:
     """What decides the answers."""
     endpoint = run.responses.endpoint
-    engine = EngineIdentity(f"endpoint-{endpoint.server}") if endpoint else make_engine_identity(capture_spec(run))
+    engine = EngineIdentity(f"endpoint-{endpoint.server}") if endpoint else make_engine_identity(run.capture)
     return {
         "schema": RECORD_SCHEMA,
         "target": run.target.digest,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from answer_toys import ON_CPU
 from capture_toys import WatchedEngine
 
 from draftworks.capture.answers.answer_sets import CONVERSATIONS, find_answers_file
@@ -51,7 +52,7 @@ def make_run(target: TargetFiles, folder: Path, conversations: list[Conversation
         conversations=folder / "source",
         answers=folder / "answers",
         responses=ResponseSpec(**responses),
-        **{"max_length": 200, "device": "cpu", **options},
+        **{"max_length": 200, "capture": ON_CPU, **options},
     )
 
 
