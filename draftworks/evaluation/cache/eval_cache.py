@@ -1,7 +1,8 @@
-"""Features of an evaluation, made once per `EvalConfig` and kept: `{cache_dir}/eval_cache/{key}/`. No torch.
+"""Cache of evaluation features, one entry per `EvalConfig`: `{cache_dir}/eval_cache/{key}/`. No torch.
 
-Key, staging by rename and the names follow `EvalCache` of SpecForge (pull request 639). Beyond it, an entry records
-content digests of what it was made from and of its own files, so one that no longer fits is made again, saying why.
+The key, publishing by rename and the names follow `EvalCache` of SpecForge (pull request 639). In addition an entry
+records content digests of its inputs and of its own files; an entry that no longer fits is produced again, and the
+reason is logged.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from draftworks.storage.regular_files import MAX_JSON_BYTES, read_bytes
 SCHEMA_VERSION = 1
 META = "eval_cache_meta.json"
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
-"""Errors of a rename to a path that somebody else has taken."""
+"""Errors of a rename to a path that another process has created."""
 
 
 class EntryMeta(BaseModel):
-    """The content of eval_cache_meta.json."""
+    """Contents of eval_cache_meta.json."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     key: str
@@ -53,18 +54,18 @@ class EntryMeta(BaseModel):
 
 
 def write_meta(folder: Path, config: EvalConfig, inputs: Mapping[str, str]) -> None:
-    """Record the files in `folder`, and what they were made from."""
+    """Write eval_cache_meta.json: the files in `folder` and the inputs that they were made from."""
     files = dict(FileManifest.record(folder, list_files(folder)).files)
     meta = EntryMeta(key=config.cache_key, identity=config.identity_fields(), inputs=dict(inputs), files=files)
     (folder / META).write_text(meta.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def find_entry_problem(folder: Path, config: EvalConfig, inputs: Mapping[str, str] | None, verify: bool) -> str | None:
-    """Why a folder is not a config's entry.
+    """Return why a folder is not the entry of a config; None if it is.
 
     Args:
-        inputs: what it has to be made from; None for whatever.
-        verify: compare digests, not only sizes.
+        inputs: the inputs it must have been made from; None for any.
+        verify: compare digests of files, not only sizes.
     """
     path = folder / META
     try:
@@ -93,9 +94,9 @@ class CacheEntry:
     """A published entry.
 
     Attributes:
-        hit: it was there already, or another process published it while this one waited.
+        hit: whether it existed, or another process published it while this one waited.
         data_version: digest of key and inputs.
-        rebuilt_because: what was wrong with the entry that this one replaced; None where it replaced none.
+        rebuilt_because: problem of the entry that this one replaced; None if it replaced none.
     """
 
     path: Path
@@ -107,16 +108,16 @@ class CacheEntry:
 
 @dataclass(frozen=True)
 class EvalCache:
-    """Entries are complete or absent at any moment, for any number of processes, killed at any point.
+    """A folder of evaluation features. Entries are complete or absent, for any number of processes killed at any point.
 
-    It knows nothing of ranks: the caller produces on one and lets the others wait.
+    It knows nothing of ranks: the caller produces on one rank while the others wait.
     """
 
     cache_dir: Path
 
     @classmethod
     def for_config(cls, config: EvalConfig) -> EvalCache:
-        """The cache a config asks for.
+        """Return the cache in the config's `cache_dir`.
 
         Raises:
             ValueError: its `cache_dir` is not set.
@@ -134,81 +135,81 @@ class EvalCache:
         return self.cache_dir / "eval_cache"
 
     def dir_for(self, config: EvalConfig) -> Path:
-        """Where the entry of a config is, if there is one."""
+        """Return the folder of a config's entry, which need not exist."""
         return self.root / config.cache_key
 
     def try_get(
         self, config: EvalConfig, inputs: Mapping[str, str] | None = None, *, verify: bool = False
     ) -> Path | None:
-        """The folder of a config's entry if its files are there in their sizes.
+        """Return the folder of a config's entry if its files exist with their sizes, else None.
 
         The entry may be replaced while its path is in use; `read` is safe from that.
 
         Args:
-            inputs: what it has to be made from; None for whatever.
-            verify: also compare digests, and raise where an entry is there but not what is asked for.
+            inputs: the inputs it must have been made from; None for any.
+            verify: also compare digests, and raise if an entry exists but does not fit.
 
         Raises:
-            StoreError: `verify` is set, and a file is missing, truncated or altered, or the inputs are others.
+            StoreError: `verify` is set, and a file is missing, truncated or altered, or the inputs differ.
         """
         finding = self._examine(config, inputs, verify)
         if verify and finding.problem is not None:
-            raise _not_whole(finding.problem)
+            raise _damaged_entry_error(finding.problem)
         return self.dir_for(config) if finding.usable else None
 
     def read(self, config: EvalConfig, read: Callable[[Path], T]) -> T | None:
-        """What `read` makes of a config's entry, None where there is none.
+        """Return the result of `read(folder)` for a config's entry; None without an entry.
 
-        `read` sees the files of one entry: if that was replaced meanwhile, it is called again, with the new one.
+        `read` sees the files of one entry: if it is replaced meanwhile, `read` is called again with the new one.
 
         Raises:
             StoreError: a file of the entry is missing, truncated or altered.
         """
 
-        def checked(folder: Path) -> T:
+        def read_intact(folder: Path) -> T:
             problem = find_entry_problem(folder, config, None, verify=True)
             if problem is not None:
-                raise _not_whole(problem)
+                raise _damaged_entry_error(problem)
             return read(folder)
 
         try:
-            return read_undisturbed(self.dir_for(config), checked)
+            return read_undisturbed(self.dir_for(config), read_intact)
         except FolderMissing:
             return None
 
     def get_or_produce(
         self, config: EvalConfig, produce: Producer, inputs: Mapping[str, str], *, rebuild: bool = True
     ) -> CacheEntry:
-        """The entry of a config made from these inputs: found intact, or produced once and published by one rename.
+        """Return the entry of a config made from these inputs; produce and publish it by one rename if needed.
 
-        Whoever comes while another process produces it waits. What a crashed producer of the same key left is removed
-        first. If `produce` raises, nothing changes.
+        A process that comes while another one produces the entry waits for it. Files that a crashed producer of the
+        same key left are removed first. If `produce` raises, nothing changes.
 
         Args:
-            inputs: content digests by name: eval data, target, tokenizer, template, ...
-            rebuild: replace an entry that was made from other inputs or is damaged.
+            inputs: content digests by name: eval data, target, tokenizer, template, …
+            rebuild: whether to replace an entry that was made from other inputs or is damaged.
 
         Raises:
             StoreError: `rebuild` is off and the entry would have to be replaced; or `cache_dir` cannot be written to.
         """
         path, version = self.dir_for(config), digest([config.cache_key, sorted(inputs.items())])
         hit = CacheEntry(path, config.cache_key, hit=True, data_version=version)
-        if self._found(config, inputs, rebuild).usable:
+        if self._find(config, inputs, rebuild).usable:
             return hit
         with self._locked(path):
-            finding = self._found(config, inputs, rebuild)
+            finding = self._find(config, inputs, rebuild)
             if finding.usable:
                 return hit
             if finding.problem is not None:
                 log.warning("%s is produced again: %s", path, finding.problem)
             if self._produce(config, produce, inputs, replace=finding.exists):
                 return CacheEntry(path, config.cache_key, False, version, finding.problem)
-        return self._entry_of_the_winner(config, inputs, hit)
+        return self._use_other_entry(config, inputs, hit)
 
     def invalidate(self, config: EvalConfig) -> bool:
-        """Take a config's entry away by one rename, then delete it. Returns whether there was one.
+        """Remove a config's entry: one rename, then deletion. Return whether there was one.
 
-        A production under way goes on, and will publish.
+        A process that is producing the entry goes on and will publish it.
 
         Raises:
             StoreError: `cache_dir` cannot be written to.
@@ -229,17 +230,17 @@ class EvalCache:
             return _Finding(exists=False)
         return _Finding(exists=True, problem=problem)
 
-    def _found(self, config: EvalConfig, inputs: Mapping[str, str], rebuild: bool) -> _Finding:
+    def _find(self, config: EvalConfig, inputs: Mapping[str, str], rebuild: bool) -> _Finding:
         finding = self._examine(config, inputs, verify=True)
         if finding.problem is not None and not rebuild:
             raise StoreError(
                 f"{self.dir_for(config)} does not fit, and rebuilding is off: {finding.problem}. "
-                f"Allow rebuilding, or bring back what it was made from"
+                f"Allow rebuilding, or restore the inputs that it was made from"
             )
         return finding
 
     def _produce(self, config: EvalConfig, produce: Producer, inputs: Mapping[str, str], replace: bool) -> bool:
-        """Publish a new entry; False where another process was quicker."""
+        """Publish a new entry; return False if another process published one first."""
         final = self.dir_for(config)
         sweep(final)
         staging = make_sibling_path(final, STAGED)
@@ -257,8 +258,8 @@ class EvalCache:
         finally:
             remove(staging)
 
-    def _entry_of_the_winner(self, config: EvalConfig, inputs: Mapping[str, str], hit: CacheEntry) -> CacheEntry:
-        """Only a file system on which locks do not work leads here."""
+    def _use_other_entry(self, config: EvalConfig, inputs: Mapping[str, str], hit: CacheEntry) -> CacheEntry:
+        """Return the entry that another process published; happens only on a file system without working locks."""
         finding = self._examine(config, inputs, verify=True)
         if not finding.usable:
             raise StoreError(f"{hit.path}: another process published an entry that does not fit: {finding.problem}")
@@ -286,7 +287,7 @@ class EvalCache:
 
 @dataclass(frozen=True)
 class _Finding:
-    """What there is of an entry, and why it cannot be used."""
+    """Whether an entry exists, and why it cannot be used."""
 
     exists: bool
     problem: str | None = None
@@ -296,5 +297,5 @@ class _Finding:
         return self.exists and self.problem is None
 
 
-def _not_whole(problem: str) -> StoreError:
+def _damaged_entry_error(problem: str) -> StoreError:
     return StoreError(f"{problem}. Produce the entry again, or invalidate it")

@@ -1,4 +1,4 @@
-"""What an evaluation measures on: the identity under which its features are cached. No torch.
+"""`EvalConfig`: target, eval set and taps of an evaluation, the key of its cached features. No torch.
 
 Fields, their order and the split between identity and execution follow `EvalConfig` of SpecForge (pull request 639).
 """
@@ -20,12 +20,12 @@ class EvalConfig:
 
     Attributes:
         target_revision: of a hub model; None and "" are the same.
-        aux_hidden_state_layer_ids: the streams that are captured, in their order.
-        micro_batch_size: how it is run. No identity.
-        cache_dir: where features are kept. No identity.
+        aux_hidden_state_layer_ids: the captured streams, in their order.
+        micro_batch_size: how the evaluation is run; not part of the identity.
+        cache_dir: where features are stored; not part of the identity.
 
     Raises:
-        ConfigError: a layer id is no integer, or a text is no string or has no UTF-8 form.
+        ConfigError: a layer id is not an integer, or a text is not a string that UTF-8 can encode.
     """
 
     eval_data_path: str
@@ -44,13 +44,13 @@ class EvalConfig:
             raise ConfigError(f"aux_hidden_state_layer_ids: expected integers, found {ids}")
         object.__setattr__(self, "aux_hidden_state_layer_ids", ids)
         for text in self.identity_fields():
-            # Half a surrogate pair has no UTF-8 form, and JSON writes two halves as it writes the character they make:
-            # two configs would have one key.
+            # Half a surrogate pair has no UTF-8 form, and JSON writes two halves as it writes their character: two
+            # different configs would have the same key.
             if not isinstance(text, str) or any("\ud800" <= char <= "\udfff" for char in text):
-                raise ConfigError(f"what identifies an evaluation: expected strings valid in UTF-8, found {text!a}")
+                raise ConfigError(f"identity of an evaluation: expected strings valid in UTF-8, found {text!a}")
 
     def identity_fields(self) -> tuple[str, str, str, str, str, str, str]:
-        """What decides the features, in the order of the reference. Anything else leaves them as they are."""
+        """Return all values that decide the features, in SpecForge's order."""
         return (
             self.eval_data_path,
             self.target_model_path,
@@ -63,6 +63,6 @@ class EvalConfig:
 
     @property
     def cache_key(self) -> str:
-        """16 hex digits. JSON keeps apart what a joined string would run together; its form is the reference's."""
+        """SHA-256 of the identity as JSON, 16 hex digits; equal to SpecForge's key."""
         text = json.dumps(self.identity_fields(), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]

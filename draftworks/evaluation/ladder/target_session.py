@@ -1,4 +1,4 @@
-"""A target at work on one sequence, whatever its layers remember of it."""
+"""Target forward passes over one sequence with a cache that can be rewound, for layers of any kind."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.storage.identity import LayerTap
 
 _CROPPABLE = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
-"""Layers of a cache that hold something for each token, of which the last can be taken away."""
+"""Cache layers that store something for each token, so that the last tokens can be removed."""
 
 
 @dataclass(frozen=True)
 class TargetPass:
-    """Of n tokens: logits (n, V), features (n, H) by name."""
+    """Output for n tokens: logits (n, V) and features (n, H) by name."""
 
     logits: Tensor
     features: dict[str, Tensor]
 
 
 class TargetSession:
-    """A target at work on one sequence, with its cache.
+    """A target and its cache over one sequence.
 
-    Layers that sum up what they have read, such as the gated delta rule of Qwen3-Next and Qwen3.5, cannot forget single
-    tokens: `crop` of transformers leaves their state as it is. So what they held before a pass is kept beside, and where
-    tokens are forgotten, those of the pass that stay are read once more.
+    Recurrent layers, such as the gated delta rule of Qwen3-Next and Qwen3.5, cannot forget single tokens: `crop` of
+    transformers leaves their state as it is. So their state before a pass is copied, and after a rewind the tokens of
+    the pass that remain are computed again.
 
     Args:
-        taps: residual streams to hand over with the logits.
-        rewinds: `rewind_to` will be called after every `forward`. Layers with a sliding window hold on to more until then.
+        taps: residual streams to return with the logits.
+        rewinds: whether `rewind_to` is called after every `forward`. Layers with a sliding window keep more until then.
     """
 
     def __init__(self, model: PreTrainedModel, taps: Sequence[LayerTap] = (), rewinds: bool = False) -> None:
@@ -53,7 +53,7 @@ class TargetSession:
 
     @torch.no_grad()
     def forward(self, tokens: Sequence[int]) -> TargetPass:
-        """One pass over the tokens that follow those in the cache."""
+        """Run the target over the tokens that follow those in the cache."""
         if self._rewinds:
             self._before = {index: deepcopy(self._cache.layers[index]) for index in self._recurrent}
             self._last = tuple(tokens)
@@ -69,7 +69,7 @@ class TargetSession:
 
     @torch.no_grad()
     def rewind_to(self, length: int) -> None:
-        """Forget everything after so many tokens, all of them of the last pass."""
+        """Remove all tokens after the first `length`; these must all be of the last pass."""
         rejected, self._known = self._known - length, length
         if not rejected or not self._recurrent:
             self._crop(rejected)
@@ -77,9 +77,9 @@ class TargetSession:
         self._crop(len(self._last))
         for index, layer in self._before.items():
             self._cache.layers[index] = layer
-        stay = self._last[: len(self._last) - rejected]
-        if stay:
-            self._model.base_model(input_ids=self._ids(stay), past_key_values=self._cache, use_cache=True)
+        kept = self._last[: len(self._last) - rejected]
+        if kept:
+            self._model.base_model(input_ids=self._ids(kept), past_key_values=self._cache, use_cache=True)
             self._crop(0)
 
     @property
@@ -87,7 +87,7 @@ class TargetSession:
         return [layer for index, layer in enumerate(self._cache.layers) if index not in self._recurrent]
 
     def _crop(self, tokens: int) -> None:
-        """Take so many away; layers with a window shrink to it again, also where it is none."""
+        """Remove the last `tokens` tokens; layers with a window shrink to it again, also if `tokens` is 0."""
         for layer in self._croppable_layers:
             layer.crop(-tokens)
 
@@ -96,7 +96,7 @@ class TargetSession:
 
 
 def has_recurrent_state(target: TargetFiles) -> bool:
-    """Whether some layers of a target keep one state of all that they have read. Reads its config.json alone."""
+    """Whether some layers of a target keep one state for all tokens (recurrent layers). Reads its config.json only."""
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         target.model, revision=target.revision or "main", trust_remote_code=False
     )
