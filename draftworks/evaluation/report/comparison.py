@@ -1,4 +1,4 @@
-"""A draft against the one it replaces: the walks of two reports, on the prompts that are the same in both. No torch."""
+"""Comparison of a draft with the one it replaces: the walks of two reports, on the prompts of both. No torch."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from draftworks.targets.registry import HELDOUT
 
 @dataclass(frozen=True)
 class ReplacedDraftComparison:
-    """What came of comparing a draft with the one it replaces, on the walk (rung 3).
+    """Result of comparing a draft with the one it replaces, on the walk (rung 3).
 
     Attributes:
         new, old: the reports; `old` is None for a first draft.
-        paired: accepted tokens per pass, the new draft's minus the old one's; None where nothing can be compared.
-        reason: the reason then.
+        paired: accepted tokens per pass, the new draft's minus the old one's; None if they cannot be compared.
+        reason: why they cannot be compared.
     """
 
     new: Artifact
@@ -47,14 +47,14 @@ class ReplacedDraftComparison:
         if self.paired is None:
             return f"nothing to compare: {self.reason}"
         low, high = self.paired.interval.low, self.paired.interval.high
-        verdict = "accepted less" if self.worse else "accepted more" if low > 0 else "no difference can be told"
+        verdict = "fewer are accepted" if self.worse else "more are accepted" if low > 0 else "no clear difference"
         return (
-            f"{self.paired.difference:+.3f} accepted tokens per pass ({low:+.3f} to {high:+.3f}) against the draft before "
-            f"it, on {self.paired.prompts} prompts that both were measured on: {verdict}"
+            f"{self.paired.difference:+.3f} accepted tokens per pass ({low:+.3f} to {high:+.3f}) compared with the draft "
+            f"before it, on {self.paired.prompts} prompts measured with both: {verdict}"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Figures and identities; what there is none of is absent."""
+        """Return the difference and the identities of both drafts; entries without a value are absent."""
         drafts = {"draft": ReportIdentity.of(self.new).draft, "report": str(self.new.path)}
         if self.old is not None:
             drafts |= {"draft_before": ReportIdentity.of(self.old).draft, "report_before": str(self.old.path)}
@@ -72,29 +72,31 @@ class ReplacedDraftComparison:
 
 
 def compare_with_replaced_draft(artifacts: ArtifactStore, asset: str, target: str) -> ReplacedDraftComparison:
-    """The draft of the current report against that of the newest report before it with other weights, on `heldout`.
+    """Compare the draft of the current report with the newest earlier draft that has other weights, on `heldout`.
 
-    A prompt counts if its tokens and loss mask are the same in both: an answer that was generated anew keeps the id of its
-    conversation, and is another thing to be measured on. Reports that proposed different numbers of tokens per pass do not
-    compare: of more proposals more are accepted, by the same draft.
+    A prompt counts if its tokens and loss mask are the same in both reports: an answer that was generated again keeps
+    the id of its conversation, but is other eval data. Reports with different numbers of tokens proposed per pass do
+    not compare: with more proposals the same draft has more accepted.
 
     Raises:
-        StoreError: there is no report, or the current one, or what it was measured on, is missing or damaged.
+        StoreError: there is no report, or the current report or its eval data is missing or damaged.
     """
     new = artifacts.load_current(asset, target)
     old = find_previous_report(artifacts, new)
     if old is None:
-        return ReplacedDraftComparison(new, None, reason=_why_none_before(artifacts, new))
+        return ReplacedDraftComparison(new, None, reason=_explain_no_previous(artifacts, new))
     measured = _Measured.of(artifacts, new)
     try:
         before = _Measured.of(artifacts, old)
     except StoreError as error:
         return ReplacedDraftComparison(new, old, reason=f"the report before it cannot be used: {error}")
     if measured.draft_tokens != before.draft_tokens:
-        return ReplacedDraftComparison(new, old, reason=_other_count(measured.draft_tokens, before.draft_tokens))
+        return ReplacedDraftComparison(
+            new, old, reason=_explain_other_draft_tokens(measured.draft_tokens, before.draft_tokens)
+        )
     same = find_identical_samples(measured.tokens, before.tokens)
     pair = [[prompt for prompt in one.walk if prompt.sample_id in same] for one in (measured, before)]
-    if not _with_a_pass(pair[0]) & _with_a_pass(pair[1]):
+    if not _ids_with_a_pass(pair[0]) & _ids_with_a_pass(pair[1]):
         return ReplacedDraftComparison(
             new, old, reason="no held-out prompt has the same tokens in both reports and a pass in both"
         )
@@ -102,20 +104,20 @@ def compare_with_replaced_draft(artifacts: ArtifactStore, asset: str, target: st
 
 
 def find_previous_report(artifacts: ArtifactStore, report: Artifact) -> Artifact | None:
-    """The newest report, made before this one, of a draft with other weights."""
+    """Return the newest report before this one whose draft has other weights."""
     earlier = (found for found in _of_other_drafts(artifacts, report) if found.created < report.created)
     return next(earlier, None)
 
 
 def _of_other_drafts(artifacts: ArtifactStore, report: Artifact) -> Iterator[Artifact]:
-    """The reports of the same target and strategy whose draft has other weights, newest first."""
+    """Yield the reports of the same target and strategy whose draft has other weights, newest first."""
     draft = ReportIdentity.of(report).draft
     reports = artifacts.list_all(report.asset, report.target)
     return (found for found in reports if ReportIdentity.of(found).draft != draft)
 
 
 def read_walk(folder: Path) -> tuple[PromptAcceptance, ...]:
-    """What was accepted of the trained draft, prompt by prompt, in a saved report; empty where it has no walk.
+    """Return the walk of the trained draft in a saved report, prompt by prompt; empty if it was not measured.
 
     Raises:
         StoreError: missing, damaged, altered, or of another schema.
@@ -126,7 +128,7 @@ def read_walk(folder: Path) -> tuple[PromptAcceptance, ...]:
 
 
 def find_identical_samples(left: TokenizedSet, right: TokenizedSet) -> set[str]:
-    """Ids of the samples that have the same tokens and the same loss mask in both sets."""
+    """Return the ids of the samples that have the same tokens and the same loss mask in both sets."""
     rows = {row.sample_id: row for row in left}
     return {
         row.sample_id
@@ -138,7 +140,7 @@ def find_identical_samples(left: TokenizedSet, right: TokenizedSet) -> set[str]:
 
 
 def _eval_tokens(artifacts: ArtifactStore, report: Artifact) -> Path:
-    """The tokenized answers that a report was measured on, which need not be the newest."""
+    """Return the tokenized answers that a report was measured on, which need not be the newest ones."""
     measured, asset = ReportIdentity.of(report).heldout, of_eval_set(HELDOUT).responses
     wanted = None if measured is None else measured.answers
     for responses in artifacts.list_all(asset, report.target):
@@ -149,11 +151,11 @@ def _eval_tokens(artifacts: ArtifactStore, report: Artifact) -> Path:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What of a report is compared.
+    """The parts of a report that are compared.
 
     Attributes:
-        draft_tokens: proposed per pass.
-        tokens: what the walk was measured on.
+        draft_tokens: tokens proposed per pass.
+        tokens: eval data of the walk.
     """
 
     walk: tuple[PromptAcceptance, ...]
@@ -163,7 +165,11 @@ class _Measured:
 
     @classmethod
     def of(cls, artifacts: ArtifactStore, report: Artifact) -> _Measured:
-        """Raises StoreError where the report, or what it was measured on, is missing or damaged."""
+        """Read them from a saved report.
+
+        Raises:
+            StoreError: the report or its eval data is missing or damaged.
+        """
         folder = report.path / HELDOUT
         values = read_report(folder)
         with report_file_errors(folder / REPORT):
@@ -171,18 +177,18 @@ class _Measured:
         return cls(read_walk(folder), draft_tokens, resampling, TokenizedSet.open(_eval_tokens(artifacts, report)))
 
 
-def _why_none_before(artifacts: ArtifactStore, report: Artifact) -> str:
+def _explain_no_previous(artifacts: ArtifactStore, report: Artifact) -> str:
     if any(_of_other_drafts(artifacts, report)):
-        return "it was measured before every other draft that is known: an older draft is the current one again"
+        return "it was measured before every other known draft: an older draft is current again"
     return "it is the first draft of this target and strategy"
 
 
-def _other_count(now: int, before: int) -> str:
+def _explain_other_draft_tokens(now: int, before: int) -> str:
     return (
         f"{now} tokens per pass were proposed now, {before} in the report before it. Set evaluation.draft_tokens to "
         "compare drafts that propose different numbers by themselves"
     )
 
 
-def _with_a_pass(prompts: Sequence[PromptAcceptance]) -> set[str]:
+def _ids_with_a_pass(prompts: Sequence[PromptAcceptance]) -> set[str]:
     return {prompt.sample_id for prompt in prompts if prompt.passes}

@@ -1,4 +1,4 @@
-"""Every number of a report, draft by draft and rung by rung, under the name it is published by."""
+"""All numbers of a report by draft and rung, under their published names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK, WALK, LOOP = "rung2_block_acc_len", "rung3_walk_acc_len", "rung4_loop_acc
 
 @dataclass(frozen=True)
 class CountedRung:
-    """Prompts on a rung that counts passes, and what was measured with them."""
+    """Measurement on a rung that counts passes (2, 3 or 4)."""
 
     rung: int
     metric: str
@@ -37,7 +37,7 @@ class CountedRung:
 
 @dataclass(frozen=True)
 class Finding:
-    """One draft on one rung; without `acceptance` on rungs 0 and 1, which count no passes."""
+    """One number of one draft on one rung; `acceptance` is None on rungs 0 and 1, which count no passes."""
 
     draft: str
     rung: int
@@ -60,7 +60,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """The trained draft against another on the walk."""
+    """The trained draft compared with a baseline on the walk."""
 
     other: str
     paired: PairedDifference
@@ -70,15 +70,15 @@ class BaselineComparison:
 
 
 def name_counted_metric(rung: int, temperature: float = 0.0) -> str:
-    """Of a rung that counts passes; `temperature` is of rung 4 only."""
+    """Return the metric name of a rung that counts passes; `temperature` is for rung 4 only."""
     names = {2: BLOCK, 3: WALK, 4: f"{LOOP}_t{temperature:g}"}
     if rung not in names:
-        raise ConfigError(f"rung: expected 2, 3 or 4, found {rung}: the others count no passes")
+        raise ConfigError(f"rung: expected 2, 3 or 4, found {rung}: the other rungs count no passes")
     return names[rung]
 
 
 def list_counted_rungs(measured: DraftMeasurement) -> tuple[CountedRung, ...]:
-    """Those that were measured, from the lowest."""
+    """Return the measured rungs that count passes, lowest first."""
     rungs = [CountedRung(2, BLOCK, measured.blocks), CountedRung(3, WALK, measured.walk)]
     for loop in measured.loops:
         if loop.prompts:
@@ -88,12 +88,12 @@ def list_counted_rungs(measured: DraftMeasurement) -> tuple[CountedRung, ...]:
 
 
 def collect_findings(drafts: Mapping[str, DraftMeasurement], resampling: Resampling) -> tuple[Finding, ...]:
-    """Of every draft, from the lowest rung; rung 0 has one per position."""
-    return tuple(found for name, measured in drafts.items() for found in _of_draft(name, measured, resampling))
+    """Return the numbers of every draft, lowest rung first; rung 0 has one per draft position."""
+    return tuple(found for name, measured in drafts.items() for found in _collect_of_draft(name, measured, resampling))
 
 
 def compare_on_walk(drafts: Mapping[str, DraftMeasurement], resampling: Resampling) -> tuple[BaselineComparison, ...]:
-    """The trained draft against each that has a walk too."""
+    """Compare the trained draft with every other draft that has a walk."""
     walked = {name: measured.walk for name, measured in drafts.items() if any(p.passes for p in measured.walk)}
     trained = walked.pop(TRAINED, None)
     if trained is None:
@@ -104,7 +104,7 @@ def compare_on_walk(drafts: Mapping[str, DraftMeasurement], resampling: Resampli
     )
 
 
-def _of_draft(name: str, measured: DraftMeasurement, resampling: Resampling) -> Iterable[Finding]:
+def _collect_of_draft(name: str, measured: DraftMeasurement, resampling: Resampling) -> Iterable[Finding]:
     result = measured.result
     for position, accuracy in enumerate(result.per_position_acc, start=1):
         yield Finding(name, 0, f"per_position_acc_{position}", accuracy)

@@ -1,4 +1,4 @@
-"""Pictures as PNG bytes, without a display. Colours are Okabe and Ito's, which colour-blind people can tell apart."""
+"""Plots of a report as PNG bytes, without a display. Colours are Okabe and Ito's, which are safe for colour blindness."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-Look: TypeAlias = tuple[str, str]  # colour, marker
+Style: TypeAlias = tuple[str, str]  # colour, marker
 
 
 def plot_acceptance(drafts: Mapping[str, DraftMeasurement], draft_tokens: int, title: str) -> bytes:
-    """Teacher-forced accuracy by draft position; beside it, if there is a walk, how many tokens its passes accepted."""
+    """Plot the teacher-forced accuracy by draft position, and the accepted tokens per pass of the walk, if measured."""
     walked = {name: counts for name, measured in drafts.items() if any(counts := sum_histograms(measured.walk))}
-    looks = dict(zip(drafts, cycle(zip(COLOURS, MARKERS))))
+    styles = dict(zip(drafts, cycle(zip(COLOURS, MARKERS))))
     figure = make_figure(10.4 if walked else 6.4, 3.8)
     axes = figure.subplots(1, 2 if walked else 1, squeeze=False)[0]
-    _accuracies(axes[0], {name: measured.result for name, measured in drafts.items()}, looks)
+    _draw_accuracies(axes[0], {name: measured.result for name, measured in drafts.items()}, styles)
     label_axes(axes[0], title, "draft position", "equal to the target's argmax (%)")
     if walked:
-        _accepted_lengths(axes[1], walked, draft_tokens, looks)
+        _draw_accepted_lengths(axes[1], walked, draft_tokens, styles)
         label_axes(axes[1], "", "draft tokens accepted by a pass", "passes of the walk (%)")
     return render_png(figure)
 
 
 def plot_slices(slices: pd.DataFrame, title: str) -> bytes:
-    """The walk of each slice that has a pass, with its interval, in the order of the table."""
+    """Plot the walk of each slice that has a pass, with its interval, in the order of the table."""
     measured = slices[slices["passes"] > 0]
     rows = range(len(measured))
     figure = make_figure(6.4, 1.4 + 0.26 * len(measured))
@@ -52,9 +52,9 @@ def plot_slices(slices: pd.DataFrame, title: str) -> bytes:
     return render_png(figure)
 
 
-def _accuracies(axes: Axes, results: Mapping[str, EvalResult], looks: Mapping[str, Look]) -> None:
+def _draw_accuracies(axes: Axes, results: Mapping[str, EvalResult], styles: Mapping[str, Style]) -> None:
     for name, result in results.items():
-        colour, marker = looks[name]
+        colour, marker = styles[name]
         percents = [100 * accuracy for accuracy in result.per_position_acc]
         text = f"{name} ({result.simulated_acc_len:.2f})"
         axes.plot(range(1, len(percents) + 1), percents, color=colour, marker=marker, label=text)
@@ -63,30 +63,30 @@ def _accuracies(axes: Axes, results: Mapping[str, EvalResult], looks: Mapping[st
     axes.legend(title="draft (simulated_acc_len, rung 1)", frameon=False)
 
 
-def _accepted_lengths(
-    axes: Axes, walked: Mapping[str, Sequence[int]], draft_tokens: int, looks: Mapping[str, Look]
+def _draw_accepted_lengths(
+    axes: Axes, walked: Mapping[str, Sequence[int]], draft_tokens: int, styles: Mapping[str, Style]
 ) -> None:
-    """Bars of all drafts beside each other, at each length."""
+    """Draw the bars of all drafts side by side at each accepted length."""
     width = 0.8 / len(walked)
     for index, (name, counts) in enumerate(walked.items()):
         passes = sum(counts)
         mean = sum(length * count for length, count in enumerate(counts)) / passes
         places = [length + (index - (len(walked) - 1) / 2) * width for length in range(len(counts))]
         heights = [100 * count / passes for count in counts]
-        axes.bar(places, heights, width, color=looks[name][0], label=f"{name} ({mean:.2f})")
+        axes.bar(places, heights, width, color=styles[name][0], label=f"{name} ({mean:.2f})")
     axes.set_xticks(range(max(draft_tokens + 1, *map(len, walked.values()))))
     axes.legend(title="draft (rung3_walk_acc_len)", frameon=False)
 
 
 def make_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches, that belongs to no window."""
+    """Make an empty figure of a size in inches, without a window."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def label_axes(axes: Axes, title: str, x: str, y: str) -> None:
-    """Title, axis labels with units, a quiet grid."""
+    """Set the title and axis labels, and draw a light grid."""
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)

@@ -1,4 +1,4 @@
-"""What was measured of several drafts on one eval set, and how it is read back from its files."""
+"""`Report`: the measurements of several drafts on one eval set, and reading it back from its files."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def _now() -> datetime:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured of several drafts on one eval set of one target.
+    """Measurements of several drafts on one eval set of one target.
 
     Attributes:
-        drafts: by name: trained, and what it is compared with, e.g. untrained, bigram.
+        drafts: by name: `trained`, and its baselines, e.g. `untrained`, `bigram`.
         draft_tokens: tokens proposed per pass on rungs 2 to 4.
-        label_agreement: share of answer tokens that are the target's own argmax, None if it is not known: rungs 2 and 3 are
-            exact only at 1.
-        columns: what is known of the samples (task, length, ...), indexed by sample id: slices are made by all of them.
-        resampling: how intervals are made.
-        provenance: digests and settings worth knowing.
+        label_agreement: share of answer tokens that are the target's argmax; None if it is not known. Rungs 2 and 3 are
+            exact only if it is 1.
+        columns: columns of the samples (task, length, …), indexed by sample id; the walk is sliced by each of them.
+        resampling: settings of the intervals.
+        provenance: digests and settings of the draft and its eval data.
     """
 
     target: str
@@ -76,12 +76,12 @@ class Report:
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """Every draft on every rung; made once, since the intervals of large eval sets take seconds."""
+        """The numbers of every draft on every rung; computed once, as intervals of large eval sets take seconds."""
         return collect_findings(self.drafts, self.resampling)
 
     @cached_property
     def comparisons(self) -> tuple[BaselineComparison, ...]:
-        """The trained draft against the others on the walk."""
+        """The trained draft compared with the others on the walk."""
         return compare_on_walk(self.drafts, self.resampling)
 
     @cached_property
@@ -93,7 +93,7 @@ class Report:
 
     @property
     def headline(self) -> Finding:
-        """The trained draft's walk; without one, its highest greedy rung that has a value."""
+        """The trained draft's walk, or else its highest greedy rung that has a value."""
         known = [found for found in self.findings if found.draft == TRAINED and found.value is not None]
         greedy = [found for found in known if not found.temperature]
         return max(greedy, key=lambda found: (found.rung == 3, found.rung))
@@ -123,7 +123,7 @@ class Report:
 
     @classmethod
     def load(cls, folder: Path) -> Report:
-        """All of a saved report except the columns of the eval data, which it does not hold.
+        """Read a saved report, all but the columns of the eval data, which are not in its files.
 
         Raises:
             StoreError: missing, damaged, altered, or of another schema.
@@ -151,7 +151,7 @@ def _saved_prompts(folder: Path) -> PromptsByRung:
 
 
 def _loop_json(loop: LoopMeasurement) -> dict[str, Any]:
-    """The measurement, and what follows from it and from the prompts."""
+    """Return the measurement with its speed-up and tokens per pass."""
     passes, emitted = (sum(getattr(prompt, name) for prompt in loop.prompts) for name in ("passes", "emitted"))
     return {**loop.to_json(), "speed_up": loop.speed_up, "tokens_per_pass": ratio(emitted, passes)}
 

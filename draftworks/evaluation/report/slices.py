@@ -1,4 +1,4 @@
-"""Acceptance by task, language, length: by any column of the eval data."""
+"""Acceptance by slices of the eval data: by task, language, length or any other column."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ def slice_acceptance(
     by: Sequence[str],
     resampling: Resampling = DEFAULT_RESAMPLING,
 ) -> pd.DataFrame:
-    """One row per column and value, with the same measures as the summary; a column's slices partition the prompts.
+    """Return the acceptance of every slice: a row per column and value. The slices of a column partition the prompts.
 
-    Numbers are cut at their quantiles, prompts without a value are a slice of their own. Small slices have intervals
-    too, and those of very few prompts are too narrow: look at `prompts` beside them.
+    Numbers are binned at their quantiles; prompts without a value are a slice. Intervals of slices with very few
+    prompts are too narrow, so `prompts` stands in every row.
 
     Args:
-        columns: what is known of the samples, indexed by sample id.
-        by: which of its columns to slice by.
+        columns: columns of the samples, indexed by sample id.
+        by: names of the columns to slice by.
 
     Raises:
         DataError: a column is missing, or the index is not that of these prompts.
     """
     prompts = list(prompts)
-    _check(prompts, columns, by)
+    _check_columns(prompts, columns, by)
     known = columns.reindex([prompt.sample_id for prompt in prompts])
     rows = []
     for column in by:
-        for value, positions in _values(known[column]):
+        for value, positions in _slice_column(known[column]):
             measured = summarize_acceptance([prompts[position] for position in positions], resampling)
             rows.append({"column": column, "value": value, **{name: getattr(measured, name) for name in MEASURES}})
     return pd.DataFrame(rows, columns=["column", "value", *MEASURES]).astype(MEASURES)
 
 
-def _check(prompts: Sequence[PromptAcceptance], columns: pd.DataFrame, by: Sequence[str]) -> None:
+def _check_columns(prompts: Sequence[PromptAcceptance], columns: pd.DataFrame, by: Sequence[str]) -> None:
     absent = [column for column in by if column not in columns]
     if absent:
         raise DataError(
@@ -70,14 +70,14 @@ def _check(prompts: Sequence[PromptAcceptance], columns: pd.DataFrame, by: Seque
         )
 
 
-def _values(column: pd.Series) -> Iterator[tuple[str, np.ndarray]]:
-    """Label and positions of each slice: numbers ascending, other values in alphabetical order, the missing ones last."""
-    # Nulls turn whole numbers of a table into floats or objects; this gives them their kind back.
+def _slice_column(column: pd.Series) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield label and row numbers of each slice: numbers ascending, other values alphabetically, missing ones last."""
+    # Nulls turn a column of integers into floats or objects; this restores its type.
     column = column.convert_dtypes()
     missing = column.isna().to_numpy()
     there = np.flatnonzero(~missing)
     if is_numeric_dtype(column) and not is_bool_dtype(column):
-        yield from _ranges(column.iloc[there].to_numpy(), there)
+        yield from _bin_numbers(column.iloc[there].to_numpy(), there)
     else:
         labels = np.array([str(value) for value in column.iloc[there]], dtype=object)
         yield from ((label, there[labels == label]) for label in sorted(set(labels)))
@@ -85,22 +85,22 @@ def _values(column: pd.Series) -> Iterator[tuple[str, np.ndarray]]:
         yield MISSING, np.flatnonzero(missing)
 
 
-def _ranges(numbers: np.ndarray, positions: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Quantile bins, named by the least and the greatest number in them; equal numbers share a bin."""
+def _bin_numbers(numbers: np.ndarray, positions: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield quantile bins, labelled with the smallest and the largest number in them; equal numbers share a bin."""
     edges = np.unique(numbers)
     if len(edges) > BINS:
         edges = np.unique(np.quantile(numbers, np.arange(1, BINS) / BINS, method="inverted_cdf"))
     bins = np.searchsorted(edges, numbers)
     for each in np.unique(bins):
         inside = bins == each
-        yield _range_label(numbers[inside].min(), numbers[inside].max()), positions[inside]
+        yield _format_range(numbers[inside].min(), numbers[inside].max()), positions[inside]
 
 
-def _range_label(low: float, high: float) -> str:
+def _format_range(low: float, high: float) -> str:
     if low == high:
-        return _number(low)
-    return f"{_number(low)}{' to ' if low < 0 else '-'}{_number(high)}"
+        return _format_number(low)
+    return f"{_format_number(low)}{' to ' if low < 0 else '-'}{_format_number(high)}"
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return str(int(value)) if np.isfinite(value) and value == int(value) else f"{value:.6g}"

@@ -1,4 +1,4 @@
-"""What a leaderboard needs of a report, read from report.json alone. Standard library only."""
+"""Summary of a report for the leaderboard and other readers, from report.json only. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVALUATE_AGAIN = "Evaluate the draft again"
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """The contents of report.json.
+    """Return the contents of report.json.
 
     Raises:
         StoreError: missing, damaged, or of another schema.
@@ -37,7 +37,7 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def require_prompts_file(folder: Path) -> Path:
-    """prompts.parquet, being the one that report.json was published with.
+    """Return the path of prompts.parquet if it is the file that report.json was published with.
 
     Raises:
         StoreError: it is missing, altered, or of another report.
@@ -51,10 +51,10 @@ def require_prompts_file(folder: Path) -> Path:
 
 @contextmanager
 def report_file_errors(path: Path) -> Iterator[None]:
-    """Whatever is wrong with the contents of `path` is said with its name.
+    """Turn errors of reading `path` inside the block into a StoreError that names it.
 
     Raises:
-        StoreError: instead of what went wrong inside.
+        StoreError: in place of an error of the file system, of JSON, or of a missing or wrong value.
     """
     try:
         yield
@@ -69,13 +69,13 @@ TRAINED = "trained"
 
 @dataclass(frozen=True)
 class RungScore:
-    """One draft on one rung. Rungs 0 and 1 count no passes: they have a value and nothing else.
+    """One draft on one rung. Rungs 0 and 1 count no passes, so they have only a value.
 
     Attributes:
-        metric: the name of the number, with its rung in it.
-        value: an acceptance length; on rung 0 an accuracy. None if there was no pass.
+        metric: name of the number; it contains the rung.
+        value: acceptance length, or accuracy on rung 0. None without a pass.
         low, high: its interval at the level `confidence`.
-        speed_up: of rung 4, over decoding without a draft.
+        speed_up: on rung 4, over decoding without a draft.
     """
 
     draft: str
@@ -93,7 +93,7 @@ class RungScore:
 
     @classmethod
     def from_json(cls, draft: str, entry: Mapping[str, Any]) -> RungScore:
-        """From an entry of `rungs`."""
+        """Read an entry of `rungs`."""
         counted = entry["acceptance"] or {}
         names = ("low", "high", "confidence", "prompts", "passes", "tokens_per_pass")
         return cls(
@@ -112,11 +112,11 @@ class ReportSummary:
     """A report without its prompts.
 
     Attributes:
-        created: when the evaluation was reported, with its time zone.
-        weights_digest: of the draft; None where the report does not know.
+        created: time of the report, with its time zone.
+        weights_digest: of the draft; None if the report does not have it.
         draft_tokens: tokens proposed per pass on rungs 2 to 4.
-        label_agreement: share of answer tokens that are the target's own argmax; None if it is not known.
-        scores: of every draft on every rung.
+        label_agreement: share of answer tokens that are the target's argmax; None if it is not known.
+        scores: every draft on every rung.
     """
 
     target: str
@@ -162,18 +162,18 @@ class ReportSummary:
 
     @property
     def simulated_acc_len(self) -> float:
-        """Rung 1 of the trained draft, which every report has."""
+        """Rung 1 of the trained draft; every report has it."""
         return self.of(TRAINED, 1)[0].value
 
     def of(self, draft: str, rung: int) -> tuple[RungScore, ...]:
-        """Empty if it was not measured; on rung 0 one per position, on rung 4 one per temperature."""
+        """Return the scores of a draft on a rung: on rung 0 one per draft position, on rung 4 one per temperature."""
         return tuple(score for score in self.scores if (score.draft, score.rung) == (draft, rung))
 
     @property
     def best(self) -> RungScore:
-        """The trained draft on the highest rung that has a value: the number nearest to serving.
+        """The trained draft on its highest greedy rung that has a value: the number nearest to serving.
 
-        Only greedy decoding counts: at a temperature drafts are accepted at other rates, which compare with no lower rung.
+        Sampled loops are left out: their acceptance does not compare with that of lower rungs, which are greedy.
         """
         greedy = [score for score in self.scores if score.draft == TRAINED and not score.temperature]
         return max((score for score in greedy if score.value is not None), key=lambda score: score.rung)

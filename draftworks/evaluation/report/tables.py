@@ -1,4 +1,4 @@
-"""The tables of a report, as programs read them."""
+"""Parquet tables of a report, for programs."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ PromptsByRung: TypeAlias = dict[tuple[str, str], tuple[PromptAcceptance, ...]]
 
 
 def build_summary_table(heading: Mapping[str, str], findings: Iterable[Finding]) -> pa.Table:
-    """One row per finding: `heading` says of which target, strategy and eval set."""
+    """Build the table of all numbers; `heading` has the columns target, strategy and eval set."""
     return pa.Table.from_pylist([{**heading, **_summary_row(found)} for found in findings], SUMMARY_SCHEMA)
 
 
 def build_prompts_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
-    """One row per draft, rung and prompt: what two drafts are compared by later."""
+    """Build the table of acceptance counts per draft, rung and prompt, by which two drafts can be compared later."""
     rows = [
         {"draft": name, "rung": rung.rung, "metric": rung.metric, **vars(prompt)}
         for name, measured in drafts.items()
@@ -75,12 +75,12 @@ def build_prompts_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
 
 
 def build_slices_table(slices: pd.DataFrame) -> pa.Table:
-    """With types of its own, also without a row."""
+    """Build the table of slices; its types are fixed, also without a row."""
     return pa.Table.from_pandas(slices, SLICES_SCHEMA, preserve_index=False)
 
 
 def build_differences_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
-    """One row per prompt on which the loop did not do what the walk did; see `Difference`."""
+    """Build the table of prompts on which loop and walk differ; columns as in `Difference`."""
     rows = [
         {"draft": name, **vars(difference)}
         for name, measured in drafts.items()
@@ -91,7 +91,7 @@ def build_differences_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
 
 
 def select_slices_to_show(slices: pd.DataFrame) -> pd.DataFrame:
-    """Slices of the columns that have more than one, the largest of those that have many."""
+    """Return the slices of columns with more than one slice; of a column with many, the largest."""
     several = slices[slices.groupby("column")["value"].transform("size") > 1]
     largest = (
         several.sort_values("prompts", ascending=False, kind="stable").groupby("column").head(MAX_SLICES_PER_COLUMN)
@@ -100,7 +100,7 @@ def select_slices_to_show(slices: pd.DataFrame) -> pd.DataFrame:
 
 
 def read_prompts(path: Path) -> PromptsByRung:
-    """By draft and metric, in the order of writing."""
+    """Read prompts.parquet, by draft and metric, in the order of the file."""
     found: dict[tuple[str, str], list[PromptAcceptance]] = {}
     for row in pq.read_table(path, schema=PROMPTS_SCHEMA).to_pylist():
         prompt = PromptAcceptance(

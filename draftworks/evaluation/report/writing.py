@@ -1,4 +1,4 @@
-"""The files of a report: JSON, tables in Parquet, markdown, pictures."""
+"""Writing the files of a report: JSON, Parquet tables, Markdown, plots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from draftworks.storage.manifest import FileManifest
 
 
 def save_report(report: Report, folder: Path) -> None:
-    """Write all forms into `folder`, each atomically, report.json last."""
+    """Write all files of a report into `folder`, each atomically, report.json last."""
     folder.mkdir(parents=True, exist_ok=True)
     heading = {"target": report.target, "strategy": report.strategy, "eval_set": report.eval_set}
     publish_table(folder / TABLE, build_summary_table(heading, report.findings))
@@ -47,7 +47,7 @@ def save_report(report: Report, folder: Path) -> None:
 
 
 def _save_slices_plot(report: Report, path: Path) -> None:
-    """None where there is nothing to compare."""
+    """Write the plot of the slices; without a pass to show, remove an old one."""
     shown = select_slices_to_show(report.walk_slices)
     if not shown["passes"].any():
         path.unlink(missing_ok=True)

@@ -30,7 +30,11 @@ def compared(folders: ReportFolders) -> ReplacedDraftComparison:
 
 @pytest.mark.parametrize(
     ("before", "after", "worse", "verdict"),
-    [(GOOD, BAD, True, "accepted less"), (BAD, GOOD, False, "accepted more"), (GOOD, MIXED, False, "no difference")],
+    [
+        (GOOD, BAD, True, "fewer are accepted"),
+        (BAD, GOOD, False, "more are accepted"),
+        (GOOD, MIXED, False, "no clear difference"),
+    ],
 )
 def test_worse_is_a_draft_whose_whole_interval_lies_below_zero(folders: ReportFolders, before, after, worse, verdict):
     answers = folders.publish_answers(SAMPLES)
