@@ -1,4 +1,4 @@
-"""What travels between capture, stores and training. Control-plane types carry metadata only; `TrainBatch` carries tensors.
+"""Types exchanged by capture, stores and training. Only `TrainBatch` carries tensors; the others carry metadata.
 
 Names and fields follow the DataFlow runtime of SpecForge (pull request 648).
 """
@@ -23,7 +23,7 @@ SCHEMA_VERSION = 1
 class FeatureSpec:
     """Shape and dtype of one stored tensor, known without opening it.
 
-    `target_repr` says what a teacher tensor is: "logits", "pruned_logits" or "hidden_state"; None for other features.
+    `target_repr` is the kind of a teacher tensor: "logits", "pruned_logits" or "hidden_state"; None for other features.
     """
 
     name: str
@@ -44,12 +44,12 @@ class FeatureSpec:
 
 @dataclass(frozen=True)
 class CaptureConfig:
-    """What an engine hands over for a sample: a stream (S, H) for every tap, in this order, and `last`.
+    """The streams that an engine returns for a sample: (S, H) for every tap, in this order, and `last`.
 
     Attributes:
         aux_layer_ids: hf_index of the taps, ascending.
         hidden_size: H, of every stream.
-        dtype: the one the target computes in; what is stored may have another.
+        dtype: the dtype in which the target computes; features may be stored in another.
     """
 
     aux_layer_ids: tuple[int, ...]
@@ -62,13 +62,13 @@ class CaptureConfig:
 
     @property
     def aux_width(self) -> int:
-        """Of all taps side by side."""
+        """Width of all taps side by side."""
         return len(self.aux_layer_ids) * self.hidden_size
 
 
 @dataclass(frozen=True)
 class SampleRef:
-    """A sample's address: which tensors it has, under which keys, in which store. Never the tensors themselves."""
+    """The address of a sample's features: names, keys, specs and store. Never the tensors themselves."""
 
     sample_id: str
     run_id: str
@@ -86,7 +86,7 @@ class SampleRef:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def select(self, names: tuple[str, ...]) -> SampleRef:
-        """The same sample with only the features `names`; KeyError names what is missing."""
+        """Return the same sample with only the features `names`. Raises KeyError that names missing features."""
         missing = [name for name in names if name not in self.feature_keys]
         if missing:
             raise KeyError(f"sample {self.sample_id} has no feature {missing}; it has {sorted(self.feature_keys)}")
@@ -126,10 +126,10 @@ class TrainBatch:
     """Collated tensors of several samples: the only type of the data plane that carries tensors.
 
     Attributes:
-        num_tokens: the samples' own tokens, without padding, for rates; 0 where nobody counted.
-        documents: of a packed batch, tokens of the samples that follow each other in its one row; empty where every
-            row is one sample with what pads it.
-        ends_step: the last of its rank in an optimizer step.
+        num_tokens: the samples' tokens without padding, for rates; 0 where they were not counted.
+        documents: lengths of the samples in the one row of a packed batch; empty for a padded batch, one sample per
+            row.
+        ends_step: whether this is the last batch of its rank in an optimizer step.
     """
 
     tensors: dict[str, Tensor]
@@ -146,23 +146,23 @@ class TrainBatch:
         return replace(self, tensors=tensors)
 
     def pin_memory(self) -> TrainBatch:
-        """Copied to memory that a GPU reads by itself, so that nobody waits for `to`."""
+        """Return a copy in page-locked memory, from which `to` copies to a GPU asynchronously."""
         return replace(self, tensors={k: v.pin_memory() for k, v in self.tensors.items()})
 
 
 class FeatureStore(ABC):
-    """Where features live. Implementations differ in medium, not in meaning."""
+    """Stores features by sample. Implementations differ in medium, not in meaning."""
 
     lease_bound: bool = True
-    """Whether the tensors of `get` die with their lease, so that a reader has to copy them before `release`."""
+    """Whether the tensors of `get` are valid only until `release`, so that a reader has to copy them."""
 
     @abstractmethod
     def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
-        """Store `tensors` under `ref.feature_keys`; returns the ref with uri, specs and bytes filled in."""
+        """Store `tensors` under `ref.feature_keys`; return the ref with uri, specs and bytes filled in."""
 
     @abstractmethod
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
-        """Tensors by feature name, checked against the ref's specs, under a lease.
+        """Return tensors by feature name, checked against the ref's specs, under a lease.
 
         Raises:
             StoreError: a key is absent, or what is stored is truncated, altered or of another shape or dtype.
@@ -170,47 +170,47 @@ class FeatureStore(ABC):
 
     @abstractmethod
     def release(self, handle: FeatureHandle) -> None:
-        """Give the lease back; a stale handle is a no-op."""
+        """Return the lease; a stale handle is a no-op."""
 
     @abstractmethod
     def abort(self, sample_id: str) -> None:
-        """Forget what was put for a sample and not yet published."""
+        """Discard what was put for a sample and is not published yet."""
 
     @abstractmethod
     def gc(self) -> int:
-        """Remove what nobody can reach (crashed staging, expired leases); bytes freed."""
+        """Remove what is unreachable (staging files of crashed writers, expired leases); return the bytes freed."""
 
     @abstractmethod
     def health(self) -> dict[str, Any]:
-        """Counts and sizes worth showing to a person."""
+        """Return counts and sizes for people."""
 
     @abstractmethod
     def estimate_bytes(self, ref: SampleRef) -> int:
-        """Bytes the sample takes or will take in this store."""
+        """Return the bytes that the sample takes or will take in this store."""
 
 
 class KeyedFeatureStore(FeatureStore):
-    """A store that finds features by the keys of their references, whoever put them: keys are content.
+    """A store that finds features by their content keys, whichever sample or process stored them.
 
-    `put` stores nothing twice, so that only what is missing needs to be captured.
+    `put` stores no key twice, so only missing keys need to be captured.
     """
 
     @property
     @abstractmethod
     def uri(self) -> str:
-        """Names the store in references and manifests."""
+        """The store's name in references and manifests."""
 
     @abstractmethod
     def find_missing(self, keys: Iterable[str]) -> list[str]:
-        """The keys that are not here, in the order given.
+        """Return the keys that are not stored, in the order given.
 
         Raises:
-            StoreError: what is here is damaged, so that what is missing cannot be told from what is broken.
+            StoreError: the store is damaged, so missing and damaged features cannot be told apart.
         """
 
     @abstractmethod
     def refresh(self) -> None:
-        """See what other processes have published or removed since."""
+        """Read what other processes have published or removed since."""
 
     @abstractmethod
     def flush(self) -> None:
@@ -218,11 +218,11 @@ class KeyedFeatureStore(FeatureStore):
 
     @abstractmethod
     def close(self) -> None:
-        """Publish what is buffered, and free what reading holds."""
+        """Publish what is buffered, and free the resources of reading."""
 
 
 def assert_no_tensors(value: Any, path: str = "value") -> None:
-    """TypeError with the path of the first tensor or array found inside dataclasses, mappings and sequences."""
+    """Raise TypeError with the path of the first tensor or array inside dataclasses, mappings and sequences."""
     root = type(value).__module__.split(".")[0]
     if root in ("torch", "numpy") or all(hasattr(value, name) for name in ("dtype", "shape", "device")):
         raise TypeError(f"{path} is a {type(value).__name__}: the control plane carries no tensors")

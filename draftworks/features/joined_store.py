@@ -1,4 +1,4 @@
-"""Features joined with the tokens they were computed from."""
+"""A feature store joined with the tokens that the features were computed from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TokenRowLike(Protocol):
 
 
 class TokensById(Protocol):
-    """A tokenized set that finds a row by its id; StoreError for an unknown one."""
+    """A tokenized set that finds a data row by its id; raises StoreError for an unknown id."""
 
     def by_id(self, sample_id: str) -> TokenRowLike: ...
 
@@ -29,7 +29,7 @@ class TokensById(Protocol):
 class JoinedStore(FeatureStore):
     """Adds `input_ids` (S,) int64 and `loss_mask` (S,) bool to what `store` returns for a sample.
 
-    Loss masks are not features: the same features serve under another mask, so they stay with the tokens.
+    Loss masks are not features: the same features serve under another mask, so masks stay with the tokens.
     """
 
     def __init__(self, store: FeatureStore, tokens: TokensById) -> None:
@@ -38,7 +38,9 @@ class JoinedStore(FeatureStore):
         self.lease_bound = store.lease_bound
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
-        """StoreError also if the sample has no tokens, or a feature has not one row per token."""
+        """Fetch as `FeatureStore.get`; StoreError also for a sample without tokens or a feature not of one row per
+        token.
+        """
         try:
             row = self._tokens.by_id(ref.sample_id)
         except StoreError as error:

@@ -1,4 +1,4 @@
-"""A shared folder in which features lie under their content keys, as in a local store."""
+"""A shared folder that stores features under their content keys, as the local store does."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FEW_KEYS = 1000
 
 
 class KeyedSharedDirStore(KeyedFeatureStore):
-    """Every feature is a sample of its own in a `SharedDirFeatureStore`, and its key that sample's id.
+    """A `SharedDirFeatureStore` with one sample per feature, whose id is the feature key.
 
-    So another strategy adds its taps to samples that are there, samples with the same tokens share their features, and
-    references are those of any other store with the same content. What is put is published at once and kept; tensors
+    So another strategy adds its taps to existing samples, samples with the same tokens share their features, and
+    references equal those of any other store with the same content. What is put is published at once and kept. Tensors
     are copies, so leases bind nothing.
 
     Args:
@@ -55,10 +55,10 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         return tensors, FeatureHandle(ref.sample_id, 0, uuid.uuid4().hex)
 
     def release(self, handle: FeatureHandle) -> None:
-        """Nothing is held: see `get`."""
+        """No-op: `get` holds nothing."""
 
     def abort(self, sample_id: str) -> None:
-        """Nothing is buffered: see `put`."""
+        """No-op: `put` buffers nothing."""
 
     def gc(self) -> int:
         return self._store.gc()
@@ -70,20 +70,20 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         return self._store.estimate_bytes(ref)
 
     def find_missing(self, keys: Iterable[str]) -> list[str]:
-        """A few keys are looked up one by one: the whole folder may have millions of files."""
+        """Return the keys not stored. Few keys are looked up one by one: the folder may have millions of files."""
         keys = list(keys)
         if len(keys) <= FEW_KEYS:
             return [key for key in keys if self._store.find_newest_file(key) is None]
         return self._store.find_absent(keys)
 
     def refresh(self) -> None:
-        """Nothing is remembered: see `find_missing`."""
+        """No-op: `find_missing` caches nothing."""
 
     def flush(self) -> None:
-        """Nothing is buffered: see `put`."""
+        """No-op: `put` buffers nothing."""
 
     def close(self) -> None:
-        """Nothing is kept open: see `get`."""
+        """No-op: `get` keeps nothing open."""
 
     def _sample(self, key: str, stored_as: str, spec: FeatureSpec | None = None) -> SampleRef:
         specs = {} if spec is None else {FEATURE: spec}
@@ -102,7 +102,7 @@ class KeyedSharedDirStore(KeyedFeatureStore):
                 found, handle = self._store.get(self._sample(key, f"{file}/{FEATURE}", ref.feature_specs.get(name)))
             except StoreError as error:
                 if self._store.find_newest_file(key) != file:
-                    continue  # another machine has put the same feature meanwhile, and ours went with it
+                    continue  # another machine put the same feature meanwhile, which removed this generation
                 raise StoreError(f"{where}: {error}. If the file is damaged, remove it and capture again") from error
             self._store.release(handle)
             return found[FEATURE]

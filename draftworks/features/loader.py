@@ -1,4 +1,4 @@
-"""From sample references to training batches: fetch, copy if the store asks for it, release, collate."""
+"""Data loader from sample references to training batches: fetch, copy if the store requires it, release, collate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FeatureDataLoader:
     Args:
         refs: all samples, the same on every rank.
         store: returns a sample's tensors; with `JoinedStore`, also `input_ids` and `loss_mask`.
-        schedule: what each micro-batch holds; see `for_training` and `for_evaluation`.
+        schedule: the samples of each micro-batch; see `for_training` and `for_evaluation`.
         collate: samples and their ids to a batch, as `DraftStrategy.collate`.
         prefetch: batches prepared ahead, by `threads` threads; 0 prepares them in the caller's thread.
     """
@@ -68,7 +68,7 @@ class FeatureDataLoader:
         seed: int = 0,
         prefetch: int = 2,
     ) -> FeatureDataLoader:
-        """Shuffled epochs; `global_batch_size` defaults to one micro-batch of `batch_size` on each rank."""
+        """Loader of shuffled epochs; `global_batch_size` defaults to one micro-batch of `batch_size` on each rank."""
         schedule = PaddedTrainSchedule(
             samples=len(refs),
             micro_batch_size=batch_size,
@@ -93,7 +93,7 @@ class FeatureDataLoader:
         seed: int = 0,
         prefetch: int = 2,
     ) -> FeatureDataLoader:
-        """The same samples in every step as `for_training` takes, in packed rows: `pack` as `DraftStrategy.pack`.
+        """Loader with the same samples in every step as `for_training`, in packed rows; `pack` as `DraftStrategy.pack`.
 
         Raises:
             DataError: a sample does not fit into a row, see `require_lengths`.
@@ -121,7 +121,7 @@ class FeatureDataLoader:
         world: int = 1,
         prefetch: int = 2,
     ) -> FeatureDataLoader:
-        """Every sample exactly once, in order."""
+        """Loader of every sample exactly once, in order."""
         return cls(refs, store, EvaluationSchedule(len(refs), batch_size, rank, world), collate, prefetch)
 
     @classmethod
@@ -136,7 +136,7 @@ class FeatureDataLoader:
         world: int = 1,
         prefetch: int = 2,
     ) -> FeatureDataLoader:
-        """Every sample exactly once, in packed rows.
+        """Loader of every sample exactly once, in packed rows.
 
         Raises:
             DataError: a sample does not fit into a row, see `require_lengths`.
@@ -146,17 +146,17 @@ class FeatureDataLoader:
         return cls(refs, store, schedule, pack, prefetch)
 
     def prepare_for(self, device: torch.device) -> None:
-        """Where the batches will go: for a GPU, those that are prepared ahead are pinned there and then. They stay on the CPU."""
+        """Name the device that batches will go to; for a GPU, prefetched batches are pinned. They stay on the CPU."""
         self._device = device
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch's order the next iteration follows."""
+        """Choose the epoch whose order the next iteration follows."""
         self._epoch = epoch
 
     def seek(self, steps: int) -> None:
-        """Start the next iteration (that one only) after so many optimizer steps; no feature is read for it.
+        """Start the next iteration (that one only) after `steps` optimizer steps; skipped features are not read.
 
-        Counted in steps because of packed rows a step has as many as its samples fill.
+        Counted in steps because the number of packed rows in a step varies.
 
         Raises:
             ValueError: negative, or beyond the end of the epoch.
@@ -175,7 +175,7 @@ class FeatureDataLoader:
 
         Raises:
             DraftworksError: a store's error, with the sample named.
-            RuntimeError: anything else that went wrong with a sample or in collation, with the samples named.
+            RuntimeError: any other failure of a sample or of collation, with the samples named.
         """
         refs = [self._refs[index] for index in batch.indices]
         samples = [self._sample(ref, batch.padding) for ref in refs]
@@ -183,7 +183,7 @@ class FeatureDataLoader:
         try:
             collated = self._collate(samples, ids)
         except Exception as error:
-            raise _named(error, f"batch of samples {', '.join(ids)}") from error
+            raise _name_sample(error, f"batch of samples {', '.join(ids)}") from error
         tokens = 0 if batch.padding else sum(ref.num_tokens for ref in refs)
         return replace(collated, sample_ids=() if batch.padding else ids, num_tokens=tokens, ends_step=batch.ends_step)
 
@@ -202,13 +202,13 @@ class FeatureDataLoader:
                 tensors = {**tensors, "loss_mask": torch.zeros_like(tensors["loss_mask"])}
             return tensors
         except Exception as error:
-            raise _named(error, f"sample {ref.sample_id}") from error
+            raise _name_sample(error, f"sample {ref.sample_id}") from error
 
     def _prefetched(self, plan: Iterable[MicroBatch]) -> Iterator[TrainBatch]:
         load, begin = self.load, None
         if self._device.type == "cuda":
             load = self._load_pinned
-            # A thread begins at the first GPU, whatever its process was bound to, and all ranks would take memory of that one.
+            # A new thread is bound to the first GPU, not to its process's: all ranks would take memory there.
             bound = torch.cuda.current_device() if self._device.index is None else self._device.index
             begin = partial(torch.cuda.set_device, bound)
         pool = ThreadPoolExecutor(self._threads, thread_name_prefix="feature-loader", initializer=begin)
@@ -224,8 +224,8 @@ class FeatureDataLoader:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _named(error: Exception, what: str) -> Exception:
-    """The error as one that says which sample it was about: a user's error keeps its type."""
+def _name_sample(error: Exception, what: str) -> Exception:
+    """Return the error with its sample named; a user's error keeps its type."""
     if isinstance(error, DraftworksError):
         return error if what in str(error) else type(error)(f"{what}: {error}")
     return RuntimeError(f"{what}: {type(error).__name__}: {error}")

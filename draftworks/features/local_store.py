@@ -1,9 +1,9 @@
-"""A feature store in a folder: `shards/*.safetensors`, found again by their headers alone.
+"""A feature store in a folder: `shards/*.safetensors`, indexed by their headers alone.
 
     root/shards/{digest}.safetensors    complete and immutable
     root/staging/{host}~{pid}~{id}.tmp  being written; swept by `gc` once its writer is dead
 
-Any number of processes may read and write one store at a time: a shard appears by rename, and its name is its content.
+Any number of processes may read and write one store at a time: a shard appears by rename, named by its content.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatu
 from draftworks.features.shards import ShardHeader, ShardReader, ShardWriter, read_header, staging_owner_is_dead
 
 FOREIGN_STAGING_AGE_S = 24 * 3600.0
-"""A staging file of another host, whose process cannot be asked, counts as crashed after this long."""
+"""Age at which a staging file of another host counts as crashed; its process cannot be checked from here."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class _Lease:
 
 
 class LocalFeatureStore(KeyedFeatureStore):
-    """Features in sharded safetensors under `root`, memory-mapped, one key lookup per tensor. Safe between threads.
+    """Features in sharded safetensors under `root`, memory-mapped, one key lookup per tensor. Thread-safe.
 
     Args:
         root: created if absent.
-        verify_reads: compare each tensor's checksum when it is read for the first time.
-        shard_bytes: a shard is published by `put` once it holds this much.
+        verify_reads: compare each tensor's checksum on its first read.
+        shard_bytes: `put` publishes a shard once it holds this much.
         max_open: shards kept mapped.
         max_hold_age_s: leases older than this are dropped by `gc`.
     """
@@ -93,7 +93,7 @@ class LocalFeatureStore(KeyedFeatureStore):
     def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
         """Store tensors by feature name. A key that is stored already is not stored again.
 
-        The tensors are buffered; they are on disk after the shard is full or after `flush`.
+        Tensors are buffered; they are on disk after the shard is full or after `flush`.
         """
         with self._lock:
             self._generation[ref.sample_id] = self._generation.get(ref.sample_id, 0) + 1
@@ -112,7 +112,7 @@ class LocalFeatureStore(KeyedFeatureStore):
         return replace(ref, feature_store_uri=self.uri, feature_specs=specs, estimated_bytes=size)
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
-        """Tensors by feature name, views of the mapped file: they are valid beyond the lease and must not be written to."""
+        """Return tensors by feature name: read-only views of the mapped file, valid beyond the lease."""
         tensors = {name: self._fetch(ref, name, key) for name, key in ref.feature_keys.items()}
         with self._lock:
             generation = self._generation.get(ref.sample_id, 0)
@@ -135,7 +135,7 @@ class LocalFeatureStore(KeyedFeatureStore):
                     del self._wanted_by[key]
 
     def gc(self) -> int:
-        """Remove staging files of dead writers, forget leases that are stale or too old; bytes freed."""
+        """Remove staging files of dead writers and leases that are stale or too old; return the bytes freed."""
         with self._lock:
             oldest = time.monotonic() - self._max_hold_age_s
             self._leases = {
@@ -162,15 +162,15 @@ class LocalFeatureStore(KeyedFeatureStore):
         return sum(spec.nbytes for spec in ref.feature_specs.values())
 
     def contains(self, key: str) -> bool:
-        """Whether a key is published or waiting to be."""
+        """Whether a key is published or buffered."""
         with self._lock:
             return key in self._where or key in self._writer.tensors
 
     def find_missing(self, keys: Iterable[str]) -> list[str]:
-        """The keys that are not here, in the order given.
+        """Return the keys that are not stored, in the order given.
 
         Raises:
-            StoreError: some shards are damaged, so that what is missing cannot be told from what is broken.
+            StoreError: shards are damaged, so missing and damaged features cannot be told apart.
         """
         self.require_sound()
         return [key for key in keys if not self.contains(key)]
@@ -184,7 +184,7 @@ class LocalFeatureStore(KeyedFeatureStore):
                 self._admit(header)
 
     def refresh(self) -> None:
-        """See the shards other processes have published, replaced or removed since; reads new and damaged headers only."""
+        """Read shards that others published, replaced or removed since; reads new and damaged headers only."""
         with self._lock:
             present = set(self._shards.glob("*.safetensors"))
             gone = self._headers.keys() - present
@@ -197,12 +197,12 @@ class LocalFeatureStore(KeyedFeatureStore):
                 self._open_shard(path)
 
     def require_sound(self) -> None:
-        """StoreError that names every damaged shard, if there is one."""
+        """Raise StoreError that names every damaged shard, if there is one."""
         if self._damaged:
             raise StoreError("\n".join(text for _, text in sorted(self._damaged.items())))
 
     def verify(self) -> StoreCheck:
-        """Read every tensor of every shard and compare it with its checksum; all bad files are reported."""
+        """Read every tensor of every shard and compare its checksum; report all bad files."""
         self.refresh()
         problems = dict(self._damaged)
         for header in self._headers.values():

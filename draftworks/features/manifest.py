@@ -22,14 +22,14 @@ ADVICE = "Capture the features again: nothing that is stored will be captured tw
 
 @dataclass(frozen=True)
 class FeatureSetManifest:
-    """What a feature set is, with its samples.
+    """The manifest of a feature set, with its samples.
 
     Attributes:
-        identity: what the features have in common (target digest, engine, numerics, dtype, norm convention).
+        identity: what all features share (target digest, engine, numerics, dtype, norm convention).
         streams: names of the stored features of every sample.
         nbytes: of all distinct features.
-        data_version: digest of the sorted keys: the same features, the same version, wherever they lie.
-        stream_versions: the same for each stream by itself: what does not read the others is not made again for them.
+        data_version: digest of the sorted keys: equal features have equal versions, in any store.
+        stream_versions: a version for each stream: results that read some streams stay current when others change.
     """
 
     identity: dict[str, Any]
@@ -45,14 +45,14 @@ class FeatureSetManifest:
     refs: tuple[SampleRef, ...] = field(default=(), repr=False)
 
     def version_of(self, names: Iterable[str]) -> str:
-        """Content version of some streams alone; KeyError for one that is not there."""
+        """Return the content version of some streams; KeyError for an unknown stream."""
         return digest({name: self.stream_versions[name] for name in names})
 
 
 def write_feature_set(
     folder: Path, refs: Sequence[SampleRef], identity: dict[str, Any], streams: Sequence[str], store: str
 ) -> FeatureSetManifest:
-    """Write refs.jsonl, then manifest.json, each atomically. The manifest is what makes the set complete."""
+    """Write refs.jsonl, then manifest.json, each atomically. The manifest makes the set complete."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(ref.to_json() + "\n" for ref in refs).encode()
     sizes = {key: ref.feature_specs[name].nbytes for ref in refs for name, key in ref.feature_keys.items()}

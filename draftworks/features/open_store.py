@@ -1,4 +1,4 @@
-"""Opens the feature store that a run file names: the one place that knows which kinds there are."""
+"""Opens the feature store that a run file names; the only module that knows all kinds of stores."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.local_store import LocalFeatureStore
 
 if TYPE_CHECKING:
-    from draftworks.config.run_files import StoreSpec  # it reads YAML, which a serving engine's environment may lack
+    from draftworks.config.run_files import StoreSpec  # imports YAML, which a serving engine's environment may lack
 
 SHARD_BYTES = 256 << 20
 
 
 def open_store(spec: StoreSpec, shard_bytes: int = SHARD_BYTES) -> KeyedFeatureStore:
-    """The store of a kind at a place; made there if it is new.
+    """Open, or create, the store of a kind at a place.
 
     Args:
-        shard_bytes: size at which a local store publishes a shard; the other kind has none.
+        shard_bytes: size at which a local store publishes a shard; a shared one has none.
 
     Raises:
         StoreError: the place cannot be a store, or is a shared one that is not mounted on this machine.
@@ -31,13 +31,13 @@ def open_store(spec: StoreSpec, shard_bytes: int = SHARD_BYTES) -> KeyedFeatureS
         if spec.kind == "local":
             return LocalFeatureStore(spec.root, shard_bytes=shard_bytes)
         if not spec.root.parent.is_dir():
-            # Made here, it would be a folder of this machine alone, under the name of what all are to share.
+            # Creating it would make a local folder with the name of the shared one.
             raise StoreError(f"{spec.root.parent}: expected the shared folder, found none. Mount it on this machine")
         return KeyedSharedDirStore(spec.root)
 
 
 def open_store_to_write(spec: StoreSpec, shard_bytes: int = SHARD_BYTES) -> KeyedFeatureStore:
-    """As `open_store`; also StoreError where nothing can be written to it, before anything is computed for it."""
+    """As `open_store`; raises StoreError also if it is not writable, before anything is computed for it."""
     store = open_store(spec, shard_bytes)
     with _opening(spec), tempfile.TemporaryFile(dir=spec.root):
         return store

@@ -1,4 +1,4 @@
-"""Schedules whose micro-batches are packed rows: every rank gets equally many, and a rank without one joins in."""
+"""Schedules of packed rows: every rank gets equally many micro-batches, a padding one where it has no row."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from draftworks.features.schedule import BatchSchedule, MicroBatch, TrainSchedul
 
 @dataclass(frozen=True, kw_only=True)
 class PackedTrainSchedule(TrainSchedule):
-    """The samples of every step in packed rows, as many as they need.
+    """The samples of every step in packed rows, as many rows as they need.
 
-    Which samples a step takes is not for the packing to decide, so packed and padded trainings see the same, and go
-    on from each other's checkpoints.
+    Packing does not decide which samples a step takes, so packed and padded trainings see the same samples and can
+    resume from each other's checkpoints.
 
     Args:
         lengths: tokens of every sample.
-        pack_tokens: the most that a row may hold; a longer document has one of its own.
+        pack_tokens: limit of a row; a longer document has one of its own.
 
     Raises:
         ConfigError: there are more ranks than samples in a step.
@@ -39,7 +39,7 @@ class PackedTrainSchedule(TrainSchedule):
             )
 
     def pack_step(self, samples: np.ndarray) -> list[Row]:
-        """The rows of all ranks, of the step that takes these samples."""
+        """Return the rows of all ranks for the step that takes these samples."""
         chosen = samples.tolist()
         packed = pack_rows([self.lengths[sample] for sample in chosen], self.pack_tokens, self.world)
         return [tuple(chosen[place] for place in row) for row in packed]
@@ -70,10 +70,10 @@ class PackedEvaluationSchedule(BatchSchedule):
 
 
 def _share(rows: Sequence[Row], lengths: Sequence[int], rank: int, world: int) -> list[MicroBatch]:
-    """This rank's rows, one of every turn.
+    """Return this rank's rows, one of every turn.
 
-    Rows come by descending tokens: those of a turn are about as long as each other, and the way back follows the way
-    there, so that no rank has the longest of every turn.
+    Rows come by descending tokens, so rows of a turn are of similar length; the order of ranks alternates from turn to
+    turn, so that no rank has the longest row of every turn.
     """
     if not rows:
         return []

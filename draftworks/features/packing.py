@@ -1,7 +1,7 @@
-"""Documents into rows without padding: how many rows, and which documents go into each. Pure arithmetic.
+"""Packing of documents into rows without padding: how many rows, and which documents in each. Pure arithmetic.
 
-A row is as long as what is in it, so nothing is padded, and one that is not full costs no more than its tokens. What an
-uneven packing costs is waiting: ranks take the rows turn by turn. `fill` says how much of that is avoided.
+A row is as long as its documents, so nothing is padded, and a row that is not full costs no more than its tokens.
+Uneven rows cost waiting, because ranks take rows in turn; `fill_share` measures how even they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from draftworks.errors import DataError
 from draftworks.features.contracts import SampleRef
 
 Overlong = Literal["refuse", "own_row"]
-"""What becomes of a document that is longer than a row may be."""
+"""What happens to a document that is longer than a row may be."""
 
 Row = tuple[int, ...]
 """Indices of the documents of a row, the longest first."""
@@ -23,43 +23,43 @@ Row = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PackLimits:
-    """What a row may hold: at most `tokens`, unless `overlong` gives a longer document a row of its own."""
+    """At most `tokens` per row, unless `overlong` gives a longer document a row of its own."""
 
     tokens: int
     overlong: Overlong = "refuse"
 
 
 def pack_rows(lengths: Sequence[int], limit: int, multiple: int = 1) -> list[Row]:
-    """All documents, each in one row, in rows of at most `limit` tokens as even as they come.
+    """Pack all documents into rows of at most `limit` tokens, as even as possible.
 
-    Best fit, longest documents first: into the fewest rows this finds, then again into as many at the lowest limit that
+    Best fit, longest documents first: into the fewest rows found, then again into as many at the lowest limit that
     still holds them (MULTIFIT; Coffman, Garey, Johnson 1978). A document over the limit has a row of its own.
 
     Args:
-        multiple: the number of rows is one of this. Rows are empty only where documents are fewer.
+        multiple: the number of rows is a multiple of this. Rows are empty only where documents are fewer.
 
     Returns:
-        Rows by descending tokens. The same for the same arguments, whatever the machine.
+        Rows by descending tokens; deterministic for the same arguments on any machine.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     alone = [(index,) for index in order if lengths[index] > limit]
     others = order[len(alone) :]
-    packed = _evened(others, lengths, _fewest_rows(others, lengths, limit, len(alone), multiple))
-    rows = _none_idle(alone + packed, lengths)
+    packed = _even_out(others, lengths, _fewest_rows(others, lengths, limit, len(alone), multiple))
+    rows = _fill_empty_rows(alone + packed, lengths)
     return sorted(rows, key=lambda row: (-_tokens(row, lengths), row))
 
 
 def fill_share(rows: Sequence[Row], lengths: Sequence[int]) -> float:
-    """Tokens / (rows x the longest row): what a rectangle around these rows would hold of documents."""
+    """Tokens / (rows x longest row): the share of a rectangle around the rows that documents fill."""
     sizes = [_tokens(row, lengths) for row in rows]
     return sum(sizes) / (len(sizes) * max(sizes))
 
 
 def require_lengths(refs: Sequence[SampleRef], limits: PackLimits) -> tuple[int, ...]:
-    """Tokens of every sample.
+    """Return the tokens of every sample.
 
     Raises:
-        DataError: a sample is longer than a row, which `limits` refuse; or its length is not known.
+        DataError: a sample is longer than a row and `limits` refuses that, or its length is unknown.
     """
     lengths = tuple(_length(ref) for ref in refs)
     over = [index for index, length in enumerate(lengths) if length > limits.tokens]
@@ -74,7 +74,7 @@ def require_lengths(refs: Sequence[SampleRef], limits: PackLimits) -> tuple[int,
 
 
 def _length(ref: SampleRef) -> int:
-    """As captured; of references without a count, the rows of any feature."""
+    """Return the token count as captured; for references without a count, the first dimension of any feature."""
     shapes = [spec.shape for spec in ref.feature_specs.values() if spec.shape]
     length = ref.num_tokens or (shapes[0][0] if shapes else 0)
     if length < 1:
@@ -83,7 +83,7 @@ def _length(ref: SampleRef) -> int:
 
 
 def _fewest_rows(order: Sequence[int], lengths: Sequence[int], limit: int, taken: int, multiple: int) -> list[Row]:
-    """As few as best fit finds, such that with `taken` others their number is a multiple."""
+    """Pack into the fewest rows that best fit finds, such that with `taken` other rows their number is a multiple."""
     rows = -(-_tokens(order, lengths) // limit)
     while True:
         rows += -(rows + taken) % multiple
@@ -93,8 +93,8 @@ def _fewest_rows(order: Sequence[int], lengths: Sequence[int], limit: int, taken
         rows += 1
 
 
-def _evened(order: Sequence[int], lengths: Sequence[int], rows: list[Row]) -> list[Row]:
-    """As many rows, the longest of them as short as a bisection over limits finds."""
+def _even_out(order: Sequence[int], lengths: Sequence[int], rows: list[Row]) -> list[Row]:
+    """Repack into as many rows, the longest as short as a bisection over limits finds."""
     if len(rows) < 2:
         return rows
     low, high = -(-_tokens(order, lengths) // len(rows)), max(_tokens(row, lengths) for row in rows)
@@ -108,8 +108,8 @@ def _evened(order: Sequence[int], lengths: Sequence[int], rows: list[Row]) -> li
     return rows
 
 
-def _none_idle(rows: list[Row], lengths: Sequence[int]) -> list[Row]:
-    """Best fit may leave a row empty; while there are documents for it, it gets the shortest of the longest of several."""
+def _fill_empty_rows(rows: list[Row], lengths: Sequence[int]) -> list[Row]:
+    """Fill rows that best fit left empty with the shortest document of the longest row, while there are documents."""
     packed = [list(row) for row in rows]
     for empty in (row for row in packed if not row):
         longest = max(packed, key=lambda row: (len(row) > 1, _tokens(row, lengths)))
@@ -119,7 +119,7 @@ def _none_idle(rows: list[Row], lengths: Sequence[int]) -> list[Row]:
 
 
 def _best_fit(order: Sequence[int], lengths: Sequence[int], limit: int, rows: int) -> list[Row] | None:
-    """Each document into the fullest row that still holds it; None if one does not fit."""
+    """Put each document into the fullest row that still holds it; None if one does not fit."""
     packed: list[list[int]] = [[] for _ in range(rows)]
     free = [(limit, row) for row in range(rows)]
     for index in order:
@@ -133,4 +133,5 @@ def _best_fit(order: Sequence[int], lengths: Sequence[int], limit: int, rows: in
 
 
 def _tokens(indices: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return the tokens of some documents."""
     return sum(lengths[index] for index in indices)

@@ -1,4 +1,4 @@
-"""Whether what a feature set refers to is still there."""
+"""Whether the features that a feature set refers to still exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 def holds_feature_set(store: StoreSpec, feature_set: Path) -> bool:
     """Whether a store has every feature that the set in the folder `feature_set` names.
 
-    A set that is damaged or of another schema holds nothing: it is made again, from features that are still stored.
+    False for a set that is damaged or of another schema: it is written again from features that are still stored.
 
     Raises:
         StoreError: the store cannot be opened, or a shard of it is damaged.

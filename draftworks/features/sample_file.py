@@ -1,8 +1,8 @@
-"""One sample in one safetensors file that says whose it is and seals itself.
+"""A sample in one safetensors file with its identity and a seal in the header.
 
-The header's `__metadata__` has two entries: `record`, JSON that names the sample, its generation and for each tensor
-dtype, shape and SHA-256; and `seal`, taken over all bytes of the header with the seal's own digits as zeros. So any
-altered byte of the file is found out, and with a shared secret nobody else can make a file that is accepted.
+The header's `__metadata__` has two entries: `record`, JSON with the sample's id, its generation and for each tensor
+dtype, shape and SHA-256; and `seal`, computed over all bytes of the header with the seal's own digits as zeros. So any
+altered byte is detected, and with a shared secret nobody else can write a file that is accepted.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from draftworks.storage.regular_files import parse_json
 SAMPLE_SCHEMA = "draftworks.sample.1"
 MAX_HEADER_BYTES = 64 << 20
 _BLANK = b"0" * 64
-# Quotes inside a JSON string are escaped, so neither a sample id nor a tensor's name can look like this.
+# Quotes inside a JSON string are escaped, so neither a sample id nor a tensor name can contain this pattern.
 _SEAL = re.compile(rb'"seal":"([0-9a-f]{64})"')
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """What a sample file says of one tensor. `dtype` is torch's name; `sha256` is of its bytes in row-major order."""
+    """The record of one tensor in a sample file: torch dtype name, shape, SHA-256 of its bytes in row-major order."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class SampleHeader:
-    """The sealed part of a sample file, checked; `spans` are the places of the tensors' bytes in the file."""
+    """The verified header of a sample file; `spans` are the byte ranges of the tensors."""
 
     path: Path
     sample_id: str
@@ -55,7 +55,7 @@ class SampleHeader:
 def write_sample(
     path: Path, sample_id: str, generation: int, tensors: Mapping[str, Tensor], policy: AuthPolicy
 ) -> None:
-    """Write a sample file at `path`, neither synced nor published: that is the store's."""
+    """Write a sample file at `path`; syncing and publishing are the store's part."""
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     record = {
         "schema": SAMPLE_SCHEMA,
@@ -78,10 +78,10 @@ def write_sample(
 
 
 def read_sample_header(stream: BinaryIO, path: Path, policy: AuthPolicy) -> SampleHeader:
-    """Read and check the header of an open sample file, and that the file is as long as it says.
+    """Read and verify the header of an open sample file, and the file's length.
 
     Raises:
-        StoreError: truncated, altered, of another schema, or not sealed as `policy` asks.
+        StoreError: truncated, altered, of another schema, or not sealed as `policy` requires.
     """
     try:
         header = _header_bytes(stream)
@@ -103,7 +103,7 @@ def read_sample_header(stream: BinaryIO, path: Path, policy: AuthPolicy) -> Samp
 
 
 def read_tensor(stream: BinaryIO, header: SampleHeader, name: str) -> Tensor:
-    """A tensor in memory of its own: a mapped file may vanish below its reader when another machine frees it.
+    """Read a tensor into memory of its own: a mapped file may vanish when another machine frees it.
 
     Raises:
         StoreError: its bytes are not those that were stored.

@@ -1,12 +1,12 @@
-"""The files of a shared folder of samples: what they are called, how they appear, which is the newest, how they go.
+"""Files of a shared folder of samples: names, publication, newest generation, removal.
 
-    root/store.json                                             which store this is, and whether it asks for a secret
+    root/store.json                                             identity of the store, and whether it needs a secret
     root/samples/{xxx}/{sample key}.g{generation}.safetensors   complete and immutable
     root/staging/{host}~{pid}~{id}.tmp                          being written; swept when old
 
 A sample key is a digest of the sample's id, `xxx` its first three digits: no id, however hostile, is part of a path.
-Generations are microseconds of the clock, and above those that are there: a sample that was freed and put again never
-gets an old number, and nothing has to be kept to remember it.
+Generations are clock microseconds, and above the existing ones: a sample that was freed and put again never gets an old
+number, and no counter has to be stored.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SampleFolder:
         store_id: the same for every machine, wherever each mounts the folder.
 
     Raises:
-        StoreError: `root` cannot be such a folder, or was sealed otherwise than `policy` says.
+        StoreError: `root` cannot be such a folder, or was sealed otherwise than `policy` requires.
     """
 
     def __init__(self, root: Path, policy: AuthPolicy) -> None:
@@ -80,7 +80,7 @@ class SampleFolder:
         return self._samples / place.sample_key[:3] / place.file_name
 
     def newest(self, key: str) -> int:
-        """The highest generation of a sample; 0 if there is none."""
+        """Return the highest generation of a sample; 0 if there is none."""
         return max((place.generation for place in self._generations(key)), default=0)
 
     def next_place(self, key: str) -> SampleLocation:
@@ -88,7 +88,7 @@ class SampleFolder:
 
     @contextmanager
     def stage(self) -> Iterator[Path]:
-        """A path to write to; whatever lies there when the block ends is removed."""
+        """Context with a path to write to; what is left there at exit is removed."""
         path = self._staging / staging_name()
         try:
             yield path
@@ -96,9 +96,9 @@ class SampleFolder:
             path.unlink(missing_ok=True)
 
     def publish(self, staged: Path, final: Path) -> bool:
-        """Make a synced file appear as `final`; False if another process has made that name appear before.
+        """Make a synced file appear as `final`; return False if another process made that name appear first.
 
-        A hard link is the rename that never replaces: of two writers of one name exactly one wins, and knows it.
+        A hard link, unlike a rename, never replaces: of two writers of one name exactly one succeeds, and knows it.
         """
         if not final.parent.exists():
             final.parent.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ class SampleFolder:
         try:
             os.link(staged, final)
         except FileExistsError:
-            # NFS repeats a request whose answer was lost, so that our own link may be what is in the way.
+            # NFS repeats a request whose answer was lost, so the existing name may be this process's own link.
             if not os.path.samefile(staged, final):
                 return False
         fsync(final.parent)
@@ -134,7 +134,7 @@ class SampleFolder:
         return [place for place in places if place is not None]
 
     def _agree_on_identity(self, policy: AuthPolicy) -> str:
-        """The id of this store, made by whoever comes first; its seal shows a wrong secret before any sample is read."""
+        """Return the store's id, written by the first process; its seal reveals a wrong secret before any read."""
         path = self.root / STORE_FILE
         if not path.exists():
             identity = {"schema": STORE_SCHEMA, "store_id": uuid.uuid4().hex, "sealed_by": policy.kind}
@@ -155,7 +155,7 @@ class SampleFolder:
 
 
 def age_s(path: Path) -> float:
-    """Seconds since a file was last written to; 0 if it is gone."""
+    """Return the seconds since a file was last written; 0 if it is gone."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
@@ -163,7 +163,7 @@ def age_s(path: Path) -> float:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file; 0 if it is gone."""
+    """Return the bytes of a file; 0 if it is gone."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -171,7 +171,7 @@ def file_size(path: Path) -> int:
 
 
 def remove(path: Path) -> int:
-    """Remove a file, which another process may do at the same time; bytes freed."""
+    """Remove a file, which another process may do at the same time; return the bytes freed."""
     size = file_size(path)
     with suppress(FileNotFoundError):
         path.unlink()

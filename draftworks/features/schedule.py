@@ -1,4 +1,4 @@
-"""Which samples a rank's micro-batches hold: pure arithmetic, no tensors, the same on every rank."""
+"""Which samples are in a rank's micro-batches: pure arithmetic, no tensors, the same on every rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class MicroBatch:
     """Indices of samples.
 
     Attributes:
-        padding: it exists only so that every rank makes the same number of forward passes.
-        ends_step: the last of its rank in an optimizer step.
+        padding: exists only so that every rank makes the same number of forward passes.
+        ends_step: whether it is the last of its rank in an optimizer step.
     """
 
     indices: tuple[int, ...]
@@ -31,21 +31,21 @@ class BatchSchedule(ABC):
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Steps of every epoch, the same on every rank. In an evaluation every micro-batch is one."""
+        """Steps of every epoch, the same on every rank. In an evaluation every micro-batch is a step."""
 
     @abstractmethod
     def batches(self, epoch: int, after: int = 0) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of an epoch, in order, beginning after so many steps. As many on every rank."""
+        """Yield this rank's micro-batches of an epoch in order, after `after` steps; as many on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSchedule(BatchSchedule):
     """Shuffled training order, a function of (seed, epoch) alone.
 
-    An epoch is one permutation of all samples; optimizer step s takes `global_batch_size` consecutive ones of it. So the
-    samples of a step depend neither on ranks nor on how it is cut into micro-batches, which is what subclasses say.
-    What does not fill a last step is left out of this epoch: another epoch's permutation leaves out others, and no
-    sample weighs double.
+    An epoch is one permutation of all samples; optimizer step s takes `global_batch_size` consecutive ones of it. So
+    the samples of a step depend neither on ranks nor on how subclasses split it into micro-batches. Samples that do not
+    fill a last step are left out of this epoch; another epoch's permutation leaves out others, and no sample counts
+    twice.
 
     Raises:
         ConfigError: the global batch is larger than the set.
@@ -73,13 +73,13 @@ class TrainSchedule(BatchSchedule):
             yield from self.split_step(samples)
 
     def samples_of_steps(self, epoch: int) -> np.ndarray:
-        """(steps, global_batch_size): the samples of every step."""
+        """Return the samples of every step, (steps, global_batch_size)."""
         order = np.random.default_rng([self.seed, epoch]).permutation(self.samples)
         return order[: self.steps * self.global_batch_size].reshape(self.steps, self.global_batch_size)
 
     @abstractmethod
     def split_step(self, samples: np.ndarray) -> list[MicroBatch]:
-        """This rank's micro-batches of the step that takes these samples; as many on every rank."""
+        """Return this rank's micro-batches of the step that takes these samples; as many on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

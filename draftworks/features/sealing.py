@@ -1,4 +1,4 @@
-"""Seals: 64 hex digits that show whether a header was altered and, with a shared secret, whether one of us wrote it."""
+"""Seals of headers: 64 hex digits that detect alteration and, with a shared secret, forgery."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MIN_SECRET_BYTES = 16
 
 @dataclass(frozen=True)
 class AuthPolicy:
-    """Who may write what we read.
+    """Whose files are accepted.
 
-    With a secret, only what was sealed with the same one is accepted (HMAC-SHA256); without, a seal is a plain SHA-256,
-    which finds damage but no forgery. The secret itself is never written anywhere, nor shown.
+    With a secret, only what was sealed with the same secret (HMAC-SHA256); without, a seal is a plain SHA-256, which
+    detects damage but no forgery. The secret is never written or printed.
     """
 
     secret: bytes | None = field(default=None, repr=False)
@@ -38,10 +38,10 @@ class AuthPolicy:
         return hmac.new(self.secret, content, hashlib.sha256).hexdigest()
 
     def require(self, kind: str, seal: str, content: bytes, where: str) -> None:
-        """StoreError unless `content` bears this policy's seal.
+        """Raise StoreError unless `content` has this policy's seal.
 
         Args:
-            kind: which seal `content` says it has; what it says decides only how the error is worded.
+            kind: the seal that `content` claims to have; it decides the wording of the error only.
             where: what was read, for the error.
         """
         if hmac.compare_digest(self.seal(content).encode(), seal.encode()):

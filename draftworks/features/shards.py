@@ -1,8 +1,8 @@
 """Shards: one self-describing safetensors file that holds the tensors of many samples, named by feature key.
 
 The header's `__metadata__` carries the schema, a checksum per tensor, and the digest of the data section: the digest of
-(key, dtype, shape, checksum) of every tensor in key order, which is also the file's name. A shard is therefore
-immutable, the same content always has the same name, and both a cut file and a single altered sample are found out.
+(key, dtype, shape, checksum) of every tensor in key order, which is also the file's name. So a shard is immutable,
+equal content has equal names, and both a truncated file and a single altered sample are detected.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _DTYPE_NAMES = {
     "BOOL": "bool",
 }
 _FIRST_NAMESPACE = 0xEFFFFFFC
-"""Of process ids: that of every Linux machine outside its containers."""
+"""Inode of the initial process-id namespace: that of every Linux machine outside containers."""
 
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What the header says of one tensor. `dtype` is torch's name, `checksum` the start of a SHA-256 in hex."""
+    """The header's record of one tensor. `dtype` is torch's name, `checksum` the start of a SHA-256 in hex."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class ShardEntry:
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """A shard's header: `expected_bytes` is how long the file must be, `nbytes` what its tensors take."""
+    """A shard's header: `expected_bytes` is the required file length, `nbytes` the size of its tensors."""
 
     path: Path
     digest: str
@@ -71,7 +71,7 @@ class ShardHeader:
         return sum(entry.nbytes for entry in self.entries.values())
 
     def require_complete(self, key: str | None = None) -> None:
-        """StoreError if the file is shorter or longer than its header says."""
+        """Raise StoreError if the file is shorter or longer than its header says."""
         found = self.path.stat().st_size
         if found != self.expected_bytes:
             sample = "" if key is None else f", needed for sample key {key}"
@@ -82,13 +82,13 @@ class ShardHeader:
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """Start of the SHA-256 of a tensor's bytes in row-major order."""
+    """Return the start of the SHA-256 of a tensor's bytes in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return sha256(memoryview(flat.numpy())).hexdigest()[:CHECKSUM_LENGTH]
 
 
 def content_digest(entries: Mapping[str, ShardEntry]) -> str:
-    """Digest of a shard's data section from its entries, whatever order the file keeps them in."""
+    """Return the digest of a shard's data section from its entries, in any order."""
     return digest([[k, e.dtype, list(e.shape), e.checksum] for k, e in sorted(entries.items())])
 
 
@@ -96,7 +96,7 @@ def read_header(path: Path) -> ShardHeader:
     """Read a shard's header alone, a few kilobytes.
 
     Raises:
-        StoreError: the header cannot be read, is of another schema, or does not agree with the file's name.
+        StoreError: the header cannot be read, is of another schema, or contradicts the file's name.
     """
     try:
         with open_regular(path) as stream:
@@ -133,7 +133,7 @@ class ShardWriter:
     """Collects tensors in memory and publishes them as one shard.
 
     Args:
-        folder: where complete shards lie.
+        folder: of the complete shards.
         staging: folder on the same file system for files being written.
         shard_bytes: `full` is true from this size on.
     """
@@ -151,11 +151,11 @@ class ShardWriter:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What has been added and not yet published, by key."""
+        """Tensors that were added and are not published yet, by key."""
         return self._tensors
 
     def add(self, key: str, tensor: Tensor) -> None:
-        """Take a tensor under a key; the same key again is ignored, since a key is its content."""
+        """Add a tensor under a key; a key that is present is ignored, since keys are content."""
         if key not in self._tensors:
             self._tensors[key] = tensor.detach().cpu().contiguous().clone()
             self.nbytes += tensor.nbytes
@@ -165,7 +165,7 @@ class ShardWriter:
         self.nbytes -= 0 if tensor is None else tensor.nbytes
 
     def publish(self) -> ShardHeader | None:
-        """Write aside, fsync, rename; None if there is nothing to write. After it the writer is empty.
+        """Write to staging, fsync, rename; None if there is nothing to write. The writer is empty afterwards.
 
         Raises:
             StoreError: the disk refuses; nothing is left behind, and the writer keeps its tensors.
@@ -193,10 +193,10 @@ class ShardWriter:
 
 
 class ShardReader:
-    """Memory-mapped access to tensors of shards, the least recently used of which are closed.
+    """Memory-mapped access to tensors of shards; the least recently used shards are closed.
 
     Args:
-        max_open: shards kept mapped. Tensors handed out stay valid after their shard is closed.
+        max_open: shards kept mapped. Returned tensors stay valid after their shard is closed.
     """
 
     def __init__(self, max_open: int = 64) -> None:
@@ -206,13 +206,13 @@ class ShardReader:
         self._lock = Lock()
 
     def get(self, header: ShardHeader, key: str, verify: bool = True) -> Tensor:
-        """The tensor of a key.
+        """Return the tensor of a key.
 
         Args:
-            verify: compare its checksum, the first time it is read: later epochs do not pay again.
+            verify: compare its checksum on the first read; later epochs do not pay again.
 
         Raises:
-            StoreError: the shard is gone or truncated, or (with `verify`) the tensor's bytes are not what was stored.
+            StoreError: the shard is gone or truncated, or (with `verify`) the tensor's bytes are not those stored.
         """
         with self._lock:
             handle = self._handle(header, key)
@@ -250,7 +250,7 @@ class ShardReader:
 
 
 def process_table() -> str:
-    """Where a process id means something: the host and, inside a container, its namespace of process ids."""
+    """Return the scope of process ids: the host and, inside a container, its pid namespace."""
     try:
         namespace = Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -260,7 +260,7 @@ def process_table() -> str:
 
 
 def staging_name() -> str:
-    """A name that tells `gc` who is writing: process table, process, and something unique."""
+    """Return a staging file name with its writer for `gc`: process table, process id, and a unique part."""
     return f"{process_table()}~{os.getpid()}~{uuid.uuid4().hex[:12]}.tmp"
 
 

@@ -30,19 +30,19 @@ class _Lease:
 
 
 class SharedDirFeatureStore(FeatureStore):
-    """Samples that any number of processes on any number of machines put and get. Safe between threads.
+    """Samples that any number of processes on any number of machines put and get. Thread-safe.
 
-    `put` publishes a whole sample at once and supersedes what was put for it before. Leases belong to the process:
-    with `retain_on_release=False` the last release here frees the file, whoever else has read it. Tensors are copies
-    in memory, valid beyond their lease.
+    `put` publishes a whole sample at once and supersedes earlier generations of it. Leases belong to the process: with
+    `retain_on_release=False` the last release here frees the file, whoever else has read it. Tensors are copies in
+    memory, valid beyond their lease.
 
     Args:
         root: created if absent. Its file system must have hard links.
         retain_on_release: keep a sample when its last lease is released, to be read again (evaluation, epochs).
         policy: with a secret, every file must be sealed with it, and a store that was made otherwise is refused.
         max_hold_age_s: leases older than this are dropped by `gc`.
-        staging_age_s: a staging file not written to for this long is a crashed writer's.
-        max_sample_age_s: samples older than this that nobody here leases are removed by `gc`; None keeps them.
+        staging_age_s: a staging file not written to for this long counts as a crashed writer's.
+        max_sample_age_s: unleased samples older than this are removed by `gc`; None keeps them.
     """
 
     lease_bound = False
@@ -90,7 +90,7 @@ class SharedDirFeatureStore(FeatureStore):
         return replace(ref, feature_store_uri=self.uri, feature_keys=keys, feature_specs=specs, estimated_bytes=size)
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
-        """Tensors by feature name; StoreError also where the ref is of another store or was superseded."""
+        """Return tensors by feature name; StoreError also if the ref is of another store or was superseded."""
         place = self._place_of(ref)
         handle = FeatureHandle(ref.sample_id, place.generation, uuid.uuid4().hex)
         with self._lock:
@@ -103,7 +103,7 @@ class SharedDirFeatureStore(FeatureStore):
             raise
 
     def release(self, handle: FeatureHandle) -> None:
-        """Without `retain_on_release`, the last release of a generation frees its file, and older ones left behind."""
+        """Return the lease. Without `retain_on_release`, the last one of a generation frees its file and older ones."""
         with self._lock:
             lease = self._leases.pop(handle.lease_token, None)
             if lease is None or self.retain_on_release or lease.place in self._leased():
@@ -111,18 +111,20 @@ class SharedDirFeatureStore(FeatureStore):
             self._folder.remove_below(lease.place.sample_key, lease.place.generation + 1)
 
     def abort(self, sample_id: str) -> None:
-        """Fail a put of the sample that is under way, and void the leases on it: releasing them frees nothing, so that
-        the sample can be read again. What is published stays."""
+        """Fail a put of the sample that is under way, and void its leases, so that releasing them frees nothing.
+
+        What is published stays, and can be read again.
+        """
         key = sample_key(sample_id)
         with self._lock:
             self._aborts[key] += 1
             self._leases = {token: lease for token, lease in self._leases.items() if lease.place.sample_key != key}
 
     def gc(self) -> int:
-        """Drop old leases; remove crashed staging, generations that a crash left behind, and samples beyond their age.
+        """Drop old leases; remove crashed staging files, superseded generations, and samples beyond their age.
 
-        A staging file's age decides, not whether its writer lives: processes of other machines, or of containers that
-        share this one's name, cannot be asked.
+        A staging file is judged by its age, not by its writer: processes of other machines, or of containers that share
+        this host's name, cannot be checked.
         """
         oldest = time.monotonic() - self._max_hold_age_s
         with self._lock:
@@ -156,13 +158,13 @@ class SharedDirFeatureStore(FeatureStore):
         return sum(spec.nbytes for spec in ref.feature_specs.values())
 
     def find_newest_file(self, sample_id: str) -> str | None:
-        """The name of the newest file of a sample, with which its keys begin; None where there is none."""
+        """Return the name of the newest file of a sample, the prefix of its keys; None if there is none."""
         key = sample_key(sample_id)
         newest = self._folder.newest(key)
         return SampleLocation(key, newest).file_name if newest else None
 
     def find_absent(self, sample_ids: Iterable[str]) -> list[str]:
-        """Those of which nothing is here, in the order given, by one look at the whole folder."""
+        """Return the sample ids that have no file, in the order given, by one listing of the folder."""
         present = {place.sample_key for place in self._folder.places()}
         return [sample_id for sample_id in sample_ids if sample_key(sample_id) not in present]
 
@@ -205,7 +207,7 @@ class SharedDirFeatureStore(FeatureStore):
         path = self._folder.path(place)
         try:
             with open_regular(path) as stream:
-                # Opened first: a folder's listing may be older than a name on a network file system.
+                # Opened first: on a network file system a listing may be older than the file.
                 if self._folder.newest(place.sample_key) > place.generation:
                     raise StoreError(self._absent(place))
                 header = read_sample_header(stream, path, self._policy)
@@ -237,7 +239,7 @@ class SharedDirFeatureStore(FeatureStore):
 
 
 def _require_whole(ref: SampleRef, tensors: Mapping[str, Tensor]) -> None:
-    """StoreError unless `tensors` are the ref's features, under names that a safetensors file can carry."""
+    """Raise StoreError unless `tensors` are the ref's features, under names that safetensors can carry."""
     if tensors.keys() != ref.feature_keys.keys():
         raise StoreError(
             f"sample {ref.sample_id}: expected the features {sorted(ref.feature_keys)} at once, since a sample is one "
@@ -249,13 +251,13 @@ def _require_whole(ref: SampleRef, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _spec(ref: SampleRef, name: str, tensor: Tensor) -> FeatureSpec:
-    """What the ref says of a feature (its `target_repr`), with the shape and dtype of what was put."""
+    """Return the ref's spec of a feature (its `target_repr`) with the shape and dtype that was put."""
     known = ref.feature_specs.get(name, FeatureSpec(name, (), ""))
     return replace(known, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
 
 def _require_agreement(ref: SampleRef, place: SampleLocation, header: SampleHeader, stored: Mapping[str, str]) -> None:
-    """StoreError unless the file is this sample's, has the ref's features, in the ref's shapes and dtypes."""
+    """Raise StoreError unless the file is this sample's and has the ref's features in their shapes and dtypes."""
     if (header.sample_id, header.generation) != (ref.sample_id, place.generation):
         raise StoreError(
             f"{header.path} holds sample {header.sample_id!r} of generation {header.generation}, expected "
