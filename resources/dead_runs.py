@@ -8,6 +8,7 @@ waits for them for ever.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 import dagster as dg
 import psutil
+from dagster._core.events import EngineEventData
 
 from resources.process_place import RunProcess
 from resources.process_tree import lives
@@ -41,7 +43,9 @@ def end_with_run_process(context: dg.OpExecutionContext | dg.AssetExecutionConte
     run = context.run
     if RunProcess.from_tag(run.run_id, run.tags.get(TAG)) is None:
         with suppress(psutil.Error):  # the parent has just ended, and this step will
-            mine = RunProcess.of(run.run_id, os.getpid() if parent is None else parent.pid)
+            mine = RunProcess.of(
+                run.run_id, parent.pid if parent is not None and parent.pid is not None else os.getpid()
+            )
             context.instance.add_run_tags(run.run_id, {TAG: mine.to_tag()})
 
 
@@ -96,8 +100,8 @@ def _any_alive(instance: dg.DagsterInstance, run_id: str) -> bool:
 def _named_processes(instance: dg.DagsterInstance, run_id: str) -> Iterator[psutil.Process | None]:
     """One for each event that names a pid; None for one that has ended, also when another has its pid by now."""
     for entry in instance.all_logs(run_id, of_type=_SAYS_A_PID):
-        data = entry.dagster_event.event_specific_data
-        pid = data.metadata.get("pid") if data is not None else None
+        data = entry.get_dagster_event().event_specific_data
+        pid = data.metadata.get("pid") if isinstance(data, EngineEventData) else None
         if pid is None:
             continue
         try:

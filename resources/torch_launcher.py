@@ -38,7 +38,9 @@ class JobResult:
 class _MessagesOfRank0(dg.PipesFileMessageReader):
     """Reads the messages of one writer. Saying so spares every job a warning: Dagster calls its own property a preview."""
 
-    expected_writer_count = 1
+    @property
+    def expected_writer_count(self) -> int:
+        return 1
 
 
 class TorchLauncher(dg.ConfigurableResource, ABC):

@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import dagster as dg
 from dagster._core.errors import DagsterUserCodeProcessError
 from dagster._core.system_config.objects import ResolvedRunConfig
-from dagster._utils.error import SerializableErrorInfo
+from dagster_shared.error import SerializableErrorInfo
 
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.targets.registry import Registry
@@ -31,9 +31,10 @@ UNRECORDED = (
 def executor(registry: Registry, preload: Sequence[str]) -> dg.ExecutorDefinition:
     """Steps begin as copies of a process that has imported Dagster and `preload`, which saves each of them seconds."""
     create = dg.multiprocess_executor.executor_creation_fn
+    assert create is not None
     telling = dg.ExecutorDefinition(
         name=dg.multiprocess_executor.name,
-        config_schema=dg.multiprocess_executor.config_schema,
+        config_schema=cast(Any, dg.multiprocess_executor.config_schema),
         requirements=dg.multiprocess_executor.get_requirements,
         executor_creation_fn=lambda context: TellingExecutor(create(context), context.job, registry),
     )

@@ -33,7 +33,7 @@ def gate_checks(report: str) -> list[dg.AssetChecksDefinition]:
 
 
 def _report_check(report: str, name: str) -> dg.AssetChecksDefinition:
-    @dg.asset_check(asset=report, name=name, description=MEANINGS[name])
+    @dg.asset_check(asset=report, name=name, description=MEANINGS[name])  # pyright: ignore[reportArgumentType] - a generator
     def check(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> Iterator[dg.AssetCheckResult]:
         target = checked_partition(context)
         with clear_errors():

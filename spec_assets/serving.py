@@ -192,7 +192,7 @@ def serving_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     """A warning where the live server accepts something else than the walk said it would: of one of them something is wrong."""
     name = of_strategy(strategy.name).serving
 
-    @dg.asset_check(
+    @dg.asset_check(  # pyright: ignore[reportArgumentType] - Dagster takes a generator, its type does not say so
         asset=name,
         name=AGREES_WITH_WALK,
         description="The live server (rung 6) accepts per pass what the walk (rung 3) accepts on the same answers.",

@@ -36,7 +36,7 @@ from draftworks.errors import CaptureError, EngineError, StoreError
 from draftworks.features.contracts import CaptureConfig, KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import FeatureSetManifest, write_feature_set
 from draftworks.features.open_store import open_store, open_store_to_write
-from draftworks.storage.identity import digest
+from draftworks.storage.identity import LayerTap, digest
 
 VERIFIED_SAMPLES = 4
 VERIFIED_TOKENS = 256
@@ -363,6 +363,7 @@ def _ref(run: CaptureRun, streams: StreamPlan, store: KeyedFeatureStore, row: To
 
 def _identity(run: CaptureRun, streams: StreamPlan) -> dict[str, str | int | bool]:
     last = streams.streams[-1]
+    assert not isinstance(last, LayerTap), "`last` is the last stream of a plan"
     return {
         "target": run.target.digest,
         "engine": streams.identity.engine.name,

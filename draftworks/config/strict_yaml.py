@@ -142,8 +142,8 @@ class _Count:
     """Of each anchor that is whole."""
 
     def take(self, event: Event) -> None:
-        if getattr(event, "tag", None) not in _TAGS:
-            raise _Refused(f"the tag {_cut(event.tag)} is not read: write the value without it", _line(event))
+        if (tag := getattr(event, "tag", None)) not in _TAGS:
+            raise _Refused(f"the tag {_cut(tag)} is not read: write the value without it", _line(event))
         if isinstance(event, MappingStartEvent | SequenceStartEvent):
             self._begin(event)
         elif isinstance(event, ScalarEvent):
@@ -181,8 +181,8 @@ class _Count:
             raise _Refused(f"more than {MAX_NODES:,} keys and values, those that aliases repeat included", _line(event))
 
     def _key(self, event: ScalarEvent) -> None:
-        if self.open and self.open[-1].key_next:
-            lines = self.open[-1].lines
+        lines = self.open[-1].lines if self.open and self.open[-1].key_next else None
+        if lines is not None:
             if event.value in lines:
                 first = lines[event.value] + 1
                 advice = "list what to merge: <<: [*a, *b]" if event.value == _MERGE else "leave one of them out"

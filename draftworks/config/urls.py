@@ -16,8 +16,8 @@ def parse_url(value: str) -> str:
         parts = urlsplit(value)
         complete = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        complete = False
-    if not complete or any(letter.isspace() for letter in value):
+        parts = complete = None
+    if not parts or not complete or any(letter.isspace() for letter in value):
         raise ValueError("expected an address such as http://127.0.0.1:30000")
     if parts.username is not None or parts.password is not None:
         raise ValueError("no user or password belongs into an address: keys are read from an environment variable")

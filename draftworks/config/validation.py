@@ -52,7 +52,9 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel], wh
             lines.append(f"{where}: key {key} is missing")
         else:
             message = ": ".join(filter(None, (where, key, problem["msg"].removeprefix("Value error, "))))
-            allowed = re.findall("'([^']*)'", problem["ctx"]["expected"]) if problem["type"] == "literal_error" else []
+            allowed = []
+            if problem["type"] == "literal_error":
+                allowed = re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))
             hint = _meant(problem["input"], allowed)
             found = " (not shown)" if key.endswith(SECRET) else f" (found {_short(problem['input'])})"
             # Of keys that do not fit each other the message has the values.

@@ -224,6 +224,10 @@ class ChatTokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        variables: dict[str, Any] = {
+            **self._tokenizer.special_tokens_map,
+            **(self.template_options if options is None else options),
+        }
         try:
             with limit_cpu_time(RENDER_LIMIT_S):
                 texts, spans = render_jinja_template(
@@ -231,8 +235,7 @@ class ChatTokenizer:
                     chat_template=self._template,
                     return_assistant_tokens_mask=tracked,
                     add_generation_prompt=add_generation_prompt,
-                    **self._tokenizer.special_tokens_map,
-                    **(self.template_options if options is None else options),
+                    **variables,
                 )
         except CpuTimeExceeded:
             raise ConfigError(
@@ -247,7 +250,7 @@ class ChatTokenizer:
             raise ConfigError(
                 f"{self.name}: the chat template prints {len(texts[0]):,} characters for one conversation"
             )
-        return Rendered(texts[0], tuple(Span(*span) for span in spans[0]) if tracked else ())
+        return Rendered(texts[0], tuple(Span(int(start), int(end)) for start, end in spans[0]) if tracked else ())
 
     def _plain_ids(self, text: str) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -47,7 +47,7 @@ def detect_format(row: Any) -> Format:
     """
     if not isinstance(row, dict):
         raise RowError(f"expected an object, found {_kind(row)}")
-    found = [name for key, name in FORMAT_KEYS.items() if row.get(key) is not None]
+    found: list[Format] = [name for key, name in FORMAT_KEYS.items() if row.get(key) is not None]
     if len(found) > 1:
         raise RowError(f"keys of several formats in one row: {', '.join(_KEY_OF[name] for name in found)}")
     if not found:

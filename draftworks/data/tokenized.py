@@ -123,7 +123,7 @@ class TokenizedSet(Sequence[TokenRow]):
     def __len__(self) -> int:
         return len(self.sample_ids)
 
-    def __getitem__(self, index: int) -> TokenRow:
+    def __getitem__(self, index: int) -> TokenRow:  # pyright: ignore[reportIncompatibleMethodOverride] - no slices
         return self.row(index)
 
     def __iter__(self) -> Iterator[TokenRow]:

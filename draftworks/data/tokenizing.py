@@ -113,7 +113,10 @@ def _collect(
     rejected: list[RejectedSample] = []
     for chunk in chunks:
         for each in chunk:
-            (rejected if isinstance(each, RejectedSample) else fitted).append(each)
+            if isinstance(each, RejectedSample):
+                rejected.append(each)
+            else:
+                fitted.append(each)
         if progress is not None:
             progress(f"tokenized {len(fitted) + len(rejected):,} of {total:,} conversations")
     check_rejected(rejected, total, limit)

@@ -98,7 +98,7 @@ def defer_interrupt() -> Iterator[Callable[[], None]]:
     before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
 
     def pass_on(signum: int) -> None:
-        handler = before[signum]
+        handler = before[signal.Signals(signum)]
         if not callable(handler):
             raise Interrupted(signum)
         handler(signum, None)

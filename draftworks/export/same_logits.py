@@ -96,4 +96,5 @@ def _ask_both(reader: ExportReader, strategy: DraftStrategy, length: int, draft:
     proposal = drafter.propose(strategy.draft_tokens, temperature=1.0, generator=generator)
     theirs = reader.log_probabilities(features, tokens, proposal.tokens).exp()
     ours = proposal.probabilities
+    assert ours is not None, "a proposal at temperature 1 has probabilities"
     return _Answers(ours.clamp_min(_LEAST).log(), theirs.clamp_min(_LEAST).log())

@@ -16,8 +16,11 @@ from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef
 class TokenRowLike(Protocol):
     """A tokenized sample: `input_ids` (S,) integers, `loss_mask` (S,) booleans."""
 
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
+    @property
+    def input_ids(self) -> np.ndarray: ...
+
+    @property
+    def loss_mask(self) -> np.ndarray: ...
 
 
 class TokensById(Protocol):

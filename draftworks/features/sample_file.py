@@ -13,8 +13,9 @@ import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -77,7 +78,7 @@ def write_sample(
         stream.write(policy.seal(header).encode())
 
 
-def read_sample_header(stream: BinaryIO, path: Path, policy: AuthPolicy) -> SampleHeader:
+def read_sample_header(stream: BufferedReader, path: Path, policy: AuthPolicy) -> SampleHeader:
     """Read and verify the header of an open sample file, and the file's length.
 
     Raises:
@@ -102,7 +103,7 @@ def read_sample_header(stream: BinaryIO, path: Path, policy: AuthPolicy) -> Samp
     return found
 
 
-def read_tensor(stream: BinaryIO, header: SampleHeader, name: str) -> Tensor:
+def read_tensor(stream: BufferedReader, header: SampleHeader, name: str) -> Tensor:
     """Read a tensor into memory of its own: a mapped file may vanish when another machine frees it.
 
     Raises:
@@ -135,7 +136,7 @@ def _parsed(path: Path, record: dict[str, Any], fields: dict[str, Any], data_sta
     return SampleHeader(path, record["sample_id"], record["generation"], tensors, spans)
 
 
-def _header_bytes(stream: BinaryIO) -> bytes:
+def _header_bytes(stream: BufferedIOBase) -> bytes:
     stream.seek(0)
     (length,) = struct.unpack("<Q", stream.read(8))
     if length > MAX_HEADER_BYTES:
@@ -147,4 +148,4 @@ def _header_bytes(stream: BinaryIO) -> bytes:
 
 
 def _sha256(tensor: Tensor) -> str:
-    return sha256(memoryview(tensor.reshape(-1).view(torch.uint8).numpy())).hexdigest()
+    return sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()

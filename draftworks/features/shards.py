@@ -84,7 +84,7 @@ class ShardHeader:
 def tensor_checksum(tensor: Tensor) -> str:
     """Return the start of the SHA-256 of a tensor's bytes in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return sha256(memoryview(flat.numpy())).hexdigest()[:CHECKSUM_LENGTH]
+    return sha256(flat.numpy().data).hexdigest()[:CHECKSUM_LENGTH]
 
 
 def content_digest(entries: Mapping[str, ShardEntry]) -> str:

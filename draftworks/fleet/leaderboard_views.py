@@ -77,16 +77,15 @@ def _row(standing: Standing, now: float) -> dict[str, Any]:
 def cells(standing: Standing, now: float | None = None) -> dict[str, str]:
     """A row as a person reads it: with its age at `now`, or without, for what is looked at later, with when it was measured."""
     latest, best = standing.latest, standing.best
-    known = latest is not None and best is not None
     return {
         "target": standing.target,
         "strategy": standing.strategy,
-        "accepted": _with_interval(latest) if known else "",
-        "metric": f"{latest.score.metric}, {latest.eval_set}" if known else "",
-        "prompts": "" if not known or latest.score.prompts is None else f"{latest.score.prompts:,}",
-        **_when(latest.created if known else None, now),
-        "best ever": f"{best.score.value:.2f} ({_day(best.created)})" if known else "",
-        "draft": latest.draft[:16] if known else "",
+        "accepted": _with_interval(latest) if latest else "",
+        "metric": f"{latest.score.metric}, {latest.eval_set}" if latest else "",
+        "prompts": f"{latest.score.prompts:,}" if latest and latest.score.prompts is not None else "",
+        **_when(latest.created if latest else None, now),
+        "best ever": f"{best.score.value:.2f} ({_day(best.created)})" if best else "",
+        "draft": latest.draft[:16] if latest else "",
         "stale against": _stale(standing),
     }
 
@@ -108,20 +107,20 @@ def plot(standings: Sequence[Standing]) -> bytes | None:
     """A bar with its interval for each of the first drafts that have a value, coloured by metric; None without one."""
     from draftworks.evaluation.report.plots import COLOURS, label_axes, make_figure, render_png
 
-    measured = [one for one in standings if one.latest is not None]
-    shown = measured[:MOST_BARS]
+    measured = {f"{one.target} · {one.strategy}": one.latest for one in standings if one.latest is not None}
+    shown = list(measured.values())[:MOST_BARS]
     if not shown:
         return None
     figure = make_figure(6.4, 1.4 + 0.26 * len(shown))
     axes = figure.add_subplot()
-    metrics = sorted({one.latest.score.metric for one in shown})
+    metrics = sorted({one.score.metric for one in shown})
     for metric, colour in zip(metrics, COLOURS):
-        places = [place for place, one in enumerate(shown) if one.latest.score.metric == metric]
-        axes.barh(places, [shown[place].value for place in places], color=colour, label=metric)
+        places = [place for place, one in enumerate(shown) if one.score.metric == metric]
+        axes.barh(places, [shown[place].score.value or 0.0 for place in places], color=colour, label=metric)
     for place, one in enumerate(shown):
-        if _has_interval(one.latest):
-            axes.plot([one.latest.score.low, one.latest.score.high], [place, place], color="black", linewidth=1.5)
-    axes.set_yticks(range(len(shown)), [f"{one.target} · {one.strategy}" for one in shown])
+        if one.score.low is not None and one.score.high is not None and _has_interval(one):
+            axes.plot([one.score.low, one.score.high], [place, place], color="black", linewidth=1.5)
+    axes.set_yticks(range(len(shown)), list(measured)[: len(shown)])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     figure.legend(loc="outside lower center", frameon=False)
     title = (

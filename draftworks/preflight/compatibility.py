@@ -117,7 +117,7 @@ def _check_start(
     wanted = {"hidden_size": files.hidden_size, "vocab_size": files.vocab_size, **options.structure()}
     given = {**found.draft, **theirs.structure()}
     if strategy.uses_vocab_mapping:
-        wanted["draft_vocab_size"] = options.draft_vocab_size
+        wanted["draft_vocab_size"] = options.model_dump()["draft_vocab_size"]
     wanted |= {key: value for key, value in _inputs(strategy, options, files).items() if key in found.draft}
     wrong = [
         f"{key}: expected {value}, found {given.get(key)}" for key, value in wanted.items() if given.get(key) != value
@@ -132,7 +132,8 @@ def _inputs(strategy: StrategySpec, options: StrategyOptions, files: TargetFiles
     """What a draft of these options reads, under the names that it has in a draft's config."""
     inputs: dict[str, object] = {"feature_names": list(strategy.list_features(files.num_layers, options))}
     if "mask_token_id" in type(options).model_fields:
-        inputs["mask_token_id"] = files.vocab_size - 1 if options.mask_token_id is None else options.mask_token_id
+        chosen = options.model_dump()["mask_token_id"]
+        inputs["mask_token_id"] = files.vocab_size - 1 if chosen is None else chosen
     return inputs
 
 

@@ -126,6 +126,7 @@ def _tokenized(sample: Sample, chat: ChatTokenizer | None, target: TargetSpec) -
             found.lengths.append(len(item))
             found.counts.update(item.input_ids.tolist())
             continue
+        assert chat is not None, "a set of conversations is looked at only where the chat template could be loaded"
         try:
             ids = chat.encode(item, target.data.only_last_turn).input_ids.tolist()
             prompt = len(chat.encode_prompt(_prompt(item)))

@@ -213,7 +213,7 @@ def _columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
         raise ConfigError(
             f"evaluation.slices: no column {', '.join(unknown)} in the eval set; there are: {', '.join(frame.columns)}"
         )
-    return frame[by]
+    return frame.loc[:, by]
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class Heartbeat:
         self._said = "nothing yet"
         self._beats = self._written = 0
         self._over = threading.Event()
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
         if hasattr(signal, "SIGUSR1"):
             faulthandler.register(signal.SIGUSR1, all_threads=True)

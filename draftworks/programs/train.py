@@ -54,6 +54,7 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         held_out = open_samples(run.heldout, run.store, draft.strategy, run.target)
         require_same_dtype(samples, held_out)
         run.out.mkdir(parents=True, exist_ok=True)
+        persistence = _persistence(run, _identity(run, draft, samples, held_out, begun))
         trainer = Trainer(
             draft.strategy,
             build_training_loader(samples, draft.strategy, run.training, ctx),
@@ -63,12 +64,12 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
             run.training,
             device,
             _observers(run, ctx),
-            _persistence(run, _identity(run, draft, samples, held_out, begun)),
+            persistence,
             lambda: stop.signum,
             evaluates_start=begun is not None,
         )
         if ctx.is_main:
-            ctx.log(_plan(run, draft, samples, trainer))
+            ctx.log(_plan(run, draft, samples, trainer, persistence))
             for own in draft.parts.own:
                 ctx.log(f"of the draft's own, not the target's: {own}")
         if not trainer.can_evaluate():
@@ -77,7 +78,7 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         _stop_if_asked(trainer)
         weights = trainer.trained_weights()
         peaks = gather_from_ranks(get_peak_rss_bytes())
-    return _publish(run, ctx, draft, trainer, weights, peaks) if ctx.is_main else {}
+    return _publish(run, ctx, draft, trainer, persistence, weights, peaks) if ctx.is_main else {}
 
 
 def _persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:
@@ -120,9 +121,9 @@ def _observers(run: TrainRun, ctx: ProgramContext) -> list[TrainingObserver]:
     return observers
 
 
-def _plan(run: TrainRun, draft: Draft, samples: Samples, trainer: Trainer) -> str:
+def _plan(run: TrainRun, draft: Draft, samples: Samples, trainer: Trainer, persistence: Persistence) -> str:
     parameters = sum(p.numel() for p in draft.strategy.model.parameters())
-    resumed = trainer.persistence.resume_from if trainer.persistence else None
+    resumed = persistence.resume_from
     begin = f"; going on from {resumed.name}" if resumed else ""
     training = run.training
     packed = f"packed rows of at most {training.pack_tokens} tokens"
@@ -141,12 +142,18 @@ def _stop_if_asked(trainer: Trainer) -> None:
 
 
 def _publish(
-    run: TrainRun, ctx: ProgramContext, draft: Draft, trainer: Trainer, weights: TrainedWeights, peaks: list[int]
+    run: TrainRun,
+    ctx: ProgramContext,
+    draft: Draft,
+    trainer: Trainer,
+    persistence: Persistence,
+    weights: TrainedWeights,
+    peaks: list[int],
 ) -> dict[str, Any]:
     """Write what the training gives; returns its report."""
-    history, identity = trainer.controller.history, dict(trainer.persistence.identity)
+    history = trainer.controller.history
     provenance = {
-        **identity,
+        **persistence.identity,
         "target": run.target.name,
         "training": run.training.model_dump(mode="json"),
         "steps": history.steps,
@@ -160,14 +167,17 @@ def _publish(
     history.save(run.out / HISTORY)
     with publish_file(run.out / PLOT) as staging:
         staging.write_bytes(render_training_plot(history, f"{run.strategy} draft of {run.target.name}", weights.step))
-    return {**_report(trainer, config, weights.step), "world_size": len(peaks), "peak_rss_bytes": max(peaks)}
+    return {
+        **_report(trainer, persistence.manager, config, weights.step),
+        "world_size": len(peaks),
+        "peak_rss_bytes": max(peaks),
+    }
 
 
-def _report(trainer: Trainer, config: DraftConfig, published_step: int) -> dict[str, Any]:
-    history, manager = trainer.controller.history, trainer.persistence.manager
-    best = manager.best
+def _report(trainer: Trainer, manager: CheckpointManager, config: DraftConfig, published_step: int) -> dict[str, Any]:
+    history, best = trainer.controller.history, manager.best
     evaluation = history.find_evaluation(published_step)
-    heldout = best.metrics if evaluation is None and best is not None else evaluation.metrics()
+    heldout = evaluation.metrics() if evaluation is not None else best.metrics if best is not None else {}
     return {
         "strategy": config.strategy,
         "weights_digest": config.weights_digest,

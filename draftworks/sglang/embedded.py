@@ -186,8 +186,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _make_engine(options: ServerOptions) -> Any:
     """An Engine that is set up by the very arguments a server would be started with."""
-    import sglang
+    import sglang as installed  # in SGLang's own environment
 
+    sglang: Any = installed
     logging.getLogger("sglang").setLevel(logging.WARNING)  # here; the log level below is for its processes
     parser = _Parser(prog="sglang")
     sglang.ServerArgs.add_cli_args(parser)

@@ -86,7 +86,7 @@ def find_spool(hooks: Sequence[Mapping[str, Any]]) -> Path | None:
 
 def _prefill_of(args: Sequence[Any]) -> Any:
     """SGLang's `ForwardBatch`; None for decoding, a warm-up, or a rank whose rows are copies of the first one's."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch  # pyright: ignore[reportMissingImports]
 
     batch = next((each for each in args if isinstance(each, ForwardBatch)), None)
     if batch is None or not batch.forward_mode.is_extend() or not batch.rids or not _is_first_rank():
@@ -112,6 +112,6 @@ def _parts(batch: Any, output: Any) -> Iterator[tuple[str, Part]]:
 
 
 def _is_first_rank() -> bool:
-    from sglang.srt.distributed import get_tp_group
+    from sglang.srt.distributed import get_tp_group  # pyright: ignore[reportMissingImports]
 
     return get_tp_group().rank_in_group == 0

@@ -157,7 +157,7 @@ class ArtifactStore:
             problem = artifact.find_damage()
         except StoreError as error:
             artifact, problem = None, str(error)
-        if problem is not None:
+        if artifact is None or problem is not None:
             log.warning("%s: making it again", problem)
             return None
         return artifact if still_good is None or still_good(artifact) else None

@@ -10,8 +10,9 @@ import errno
 import json
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MAX_JSON_BYTES = 256 << 20
 MAX_HEADER_BYTES = 100_000_000
@@ -22,7 +23,7 @@ MAX_JSON_DEPTH = 100
 _KINDS = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFDIR: "folder", stat.S_IFCHR: "device"}
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """The file, opened to read bytes. Does not wait for a writer as opening a pipe would.
 
     Raises:
@@ -81,8 +82,8 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def _may_be_deep(content: bytes | str) -> bool:
-    lists, objects = (b"[", b"{") if isinstance(content, bytes) else ("[", "{")
-    return content.count(lists) + content.count(objects) > MAX_JSON_DEPTH
+    text = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
+    return text.count(b"[") + text.count(b"{") > MAX_JSON_DEPTH
 
 
 def _depth_exceeds(value: Any, most: int) -> bool:

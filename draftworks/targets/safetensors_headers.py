@@ -99,14 +99,14 @@ def read_model_headers(target: TargetFiles) -> ModelHeaders:
 
     whole = attempt(lambda: files.header(WEIGHTS))
     index = attempt(files.read_index)
-    if whole is None and index is None:
+    if index is None:
+        if whole is not None:
+            return ModelHeaders(whole)
         if unasked:
             raise unasked[0]
         raise StoreError(
             f"{files.where}: expected {WEIGHTS} or {INDEX}, found neither. Give a folder with safetensors weights"
         )
-    if index is None:
-        return ModelHeaders(whole)
     headers = files.headers(sorted(set(index.values()) - ({WEIGHTS} if whole is not None else set())))
     if whole is None:
         _check_index(files.where, index, headers)

@@ -199,7 +199,7 @@ def _unquantized(config: PreTrainedConfig) -> PreTrainedConfig:
     import copy
 
     config = copy.deepcopy(config)
-    del config.quantization_config
+    delattr(config, "quantization_config")
     return config
 
 
@@ -210,9 +210,8 @@ def _compared(model: PreTrainedModel, tensors: Mapping[str, TensorHeader], unsha
     from transformers.modeling_utils import LoadStateDictConfig
 
     state = {name: torch.empty(header.shape, device="meta") for name, header in tensors.items()}
-    how = LoadStateDictConfig(
-        device_map={"": "meta"}, weight_mapping=get_model_conversion_mapping(model), ignore_mismatched_sizes=True
-    )
+    mapping: list[Any] = [*get_model_conversion_mapping(model)]
+    how = LoadStateDictConfig(device_map={"": "meta"}, weight_mapping=mapping, ignore_mismatched_sizes=True)
     info, _ = type(model)._load_pretrained_model(model, state, None, how)
     model.mark_tied_weights_as_initialized(info)
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)

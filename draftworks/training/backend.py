@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ class FSDPTrainingBackend(TrainingBackend):
         self.device = device
         # Inputs are not cast: the teacher's hidden states in bf16 would have other argmaxes. Models cast what they need.
         self._policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        self._model: FSDPModule | None = None
+        self._model: nn.Module | None = None
         self._parameters: dict[str, nn.Parameter] = {}
 
     def prepare_model(self, strategy: DraftStrategy) -> None:
@@ -80,7 +81,8 @@ class FSDPTrainingBackend(TrainingBackend):
 
     @property
     def model(self) -> FSDPModule:
-        if self._model is None:
+        """The draft, sharded in place by `fully_shard`, which makes its class an FSDPModule too."""
+        if not isinstance(self._model, FSDPModule):
             raise RuntimeError("prepare_model has not been called")
         return self._model
 
@@ -93,7 +95,11 @@ class FSDPTrainingBackend(TrainingBackend):
         return self._parameters
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        model: Any = self.model
+        return cast(
+            dict[str, Tensor],
+            get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)),
+        )
 
 
 def _sharded(model: nn.Module) -> list[FSDPModule]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -61,7 +61,7 @@ class CheckpointManager:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if save_async else None
         self._pending: Future[None] | None = None
         # A group of its own: the writer thread communicates while the main thread trains, and gloo needs no GPU.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if dist.is_initialized() else None
         self.best: BestRecord | None = broadcast_from_rank_0(
             read_best(self.folder, self.rule) if get_rank() == 0 else None, self._group
         )

@@ -51,10 +51,12 @@ class ShardWriter(HuggingFaceStorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors. Raises StoreError if the file cannot be written."""
-        tensors, offsets = {}, {}
+        tensors, offsets, results = {}, {}, []
         for item in plan.items:
+            assert item.tensor_data is not None  # only tensors are saved
             tensors[item.index.fqn] = _on_cpu(planner.resolve_data(item))
             offsets[item.index.fqn] = {SAVED_OFFSETS_KEY: item.tensor_data.chunk.offsets}
+            results.append(WriteResult(item.index, item.tensor_data.size.numel(), None))
         if tensors:
             header = {CUSTOM_METADATA_KEY: json.dumps(offsets), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
             path = self._folder / _gen_file_name(1, 1, plan.storage_data["shard_index"])
@@ -63,7 +65,7 @@ class ShardWriter(HuggingFaceStorageWriter):
             except SafetensorError as error:  # also raised for a full disk
                 raise StoreError(f"{path}: cannot be written: {error}") from error
         written: Future[list[WriteResult]] = Future()
-        written.set_result([WriteResult(item.index, item.tensor_data.size.numel(), None) for item in plan.items])
+        written.set_result(results)
         return written
 
 

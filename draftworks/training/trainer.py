@@ -150,10 +150,11 @@ class Trainer:
         Raises:
             StoreError: the weights of the best were altered on disk since they were saved.
         """
-        best = None if self.persistence is None else self.persistence.manager.best
-        if not self._publish_best or best is None or best.step == self.controller.global_step:
+        manager = None if self.persistence is None else self.persistence.manager
+        best = None if manager is None else manager.best
+        folder = None if manager is None else manager.best_dir()
+        if not self._publish_best or best is None or folder is None or best.step == self.controller.global_step:
             return TrainedWeights(self.weights(), self.controller.global_step)
-        folder = self.persistence.manager.best_dir()
         if get_rank() != 0:
             return TrainedWeights({}, best.step)
         verify(folder, read_record(folder), [WEIGHTS])

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ class GrowingLayer(DynamicLayer):
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if self._buffers is None or end > self._buffers[0].shape[-2]:
+            assert self.keys is not None, "lazy_initialization makes both"
+            assert self.values is not None
             room = end + max(GROWTH, end // 4)
             self._buffers = (_grown(self.keys, key_states, start, room), _grown(self.values, value_states, start, room))
         keys, values = self._buffers
@@ -52,7 +54,7 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = keys[:, :, :end], values[:, :, :end]
         return self.keys, self.values
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
         self._buffers = None
 
@@ -254,13 +256,15 @@ class _Decoder:
         keep = torch.tensor([index for index, alive in enumerate(self._alive) if alive])
         self._rows = [self._rows[index] for index in keep.tolist()]
         self._alive = [True] * len(keep)
-        self._cache.reorder_cache(keep.to(self._model.device))
+        self._cache.reorder_cache(cast(torch.LongTensor, keep.to(self._model.device)))
         self._ids, self._mask, self._position = self._ids[keep], self._mask[keep], self._position[keep]
         if self._seen is not None:
             self._seen = self._seen[keep.to(self._seen.device)]
 
     def _seen_tokens(self) -> Tensor:
-        vocab_size = self._model.get_output_embeddings().weight.shape[0]
+        head = self._model.get_output_embeddings()
+        assert head is not None  # a causal language model has one
+        vocab_size = head.weight.shape[0]
         seen = torch.zeros(len(self._ids), vocab_size, dtype=torch.bool)
         for index, (ids, mask) in enumerate(zip(self._ids, self._mask, strict=True)):
             seen[index, ids[mask.bool()]] = True

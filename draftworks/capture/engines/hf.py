@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,7 @@ class HFTargetEngine(TargetEngine):
     @torch.inference_mode()
     def head_logits(self, last: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
+        assert head is not None  # a causal language model has one
         return head(last.to(self.model.device, self.model.dtype)).cpu()
 
     def generate(
@@ -87,7 +88,8 @@ class HFTargetEngine(TargetEngine):
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Rows padded on the right with an attention mask: what follows a causal model's tokens does not change them."""
-        check_sequences(sequences, self._context, self.model.get_input_embeddings().num_embeddings)
+        embeddings = cast(nn.Embedding, self.model.get_input_embeddings())
+        check_sequences(sequences, self._context, embeddings.num_embeddings)
         lengths = [len(row) for row in sequences]
         ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -131,7 +133,7 @@ def load_hf_engine(
     if isinstance(config, str):
         raise ConfigError(f"target {target.name}: {config}")
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             target.model,
             revision=target.revision or "main",
             dtype=getattr(torch, capture.compute_dtype),
@@ -140,6 +142,7 @@ def load_hf_engine(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told by us, with the others
         )
+        model, loading = loaded
     except ValueError as error:
         raise ConfigError(f"{where} is not a causal language model that transformers knows: {error}") from error
     except Exception as error:  # transformers, safetensors and the hub client each have their own kinds

@@ -77,6 +77,8 @@ class SGLangEngine(TargetEngine):
         self._reviving = threading.Lock()
         self._revivals = 0
         self._closed = False
+        self.tried = host.version in SGLANG_VERSIONS
+        self.replicas = host.replicas
 
     @property
     def where(self) -> str:
@@ -93,14 +95,6 @@ class SGLangEngine(TargetEngine):
     def url(self) -> str:
         """Where the server answers now; SGLang in this process has no address."""
         return self._host.client.url
-
-    @property
-    def tried(self) -> bool:
-        return self._host.version in SGLANG_VERSIONS
-
-    @property
-    def replicas(self) -> int:
-        return self._host.replicas
 
     @property
     def spool(self) -> Path:

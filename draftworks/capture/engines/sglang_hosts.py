@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from draftworks.config.registry_files import SGLangSpec
 from draftworks.errors import EngineError
@@ -27,9 +27,13 @@ class GenerateClient(Protocol):
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         """As `SGLangClient.generate`."""
+        ...
 
 
-class SGLangHost(ABC):
+Client = TypeVar("Client", bound=GenerateClient)
+
+
+class SGLangHost(ABC, Generic[Client]):
     """SGLang, serving.
 
     Attributes:
@@ -42,7 +46,7 @@ class SGLangHost(ABC):
 
     replicas: int = 1
     version: str = ""
-    client: GenerateClient
+    client: Client
     spool: Path
     layer_ids: tuple[int, ...]
 
@@ -59,7 +63,7 @@ class SGLangHost(ABC):
         """Let go of it."""
 
 
-class ManagedHost(SGLangHost):
+class ManagedHost(SGLangHost[SGLangClient]):
     """A server of our own, there from `start` on and gone after `close`, which may also be called while it starts.
 
     Args:
@@ -109,7 +113,7 @@ class ManagedHost(SGLangHost):
         shutil.rmtree(self.spool, ignore_errors=True)
 
 
-class ExternalHost(SGLangHost):
+class ExternalHost(SGLangHost[SGLangClient]):
     """A server that somebody else runs: it can be waited for, and no more."""
 
     def __init__(self, client: SGLangClient, spool: Path, layer_ids: tuple[int, ...]) -> None:
@@ -124,7 +128,7 @@ class ExternalHost(SGLangHost):
         self.client.close()
 
 
-class EmbeddedHost(SGLangHost):
+class EmbeddedHost(SGLangHost[EmbeddedSGLang]):
     """SGLang in this process, started by the constructor and gone after `close`. Both are for the main thread.
 
     SGLang's processes send SIGQUIT to the one that started them when one of them has failed; it would end us without a word.

@@ -194,8 +194,12 @@ def has_plain_embeddings(model: PreTrainedModel) -> bool:
     """Whether what enters the first decoder layer is what the embedding looked up. The model may be on device meta."""
     embedding = model.get_input_embeddings()
     looked_up: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        looked_up.append(output)
+
     hooks = [
-        embedding.register_forward_hook(lambda module, args, output: looked_up.append(output)),
+        embedding.register_forward_hook(note),
         find_decoder_layers(model)[0].register_forward_pre_hook(_arrive, with_kwargs=True),
     ]
     try:

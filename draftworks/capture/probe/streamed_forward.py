@@ -8,7 +8,7 @@ runs, and emptied after it. So it is known what the checkpoint computes, without
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +166,7 @@ class StreamedTarget:
         """
         parts = {source: self._files.open_tensor(source) for name in names for source in self._sources[name]}
         plan = self._model._get_dtype_plan(self._dtype)
-        mapping = get_model_conversion_mapping(self._model)
+        mapping: list[Any] = [*get_model_conversion_mapping(self._model)]
         loading = LoadStateDictConfig(dtype=self._dtype, dtype_plan=plan, weight_mapping=mapping)
         info, _ = convert_and_load_state_dict_in_model(self._model, parts, loading)
         wrong = sorted(info.missing_keys & set(names)) + sorted(map(str, info.mismatched_keys))
@@ -208,7 +208,7 @@ def _sources_by_parameter(model: PreTrainedModel, files: WeightFiles) -> dict[st
         name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, states)
         if name not in states and source in states:
             name, pattern = rename_source_key(source, [], [], model.base_model_prefix, states)
-        patterns = targets_of.get(pattern, ())
+        patterns = targets_of.get(pattern or "", ())
         for target in patterns or (name,):
             sources[name.replace(patterns[0], target) if patterns else name].append(source)
     return sources
@@ -233,7 +233,7 @@ def _cut(states: Tensor, rows: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 @contextmanager
-def _second_half_rounded(layers: Sequence[nn.Module], shape: torch.Size, dtype: torch.dtype) -> Iterator[None]:
+def _second_half_rounded(layers: Iterable[nn.Module], shape: torch.Size, dtype: torch.dtype) -> Iterator[None]:
     """What the modules of the layers that hold weights put out is rounded to a dtype, for the second half of a batch.
 
     Only where rows or tokens of the batch come one after another: experts sort them otherwise in between.

@@ -33,7 +33,7 @@ def read_rope(folder: ExportFolder, section: str, head_dim: int) -> RopeTable:
         folder.refuse(key, "rope_type and rope_theta, here or as rope_theta and rope_scaling", "neither")
     if new is not None and old is not None and _plain(new) != _plain(old):
         folder.refuse(key, f"what rope_theta and rope_scaling say, {old}", str(new))
-    rope = _plain(old if new is None else new)
+    rope = _plain(new or old or {})
     kind = rope.get("rope_type", "default")
     if "rope_theta" not in rope or kind not in _KINDS or rope.get("partial_rotary_factor", 1.0) != 1.0:
         folder.refuse(key, f"rope_theta, and one of {', '.join(_KINDS)} over the whole head", str(rope))
