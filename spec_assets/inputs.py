@@ -89,7 +89,8 @@ def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Materi
     Also looks at what the run itself overrides, so that a mistake there is found before anything is captured.
     """
     target = workspace.registry.load_target(context.partition_key)
-    ops: dict[str, Any] = dict(context.run.run_config).get("ops", {})
+    config: dict[str, Any] = dict(context.run.run_config)
+    ops = config.get("ops", {})
     configs = {name: ops.get(of_strategy(name).draft, {}).get("config", {}) for name in target.strategies}
     overridden = {}
     for name, entry in target.strategies.items():

@@ -28,9 +28,9 @@ def check(
     """
     found = Registry(registry)
     try:
-        shared = found.shared_problems()
-        names = target or found.target_names()
-        digests = FileDigests(None if shared else found.var() / "digests.json")
+        shared = found.find_shared_problems()
+        names = target or found.list_targets()
+        digests = FileDigests(None if shared else found.resolve_var_folder() / "digests.json")
         if not names:
             shared.append(f"{registry / 'targets'}: no target: expected a file NAME.yaml for each")
     except DraftworksError as error:

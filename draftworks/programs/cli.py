@@ -46,8 +46,8 @@ def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
     console = Console(width=None if Console().is_terminal else 120)
     try:
         found = Registry(registry)
-        spec = found.target(target)
-        artifacts = ArtifactStore(found.var())
+        spec = found.load_target(target)
+        artifacts = ArtifactStore(found.resolve_var_folder())
         results = build_results_table(target, artifacts)
         if not results.row_count:
             console.print(f"target {target}: nothing made yet. Run the job `everything` for this partition.")
@@ -81,8 +81,10 @@ def import_checkpoint(
 
     try:
         found = Registry(registry)
-        digests = FileDigests(found.var() / "digests.json")
-        imported = import_draft(source, resolve_target(found.target(target), found, digests), out, norm_output_means)
+        digests = FileDigests(found.resolve_var_folder() / "digests.json")
+        imported = import_draft(
+            source, resolve_target(found.load_target(target), found, digests), out, norm_output_means
+        )
     except DraftworksError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None

@@ -118,7 +118,7 @@ def test_a_loop_that_was_kept_before_is_found_under_its_key(before: Path) -> Non
     found = cache.find(identity)
     assert (found.problem, cache.path(identity)) == (None, path)
     content = path.read_bytes()
-    assert cache.keep(identity, found.measurement).read_bytes() == content
+    assert cache.store(identity, found.measurement).read_bytes() == content
 
 
 def test_a_report_that_was_saved_before_is_read_whole(before: Path, tmp_path: Path) -> None:
