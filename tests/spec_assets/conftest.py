@@ -6,11 +6,14 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import dagster as dg
 import pyarrow.parquet as pq
 import pytest
+from forking_launcher import forking_launcher_for
 
+from resources.launchers import launcher_for
 from spec_assets.definitions import build_definitions
 
 TARGET = """
@@ -54,8 +57,13 @@ class Site:
     def definitions(self) -> dg.Definitions:
         return build_definitions(self.registry)
 
-    def run(self, job: str = "everything", partition: str = "small", **options) -> dg.ExecuteInProcessResult:
-        found = self.definitions().resolve_job_def(job)
+    def run(
+        self, job: str = "everything", partition: str = "small", *, torchrun: bool = False, **options
+    ) -> dg.ExecuteInProcessResult:
+        """Run a job in this process. Its programs run under torchrun if asked, else without the time that its start takes."""
+        launcher = launcher_for if torchrun else forking_launcher_for
+        with mock.patch("spec_assets.definitions.launcher_for", launcher):
+            found = self.definitions().resolve_job_def(job)
         return found.execute_in_process(partition_key=partition, raise_on_error=False, **options)
 
     def copy(self, root: Path) -> Site:
@@ -112,6 +120,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Fin
     """`everything` has run once, training on two ranks. Tests must not change it: they copy it."""
     site = new_site(tmp_path_factory.mktemp("site"), tiny_folder, processes=2)
     instance = dg.DagsterInstance.ephemeral()
-    result = site.run(instance=instance)
+    result = site.run(instance=instance, torchrun=True)
     assert result.success, [e.message for e in result.all_events if e.is_failure]
     return FinishedSite(site, result, instance)

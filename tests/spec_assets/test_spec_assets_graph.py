@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import time
 
 import dagster as dg
 import pyarrow.parquet as pq
@@ -164,13 +165,21 @@ def test_an_override_of_the_run_config_makes_another_draft_that_is_compared_with
     assert check.passed == (shown["high"] >= 0)
 
 
-def test_a_second_run_on_the_same_partition_waits_for_the_first(finished, tmp_path, caplog):
-    site = finished.site.copy(tmp_path)
-    site.write_chats(61)
-    first = FileLock(site.var / "conversations" / "small" / ".lock", thread_local=False)
+def test_a_second_run_on_the_same_partition_waits_for_the_first(site, caplog):
+    lock = site.var / "conversations" / "small" / ".lock"
+    lock.parent.mkdir(parents=True)
+    first = FileLock(lock, thread_local=False)
+
+    def release_once_it_waits() -> None:
+        deadline = time.monotonic() + 60
+        while "is being materialized by another run" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.02)
+        first.release()
+
     with first, caplog.at_level("INFO"):
-        ending = threading.Timer(1.0, first.release)
+        ending = threading.Thread(target=release_once_it_waits)
         ending.start()
         result = site.run("prepare", asset_selection=[dg.AssetKey("conversations")])
+        ending.join()
     assert result.success
     assert "conversations of target small is being materialized by another run" in caplog.text

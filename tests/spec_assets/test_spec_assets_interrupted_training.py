@@ -46,7 +46,7 @@ def once_saved(site, act: Callable[[], None]) -> Iterator[None]:
 
 def train(site, **draft) -> dg.ExecuteInProcessResult:
     config = {"ops": {"eagle3_draft": {"config": {"training": LONG, **draft}}}}
-    return site.run("train_eagle3", run_config=config, asset_selection=[dg.AssetKey("eagle3_draft")])
+    return site.run("train_eagle3", torchrun=True, run_config=config, asset_selection=[dg.AssetKey("eagle3_draft")])
 
 
 def draft(site):
