@@ -1,7 +1,7 @@
-"""A target's tokenizer and chat template: conversations to token ids with a loss mask, and prompts to generate from.
+"""A target's tokenizer and chat template: conversations to token ids with a loss mask, and prompts for generation.
 
-Every conversation is rendered to text and tokenized in one call. Which tokens are the assistant's follows from the
-character offsets of the tokens, never from tokenizing parts of the text again.
+Every conversation is rendered to text and tokenized in one call. The assistant's tokens follow from the tokens'
+character offsets, never from tokenizing parts of the text again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 """Templates that print today's date would give other tokens every day; this is the date Llama 3 falls back to."""
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Names under which templates ask whether the model is to think: the first is that of Qwen 3 and GLM, the other DeepSeek's."""
+"""Template variables that switch thinking on or off: the first of Qwen 3 and GLM, the second of DeepSeek."""
 RENDER_LIMIT_S = 20.0
-"""Of a processor, for one conversation: templates are programs, and take milliseconds."""
+"""Processor seconds for rendering one conversation. Templates are programs; they normally take milliseconds."""
 _MOST_TEMPLATE_BYTES = 4 << 20
 _MOST_TEXT = 64 << 20
 _QUESTION = (Turn("user", "?"),)
@@ -42,10 +42,10 @@ class Encoded(NamedTuple):
 
 
 class ChatTokenizer:
-    """A fast tokenizer with a chat template. Made by `load`.
+    """A fast tokenizer with a chat template. Create it with `load`.
 
     Attributes:
-        template_options: what the template is told beside the conversation.
+        template_options: variables passed to the template beside the conversation.
     """
 
     def __init__(self, tokenizer: Any, template: str, vocab_size: int, eos_ids: tuple[int, ...], name: str) -> None:
@@ -55,25 +55,25 @@ class ChatTokenizer:
         self.has_markers = _MARKER.search(template) is not None
         self._tokenizer = tokenizer
         self._template = _FIXED_DATE + template if "strftime_now" in template else template
-        self._end_of_turn = EndOfTurn(tokenizer.all_special_tokens + _special_added(tokenizer))
+        self._end_of_turn = EndOfTurn(tokenizer.all_special_tokens + _list_added_special_tokens(tokenizer))
         self.template_options: Mapping[str, bool] = {}
 
     @classmethod
     def load(cls, target: TargetFiles, thinking: bool | None = None) -> ChatTokenizer:
-        """The tokenizer and template of a target.
+        """Load the tokenizer and template of a target.
 
         Args:
-            thinking: whether the template has the model think; None leaves it to the template.
+            thinking: whether the template switches thinking on; None leaves it to the template.
 
         Raises:
             DataError: files missing or unreadable, no fast tokenizer, or no chat template.
-            ConfigError: thinking is chosen, and the template knows no such switch.
+            ConfigError: `thinking` is set, and the template has no such switch.
         """
         tokenizer = _load_tokenizer(target)
         template = _load_template(target, tokenizer)
         chat = cls(tokenizer, template, target.vocab_size, _eos_ids(target, tokenizer), target.tokenizer)
         if thinking is not None:
-            chat.template_options = {chat._thinking_switch(): thinking}
+            chat.template_options = {chat._find_thinking_switch(): thinking}
         return chat
 
     @property
@@ -84,16 +84,16 @@ class ChatTokenizer:
 
     @property
     def mask_token_id(self) -> int | None:
-        """Id of the mask token for block strategies, if the tokenizer reserves one."""
+        """Id of the mask token for block strategies, None if the tokenizer reserves none."""
         return self._tokenizer.mask_token_id
 
     @property
     def largest_id(self) -> int:
-        """Of the tokenizer's tokens; the model may have more, or fewer."""
+        """Largest id of the tokenizer; the model's vocabulary may be larger or smaller."""
         return max(self._tokenizer.get_vocab().values(), default=0)
 
     def ordinary_token(self, token_id: int) -> str | None:
-        """What a token stands for in text; None for a special one, and for an id that the tokenizer never gives."""
+        """Return the text of a token; None for a special token or an id the tokenizer never produces."""
         added = self._tokenizer.added_tokens_decoder.get(token_id)
         if (added is not None and added.special) or token_id in self._tokenizer.all_special_ids:
             return None
@@ -101,42 +101,42 @@ class ChatTokenizer:
         return None if token is None else self._tokenizer.convert_tokens_to_string([token])
 
     def encode(self, conversation: Conversation, only_last_turn: bool = False) -> Encoded:
-        """Ids of a conversation; the mask covers the assistant's words and the token that ends each of its turns.
+        """Encode a conversation; the mask covers the assistant's words and the token that ends each of its turns.
 
         Raises:
-            DataError: the template refuses the conversation, its assistant turns cannot be located, or an id is
-                outside the target's vocabulary.
+            DataError: the template refuses the conversation, its assistant turns cannot be located, or an id is outside
+                the target's vocabulary.
         """
         rendered = self.render(conversation.turns)
         spans = self._last_turn(conversation.turns, rendered.spans) if only_last_turn else rendered.spans
         encoding = self._tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        input_ids = self._checked(encoding["input_ids"])
+        input_ids = self._require_ids(encoding["input_ids"])
         offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return Encoded(input_ids, mask_from_spans(offsets, spans))
 
     def render(self, turns: Sequence[Turn]) -> Rendered:
-        """The conversation as text, with the spans of the assistant and what ends its turns; errors as `encode`."""
+        """Return the conversation as text with the assistant's spans, closing tokens included; errors as `encode`."""
         if self.has_markers:
             text, spans = self._render(turns, tracked=True)
             return Rendered(text, tuple(self._end_of_turn.complete(text, span) for span in spans))
         text = self._render(turns).text
-        spoken = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
-        template_text = self._render(_with_sentinels(turns, spoken)).text
-        spans = locate(text, template_text, spoken, [turns[number].content for number in spoken])
+        assistant_turns = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
+        template_text = self._render(_with_sentinels(turns, assistant_turns)).text
+        spans = locate(text, template_text, assistant_turns, [turns[number].content for number in assistant_turns])
         return Rendered(text, tuple(self._end_of_turn.append(text, span) for span in spans))
 
     def encode_prompt(self, turns: Sequence[Turn]) -> list[int]:
-        """Ids of the conversation so far and of the header after which the assistant speaks."""
+        """Return the ids of the conversation so far and of the header that opens the assistant's turn."""
         return self._plain_ids(self._render(turns, add_generation_prompt=True).text)
 
     def encode_continuation(self, turns: Sequence[Turn], next_turns: Sequence[Turn], ended: bool = True) -> list[int]:
-        """Ids that follow a *generated* assistant turn, up to and with the header of the next one.
+        """Return the ids that follow a *generated* assistant turn, up to and including the header of the next one.
 
-        The generated ids are kept as they are; what the template prints behind them is tokenized on its own.
+        The generated ids are kept as they are; what the template prints after them is tokenized on its own.
 
         Args:
-            turns: the conversation so far; the last turn is the generated one (its words do not matter).
-            next_turns: what comes before the assistant speaks again.
+            turns: the conversation so far; the last turn is the generated one (its content does not matter).
+            next_turns: the turns before the assistant's next one.
             ended: whether the generated ids end with the token that closes the turn, so that it is left out here.
 
         Raises:
@@ -144,17 +144,17 @@ class ChatTokenizer:
         """
         if not turns or turns[-1].role != "assistant" or not next_turns:
             raise DataError("a continuation needs a generated assistant turn and at least one turn after it")
-        after = self._after_answer(turns, next_turns)
+        after = self._render_after_answer(turns, next_turns)
         return self._plain_ids(after[self._end_of_turn.after(after, 0) :] if ended else after)
 
     def keeps_answer(self, turns: Sequence[Turn], next_turns: Sequence[Turn]) -> bool:
-        """Whether the template, asked to go on, prints prompt and answer as they were when the answer was given.
+        """Whether the template prints prompt and answer unchanged when the conversation continues.
 
-        Templates of models that think leave the thoughts out of earlier answers. White space does not count.
+        Templates of thinking models drop the thoughts of earlier answers. White space is ignored.
 
         Args:
-            turns: the conversation so far; the last turn is the answer, as the model gave it.
-            next_turns: what comes before the assistant speaks again.
+            turns: the conversation so far; the last turn is the answer as the model gave it.
+            next_turns: the turns before the assistant's next one.
 
         Raises:
             DataError: the template refuses the conversation.
@@ -164,7 +164,7 @@ class ChatTokenizer:
         return "".join(after.split()).startswith("".join(before.split()))
 
     def encode_answer(self, turns: Sequence[Turn], ended: bool) -> list[int]:
-        """Ids of an answer known by its text: the last turn's words and, if it `ended`, the token that closes the turn.
+        """Return the ids of an answer known by its text, with the token that closes the turn if it `ended`.
 
         Raises:
             DataError: the template does not print the turn exactly once, or an id is outside the target's vocabulary.
@@ -173,20 +173,20 @@ class ChatTokenizer:
         return [*words, *self.encode_closing(turns)] if ended else words
 
     def encode_closing(self, turns: Sequence[Turn]) -> list[int]:
-        """Ids of what the template closes the last turn with, an assistant's; empty if with no special token.
+        """Return the ids of the special token that closes the last turn, an assistant's; empty if there is none.
 
         Raises:
             DataError: the template does not print the turn exactly once.
         """
-        after = self._after_answer(turns, ())
+        after = self._render_after_answer(turns, ())
         return self._plain_ids(after[: self._end_of_turn.after(after, 0)])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+        """Return the text of ids, without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _after_answer(self, turns: Sequence[Turn], next_turns: Sequence[Turn]) -> str:
-        """What the template prints behind the words of the last of `turns`: `next_turns` and a header, if there are any."""
+    def _render_after_answer(self, turns: Sequence[Turn], next_turns: Sequence[Turn]) -> str:
+        """Return what the template prints after the last turn's words: `next_turns` and a header, if there are any."""
         last = len(turns) - 1
         text = self._render([*_with_sentinels(turns, [last]), *next_turns], add_generation_prompt=bool(next_turns)).text
         _, found, after = text.partition(sentinel(last))
@@ -194,8 +194,8 @@ class ChatTokenizer:
             raise DataError(f"{self.name}: the chat template does not print the last assistant turn exactly once")
         return after
 
-    def _thinking_switch(self) -> str:
-        """The first known switch that makes a difference to a prompt."""
+    def _find_thinking_switch(self) -> str:
+        """Return the first known switch that changes a rendered prompt."""
         for name in THINKING_SWITCHES:
             on, off = (self._render(_QUESTION, add_generation_prompt=True, options={name: on}) for on in (True, False))
             if on.text != off.text:
@@ -206,10 +206,10 @@ class ChatTokenizer:
         )
 
     def _last_turn(self, turns: Sequence[Turn], spans: Sequence[Span]) -> Sequence[Span]:
-        spoken = sum(turn.role == "assistant" for turn in turns)
-        if len(spans) != spoken:
+        assistant_turns = sum(turn.role == "assistant" for turn in turns)
+        if len(spans) != assistant_turns:
             raise DataError(
-                f"the chat template marks {len(spans)} generations in {spoken} assistant turns,"
+                f"the chat template marks {len(spans)} generations in {assistant_turns} assistant turns,"
                 " so the last turn is not known: set only_last_turn to false"
             )
         return spans[-1:]
@@ -239,12 +239,10 @@ class ChatTokenizer:
                 )
         except CpuTimeExceeded:
             raise ConfigError(
-                f"{self.name}: the chat template is not done with one conversation after {RENDER_LIMIT_S:g} s of computing:"
-                " it loops. Use another template (chat_template of the target)"
+                f"{self.name}: the chat template has not finished one conversation after {RENDER_LIMIT_S:g} s of processor time:"
+                " it probably loops. Use another template (chat_template of the target)"
             ) from None
-        except (
-            Exception
-        ) as error:  # a template is a program of somebody else: whatever it raises, the remedy is the same
+        except Exception as error:  # a template is a third-party program: whatever it raises, the remedy is the same
             raise DataError(f"{self.name}: the chat template refuses the conversation: {_first_line(error)}") from error
         if len(texts[0]) > _MOST_TEXT:
             raise ConfigError(
@@ -254,10 +252,10 @@ class ChatTokenizer:
 
     def _plain_ids(self, text: str) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        self._checked(ids)
+        self._require_ids(ids)
         return ids
 
-    def _checked(self, ids: list[int]) -> np.ndarray:
+    def _require_ids(self, ids: list[int]) -> np.ndarray:
         array = np.array(ids, dtype=np.int32)
         if array.size and int(array.max()) >= self.vocab_size:
             raise DataError(
@@ -271,8 +269,8 @@ def _with_sentinels(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]
     return [Turn(turn.role, sentinel(n)) if n in numbers else turn for n, turn in enumerate(turns)]
 
 
-def _special_added(tokenizer: Any) -> list[str]:
-    """Special tokens without a name of their own, such as `<|eot_id|>`."""
+def _list_added_special_tokens(tokenizer: Any) -> list[str]:
+    """Return special tokens that have no role name in the tokenizer, such as `<|eot_id|>`."""
     return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
@@ -317,7 +315,7 @@ def _load_template(target: TargetFiles, tokenizer: Any) -> str:
 
 
 def _eos_ids(target: TargetFiles, tokenizer: Any) -> tuple[int, ...]:
-    """Ids at which generation stops: the model's generation config's, and the tokenizer's own, ascending."""
+    """Return the ids that stop generation, ascending: the generation config's and the tokenizer's own."""
     found = {tokenizer.eos_token_id} - {None}
     path = Path(target.model) / "generation_config.json"
     if path.is_file():

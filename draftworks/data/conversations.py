@@ -1,4 +1,4 @@
-"""Conversations as the platform keeps them: identified by what was said, stored as Parquet."""
+"""Conversations: identified by their content, stored as Parquet."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Scalar = str | int | float | bool
 
 
 class Identified(Protocol):
-    """Whatever has a content id: conversations and token rows."""
+    """Anything with a content id: conversations and token rows."""
 
     @property
     def id(self) -> str: ...
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order. `columns` are other scalar fields of the source row, for evaluation slices; never part of `id`."""
+    """Turns in order. `columns` are other scalar fields of the data row, for evaluation slices; never part of `id`."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -61,20 +61,20 @@ class Conversation:
 
     @classmethod
     def of(cls, turns: Iterable[Turn], columns: Mapping[str, Scalar] | None = None) -> Conversation:
-        """A conversation whose id is the digest of its turns, so that equal ones collapse."""
+        """Create a conversation whose id is the digest of its turns, so that duplicates collapse."""
         turns = tuple(turns)
         return cls(digest_turns(turns), turns, dict(columns or {}))
 
 
 def digest_turns(turns: Iterable[Turn]) -> str:
-    """Content digest of turns: role and content of each, in order."""
+    """Return the content digest of turns: role and content of each, in order."""
     return digest([[turn.role, turn.content] for turn in turns])
 
 
 def select(items: Iterable[Item], max_conversations: int | None) -> list[Item]:
-    """The first `max_conversations` by hash of their id (None = all), in that order whatever order they came in.
+    """Return the first `max_conversations` by hash of their id (None for all), whatever order they came in.
 
-    Stable: one that is added takes the place of at most one other.
+    Stable: an added conversation replaces at most one other.
     """
     ordered = sorted(items, key=lambda each: (hash_fraction(each.id, "select"), each.id))
     return ordered[:max_conversations]
@@ -83,7 +83,7 @@ def select(items: Iterable[Item], max_conversations: int | None) -> list[Item]:
 def write_conversations(
     folder: Path, conversations: Iterable[Conversation], counts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Publish conversations.parquet, then summary.json, which makes the set complete; returns the summary.
+    """Publish conversations.parquet, then summary.json, which makes the set complete; return the summary.
 
     Args:
         counts: further entries of the summary, as `LoadReport.counts()`.
@@ -126,7 +126,7 @@ def read_conversations(folder: Path) -> Iterator[Conversation]:
 
 
 def read_summary(folder: Path, what: str) -> dict[str, Any]:
-    """The summary that completes a published set.
+    """Return the summary that completes a published set.
 
     Raises:
         StoreError: missing, unreadable, or of another schema.
@@ -166,7 +166,7 @@ def _as_row(conversation: Conversation) -> dict[str, Any]:
 
 
 def _count(conversation: Conversation, contents: dict[str, str], totals: dict[str, int]) -> None:
-    """Add to the totals, and to the content digests by id: turns may be regenerated under the id of the original."""
+    """Add a conversation to the totals, and to the content digests by id: turns may be regenerated under the same id."""
     if conversation.id in contents:
         raise DataError(f"two conversations have the id {conversation.id}: remove duplicates before writing")
     content = [digest_turns(conversation.turns), canonical_json(dict(conversation.columns))]

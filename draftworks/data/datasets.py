@@ -1,4 +1,4 @@
-"""From a data set's registry entry to its rows: read, validated, without duplicates, the bad ones in quarantine."""
+"""Loading a data set of the registry: rows are read, validated and deduplicated, bad rows quarantined."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kind = Literal["conversations", "tokens"]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of the rows of a data set. `quarantine` holds the rejected ones, one JSON object per line."""
+    """Counts of a data set's rows. `quarantine` is the file of the rejected ones, one JSON object per line."""
 
     files: int
     rows: int
@@ -51,7 +51,7 @@ class LoadedTokens:
 
 
 def detect_kind(dataset: DatasetSpec, root: Path) -> Kind:
-    """Whether a data set holds conversations or pre-tokenized rows; with format `auto` the first usable row decides.
+    """Return whether a data set holds conversations or token rows; with format `auto` the first usable row decides.
 
     Raises:
         DataError: no file, an unreadable file, or no row that shows a format.
@@ -71,10 +71,10 @@ def detect_kind(dataset: DatasetSpec, root: Path) -> Kind:
 
 
 def load_conversations(dataset: DatasetSpec, root: Path, out: Path, max_rejected_share: float) -> LoadedConversations:
-    """Read a data set of conversations.
+    """Load a data set of conversations.
 
     Args:
-        root: the folder its globs are relative to.
+        root: the folder that its globs are relative to.
         out: folder for quarantine.jsonl, which is written before any error about rejected rows.
         max_rejected_share: of all rows; more is an error.
 
@@ -90,7 +90,7 @@ def load_conversations(dataset: DatasetSpec, root: Path, out: Path, max_rejected
 def load_tokens(
     dataset: DatasetSpec, root: Path, out: Path, max_rejected_share: float, vocab_size: int
 ) -> LoadedTokens:
-    """Read a pre-tokenized data set; arguments and errors as `load_conversations`."""
+    """Load a pre-tokenized data set; arguments and errors as `load_conversations`."""
     found: dict[str, TokenRow] = {}
     report = _load(dataset, root, out, max_rejected_share, lambda row: parse_tokens(row, vocab_size), found)
     return LoadedTokens(tuple(found.values()), report)
@@ -117,7 +117,7 @@ def _load(
     parse: Callable[[Any], Item],
     found: dict[str, Item],
 ) -> LoadReport:
-    """Fill `found` by id; the first of several equal rows is kept."""
+    """Fill `found` by id; of equal rows the first is kept."""
     paths = find_files(dataset.files, root)
     quarantine = out / QUARANTINE_FILE
     tally = _Tally()

@@ -1,4 +1,4 @@
-"""What a row of each format means: ShareGPT and OpenAI rows become conversations, pre-tokenized rows token rows."""
+"""Row formats: ShareGPT and OpenAI rows become conversations, pre-tokenized rows token rows."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ FORMAT_KEYS: dict[str, Format] = {"conversations": "sharegpt", "messages": "open
 _KEY_OF: dict[Format, str] = {name: key for key, name in FORMAT_KEYS.items()}
 
 LONGEST_COLUMN = 256
-"""Characters; a longer field is text, not a slice to evaluate by, and is not kept."""
+"""Characters; a longer field is text rather than a slice for evaluation, and is dropped."""
 LARGEST_ID = 2**31 - 1
 
 
 class RowError(ValueError):
-    """Why a row is rejected."""
+    """The reason for which a row is rejected."""
 
 
 def detect_format(row: Any) -> Format:
-    """The format a row shows by its key.
+    """Return the format of a row by its key.
 
     Raises:
         RowError: no key of any format, or keys of several.
@@ -58,7 +58,7 @@ def detect_format(row: Any) -> Format:
 
 
 def parse_conversation(row: Any, expected: Format | None = None) -> Conversation:
-    """A ShareGPT or OpenAI row as a conversation; `expected` None accepts both.
+    """Parse a ShareGPT or OpenAI row; `expected` None accepts both.
 
     Raises:
         RowError: unknown role, empty or non-text content, no assistant turn, or another format.
@@ -79,7 +79,7 @@ def parse_conversation(row: Any, expected: Format | None = None) -> Conversation
 
 
 def parse_tokens(row: Any, vocab_size: int | None = None) -> TokenRow:
-    """A pre-tokenized row: `input_ids` and `loss_mask` (0 or 1) of one length.
+    """Parse a pre-tokenized row: `input_ids` and `loss_mask` (0 or 1) of equal length.
 
     Raises:
         RowError: wrong types, lengths, ids outside the vocabulary, nothing supervised, or another format.
@@ -104,7 +104,7 @@ def _located(read: Callable[[Any], Turn], message: Any, number: int) -> Turn:
 
 
 def _sharegpt_turn(message: Any) -> Turn:
-    """A turn of `from` and `value`; `role` and `content` under `conversations` are in use too."""
+    """Parse a turn with `from` and `value`; `role` and `content` under `conversations` occur too."""
     if isinstance(message, dict) and message.get("from") is None and message.get("role") is not None:
         return _openai_turn(message)
     role = _role(message, "from", SHAREGPT_ROLES)
@@ -130,7 +130,7 @@ def _role(message: Any, key: str, known: Mapping[str, str]) -> str:
 
 
 def _joined_parts(content: Any) -> Any:
-    """Text of a list of content parts; anything that is not such a list unchanged."""
+    """Join the text of a list of content parts; anything else is returned unchanged."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -161,7 +161,7 @@ def _encodable(text: str) -> bool:
 
 
 def _integers(values: Any, key: str, largest: int) -> list[int]:
-    """A non-empty list of integers in 0..largest; booleans count as 0 and 1 for a mask only."""
+    """Return a non-empty list of integers in 0..largest; booleans are accepted as 0 and 1 for a mask only."""
     if not isinstance(values, list):
         raise RowError(f"{key}: expected a list of integers, found {_kind(values)}")
     if not values:

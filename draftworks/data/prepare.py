@@ -1,4 +1,4 @@
-"""The steps of the data room as the platform runs them: each fills a folder and returns the summary of what is in it."""
+"""Data preparation steps as assets run them: each fills a folder and returns its summary."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PARTS: tuple[Part, ...] = ("train", "heldout")
 def prepare_conversations(
     dataset: DatasetSpec, data: DataSpec, root: Path, target: TargetFiles, out: Path
 ) -> dict[str, Any]:
-    """Read, validate, choose and split a data set: `out/train`, `out/heldout` and `out/quarantine.jsonl`.
+    """Read, validate, select and split a data set into `out/train`, `out/heldout` and `out/quarantine.jsonl`.
 
     Raises:
-        DataError: no usable rows, too many rejected ones, or a part without any.
+        DataError: no usable rows, too many rejected ones, or an empty part.
     """
     chosen = _chosen(dataset, data.max_conversations, data.max_rejected_share, root, target, out)
     parts: dict[str, list[Any]] = {part: [] for part in PARTS}
@@ -53,7 +53,7 @@ def prepare_conversations(
 def prepare_eval_set(
     dataset: DatasetSpec, max_conversations: int | None, data: DataSpec, root: Path, target: TargetFiles, out: Path
 ) -> dict[str, Any]:
-    """Read, validate and choose what is only evaluated: `out/all` and `out/quarantine.jsonl`.
+    """Read, validate and select a data set for evaluation only: `out/all` and `out/quarantine.jsonl`.
 
     Raises:
         DataError: no usable rows, or too many rejected ones.
@@ -97,7 +97,7 @@ def tokenize_part(
     progress: Progress,
     thinking: bool | None = None,
 ) -> dict[str, Any]:
-    """Tokenize one part of a conversations set with the target's chat template, its own answers kept: `out/tokens`.
+    """Tokenize one part of a conversation set, with its own answers, by the target's chat template: `out/tokens`.
 
     A part of `kind` "tokens" is tokenized already and only cut to `max_length`.
     """
@@ -109,7 +109,7 @@ def tokenize_part(
 
 
 def keep_supervised_rows(tokens: Path, out: Path) -> dict[str, Any]:
-    """A tokenized set as training wants it: rows with something to learn, nothing else changed."""
+    """Copy a tokenized set for training: only the rows with a supervised token, otherwise unchanged."""
     source = TokenizedSet.open(tokens)
     rows = [row for row in map(source.row, range(len(source))) if row.supervised]
     if not rows:
@@ -118,7 +118,7 @@ def keep_supervised_rows(tokens: Path, out: Path) -> dict[str, Any]:
 
 
 def map_vocabulary(tokens: Path, target: TargetFiles, draft_vocab_size: int, out: Path) -> dict[str, Any]:
-    """The reduced vocabulary of a target's drafts: its most frequent supervised tokens."""
+    """Write the reduced vocabulary of a target's drafts: its most frequent supervised tokens."""
     counts = count_supervised_tokens(TokenizedSet.open(tokens), target.vocab_size)
     mapping = build_vocab_mapping(counts, draft_vocab_size)
     mapping.save(out / VOCAB_FILE)

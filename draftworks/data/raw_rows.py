@@ -1,4 +1,4 @@
-"""Raw rows of JSONL, JSON and Parquet files, one at a time, each with the place it came from.
+"""Raw rows of JSONL, JSON and Parquet files, streamed one at a time, each with its file and line.
 
 What cannot be read as a row is yielded as a `Rejection`; what makes the rest of a file unreadable is a DataError.
 """
@@ -26,7 +26,7 @@ _WHITESPACE = " \t\r\n"
 
 @dataclass(frozen=True)
 class RawRow:
-    """A decoded row. `line` counts from 1; in Parquet it is the row."""
+    """A decoded row. `line` counts from 1; in Parquet it is the row number."""
 
     file: str
     line: int
@@ -35,7 +35,7 @@ class RawRow:
 
 @dataclass(frozen=True)
 class Rejection:
-    """A row that cannot be used, where it is and why. `excerpt` is its beginning."""
+    """A row that cannot be used: file, line, reason, and `excerpt`, its beginning."""
 
     file: str
     line: int
@@ -50,7 +50,7 @@ class Rejection:
 
 
 def reject(row: RawRow, reason: str) -> Rejection:
-    """The rejection of a decoded row."""
+    """Return the rejection of a decoded row."""
     try:
         text = json.dumps(row.value, ensure_ascii=False, default=repr)
     except (ValueError, RecursionError):
@@ -59,7 +59,7 @@ def reject(row: RawRow, reason: str) -> Rejection:
 
 
 def make_excerpt(text: str) -> str:
-    """The beginning of a text, printable in any encoding."""
+    """Return the beginning of a text, printable in any encoding."""
     cut = text if len(text) <= EXCERPT_LENGTH else text[:EXCERPT_LENGTH] + "..."
     return cut.encode("utf-8", "backslashreplace").decode()
 
@@ -94,7 +94,7 @@ def _line_rows(path: Path, max_line_bytes: int) -> Iterator[RawRow | Rejection]:
             if number == 1:
                 raw = raw.removeprefix(codecs.BOM_UTF8)
             if raw.strip():
-                yield _decoded(raw, str(path), number)
+                yield _decode(raw, str(path), number)
 
 
 def _skip_line(stream: Any, chunk: int) -> None:
@@ -102,7 +102,7 @@ def _skip_line(stream: Any, chunk: int) -> None:
         pass
 
 
-def _decoded(raw: bytes, file: str, line: int) -> RawRow | Rejection:
+def _decode(raw: bytes, file: str, line: int) -> RawRow | Rejection:
     try:
         return RawRow(file, line, parse_json(raw.decode("utf-8")))
     except UnicodeDecodeError as error:
@@ -118,7 +118,7 @@ def _is_list(path: Path) -> bool:
 
 
 def _list_rows(path: Path) -> Iterator[RawRow]:
-    """Elements of one JSON list, decoded one by one from the text, so that only one is held as objects."""
+    """Yield the elements of one JSON list, decoded one by one, so that only one exists as objects at a time."""
     decoder, line = json.JSONDecoder(), 1
     position = counted = 0
     try:
@@ -142,7 +142,7 @@ def _list_rows(path: Path) -> Iterator[RawRow]:
 
 
 def _after_element(text: str, position: int) -> int:
-    """Position behind the comma that follows an element, or of the closing bracket."""
+    """Return the position after the comma that follows an element, or of the closing bracket."""
     position = _next_token(text, position)
     if position < len(text) and text[position] == ",":
         following = _next_token(text, position + 1)
@@ -176,7 +176,7 @@ def _parquet_rows(path: Path) -> Iterator[RawRow | Rejection]:
 
 
 def _batch_values(batch: pa.RecordBatch) -> Iterator[Any]:
-    """Rows as dictionaries; a row with a value Python cannot represent (text that is not UTF-8) as its ValueError."""
+    """Return rows as dictionaries; a row with a value Python cannot represent (text not UTF-8) as its ValueError."""
     try:
         yield from batch.to_pylist()
     except (ValueError, OverflowError):

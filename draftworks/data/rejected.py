@@ -1,4 +1,4 @@
-"""Conversations that gave no sample: how many are too many, and how they are written down."""
+"""Conversations that gave no sample: when they are too many, and how they are recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT_REASONS = 20
 
 
 class RejectedSample(NamedTuple):
-    """A conversation that gave no sample, and why; `excerpt` is its beginning, where that is known."""
+    """A conversation that gave no sample, and why; `excerpt` is its beginning, if known."""
 
     sample_id: str
     reason: str
@@ -24,7 +24,7 @@ class RejectedSample(NamedTuple):
 
 
 def count_rejections(rejected: Sequence[RejectedSample]) -> dict[str, Any]:
-    """How many and why, for the summary of `write_tokens`."""
+    """Return the number of rejections by reason, for the summary of `write_tokens`."""
     reasons = Counter(each.reason for each in rejected)
     return {
         "rejected": len(rejected),
@@ -34,13 +34,13 @@ def count_rejections(rejected: Sequence[RejectedSample]) -> dict[str, Any]:
 
 
 def write_rejected(path: Path, rejected: Sequence[RejectedSample]) -> None:
-    """All of them, one JSON object per line."""
+    """Write all rejections, one JSON object per line."""
     with publish_file(path) as staging:
         staging.write_text("".join(canonical_json(each._asdict()) + "\n" for each in rejected))
 
 
 def check_rejected(rejected: Sequence[RejectedSample], total: int, limit: float, file: Path | None = None) -> None:
-    """DataError if they are more than the share `limit` of all conversations, or all; `file` has all of them."""
+    """Raise DataError if more than the share `limit` of all conversations is rejected, or all; `file` lists them."""
     if not total:
         raise DataError("there is no conversation to tokenize")
     if len(rejected) > limit * total or len(rejected) == total:

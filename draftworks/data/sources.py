@@ -1,4 +1,4 @@
-"""The files behind a registry data set, and their identity. Torch-free, and opens none of them to be parsed."""
+"""The files of a registry data set, and their identity. Torch-free; no file is parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
-    """Files of all globs relative to `root`, each once, sorted within a glob.
+    """Return the files of all globs relative to `root`, each once, sorted within a glob.
 
     Raises:
         DataError: a pattern matches no file, or a file of an unknown kind.
@@ -36,5 +36,5 @@ def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
 
 
 def dataset_version(spec: DatasetSpec, root: Path, digests: FileDigests) -> str:
-    """Digest of the content of the files and how they are read; their names and places do not matter."""
+    """Return the digest of the files' contents and of how they are read; names and places do not matter."""
     return digest([spec.format, sorted(digests.of_file(path) for path in find_files(spec.files, root))])

@@ -1,4 +1,4 @@
-"""Which characters of a rendered conversation the assistant wrote, and which tokens lie in them."""
+"""Character spans of the assistant in a rendered conversation, and the tokens inside them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ TRANSFORMS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.
 
 
 def sentinel(turn: int) -> str:
-    """Text that stands for the content of an assistant turn; private-use characters, so no data or template has it."""
+    """Return a placeholder for an assistant turn's content; private-use characters, which no data or template contains."""
     return f"\ue0f0draftworks{turn}\ue0f1"
 
 
 def locate(text: str, template_text: str, turns: Sequence[int], contents: Sequence[str]) -> tuple[Span, ...]:
-    """Where the contents of assistant turns are in a rendered text.
+    """Return the spans of the assistant turns' contents in a rendered text.
 
     Args:
         text: the rendered conversation.
         template_text: the same, rendered with `sentinel(turn)` as content of each assistant turn.
         turns: numbers of the assistant turns.
-        contents: what the assistant said in each of them.
+        contents: content of each of them.
 
     Raises:
         DataError: the text is not what the template prints around the contents, printed as they are or stripped.
@@ -86,26 +86,26 @@ class EndOfTurn:
         self._closes = re.compile(rf"(?:{alternatives})\s*\Z")
 
     def after(self, text: str, position: int) -> int:
-        """End of the special token at `position`, with white space between; `position` if none stands there."""
+        """Return the end of the special token at `position`, after optional white space; `position` if there is none."""
         match = self._follows.match(text, position)
         return match.end() if match else position
 
     def append(self, text: str, span: Span) -> Span:
-        """The span and the token that closes it."""
+        """Return the span extended by the token that closes it."""
         return Span(span.start, self.after(text, span.end))
 
     def complete(self, text: str, span: Span) -> Span:
-        """The span, with the token that closes it unless it holds that already: markers may or may not include it."""
+        """Return the span with its closing token, which markers in templates may or may not include."""
         return span if self._closes.search(text[span.start : span.end]) else self.append(text, span)
 
 
 def mask_from_spans(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Loss mask bool (S,): tokens that lie inside one span as a whole.
+    """Return the loss mask (S,) bool: tokens that lie entirely inside one span.
 
     Args:
-        offsets: int (S, 2), first character of each token and the one behind its last. Some tokenizers leave the
-            white space before a word out of its offsets although the token contains it, so each token is taken to
-            begin where the one before it ended: a token that reaches across a border of a span is not supervised.
+        offsets: int (S, 2), first character of each token and the one after its last. Some tokenizers leave the white
+            space before a word out of its offsets although the token contains it, so each token is taken to begin where
+            the previous one ended: a token that crosses the border of a span is not supervised.
     """
     mask = np.zeros(len(offsets), dtype=np.bool_)
     if not len(offsets) or not spans:

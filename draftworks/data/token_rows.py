@@ -15,7 +15,7 @@ from draftworks.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class TokenRow:
-    """Token ids int32 (S,) and loss mask bool (S,): True where the model is to learn the token."""
+    """Token ids int32 (S,) and loss mask bool (S,): True where the model learns the token."""
 
     sample_id: str
     input_ids: np.ndarray
@@ -31,7 +31,7 @@ class TokenRow:
 
     @property
     def token_digest(self) -> str:
-        """As `draftworks.storage.identity.token_digest` of the ids, without making Python integers of them."""
+        """Equal to `draftworks.storage.identity.token_digest` of the ids, without converting them to Python integers."""
         return hashlib.sha256(np.asarray(self.input_ids, dtype="<i4").tobytes()).hexdigest()
 
     @property
@@ -40,7 +40,7 @@ class TokenRow:
 
 
 class CutRow(NamedTuple):
-    """A row that fits, and how many supervised tokens were cut off to make it fit. `was_cut` also counts others."""
+    """A row within the length limit, and how many supervised tokens were cut. `was_cut` is true for any cut token."""
 
     row: TokenRow
     was_cut: bool
@@ -48,7 +48,7 @@ class CutRow(NamedTuple):
 
 
 def cut_to_length(row: TokenRow, max_length: int) -> CutRow:
-    """Cut a row to its first `max_length` tokens, if it still has supervised ones then.
+    """Cut a row to its first `max_length` tokens.
 
     Raises:
         DataError: no supervised token is left.

@@ -38,10 +38,10 @@ _SCHEMA = pa.schema(
 
 
 def write_tokens(folder: Path, rows: Iterable[TokenRow], counts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Publish tokens.parquet, then summary.json, which makes the set complete; returns the summary.
+    """Publish tokens.parquet, then summary.json, which makes the set complete; return the summary.
 
-    The summary has samples, tokens, supervised_tokens, supervised_share, longest, what was cut and rejected,
-    and `digest`: of (sample id, ids, mask) of all samples, whatever their order.
+    The summary has samples, tokens, supervised_tokens, supervised_share, longest, what was cut and rejected, and
+    `digest`: of (sample id, ids, mask) of all samples, in any order.
 
     Args:
         counts: further entries of the summary, as `TokenizeResult.counts()`.
@@ -73,7 +73,7 @@ def write_tokens(folder: Path, rows: Iterable[TokenRow], counts: Mapping[str, An
 
 @dataclass(frozen=True, eq=False)
 class TokenizedSet(Sequence[TokenRow]):
-    """A published tokenized set in memory: all ids and masks as two flat arrays, rows as read-only slices of them.
+    """A published tokenized set in memory: all ids and masks as two flat arrays, samples as read-only slices of them.
 
     Attributes:
         digest: content digest of the set; the data version of the asset that made it.
@@ -90,7 +90,7 @@ class TokenizedSet(Sequence[TokenRow]):
 
     @classmethod
     def open(cls, folder: Path) -> TokenizedSet:
-        """Read a folder made by `write_tokens`.
+        """Open a folder made by `write_tokens`.
 
         Raises:
             StoreError: missing, incomplete, truncated, altered, or of another schema.
@@ -130,7 +130,7 @@ class TokenizedSet(Sequence[TokenRow]):
         return (self.row(index) for index in range(len(self)))
 
     def row(self, index: int) -> TokenRow:
-        """Sample `index`, 0 <= index < len; its arrays are views.
+        """Return sample `index`, 0 <= index < len; its arrays are views.
 
         Raises:
             IndexError: there is no such sample.
@@ -142,7 +142,7 @@ class TokenizedSet(Sequence[TokenRow]):
         return TokenRow(self.sample_ids[index], self._input_ids[begin:end], self._loss_mask[begin:end], columns)
 
     def by_id(self, sample_id: str) -> TokenRow:
-        """The sample with that id; StoreError if the set has none."""
+        """Return the sample with that id; StoreError if there is none."""
         if sample_id not in self._positions:
             raise StoreError(f"sample {sample_id} is not among the {len(self)} of tokenized set {self.digest}")
         return self.row(self._positions[sample_id])
@@ -176,7 +176,7 @@ class TokenizedSet(Sequence[TokenRow]):
 
 
 class _Totals:
-    """Counts and content digests of the rows seen."""
+    """Counts and content digests of the rows written so far."""
 
     def __init__(self) -> None:
         self.contents: dict[str, bytes] = {}

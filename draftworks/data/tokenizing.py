@@ -1,4 +1,4 @@
-"""Conversations to tokenized samples, in parallel; the result does not depend on the number of processes."""
+"""Tokenization of conversations in parallel; the result does not depend on the number of processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from draftworks.errors import ConfigError, DataError
 CHUNK = 256
 """Conversations sent to a process at a time."""
 PER_PROCESS = 2000
-"""A further process is started for so many conversations: it takes seconds to import the tokenizer."""
+"""Conversations per process: starting one takes seconds, to import the tokenizer."""
 
 Progress = Callable[[str], None]
 """Called with one line after each chunk."""
@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TokenizeResult:
-    """Samples in the order of their conversations, and what was lost on the way."""
+    """Samples in the order of their conversations, and counts of what was cut or rejected."""
 
     rows: tuple[TokenRow, ...]
     cut_samples: int
@@ -39,18 +39,18 @@ class TokenizeResult:
     rejected: tuple[RejectedSample, ...]
 
     def counts(self) -> dict[str, Any]:
-        """What was cut and rejected, for the summary of `write_tokens`."""
+        """Return what was cut and rejected, for the summary of `write_tokens`."""
         cut = {"cut_samples": self.cut_samples, "cut_supervised_tokens": self.cut_supervised_tokens}
         return {**cut, **count_rejections(self.rejected)}
 
     @property
     def supervised_share(self) -> float:
-        """Supervised tokens per token, to be compared with `min_supervised_share`."""
+        """Supervised tokens per token, compared with `min_supervised_share`."""
         return sum(row.supervised for row in self.rows) / max(sum(len(row) for row in self.rows), 1)
 
 
 class _Work(NamedTuple):
-    """What a process must know."""
+    """What a worker process needs."""
 
     target: TargetFiles
     only_last_turn: bool
@@ -87,18 +87,18 @@ def tokenize(
 
 
 def cut_rows(rows: Iterable[TokenRow], target: TargetFiles, data: DataSpec, max_length: int) -> TokenizeResult:
-    """Pre-tokenized rows under the same length limit; errors as `tokenize`."""
+    """Cut pre-tokenized rows to the same length limit; errors as `tokenize`."""
     check_length(target, max_length)
     items = list(rows)
     return _collect(
-        [[_fitted(row.sample_id, lambda row=row: row, max_length) for row in items]],
+        [[_cut_or_reject(row.sample_id, lambda row=row: row, max_length) for row in items]],
         len(items),
         data.max_rejected_share,
     )
 
 
 def check_length(target: TargetFiles, max_length: int) -> None:
-    """ConfigError if samples of `max_length` tokens do not fit the target's context."""
+    """Raise ConfigError if samples of `max_length` tokens do not fit the target's context."""
     if max_length > target.context:
         raise ConfigError(
             f"target {target.name}: max_length {max_length} is longer than the model's context of {target.context}"
@@ -109,27 +109,27 @@ def check_length(target: TargetFiles, max_length: int) -> None:
 def _collect(
     chunks: Iterable[Sequence[CutRow | RejectedSample]], total: int, limit: float, progress: Progress | None = None
 ) -> TokenizeResult:
-    fitted: list[CutRow] = []
+    kept: list[CutRow] = []
     rejected: list[RejectedSample] = []
     for chunk in chunks:
         for each in chunk:
             if isinstance(each, RejectedSample):
                 rejected.append(each)
             else:
-                fitted.append(each)
+                kept.append(each)
         if progress is not None:
-            progress(f"tokenized {len(fitted) + len(rejected):,} of {total:,} conversations")
+            progress(f"tokenized {len(kept) + len(rejected):,} of {total:,} conversations")
     check_rejected(rejected, total, limit)
     return TokenizeResult(
-        rows=tuple(each.row for each in fitted),
-        cut_samples=sum(each.was_cut for each in fitted),
-        cut_supervised_tokens=sum(each.cut_supervised for each in fitted),
+        rows=tuple(each.row for each in kept),
+        cut_samples=sum(each.was_cut for each in kept),
+        cut_supervised_tokens=sum(each.cut_supervised for each in kept),
         rejected=tuple(rejected),
     )
 
 
 def _in_processes(work: _Work, chunks: list[list[Conversation]], processes: int) -> Iterator[list]:
-    """Encoded chunks in order. Processes are spawned: a fork of a process with threads (a Dagster step) may hang."""
+    """Yield encoded chunks in order. Workers are spawned: forking a process with threads (a Dagster step) may hang."""
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(processes, mp_context=context, initializer=enter_worker) as pool:
@@ -141,9 +141,9 @@ def _in_processes(work: _Work, chunks: list[list[Conversation]], processes: int)
 
 
 def enter_worker() -> None:
-    """Prepare a tokenizer process: one thread, and it ends with its parent even if that is killed.
+    """Initialise a tokenizer process: one thread, and an exit when its parent dies, even by a kill.
 
-    The pool alone does not see to that: its processes hold both ends of their queue and would wait for ever.
+    The pool alone does not ensure that: its processes hold both ends of their queue and would wait for ever.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -164,7 +164,7 @@ def _tokenizer(target: TargetFiles, thinking: bool | None) -> ChatTokenizer:
 def _encode_chunk(work: _Work, conversations: Sequence[Conversation]) -> list[CutRow | RejectedSample]:
     chat = _tokenizer(work.target, work.thinking)
     encode = partial(_encode, chat, work.only_last_turn)
-    return [_fitted(each.id, partial(encode, each), work.max_length) for each in conversations]
+    return [_cut_or_reject(each.id, partial(encode, each), work.max_length) for each in conversations]
 
 
 def _encode(chat: ChatTokenizer, only_last_turn: bool, conversation: Conversation) -> TokenRow:
@@ -172,7 +172,7 @@ def _encode(chat: ChatTokenizer, only_last_turn: bool, conversation: Conversatio
     return TokenRow(conversation.id, encoded.input_ids, encoded.loss_mask, conversation.columns)
 
 
-def _fitted(sample_id: str, make: Callable[[], TokenRow], max_length: int) -> CutRow | RejectedSample:
+def _cut_or_reject(sample_id: str, make: Callable[[], TokenRow], max_length: int) -> CutRow | RejectedSample:
     try:
         return cut_to_length(make(), max_length)
     except DataError as error:

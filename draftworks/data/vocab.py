@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _MOST_BYTES = 1 << 30
 
-AGAIN = "Make it again; where it is part of a draft, train the draft again"
+REMAKE_ADVICE = "Make it again; where it is part of a draft, train the draft again"
 
 
 @dataclass(frozen=True, eq=False)
 class VocabMapping:
-    """Between V_d draft ids, ascending in target id, and V target ids.
+    """Mapping between V_d draft ids, ascending in target id, and V target ids.
 
     Attributes:
         d2t: int64 (V_d,) offsets: target id = draft id + d2t[draft id].
@@ -40,11 +40,11 @@ class VocabMapping:
 
     @property
     def digest(self) -> str:
-        """Content digest: of both vocabulary sizes and the ids that are kept."""
+        """Content digest of both vocabulary sizes and the kept ids."""
         return digest([len(self.t2d), self.target_ids.tolist()])
 
     def coverage(self, counts: np.ndarray) -> float:
-        """Share of counted tokens that the draft can predict; 0 if nothing was counted."""
+        """Return the share of counted tokens that the draft can predict; 0 if nothing was counted."""
         total = int(counts.sum())
         return float(counts[self.t2d].sum() / total) if total else 0.0
 
@@ -57,7 +57,7 @@ class VocabMapping:
 
     @classmethod
     def load(cls, path: Path) -> VocabMapping:
-        """Read and check what `save` wrote.
+        """Load and check what `save` wrote.
 
         Raises:
             StoreError: missing, unreadable, of other shapes or dtypes, or the two tensors contradict each other.
@@ -68,15 +68,15 @@ class VocabMapping:
         try:
             tensors = load(read_bytes(path, _MOST_BYTES))
         except (OSError, ValueError, SafetensorError) as error:
-            raise StoreError(f"{path}: the vocabulary mapping cannot be read ({error}). {AGAIN}") from error
-        problem = _inconsistency(tensors)
+            raise StoreError(f"{path}: the vocabulary mapping cannot be read ({error}). {REMAKE_ADVICE}") from error
+        problem = _find_inconsistency(tensors)
         if problem:
-            raise StoreError(f"{path}: not a vocabulary mapping: {problem}. {AGAIN}")
+            raise StoreError(f"{path}: not a vocabulary mapping: {problem}. {REMAKE_ADVICE}")
         return cls(tensors["d2t"], tensors["t2d"])
 
 
 def count_supervised_tokens(tokens: TokenizedSet, vocab_size: int) -> np.ndarray:
-    """How often each target id is supervised, int64 (V,).
+    """Return how often each target id is supervised, int64 (V,).
 
     Raises:
         DataError: an id is outside the vocabulary.
@@ -91,7 +91,7 @@ def count_supervised_tokens(tokens: TokenizedSet, vocab_size: int) -> np.ndarray
 
 
 def build_vocab_mapping(counts: np.ndarray, draft_vocab_size: int) -> VocabMapping:
-    """The most frequent ids; equally frequent ones (also those that never occur) by lowest id.
+    """Return the mapping of the most frequent ids; equally frequent ones (also unseen ones) by lowest id.
 
     Args:
         counts: supervised occurrences of each target id, (V,).
@@ -112,8 +112,8 @@ def build_vocab_mapping(counts: np.ndarray, draft_vocab_size: int) -> VocabMappi
     return VocabMapping(d2t=used - np.arange(draft_vocab_size), t2d=t2d)
 
 
-def _inconsistency(tensors: dict[str, np.ndarray]) -> str | None:
-    """What is wrong with loaded tensors, or None."""
+def _find_inconsistency(tensors: dict[str, np.ndarray]) -> str | None:
+    """Return what is wrong with loaded tensors, or None."""
     if set(tensors) != {"d2t", "t2d"}:
         return f"expected the tensors d2t and t2d, found {sorted(tensors)}"
     for name, dtype in (("d2t", np.int64), ("t2d", np.bool_)):

@@ -41,9 +41,7 @@ class JoinedStore(FeatureStore):
         self.lease_bound = store.lease_bound
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
-        """Fetch as `FeatureStore.get`; StoreError also for a sample without tokens or a feature not of one row per
-        token.
-        """
+        """Fetch as `FeatureStore.get`; StoreError also if the sample has no tokens or a feature not one row per token."""
         try:
             row = self._tokens.by_id(ref.sample_id)
         except StoreError as error:
