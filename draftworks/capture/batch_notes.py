@@ -51,7 +51,7 @@ class BatchNote:
         Raises:
             StoreError: the note cannot be written or read.
         """
-        path = _path(run, tokens)
+        path = _find_note(run, tokens)
         begun = cls(world, tuple(sorted(job.row for job in plan.jobs)))
         try:
             known = cls._read(path, len(tokens))
@@ -73,9 +73,9 @@ class BatchNote:
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, RecursionError):
-            return _ignored(path)
+            return _discard_unreadable(path)
         sound = all(type(n) is int for n in (world, *rows)) and world > 0 and list(rows) == sorted(set(rows))
-        return cls(world, rows) if sound and all(0 <= row < samples for row in rows) else _ignored(path)
+        return cls(world, rows) if sound and all(0 <= row < samples for row in rows) else _discard_unreadable(path)
 
 
 def cut_batches(
@@ -97,7 +97,7 @@ def cut_batches(
     lacking = {job.row: job for job in plan.jobs}
     shares: list[list[SampleJob]] = [[] for _ in range(begun.world)]
     for row in begun.rows:
-        job = lacking.pop(row, None) or _whole(plan.streams, tokens, row)
+        job = lacking.pop(row, None) or _make_whole_job(plan.streams, tokens, row)
         shares[job.owner(begun.world)].append(job)
     cut_then = [[*make_batches(share, limit)] for share in shares]
     mine = cut_then[rank] if begun.world == world else [each for share in cut_then for each in share][rank::world]
@@ -108,15 +108,15 @@ def cut_batches(
 
 def remove_note(run: CaptureRun, tokens: Sequence[TokenRow]) -> None:
     """Remove the note of a capture that is complete."""
-    _path(run, tokens).unlink(missing_ok=True)
+    _find_note(run, tokens).unlink(missing_ok=True)
 
 
-def _whole(streams: StreamPlan, tokens: Sequence[TokenRow], row: int) -> SampleJob:
+def _make_whole_job(streams: StreamPlan, tokens: Sequence[TokenRow], row: int) -> SampleJob:
     sample = tokens[row]
     return SampleJob(row, sample.sample_id, len(sample.input_ids), streams.make_keys(sample.token_digest), ())
 
 
-def _path(run: CaptureRun, tokens: Sequence[TokenRow]) -> Path:
+def _find_note(run: CaptureRun, tokens: Sequence[TokenRow]) -> Path:
     """By what is to be captured, and what decides how it is cut."""
     streams = StreamPlan.of(run)
     content = hashlib.sha256()
@@ -143,7 +143,7 @@ def _publish_once(path: Path, value: Any) -> None:
         own.unlink(missing_ok=True)
 
 
-def _ignored(path: Path) -> None:
+def _discard_unreadable(path: Path) -> None:
     log.warning("%s is unreadable and was removed: what is missing is cut into batches anew", path)
     path.unlink(missing_ok=True)
 

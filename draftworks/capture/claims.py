@@ -61,10 +61,10 @@ class Claims:
 
     def _claim(self, claim: Path, lock: FileLock, keys: frozenset[str]) -> Claimed:
         self._folder.mkdir(exist_ok=True)
-        with self._alone():
+        with self._lock_folder():
             left, busy = keys, None
             for path in self._folder.glob("*.keys"):
-                others = _living_claim(path)
+                others = _read_living_claim(path)
                 if not left.isdisjoint(others):
                     left, busy = left - others, path.with_suffix(".lock")
             lock.acquire(timeout=0)
@@ -79,12 +79,12 @@ class Claims:
         claim.with_suffix(".lock").unlink(missing_ok=True)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _lock_folder(self) -> Iterator[None]:
         with hold_lock(self._folder / "all.lock", f"another process is looking at {self._folder}: waiting for it"):
             yield
 
 
-def _living_claim(path: Path) -> frozenset[str]:
+def _read_living_claim(path: Path) -> frozenset[str]:
     """The keys of a claim whose process lives; that of a dead one is removed."""
     lock = FileLock(path.with_suffix(".lock"))
     try:
@@ -119,15 +119,15 @@ def share_out(
         later: list[Batches] = []
         busy: Path | None = None
         for window in left:
-            keys = _keys_of(window)
+            keys = _collect_keys(window)
             with claims.take(keys) as taken:
                 store.refresh()
                 lacking = frozenset(store.find_missing(keys))
-                own = _only(window, lacking & taken.own, whole)
+                own = _restrict(window, lacking & taken.own, whole)
                 if own:
                     yield own
                     store.flush()
-            theirs = _only(window, lacking - taken.own, whole)
+            theirs = _restrict(window, lacking - taken.own, whole)
             if theirs:
                 later.append(theirs)
                 busy = taken.busy or busy
@@ -142,16 +142,16 @@ def _wait(busy: Path, samples: int) -> None:
         busy.unlink(missing_ok=True)
 
 
-def _keys_of(window: Batches) -> set[str]:
+def _collect_keys(window: Batches) -> set[str]:
     return {job.keys[name] for batch in window for job in batch for name in job.missing}
 
 
-def _only(window: Batches, keys: frozenset[str], whole: bool) -> Batches:
+def _restrict(window: Batches, keys: frozenset[str], whole: bool) -> Batches:
     """The window without what is not among the keys, and without batches of which nothing is left."""
-    trimmed = [[_trimmed(job, keys) for job in batch] for batch in window]
+    trimmed = [[_restrict_job(job, keys) for job in batch] for batch in window]
     kept = [[job for job in batch if whole or job.missing] for batch in trimmed]
     return [batch for batch in kept if any(job.missing for job in batch)]
 
 
-def _trimmed(job: SampleJob, keys: frozenset[str]) -> SampleJob:
+def _restrict_job(job: SampleJob, keys: frozenset[str]) -> SampleJob:
     return replace(job, missing=tuple(name for name in job.missing if job.keys[name] in keys))

@@ -115,7 +115,7 @@ def plan_capture(run: CaptureRun, tokens: Sequence[TokenRow], store: KeyedFeatur
     """
     streams = StreamPlan.of(run)
     for row in tokens:
-        _check_row(row, run)
+        _check_sample(row, run)
     keys_of_rows = [streams.make_keys(row.token_digest) for row in tokens]
     lacking = set(store.find_missing(key for keys in keys_of_rows for key in keys.values()))
     jobs, nbytes = [], 0
@@ -138,7 +138,7 @@ def require_budget(plan: CapturePlan, run: CaptureRun) -> None:
             f"capture.budget_gb = {run.capture.budget_gb:g}. Raise the budget, or use fewer samples "
             "(data.max_conversations), shorter ones (max_length) or fewer taps. Nothing was stored."
         )
-    free = shutil.disk_usage(_existing(run.store.root)).free
+    free = shutil.disk_usage(_find_existing(run.store.root)).free
     if plan.nbytes > free:
         raise CaptureError(
             f"target {run.target.name}: capturing {run.tokens} would store {plan.nbytes / GB:.3f} GB, but the disk of "
@@ -175,7 +175,7 @@ def make_windows(
         yield window
 
 
-def _check_row(row: TokenRow, run: CaptureRun) -> None:
+def _check_sample(row: TokenRow, run: CaptureRun) -> None:
     count = len(row.input_ids)
     where = f"target {run.target.name}, sample {row.sample_id}"
     if not 0 < count <= run.target.context:
@@ -191,7 +191,7 @@ def _check_row(row: TokenRow, run: CaptureRun) -> None:
         )
 
 
-def _existing(path: Path) -> Path:
+def _find_existing(path: Path) -> Path:
     path = path.resolve()
     while not path.exists():
         path = path.parent

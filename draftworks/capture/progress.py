@@ -35,11 +35,11 @@ class Progress:
 
     def summarize(self) -> dict[str, float | int | str]:
         """The figures worth a line of a log."""
-        eta = "?" if self.eta_s is None else _duration(self.eta_s)
+        eta = "?" if self.eta_s is None else _format_duration(self.eta_s)
         return {self.unit: f"{self.done}/{self.total}", "tokens/s": round(self.tokens_per_s), "eta": eta}
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     """The two largest units: 40s, 3m05s, 2h30m, 4d06h."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

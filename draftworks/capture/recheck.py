@@ -86,18 +86,20 @@ class _Pair:
         pair = cls(
             rows_equal_tokens=rows_equal,
             finite=all(bool(torch.isfinite(stream).all()) for stream in stored.values()),
-            feature_difference=max(_difference(fresh[name], stored[name]) for name in stored) if rows_equal else 1.0,
-            head_difference=_head_difference(engine, row, stored["last"]) if rows_equal else 1.0,
+            feature_difference=max(_measure_difference(fresh[name], stored[name]) for name in stored)
+            if rows_equal
+            else 1.0,
+            head_difference=_measure_head_difference(engine, row, stored["last"]) if rows_equal else 1.0,
         )
         store.release(handle)
         return pair
 
 
-def _head_difference(engine: TargetEngine, row: list[int], last: Tensor) -> float:
+def _measure_head_difference(engine: TargetEngine, row: list[int], last: Tensor) -> float:
     expected = engine.logits([row])[0]
-    return _difference(expected, engine.head_logits(last[-len(expected) :]))
+    return _measure_difference(expected, engine.head_logits(last[-len(expected) :]))
 
 
-def _difference(expected: Tensor, found: Tensor) -> float:
+def _measure_difference(expected: Tensor, found: Tensor) -> float:
     scale = max(float(expected.double().abs().max()), 1e-12)
     return float((expected.double() - found.double()).abs().max()) / scale

@@ -133,10 +133,10 @@ def write_manifest(
     """
     store = open_store(run.store)
     streams = StreamPlan.of(run)
-    refs = [_ref(run, streams, store, row, index) for index, row in enumerate(tokens)]
+    refs = [_make_ref(run, streams, store, row, index) for index, row in enumerate(tokens)]
     missing = set(store.find_missing(key for ref in refs for key in ref.feature_keys.values()))
     lacking = [ref for ref in refs if not missing.isdisjoint(ref.feature_keys.values())]
-    excused = _quarantined(run, refs, failed)
+    excused = _quarantine(run, refs, failed)
     unexplained = [ref.sample_id for ref in lacking if ref.sample_id not in excused]
     if unexplained:
         raise StoreError(
@@ -144,12 +144,12 @@ def write_manifest(
             "capture again, only what is missing will be captured"
         )
     left = [ref for ref in refs if ref.sample_id not in excused]
-    manifest = write_feature_set(run.out, left, _identity(run, streams), streams.names, store.uri)
+    manifest = write_feature_set(run.out, left, _make_identity(run, streams), streams.names, store.uri)
     remove_note(run, tokens)
     return manifest
 
 
-def _quarantined(run: CaptureRun, refs: Sequence[SampleRef], failed: Sequence[RejectedSample]) -> set[str]:
+def _quarantine(run: CaptureRun, refs: Sequence[SampleRef], failed: Sequence[RejectedSample]) -> set[str]:
     """Ids of the samples to leave out: those that failed, and those with the same tokens."""
     if not failed:
         return set()
@@ -162,11 +162,11 @@ def _quarantined(run: CaptureRun, refs: Sequence[SampleRef], failed: Sequence[Re
     ]
     write_rejected(run.out / QUARANTINE_FILE, rejected)
     if len(rejected) > run.capture.max_failed_share * len(refs) or len(rejected) == len(refs):
-        raise _too_many(run, rejected, len(refs))
+        raise _make_too_many_error(run, rejected, len(refs))
     return {each.sample_id for each in rejected}
 
 
-def _too_many(run: CaptureRun, failed: Sequence[RejectedSample], samples: int) -> CaptureError:
+def _make_too_many_error(run: CaptureRun, failed: Sequence[RejectedSample], samples: int) -> CaptureError:
     first = failed[0]
     return CaptureError(
         f"target {run.target.name}: {len(failed)} of {samples} samples have no sound features, more than "
@@ -259,7 +259,7 @@ class _Session:
             self._progress(Progress("samples", self._done, len(self._jobs), share, self._tokens_done, seconds))
 
     def _capture(self, engine: TargetEngine, batch: Sequence[SampleJob], verify_head: bool) -> None:
-        captured = self._sound(engine, batch)
+        captured = self._capture_sound(engine, batch)
         if verify_head:
             self._verify_head(engine, captured[:VERIFIED_SAMPLES])
         for each in captured:
@@ -267,7 +267,7 @@ class _Session:
         if self._confirm is None or self._held_bytes >= self._run.capture.shard_mb << 20:
             self._store_held(engine)
 
-    def _sound(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[_Captured]:
+    def _capture_sound(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[_Captured]:
         """Features of the samples of a batch that have sound ones; the others are noted.
 
         An engine's error does not say which sample it is about, so that each half of the batch is then tried by itself.
@@ -283,7 +283,7 @@ class _Session:
             if len(batch) > 1:
                 halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
                 asked = [part for part in halves if any(job.missing for job in part)]
-                return [each for part in asked for each in self._sound(engine, part)]
+                return [each for part in asked for each in self._capture_sound(engine, part)]
             self._note_failure(batch[0], CaptureError(f"sample {batch[0].sample_id}: {error}"))
             return []
         sound = []
@@ -305,7 +305,7 @@ class _Session:
         if len(self._failed) > self._run.capture.max_failed_share * self._plan.samples:
             if len(self._failed) == 1:
                 raise error
-            raise _too_many(self._run, self._failed, self._plan.samples) from error
+            raise _make_too_many_error(self._run, self._failed, self._plan.samples) from error
 
     def _verify_head(self, engine: TargetEngine, captured: Sequence[_Captured]) -> None:
         beginnings = [each.row[:VERIFIED_TOKENS] for each in captured]
@@ -344,11 +344,11 @@ class _Session:
         self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _ref(run: CaptureRun, streams: StreamPlan, store: KeyedFeatureStore, row: TokenRow, index: int) -> SampleRef:
+def _make_ref(run: CaptureRun, streams: StreamPlan, store: KeyedFeatureStore, row: TokenRow, index: int) -> SampleRef:
     specs = streams.make_specs(len(row.input_ids))
     return SampleRef(
         sample_id=row.sample_id,
-        run_id=digest(_identity(run, streams)),
+        run_id=digest(_make_identity(run, streams)),
         source_task_id=row.sample_id,
         feature_store_uri=store.uri,
         feature_keys=streams.make_keys(row.token_digest),
@@ -361,7 +361,7 @@ def _ref(run: CaptureRun, streams: StreamPlan, store: KeyedFeatureStore, row: To
     )
 
 
-def _identity(run: CaptureRun, streams: StreamPlan) -> dict[str, str | int | bool]:
+def _make_identity(run: CaptureRun, streams: StreamPlan) -> dict[str, str | int | bool]:
     last = streams.streams[-1]
     assert not isinstance(last, LayerTap), "`last` is the last stream of a plan"
     return {

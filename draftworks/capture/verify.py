@@ -40,10 +40,10 @@ def verify_capture(config: CaptureConfig, sample_id: str, streams: Mapping[str, 
             raise CaptureError(f"{where}: all {tensor.numel()} values are zero, expected hidden states")
         if not torch.isfinite(tensor).all():
             count = int((~torch.isfinite(tensor)).sum())
-            raise CaptureError(f"{where}: {count} of {tensor.numel()} values are not finite. {_remedy(config.dtype)}")
+            raise CaptureError(f"{where}: {count} of {tensor.numel()} values are not finite. {_advise(config.dtype)}")
 
 
-def _remedy(dtype: str) -> str:
+def _advise(dtype: str) -> str:
     if dtype == "float32":
         return "It was computed in float32: the engine may have built another model than config.json says"
     return f"Capture with compute_dtype float32 instead of {dtype}, or leave the sample out"

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from draftworks.config.base import Dtype, Spec
 from draftworks.config.sglang import ServerSpec
 
-_SAME_NUMBERS = {"sglang": "sglang_server"}
+_SAME_ENGINE = {"sglang": "sglang_server"}
 """SGLang is SGLang, in this process or behind HTTP: the one backend's results are good for the other."""
 
 
@@ -73,7 +73,7 @@ class CaptureSpec(Spec):
     )
 
     @model_validator(mode="after")
-    def _engine_of_the_backend(self) -> CaptureSpec:
+    def _check_backend(self) -> CaptureSpec:
         if self.backend == "custom" and self.custom is None:
             raise ValueError("backend custom needs the key custom, with entry_point and engine")
         if self.backend != "custom" and self.custom is not None:
@@ -90,7 +90,7 @@ class CaptureSpec(Spec):
         """Who computes, for the identities of results."""
         if self.custom is not None:
             return f"custom:{self.custom.engine}/{self.custom.numerics}"
-        return _SAME_NUMBERS.get(self.backend, self.backend)
+        return _SAME_ENGINE.get(self.backend, self.backend)
 
     @property
     def inside_sglang(self) -> bool:

@@ -19,28 +19,28 @@ class CronField:
     high: int
     names: tuple[str, ...] = ()
 
-    def values(self, text: str) -> set[int]:
+    def parse(self, text: str) -> set[int]:
         """The numbers that a field's text stands for.
 
         Raises:
             ValueError: it stands for none, or for one outside the field.
         """
-        return {value for item in text.split(",") for value in self._of_item(item)}
+        return {value for item in text.split(",") for value in self._parse_item(item)}
 
-    def _of_item(self, item: str) -> range:
+    def _parse_item(self, item: str) -> range:
         found = ITEM.fullmatch(item)
         if found is None:
             raise ValueError(f"{self.name}: expected *, a number, a range a-b or a list, each with an optional /step")
-        step = self._number(found["step"], 1, self.high) if found["step"] else 1
+        step = self._parse_number(found["step"], 1, self.high) if found["step"] else 1
         if found["all"]:
             return range(self.low, self.high + 1, step)
-        first = self._number(found["first"], self.low, self.high)
-        last = self._number(found["last"], self.low, self.high) if found["last"] else first
+        first = self._parse_number(found["first"], self.low, self.high)
+        last = self._parse_number(found["last"], self.low, self.high) if found["last"] else first
         if last < first:
             raise ValueError(f"{self.name}: the range {item} ends before it begins")
         return range(first, (self.high if found["step"] and not found["last"] else last) + 1, step)
 
-    def _number(self, text: str, low: int, high: int) -> int:
+    def _parse_number(self, text: str, low: int, high: int) -> int:
         named = dict(zip(self.names, range(self.low, self.high + 1)))
         number = int(text) if text.isdigit() else named.get(text.lower())
         if number is None or not low <= number <= high:
@@ -69,7 +69,7 @@ def parse_cron(text: str) -> str:
     if len(parts) != len(FIELDS):
         names = ", ".join(field.name for field in FIELDS)
         raise ValueError(f"expected a cron expression of five fields ({names}), found {len(parts)}")
-    _, _, days, months, _ = (field.values(part) for field, part in zip(FIELDS, parts))
+    _, _, days, months, _ = (field.parse(part) for field, part in zip(FIELDS, parts))
     if parts[4] == "*" and min(days) > max(LONGEST_MONTHS[month] for month in months):
         raise ValueError(f"no month of {sorted(months)} has a day {min(days)}: this time never comes")
     return " ".join(parts)

@@ -34,7 +34,7 @@ class LayerOptions(StrategyOptions):
 
     @field_validator("rope")
     @classmethod
-    def _says_which_rope(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _check_rope(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         if value is None:
             return None
         kind = value.get("rope_type")

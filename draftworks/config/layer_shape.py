@@ -11,7 +11,7 @@ from draftworks.config.layer_options import ROPE_KEYS
 
 _FULL = "full_attention"
 _THETA, _EPS = 10000.0, 1e-6
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+_IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
 """Rope parameters that only tell the positions of images apart: in text all of a token's positions are one."""
 _SCALED_EMBEDDINGS = ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text")
 """Model types whose embedding module gives rows times sqrt(hidden_size)."""
@@ -47,7 +47,12 @@ def choose_layer_shape(config: Any) -> LayerShape:
     """The layers of a draft for a target of this configuration, the text part where it is a wrapper's."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim, width, eps, rope = _head_dim(config), _intermediate_size(config), _norm_eps(config), choose_rope(config)
+    head_dim, width, eps, rope = (
+        _choose_head_dim(config),
+        _choose_intermediate_size(config),
+        _choose_norm_eps(config),
+        choose_rope(config),
+    )
     return LayerShape(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -75,7 +80,9 @@ def choose_rope(config: Any) -> _Choice:
         reasons.append(f"that of {chosen} layers, since the target has one for each of {', '.join(per_type)}")
     partial = found.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        found = {name: value for name, value in found.items() if name not in ("partial_rotary_factor", *_OF_IMAGES)}
+        found = {
+            name: value for name, value in found.items() if name not in ("partial_rotary_factor", *_IMAGE_ROPE_KEYS)
+        }
         reasons.append(f"over whole heads, of which the target turns {partial:g}")
     if not found:
         return _Choice({"rope_type": "default", "rope_theta": _THETA}, f"rope: theta {_THETA:g}, the target has none")
@@ -86,14 +93,14 @@ def choose_rope(config: Any) -> _Choice:
     return _Choice(found, f"rope: {'; '.join(reasons)}" if reasons else None)
 
 
-def _head_dim(config: Any) -> _Choice:
+def _choose_head_dim(config: Any) -> _Choice:
     found = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if found % 2 == 0:
         return _Choice(found)
     return _Choice(found + 1, f"head_dim: {found + 1}, since rotary positions turn pairs and the target's is {found}")
 
 
-def _intermediate_size(config: Any) -> _Choice:
+def _choose_intermediate_size(config: Any) -> _Choice:
     """A mixture of experts that has no dense layer does not say one: as wide as the experts that a token goes through."""
     dense = getattr(config, "intermediate_size", None)
     if isinstance(dense, int):
@@ -109,7 +116,7 @@ def _intermediate_size(config: Any) -> _Choice:
     return _Choice(width, f"intermediate_size: {width}, 8/3 of hidden_size, since the target's config has none")
 
 
-def _norm_eps(config: Any) -> _Choice:
+def _choose_norm_eps(config: Any) -> _Choice:
     found = getattr(config, "rms_norm_eps", None)
     return (
         _Choice(_EPS, f"rms_norm_eps: {_EPS:g}, since the target's config has none")

@@ -106,7 +106,7 @@ class TrainingSpec(Spec):
     tensorboard: bool = Field(default=False, description="Also write event files beside the draft.")
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> TrainingSpec:
+    def _check_batch(self) -> TrainingSpec:
         if self.pack_tokens is not None:
             return self
         share = self.micro_batch_size * self.processes
@@ -118,7 +118,7 @@ class TrainingSpec(Spec):
         return self
 
     @model_validator(mode="after")
-    def _rows_for_all(self) -> TrainingSpec:
+    def _check_packing(self) -> TrainingSpec:
         if self.pack_tokens is not None and self.global_batch_size < self.processes:
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} leaves some of {self.processes} processes without a sample"
@@ -128,7 +128,7 @@ class TrainingSpec(Spec):
         return self
 
     @model_validator(mode="after")
-    def _patience_looks(self) -> TrainingSpec:
+    def _check_patience(self) -> TrainingSpec:
         if self.patience and not self.eval_every:
             raise ValueError(f"patience {self.patience} counts evaluations, but eval_every is 0: set eval_every too")
         return self
@@ -151,7 +151,7 @@ class LoopSpec(Spec):
 
     @field_validator("temperatures")
     @classmethod
-    def _not_negative(cls, value: list[float]) -> list[float]:
+    def _check_temperatures(cls, value: list[float]) -> list[float]:
         if any(temperature < 0 for temperature in value):
             raise ValueError(f"a temperature is at least 0, found {value}")
         return value
@@ -251,7 +251,7 @@ class TargetSpec(Spec):
         return self.revision is not None
 
     @model_validator(mode="after")
-    def _pinned(self) -> TargetSpec:
+    def _check_commits(self) -> TargetSpec:
         for what, commit in (("revision", self.revision), ("tokenizer_revision", self.tokenizer_revision)):
             if commit is not None and not COMMIT.fullmatch(commit):
                 raise ValueError(f"{what} must be a commit of 40 hex digits, found {commit!r}: branches and tags move")
@@ -307,7 +307,7 @@ class FeaturesSpec(Spec):
     )
 
     @model_validator(mode="after")
-    def _shared_somewhere(self) -> FeaturesSpec:
+    def _check_root(self) -> FeaturesSpec:
         if self.kind == "shared_dir" and self.root is None:
             raise ValueError("kind shared_dir needs a root: the existing folder that every machine mounts")
         return self

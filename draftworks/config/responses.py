@@ -43,7 +43,7 @@ class EndpointSpec(Spec):
         return parse_urls(value)
 
     @model_validator(mode="after")
-    def _ids_of_servers_that_have_them(self) -> EndpointSpec:
+    def _check_token_ids(self) -> EndpointSpec:
         if self.server == "openai" and self.token_ids:
             raise ValueError(
                 "server openai gives no token ids: set token_ids to false, and labels are the answer's text, tokenized again"
@@ -83,7 +83,7 @@ class ResponseSpec(Spec):
     )
 
     @model_validator(mode="after")
-    def _asked_for_what_can_be_said(self) -> ResponseSpec:
+    def _check_endpoint(self) -> ResponseSpec:
         if self.endpoint is None:
             return self
         if self.mode == "passthrough":

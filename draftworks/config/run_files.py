@@ -76,7 +76,7 @@ class RunFile(Spec):
     @classmethod
     def load(cls: type[SpecType], path: Path) -> SpecType:
         """Read and validate; relative paths are taken from the folder of `path`."""
-        return _anchored(load_yaml(path, cls), path.resolve().parent)
+        return _resolve_paths(load_yaml(path, cls), path.resolve().parent)
 
     @property
     def longest_wait_s(self) -> float:
@@ -219,14 +219,14 @@ class ServeRun(TargetRun):
     resamples: int = Field(default=2000, ge=100, description="Of the bootstrap.")
 
 
-def _anchored(spec: SpecType, base: Path) -> SpecType:
+def _resolve_paths(spec: SpecType, base: Path) -> SpecType:
     """The spec with every relative path in it, nested ones too, taken from `base`."""
     moved: dict[str, Any] = {}
     for name, value in spec:
         if isinstance(value, Path):
             moved[name] = base / value  # an absolute path stays as it is
         elif isinstance(value, Spec):
-            moved[name] = _anchored(value, base)
+            moved[name] = _resolve_paths(value, base)
         elif isinstance(value, list) and all(isinstance(each, Path) for each in value):
             moved[name] = [base / each for each in value]
     return spec.model_copy(update=moved)

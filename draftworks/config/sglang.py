@@ -64,7 +64,7 @@ class StartedServer(Spec):
 
     @field_validator("args")
     @classmethod
-    def _none_of_ours(cls, value: list[str]) -> list[str]:
+    def _refuse_reserved(cls, value: list[str]) -> list[str]:
         taken = [word for word in value if word.split("=")[0] in RESERVED_ARGUMENTS]
         if taken:
             raise ValueError(
@@ -109,7 +109,7 @@ class ServerSpec(StartedServer):
         return parse_urls(value)
 
     @model_validator(mode="after")
-    def _yours_or_ours(self) -> ServerSpec:
+    def _check_external(self) -> ServerSpec:
         if self.url is not None and self.urls:
             raise ValueError("url and urls say the same thing: put every address into urls")
         if bool(self.external) != (self.spool is not None):

@@ -91,7 +91,7 @@ class ExportSpec:
         return f"the target multiplies its embeddings by {scale:.4g}, of which this format's loaders know nothing"
 
 
-def _no_packing(options: StrategyOptions) -> str | None:
+def _refuse_packing(options: StrategyOptions) -> str | None:
     return "does not know packed samples"
 
 
@@ -126,7 +126,7 @@ class StrategySpec:
     uses_vocab_mapping: bool = False
     check: Callable[[Any, TargetSizes], None] | None = None
     divides_heads: bool = False
-    unpackable: Callable[[Any], str | None] = _no_packing
+    unpackable: Callable[[Any], str | None] = _refuse_packing
     exports: tuple[ExportSpec, ...] = ()
 
     def list_features(self, num_layers: int, options: StrategyOptions) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ class StrategySpec:
         """The export format of that name; ConfigError with the closest names for an unknown one."""
         formats = {spec.name: spec for spec in self.exports}
         if name not in formats:
-            raise ConfigError(f"strategy {self.name} has no export format {name!r}: {_known(name, formats)}")
+            raise ConfigError(f"strategy {self.name} has no export format {name!r}: {_suggest_names(name, formats)}")
         return formats[name]
 
     def find_refusals(
@@ -212,7 +212,7 @@ def resolve_strategy(name: str) -> StrategySpec:
     """The strategy of that name; ConfigError with the closest names for an unknown one."""
     known = available_strategies()
     if name not in known:
-        raise ConfigError(f"unknown strategy {name!r}: {_known(name, known)}")
+        raise ConfigError(f"unknown strategy {name!r}: {_suggest_names(name, known)}")
     return _REGISTRY[name]
 
 
@@ -220,7 +220,7 @@ def resolve_export(name: str) -> ExportSpec:
     """The export format of that name, of any strategy; ConfigError with the closest names for an unknown one."""
     formats = {export.name: export for strategy in available_strategies() for export in _REGISTRY[strategy].exports}
     if name not in formats:
-        raise ConfigError(f"unknown export format {name!r}: {_known(name, formats)}")
+        raise ConfigError(f"unknown export format {name!r}: {_suggest_names(name, formats)}")
     return formats[name]
 
 
@@ -230,7 +230,7 @@ def available_strategies() -> tuple[str, ...]:
     return tuple(sorted(_REGISTRY))
 
 
-def _known(name: str, known: Iterable[str]) -> str:
+def _suggest_names(name: str, known: Iterable[str]) -> str:
     """For the error about an unknown name: those it may have been meant for, and all there are."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=2)

@@ -55,7 +55,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
     }
 
 
-def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+def _construct_integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     digits = len(node.value)
     value = loader.construct_yaml_int(node) if digits <= 100 else MAX_INTEGER + 1
     if abs(value) > MAX_INTEGER:
@@ -63,7 +63,7 @@ def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
     return value
 
 
-_Loader.add_constructor(f"{_CORE}int", _integer)
+_Loader.add_constructor(f"{_CORE}int", _construct_integer)
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
@@ -73,16 +73,16 @@ def read_mapping(path: Path) -> dict[Any, Any]:
         ConfigError: one line: not a regular file, larger than `MAX_BYTES`, not UTF-8, not YAML, deeper or larger than the
             limits above, a key given twice, an integer beyond 64 bits, or something else than a mapping.
     """
-    text = _text(path)
+    text = _read_text(path)
     try:
         _check_events(text)
         found = yaml.load(text, Loader=_Loader)
     except _Refused as refused:
         raise ConfigError(f"{path}: line {refused.line + 1}: {refused}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from None
+        raise ConfigError(f"{path}: not valid YAML: {_shorten_error(error)}") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:  # a tag on text that is not of it
-        raise ConfigError(f"{path}: not valid YAML: {type(error).__name__}: {_cut(error)}") from None
+        raise ConfigError(f"{path}: not valid YAML: {type(error).__name__}: {_shorten(error)}") from None
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -90,7 +90,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
     return found
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """What a regular file holds. Opened without waiting, since nobody may ever write to a pipe of that name."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -133,7 +133,7 @@ class _Container:
 
 
 @dataclass
-class _Count:
+class _EventCounter:
     """What is open and what there was so far, in a reading of events."""
 
     open: list[_Container] = field(default_factory=list)
@@ -143,18 +143,20 @@ class _Count:
 
     def take(self, event: Event) -> None:
         if (tag := getattr(event, "tag", None)) not in _TAGS:
-            raise _Refused(f"the tag {_cut(tag)} is not read: write the value without it", _line(event))
+            raise _Refused(f"the tag {_shorten(tag)} is not read: write the value without it", _line_of(event))
         if isinstance(event, MappingStartEvent | SequenceStartEvent):
             self._begin(event)
         elif isinstance(event, ScalarEvent):
-            self._key(event)
+            self._take_key(event)
             self._add(1, event)
             if event.anchor is not None:
                 self.nodes_of[event.anchor] = 1
         elif isinstance(event, AliasEvent):
             if event.anchor not in self.nodes_of:
-                raise _Refused(f"*{event.anchor} stands for what it is itself a part of, or for nothing", _line(event))
-            self._turn()
+                raise _Refused(
+                    f"*{event.anchor} stands for what it is itself a part of, or for nothing", _line_of(event)
+                )
+            self._switch_key_value()
             self._add(self.nodes_of[event.anchor], event)
         elif isinstance(event, yaml.CollectionEndEvent):
             done = self.open.pop()
@@ -165,8 +167,8 @@ class _Count:
 
     def _begin(self, event: MappingStartEvent | SequenceStartEvent) -> None:
         if len(self.open) == MAX_DEPTH:
-            raise _Refused(f"nested deeper than {MAX_DEPTH} levels", _line(event))
-        self._turn()
+            raise _Refused(f"nested deeper than {MAX_DEPTH} levels", _line_of(event))
+        self._switch_key_value()
         if event.anchor is not None:
             self.nodes_of.pop(event.anchor, None)  # a name that is given anew means what follows
         mapping = isinstance(event, MappingStartEvent)
@@ -178,21 +180,23 @@ class _Count:
             self.open[-1].nodes += nodes
         self.nodes += nodes
         if self.nodes > MAX_NODES:
-            raise _Refused(f"more than {MAX_NODES:,} keys and values, those that aliases repeat included", _line(event))
+            raise _Refused(
+                f"more than {MAX_NODES:,} keys and values, those that aliases repeat included", _line_of(event)
+            )
 
-    def _key(self, event: ScalarEvent) -> None:
+    def _take_key(self, event: ScalarEvent) -> None:
         lines = self.open[-1].lines if self.open and self.open[-1].key_next else None
         if lines is not None:
             if event.value in lines:
                 first = lines[event.value] + 1
                 advice = "list what to merge: <<: [*a, *b]" if event.value == _MERGE else "leave one of them out"
                 raise _Refused(
-                    f"the key {_cut(event.value)} is given twice, first in line {first}: {advice}", _line(event)
+                    f"the key {_shorten(event.value)} is given twice, first in line {first}: {advice}", _line_of(event)
                 )
-            lines[event.value] = _line(event)
-        self._turn()
+            lines[event.value] = _line_of(event)
+        self._switch_key_value()
 
-    def _turn(self) -> None:
+    def _switch_key_value(self) -> None:
         """After a key of a mapping comes its value, and after that the next key."""
         if self.open and self.open[-1].lines is not None:
             self.open[-1].key_next = not self.open[-1].key_next
@@ -202,24 +206,24 @@ def _check_events(text: str) -> None:
     directive = _TAG_DIRECTIVE.search(text)
     if directive is not None:
         raise _Refused("the directive %TAG is not read: leave it out", text.count("\n", 0, directive.start()))
-    count = _Count()
+    count = _EventCounter()
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, NodeEvent | yaml.CollectionEndEvent):
             count.take(event)
 
 
-def _line(event: Event) -> int:
+def _line_of(event: Event) -> int:
     return event.start_mark.line
 
 
-def _one_line(error: yaml.YAMLError) -> str:
+def _shorten_error(error: yaml.YAMLError) -> str:
     """What PyYAML says in several lines and with a copy of the text."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     said = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))) or str(error)
     where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-    return where + _cut(said)
+    return where + _shorten(said)
 
 
-def _cut(said: object) -> str:
+def _shorten(said: object) -> str:
     text = " ".join(str(said).split())
     return text if len(text) <= 160 else text[:157] + "..."

@@ -26,7 +26,7 @@ def get_world_size() -> int:
 
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Element-wise sum over all ranks, in float64, on the device of `values`. A collective: every rank calls it."""
-    total = values.to(_comm_device(values), torch.float64, copy=True)
+    total = values.to(_choose_comm_device(values), torch.float64, copy=True)
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.to(values.device)
@@ -37,7 +37,7 @@ def max_over_ranks(value: int) -> int:
     if get_world_size() == 1:
         return value
     found = torch.tensor([value], dtype=torch.int64)
-    found = found.to(_comm_device(found))
+    found = found.to(_choose_comm_device(found))
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return int(found)
 
@@ -89,7 +89,7 @@ def run_on_every_rank(action: Callable[[], Result], group: dist.ProcessGroup | N
     return result  # type: ignore[return-value]
 
 
-def _comm_device(values: Tensor) -> torch.device:
+def _choose_comm_device(values: Tensor) -> torch.device:
     """Where collectives want their tensors: the bound GPU for NCCL, the CPU for gloo."""
     if not dist.is_initialized():
         return values.device

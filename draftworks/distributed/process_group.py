@@ -15,9 +15,9 @@ import torch.distributed as dist
 from draftworks.errors import ConfigError
 
 _LOOPBACK = "127.0.0.1"
-_MEETING = timedelta(minutes=30)
+_START_TIMEOUT = timedelta(minutes=30)
 """Until all ranks have loaded their libraries; and how long one waits for another in a collective on GPUs."""
-_PATIENCE = timedelta(hours=2)
+_CPU_TIMEOUT = timedelta(hours=2)
 """As the latter on a CPU: shares of a capture differ. A rank that stands still is noticed by the launcher long before."""
 
 
@@ -49,13 +49,13 @@ def open_process_group(device: str) -> Iterator[torch.device]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield own
         return
-    backend, at, patience = ("nccl", own, _MEETING) if own.type == "cuda" else ("gloo", None, _PATIENCE)
-    dist.init_process_group(backend, timeout=patience, device_id=at, **_meeting())
+    backend, at, patience = ("nccl", own, _START_TIMEOUT) if own.type == "cuda" else ("gloo", None, _CPU_TIMEOUT)
+    dist.init_process_group(backend, timeout=patience, device_id=at, **_make_store_options())
     yield own
     dist.destroy_process_group()
 
 
-def _meeting() -> dict[str, Any]:
+def _make_store_options() -> dict[str, Any]:
     """Where the ranks of one machine meet: on loopback. Several machines: as torchrun says, on an interface of theirs.
 
     torchrun's store, and any that is made by address and port, listens on all addresses. Started with
@@ -72,6 +72,6 @@ def _meeting() -> dict[str, Any]:
     rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     listening = socket.create_server((_LOOPBACK, port)).detach() if rank == 0 else None
     store = dist.TCPStore(
-        _LOOPBACK, port, world_size, is_master=rank == 0, timeout=_MEETING, master_listen_fd=listening
+        _LOOPBACK, port, world_size, is_master=rank == 0, timeout=_START_TIMEOUT, master_listen_fd=listening
     )
     return {"store": store, "rank": rank, "world_size": world_size}

@@ -20,7 +20,7 @@ REPEATS_S = 5.0
 """Seconds after the first request in which further ones count as the same one."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_TOLD = b"already stopping; a signal more than %d s after the first one ends it at once\n" % REPEATS_S
+_REPEAT_NOTICE = b"already stopping; a signal more than %d s after the first one ends it at once\n" % REPEATS_S
 
 
 class Interrupted(KeyboardInterrupt):
@@ -59,7 +59,7 @@ class StopRequest:
             self._insisted(signum)
         else:
             with suppress(OSError):
-                os.write(2, _TOLD)  # print is not to be called where a print may be under way
+                os.write(2, _REPEAT_NOTICE)  # print is not to be called where a print may be under way
 
     def join(self, other: StopRequest) -> None:
         """Count the request that another handler took, so that its repeats are repeats here too."""
@@ -86,7 +86,7 @@ def defer_stop() -> Iterator[StopRequest]:
     Who is asked raises when it has stopped. A request that is made anew after `REPEATS_S` seconds ends the process at
     once. Outside the main thread, where Python takes no signals, nothing is deferred.
     """
-    with _handling(StopRequest(_only_note, end_by_signal)) as request:
+    with _install_handler(StopRequest(_do_nothing, end_by_signal)) as request:
         yield request
 
 
@@ -103,12 +103,12 @@ def defer_interrupt() -> Iterator[Callable[[], None]]:
             raise Interrupted(signum)
         handler(signum, None)
 
-    with _handling(StopRequest(_only_note, pass_on)) as request:
+    with _install_handler(StopRequest(_do_nothing, pass_on)) as request:
         yield lambda: pass_on(request.signum) if request.signum else None
 
 
 @contextmanager
-def _handling(request: StopRequest) -> Iterator[StopRequest]:
+def _install_handler(request: StopRequest) -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
@@ -125,7 +125,7 @@ def _handling(request: StopRequest) -> Iterator[StopRequest]:
             signal.signal(signum, handler)
 
 
-def _only_note(signum: int) -> None:
+def _do_nothing(signum: int) -> None:
     pass
 
 

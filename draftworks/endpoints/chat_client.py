@@ -12,7 +12,7 @@ import httpx
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.sglang.client import CONNECT_TIMEOUT_S
 
-SHOWN = 500
+MAX_SHOWN_CHARACTERS = 500
 """Characters of a server's own message in ours."""
 PATH = "/chat/completions"
 _TRY_AGAIN = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.CONFLICT, httpx.codes.TOO_MANY_REQUESTS)
@@ -74,29 +74,29 @@ class ChatClient:
             CaptureError: the server refuses this request.
             EngineError: no connection, no answer in time, too busy, an error of the server, or an answer of another shape.
         """
-        response = self._sent(body)
+        response = self._send(body)
         status = response.status_code
         if status in _NEVER:
             raise ConfigError(
-                f"{self._where} refuses to serve us ({status}): {self._shown(response)}. Look at responses.endpoint: "
+                f"{self._where} refuses to serve us ({status}): {self._format_body(response)}. Look at responses.endpoint: "
                 "base_urls, model, api_key_env"
             )
         if response.is_client_error and status not in _TRY_AGAIN:
-            raise CaptureError(f"{self._where} refuses a request ({status}): {self._shown(response)}")
+            raise CaptureError(f"{self._where} refuses a request ({status}): {self._format_body(response)}")
         if not response.is_success:
-            raise EngineError(f"{self._where} failed ({status}): {self._shown(response)}")
+            raise EngineError(f"{self._where} failed ({status}): {self._format_body(response)}")
         try:
-            return _completion(response.json())
+            return _parse_completion(response.json())
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise EngineError(
-                f"{self._where} gave something else than a chat completion ({type(error).__name__}): {self._shown(response)}"
+                f"{self._where} gave something else than a chat completion ({type(error).__name__}): {self._format_body(response)}"
             ) from error
 
     @property
     def _where(self) -> str:
         return f"the endpoint {self.url}"
 
-    def _sent(self, body: Mapping[str, Any]) -> httpx.Response:
+    def _send(self, body: Mapping[str, Any]) -> httpx.Response:
         if self._http.is_closed:
             raise EngineError(f"{self._where} is no longer ours to ask: it was closed")
         try:
@@ -106,17 +106,17 @@ class ChatClient:
                 f"{self._where} gave no answer within {self._timeout_s:g} s (endpoint.timeout_s)"
             ) from error
         except httpx.HTTPError as error:
-            reason = self._without_key(f"{type(error).__name__}: {error}")
+            reason = self._redact_key(f"{type(error).__name__}: {error}")
             raise EngineError(f"{self._where} cannot be reached: {reason}") from None
 
-    def _shown(self, response: httpx.Response) -> str:
-        return self._without_key(response.text)[:SHOWN]
+    def _format_body(self, response: httpx.Response) -> str:
+        return self._redact_key(response.text)[:MAX_SHOWN_CHARACTERS]
 
-    def _without_key(self, text: str) -> str:
+    def _redact_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
 
 
-def _completion(body: dict[str, Any]) -> Completion:
+def _parse_completion(body: dict[str, Any]) -> Completion:
     """SGLang and vLLM give token ids under different names, in different places."""
     choice = body["choices"][0]
     message, usage = choice["message"], body.get("usage") or {}
@@ -124,12 +124,12 @@ def _completion(body: dict[str, Any]) -> Completion:
         text=message.get("content") or "",
         reasoning=message.get("reasoning_content") or message.get("reasoning") or "",
         finish=str(choice.get("finish_reason")),
-        token_ids=_ids(choice.get("response_token_ids"), choice.get("token_ids")),
-        prompt_ids=_ids(choice.get("prompt_token_ids"), body.get("prompt_token_ids")),
+        token_ids=_choose_ids(choice.get("response_token_ids"), choice.get("token_ids")),
+        prompt_ids=_choose_ids(choice.get("prompt_token_ids"), body.get("prompt_token_ids")),
         prompt_tokens=usage.get("prompt_tokens"),
         completion_tokens=usage.get("completion_tokens"),
     )
 
 
-def _ids(*found: list[int] | None) -> tuple[int, ...] | None:
+def _choose_ids(*found: list[int] | None) -> tuple[int, ...] | None:
     return next((tuple(map(int, ids)) for ids in found if ids is not None), None)

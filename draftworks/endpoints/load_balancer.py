@@ -79,7 +79,7 @@ class LoadBalancer(Generic[Client]):
         """
         tried: set[str] = set()
         while True:
-            server = self._taken(requests, tried)
+            server = self._take_server(requests, tried)
             try:
                 result = work(server.client)
             except PassingTroubleError as error:
@@ -132,7 +132,7 @@ class LoadBalancer(Generic[Client]):
                     server.held = held
             self._changed.notify_all()
 
-    def _taken(self, requests: int, tried: Collection[str]) -> Server[Client]:
+    def _take_server(self, requests: int, tried: Collection[str]) -> Server[Client]:
         """The one with the least to do among those that may be asked, once there is room at any of them."""
         with self._changed:
             while True:
@@ -144,7 +144,7 @@ class LoadBalancer(Generic[Client]):
                         server.taken += requests
                         return server
                 if all(each.is_out for each in untried):
-                    raise self._exhausted()
+                    raise self._make_exhausted_error()
                 self._changed.wait()  # for room, or for what comes of a trial
 
     def _release(self, server: Server[Client], requests: int) -> None:
@@ -159,6 +159,6 @@ class LoadBalancer(Generic[Client]):
         if opened:
             self._on_open(server.client, error)
 
-    def _exhausted(self) -> EngineError:
+    def _make_exhausted_error(self) -> EngineError:
         lines = [f"  {each.name}: {each.error}" for each in self.servers]
         return EngineError("\n".join([f"none of {len(lines)} servers does the work:", *lines]))

@@ -34,7 +34,7 @@ def examine_before_run(
     sets = {name: registry.load_dataset(name).model_dump(mode="json") for name in data}
     looked_at = [target.model_dump(mode="json"), files.model_dump(mode="json"), sets, dict(data)]
     path = remembered / f"{digest([REVISION, versions, looked_at])}.json"
-    known = _known(path)
+    known = _read_cached(path)
     if known is not None:
         return known
     findings = Findings()
@@ -49,7 +49,7 @@ def examine_before_run(
     return tuple(findings.found)
 
 
-def _known(path: Path) -> tuple[Finding, ...] | None:
+def _read_cached(path: Path) -> tuple[Finding, ...] | None:
     try:
         return tuple(Finding(**each) for each in json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

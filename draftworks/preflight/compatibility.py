@@ -32,7 +32,7 @@ def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registr
         strategy = resolve_strategy(name)
         options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
         if strategy.check is not None:
-            with _told_of(target):
+            with _name_target_in_errors(target):
                 strategy.check(options, sizes)
         if entry.training.device == "cpu" and getattr(options, "attention", None) == "flex":
             raise ConfigError(
@@ -45,7 +45,7 @@ def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registr
         _check_served_taps(target, files, name, entry.export)
         if entry.start_from is not None:
             where = f"target {target.name}: strategies.{name}.start_from"
-            _check_start(registry.resolve_path(entry.start_from), strategy, options, files, where)
+            _check_start_from(registry.resolve_path(entry.start_from), strategy, options, files, where)
     size = resolve_draft_vocab_size(target)
     if size is not None and size > files.vocab_size:
         raise ConfigError(
@@ -62,12 +62,12 @@ def _check_served_taps(target: TargetSpec, files: TargetFiles, name: str, export
     options = resolve_strategy(name).parse_options(
         target.strategies[name].options, where=f"target {target.name}: {name}"
     )
-    with _told_of(target):
+    with _name_target_in_errors(target):
         to_eagle3_ids(resolve_strategy(name).taps(files.num_layers, options), read_architecture(files))
 
 
 @contextmanager
-def _told_of(target: TargetSpec) -> Iterator[None]:
+def _name_target_in_errors(target: TargetSpec) -> Iterator[None]:
     """A strategy's error names the strategy; here it says whose entry it is in, too."""
     try:
         yield
@@ -104,7 +104,7 @@ def _check_export(
         )
 
 
-def _check_start(
+def _check_start_from(
     folder: Path, strategy: StrategySpec, options: StrategyOptions, files: TargetFiles, where: str
 ) -> None:
     try:
@@ -118,7 +118,7 @@ def _check_start(
     given = {**found.draft, **theirs.structure()}
     if strategy.uses_vocab_mapping:
         wanted["draft_vocab_size"] = options.model_dump()["draft_vocab_size"]
-    wanted |= {key: value for key, value in _inputs(strategy, options, files).items() if key in found.draft}
+    wanted |= {key: value for key, value in _list_inputs(strategy, options, files).items() if key in found.draft}
     wrong = [
         f"{key}: expected {value}, found {given.get(key)}" for key, value in wanted.items() if given.get(key) != value
     ]
@@ -128,7 +128,7 @@ def _check_start(
         raise ConfigError(f"{where}: {folder}: {VOCAB_FILE} is missing. Import the draft again")
 
 
-def _inputs(strategy: StrategySpec, options: StrategyOptions, files: TargetFiles) -> dict[str, object]:
+def _list_inputs(strategy: StrategySpec, options: StrategyOptions, files: TargetFiles) -> dict[str, object]:
     """What a draft of these options reads, under the names that it has in a draft's config."""
     inputs: dict[str, object] = {"feature_names": list(strategy.list_features(files.num_layers, options))}
     if "mask_token_id" in type(options).model_fields:
@@ -147,7 +147,7 @@ def collect_taps(target: TargetSpec, num_layers: int) -> list[int]:
     for name, entry in target.strategies.items():
         strategy = resolve_strategy(name)
         options = strategy.parse_options(entry.options, where=f"target {target.name}: {name}")
-        with _told_of(target):
+        with _name_target_in_errors(target):
             taps.update(tap.hf_index for tap in strategy.taps(num_layers, options))
     return sorted(taps)
 

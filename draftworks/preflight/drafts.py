@@ -34,18 +34,18 @@ def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> 
         strategy, where = resolve_strategy(name), f"target {target.name}: strategies.{name}"
         options = strategy.parse_options(entry.options, where=f"{where}.options")
         try:
-            draft = _built(strategy, options, parts)
+            draft = _build_draft(strategy, options, parts)
         except DraftworksError as error:
             findings.error(f"{where}: {error}")
         except Exception as error:  # whatever sizes that do not fit lead to, in a plug-in too
-            _not_built(strategy, where, error, findings)
+            _report_build_failure(strategy, where, error, findings)
         else:
             most[name] = draft.max_draft_tokens
             _check_exports(strategy, entry, draft, files, parts, where, findings)
     _check_proposals(target, most, findings)
 
 
-def _built(strategy: StrategySpec, options: Any, parts: TargetParts) -> DraftStrategy:
+def _build_draft(strategy: StrategySpec, options: Any, parts: TargetParts) -> DraftStrategy:
     vocab = None
     if strategy.uses_vocab_mapping:  # any of the right size: which tokens are in it is known when the answers are
         vocab = build_vocab_mapping(np.zeros(parts.vocab_size, dtype=np.int64), options.draft_vocab_size)
@@ -53,7 +53,7 @@ def _built(strategy: StrategySpec, options: Any, parts: TargetParts) -> DraftStr
         return strategy.load_factory()(options, parts, vocab, 0)
 
 
-def _not_built(strategy: StrategySpec, where: str, error: Exception, findings: Findings) -> None:
+def _report_build_failure(strategy: StrategySpec, where: str, error: Exception, findings: Findings) -> None:
     """A plug-in's draft may need real tensors to begin with; ours do not."""
     said = (
         f"{where}: no draft of these options can be built: {type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -9,7 +9,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.preflight.findings import Findings
 from draftworks.targets.registry import Registry
 
-_MANY_RANKS = 4
+_MAX_RANKS_PER_PROCESSOR = 4
 """So many times the processors there are."""
 
 
@@ -21,7 +21,7 @@ def check_machine(target: TargetSpec, registry: Registry, findings: Findings) ->
         f"strategies.{n}.training": (e.training.processes, e.training.device) for n, e in target.strategies.items()
     }
     for key, (processes, device) in ranks.items():
-        if device == "cpu" and processes > _MANY_RANKS * processors:
+        if device == "cpu" and processes > _MAX_RANKS_PER_PROCESSOR * processors:
             findings.warning(f"{where}: {key}.processes: found {processes} on a machine with {processors} processors")
     _check_sglang(target, registry, findings)
     endpoint = target.responses.endpoint
@@ -42,7 +42,7 @@ def check_writable(registry: Registry, findings: Findings) -> None:
             f"deployment: features.root: {places['features.root']} is no folder: mount it, or correct the path"
         )
     for key, place in places.items():
-        existing = _existing(place)
+        existing = _find_existing(place)
         if not existing.is_dir():
             findings.error(
                 f"deployment: {key}: {existing} is no folder, so {place} cannot be made: move it away, or name another"
@@ -53,7 +53,7 @@ def check_writable(registry: Registry, findings: Findings) -> None:
             )
 
 
-def _existing(place: Path) -> Path:
+def _find_existing(place: Path) -> Path:
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     return place

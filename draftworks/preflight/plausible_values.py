@@ -44,12 +44,12 @@ def check_values(target: TargetSpec, findings: Findings) -> None:
                 f"{where}: lr {training.lr:g} x weight_decay {training.weight_decay:g} is 1 or more: every step would take "
                 "all weights away. Lower weight_decay"
             )
-        for doubt in _doubts(training):
+        for doubt in _find_unusual(training):
             findings.warning(f"{where}.{doubt.key}: found {doubt.value:g}; {doubt.usual}")
-    _judge_answers(target, findings)
+    _check_answers(target, findings)
 
 
-def _doubts(training: TrainingSpec) -> Iterator[UnusualValue]:
+def _find_unusual(training: TrainingSpec) -> Iterator[UnusualValue]:
     if UNUSUAL_LR < training.lr < MAX_LR:
         yield UnusualValue("lr", training.lr, "drafts are trained with 1e-5 to 1e-2")
     if training.lr < 1e-8:
@@ -70,7 +70,7 @@ def _doubts(training: TrainingSpec) -> Iterator[UnusualValue]:
         )
 
 
-def _judge_answers(target: TargetSpec, findings: Findings) -> None:
+def _check_answers(target: TargetSpec, findings: Findings) -> None:
     where, answers = f"target {target.name}", target.responses
     if answers.temperature > 2:
         findings.warning(f"{where}: responses.temperature: found {answers.temperature:g}; above 2 answers are noise")

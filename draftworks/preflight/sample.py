@@ -23,11 +23,11 @@ from draftworks.errors import DataError
 from draftworks.preflight.findings import Findings
 from draftworks.targets.registry import Registry
 
-SAMPLE = 64
+SAMPLE_ROWS = 64
 """Rows that are looked at."""
-LARGEST_LIST = 256 << 20
+MAX_JSON_LIST_BYTES = 256 << 20
 """Bytes of a JSON list, which has to be read whole to see its first rows."""
-_MANY = 0.5
+_WARNING_SHARE = 0.5
 """Share of a sample from which on a loss is told."""
 
 
@@ -65,23 +65,23 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
         with findings.collect_errors():
             dataset = registry.load_dataset(name)
             sample = read_sample(dataset, registry.root, files)
-            _judge_rows(f"data set {name}", sample, target, findings)
+            _check_rows(f"data set {name}", sample, target, findings)
             if name == target.dataset and sample.kind == "tokens" and target.responses.mode == "regenerate":
                 findings.error(
                     f"{where}: data set {name} is tokenized already, so its answers cannot be regenerated. Set responses.mode "
                     "to passthrough"
                 )
             if sample.items and (chat is not None or sample.kind == "tokens"):
-                tokenized = _tokenized(sample, chat, target)
+                tokenized = _tokenize(sample, chat, target)
                 used += tokenized.counts
-                _judge_tokens(f"{where}: data set {name}", tokenized, sample, target, findings)
+                _check_lengths(f"{where}: data set {name}", tokenized, sample, target, findings)
     if chat is not None:
-        _judge_vocabulary(where, chat, files, findings)
-        _judge_masks(target, files, chat, used, findings)
+        _check_vocabulary(where, chat, files, findings)
+        _check_mask_tokens(target, files, chat, used, findings)
 
 
 def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
-    """The first `SAMPLE` rows, over as many files as it takes.
+    """The first `SAMPLE_ROWS` rows, over as many files as it takes.
 
     Raises:
         DataError: no file, an unreadable one, or no row that shows a format.
@@ -89,9 +89,9 @@ def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
     sample = Sample(detect_kind(dataset, root))
     expected = None if dataset.format == "auto" else dataset.format
     for path in find_files(dataset.files, root):
-        if path.suffix.lower() == ".json" and path.stat().st_size > LARGEST_LIST:
+        if path.suffix.lower() == ".json" and path.stat().st_size > MAX_JSON_LIST_BYTES:
             continue
-        for row in islice(read_rows(path), SAMPLE - sample.rows):
+        for row in islice(read_rows(path), SAMPLE_ROWS - sample.rows):
             if not isinstance(row, RawRow):
                 sample.reasons.append(str(row))
                 continue
@@ -102,12 +102,12 @@ def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
                 )
             except (RowError, RecursionError) as error:
                 sample.reasons.append(f"{row.file}:{row.line}: {error}")
-        if sample.rows >= SAMPLE:
+        if sample.rows >= SAMPLE_ROWS:
             break
     return sample
 
 
-def _judge_rows(where: str, sample: Sample, target: TargetSpec, findings: Findings) -> None:
+def _check_rows(where: str, sample: Sample, target: TargetSpec, findings: Findings) -> None:
     if not sample.rows:
         findings.error(f"{where}: its files hold no row")
     elif not sample.items:
@@ -119,7 +119,7 @@ def _judge_rows(where: str, sample: Sample, target: TargetSpec, findings: Findin
         )
 
 
-def _tokenized(sample: Sample, chat: ChatTokenizer | None, target: TargetSpec) -> Tokenized:
+def _tokenize(sample: Sample, chat: ChatTokenizer | None, target: TargetSpec) -> Tokenized:
     found = Tokenized()
     for item in sample.items:
         if isinstance(item, TokenRow):
@@ -129,7 +129,7 @@ def _tokenized(sample: Sample, chat: ChatTokenizer | None, target: TargetSpec) -
         assert chat is not None, "a set of conversations is looked at only where the chat template could be loaded"
         try:
             ids = chat.encode(item, target.data.only_last_turn).input_ids.tolist()
-            prompt = len(chat.encode_prompt(_prompt(item)))
+            prompt = len(chat.encode_prompt(_first_prompt(item)))
         except DataError as error:
             found.reasons.append(str(error))
             continue
@@ -139,13 +139,13 @@ def _tokenized(sample: Sample, chat: ChatTokenizer | None, target: TargetSpec) -
     return found
 
 
-def _prompt(conversation: Conversation) -> Sequence[Any]:
+def _first_prompt(conversation: Conversation) -> Sequence[Any]:
     """The turns before the assistant first speaks."""
     turns = conversation.turns
     return turns[: next(number for number, turn in enumerate(turns) if turn.role == "assistant")]
 
 
-def _judge_tokens(where: str, found: Tokenized, sample: Sample, target: TargetSpec, findings: Findings) -> None:
+def _check_lengths(where: str, found: Tokenized, sample: Sample, target: TargetSpec, findings: Findings) -> None:
     total, limit = len(sample.items), target.max_length
     if found.reasons and not found.lengths:
         findings.error(f"{where}: none of its first {total} conversations can be tokenized: {found.reasons[0]}")
@@ -159,18 +159,18 @@ def _judge_tokens(where: str, found: Tokenized, sample: Sample, target: TargetSp
         told = f"{where}: {lost} of its first {total} prompts leave no room for an answer within max_length {limit}"
         if lost == len(found.prompts):
             findings.error(f"{told}. Raise max_length, or take shorter conversations")
-        elif lost > _MANY * len(found.prompts):
+        elif lost > _WARNING_SHARE * len(found.prompts):
             findings.warning(f"{told}; the longest has {max(found.prompts):,} tokens")
         return
     cut = sum(length > limit for length in found.lengths)
-    if cut > _MANY * len(found.lengths):
+    if cut > _WARNING_SHARE * len(found.lengths):
         findings.warning(
             f"{where}: max_length {limit} cuts {cut} of its first {total} samples, the longest of {max(found.lengths):,} tokens: "
             "what is cut is not learnt"
         )
 
 
-def _judge_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findings: Findings) -> None:
+def _check_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findings: Findings) -> None:
     if chat.largest_id >= files.vocab_size:
         findings.warning(
             f"{where}: its tokenizer has ids up to {chat.largest_id:,}, the model's vocabulary ends at {files.vocab_size - 1:,}: "
@@ -183,7 +183,7 @@ def _judge_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findi
         )
 
 
-def _judge_masks(
+def _check_mask_tokens(
     target: TargetSpec, files: TargetFiles, chat: ChatTokenizer, used: Counter[int], findings: Findings
 ) -> None:
     """The token that stands for unknown ones must be none that text has: the draft would take the one for the other."""

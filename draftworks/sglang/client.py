@@ -93,15 +93,15 @@ class SGLangClient:
         self._http.close()
 
     def get_info(self) -> ServerInfo:
-        found = self._object("GET", "/server_info")
+        found = self._call_for_object("GET", "/server_info")
         capturing = bool(found.get("enable_return_aux_hidden_states"))
         layers = found.get("return_aux_hidden_state_layer_ids")
         return ServerInfo(
             version=str(found.get("version")),
-            model=str(self._served_now().get("model_path") or found.get("model_path")),
+            model=str(self._get_model_info().get("model_path") or found.get("model_path")),
             started_with=str(found.get("model_path")),
             convention=found.get("aux_hidden_state_capture"),
-            attention_dp=_attention_dp(found),
+            attention_dp=_count_attention_groups(found),
             revision=found.get("revision"),
             dtype=str(found.get("dtype")),
             context=found.get("context_length"),
@@ -109,12 +109,12 @@ class SGLangClient:
             chunked_prefill=found.get("chunked_prefill_size") != -1,
             layer_ids=tuple(layers) if capturing and layers else None,
             spool=find_spool(found.get("forward_hooks") or []),
-            numerics=_numerics(found),
+            numerics=_list_changed_numerics(found),
         )
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of a text by the server's tokenizer, without special tokens."""
-        found = self._object("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).get("tokens")
+        found = self._call_for_object("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).get("tokens")
         if not isinstance(found, list):
             raise EngineError(f"SGLang at {self.url} answered /tokenize without tokens: {str(found)[:200]}")
         return found
@@ -137,14 +137,14 @@ class SGLangClient:
             )
         return [parse_generation(answer) for answer in answers]
 
-    def _served_now(self) -> dict[str, Any]:
+    def _get_model_info(self) -> dict[str, Any]:
         """Its answer to /model_info: weights may have been replaced since it was started. Empty where it does not know that."""
         try:
-            return self._object("GET", "/model_info")
+            return self._call_for_object("GET", "/model_info")
         except CaptureError:
             return {}
 
-    def _object(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _call_for_object(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         found = self._call(method, path, body)
         if not isinstance(found, dict):
             raise EngineError(
@@ -191,12 +191,12 @@ def parse_generation(answer: Any) -> Generation:
     raise AbortedRequestError(f"SGLang gave up a request: {reason}")
 
 
-def _attention_dp(found: dict[str, Any]) -> int:
+def _count_attention_groups(found: dict[str, Any]) -> int:
     groups = max(found.get("attn_dp_size") or 1, 1)
     return groups if groups > 1 or not found.get("enable_dp_attention") else max(found.get("dp_size") or 1, 2)
 
 
-def _numerics(found: dict[str, Any]) -> dict[str, str]:
+def _list_changed_numerics(found: dict[str, Any]) -> dict[str, str]:
     """Of those that are easily set and forgotten."""
     defaults: dict[str, tuple[Any, ...]] = {
         "quantization": (None,),

@@ -65,7 +65,7 @@ class EmbeddedSGLang:
         self._grace_s = grace_s
         self._loop = asyncio.new_event_loop()
         self._engine: Future[Any] = Future()
-        self._thread = threading.Thread(target=self._live, name="sglang-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_thread, name="sglang-engine", daemon=True)
         self._others = set(psutil.Process().children(recursive=True))
         self._fault: str | None = None
 
@@ -133,12 +133,12 @@ class EmbeddedSGLang:
             self._thread.join(_POLL_S)
         self._kill_processes()
 
-    def _live(self) -> None:
+    def _run_thread(self) -> None:
         """All that the thread does."""
         asyncio.set_event_loop(self._loop)
         try:
             with (
-                _sglang_surroundings(self._options.build_environment()),
+                _set_environment(self._options.build_environment()),
                 tie_children_to_parent(self._options.spool.parent),
             ):
                 engine = _make_engine(self._options)
@@ -197,7 +197,7 @@ def _make_engine(options: ServerOptions) -> Any:
 
 
 @contextmanager
-def _sglang_surroundings(environment: Mapping[str, str]) -> Iterator[None]:
+def _set_environment(environment: Mapping[str, str]) -> Iterator[None]:
     """What SGLang's processes inherit as they are started; afterwards it is ours again, and so is our logging."""
     hidden = [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]
     before = {name: os.environ.pop(name, None) for name in {*hidden, *environment}}

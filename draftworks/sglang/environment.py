@@ -18,7 +18,7 @@ PROGRAM_LIBRARIES = {"dagster_pipes": "dagster-pipes", "pyarrow": "pyarrow", "te
 """What the programs that run a target import and SGLang does not bring: distributions by module."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "DAGSTER_PIPES_")
 """Of the process group that one of our processes may be a rank of: SGLang would take them for its own."""
-_PATIENCE_S = 60
+_TIMEOUT_S = 60
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ def require_version(python: Path) -> str:
     Raises:
         ConfigError: no such Python, or no SGLang.
     """
-    where = _called(python)
-    done = _asked(python, "import importlib.metadata as m; print(m.version('sglang'))")
+    where = _describe_python(python)
+    done = _run_python(python, "import importlib.metadata as m; print(m.version('sglang'))")
     if done.returncode != 0:
         raise ConfigError(f"{where} has no SGLang: {done.stderr.strip().splitlines()[-1:]}. Install it there")
     version = done.stdout.strip()
@@ -70,11 +70,11 @@ def build_program_environment(python: Path, folder: Path) -> dict[str, str]:
     """
     require_version(python)
     asked = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
-    done = _asked(python, asked, *PROGRAM_LIBRARIES)
+    done = _run_python(python, asked, *PROGRAM_LIBRARIES)
     lacking = [PROGRAM_LIBRARIES[module] for module in done.stdout.split()]
     if lacking:
         raise ConfigError(
-            f"{_called(python)} lacks {', '.join(lacking)}, which a capture with backend sglang needs beside SGLang. "
+            f"{_describe_python(python)} lacks {', '.join(lacking)}, which a capture with backend sglang needs beside SGLang. "
             f"Install them there: {python} -m pip install --no-deps {' '.join(lacking)}"
         )
     return {"PYTHONPATH": str(link_package(folder))}
@@ -83,9 +83,9 @@ def build_program_environment(python: Path, folder: Path) -> dict[str, str]:
 def require_cpu_speculation(python: Path) -> None:
     """ConfigError unless the SGLang of a Python can speculate without a GPU, by our platform plug-in."""
     asked = "import importlib.util as u; print(u.find_spec('draftworks_sglang_cpu.speculation') is not None)"
-    if _asked(python, asked).stdout.strip() != "True":
+    if _run_python(python, asked).stdout.strip() != "True":
         raise ConfigError(
-            f"{_called(python)} cannot speculate on a CPU: expected a GPU, or this project's platform plug-in for SGLang. "
+            f"{_describe_python(python)} cannot speculate on a CPU: expected a GPU, or this project's platform plug-in for SGLang. "
             "`make sglang-env` makes an environment with it; on a machine with a GPU set evaluation.serving.device"
         )
 
@@ -99,13 +99,13 @@ def link_package(folder: Path) -> Path:
     return folder
 
 
-def _called(python: Path) -> str:
+def _describe_python(python: Path) -> str:
     return f"SGLang's Python {python} (sglang.python of the deployment)"
 
 
-def _asked(python: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _run_python(python: Path, *words: str) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run([python, "-c", *words], capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        return subprocess.run([python, "-c", *words], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        where = f"{_called(python)} cannot be run"
+        where = f"{_describe_python(python)} cannot be run"
         raise ConfigError(f"{where}: {error}. `make sglang-env` makes an environment for CPU") from error

@@ -26,7 +26,7 @@ _WINDOWLESS = ("mistral",)
 
 def refuse_on_cpu(spec: TargetSpec, files: TargetFiles) -> None:
     """ConfigError for a target that SGLang would have to run on a CPU and cannot."""
-    if not _asks_sglang(spec) or spec.capture.device != "cpu":
+    if not _uses_sglang(spec) or spec.capture.device != "cpu":
         return
     kind = read_text_config(files).get("model_type")
     if kind in _NOT_ON_CPU:
@@ -39,13 +39,13 @@ def refuse_on_cpu(spec: TargetSpec, files: TargetFiles) -> None:
 def list_sglang_remarks(spec: TargetSpec, files: TargetFiles) -> list[str]:
     """What a person should know before SGLang captures or serves this target; other versions may do better."""
     config, said = read_text_config(files), []
-    kind, window = config.get("model_type"), _window(config)
+    kind, window = config.get("model_type"), _find_window(config)
     if kind in _SUBLAYERS:
         said.append(
             f"target {spec.name}: {_TRIED} hands out of {kind} what the last sublayer added, not the residual stream: capture "
             "with backend hf (a capture through it is refused by its probe), and expect drafts to accept little in that version"
         )
-    if kind in _WINDOWLESS and window is not None and window < spec.max_length and _asks_sglang(spec):
+    if kind in _WINDOWLESS and window is not None and window < spec.max_length and _uses_sglang(spec):
         said.append(
             f"target {spec.name}: {_TRIED} runs {kind} without its sliding window of {window} tokens, and max_length is "
             f"{spec.max_length}: answers and features of longer samples are of another model. Capture with backend hf"
@@ -53,10 +53,10 @@ def list_sglang_remarks(spec: TargetSpec, files: TargetFiles) -> list[str]:
     return said
 
 
-def _asks_sglang(spec: TargetSpec) -> bool:
+def _uses_sglang(spec: TargetSpec) -> bool:
     return spec.capture.backend in ("sglang", "sglang_server")
 
 
-def _window(config: Mapping[str, Any]) -> int | None:
+def _find_window(config: Mapping[str, Any]) -> int | None:
     window = config.get("sliding_window")
     return window if isinstance(window, int) else None

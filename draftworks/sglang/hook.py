@@ -38,7 +38,7 @@ class SGLangCaptureBackend:
 
     def __call__(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         try:
-            batch = _prefill_of(args)
+            batch = _find_prefill(args)
             if batch is not None:
                 self.write(batch, output)
         except Exception:
@@ -53,7 +53,7 @@ class SGLangCaptureBackend:
         """
         ours = [request_id for request_id in batch.rids if is_captured(request_id)]
         try:
-            for request_id, part in _parts(batch, output):
+            for request_id, part in _split_requests(batch, output):
                 write_part(self._spool, request_id, part)
         except Exception:
             reason = traceback.format_exc()
@@ -84,7 +84,7 @@ def find_spool(hooks: Sequence[Mapping[str, Any]]) -> Path | None:
     return next((Path(hook["config"]["spool"]) for hook in hooks if hook.get("hook_factory") in ours), None)
 
 
-def _prefill_of(args: Sequence[Any]) -> Any:
+def _find_prefill(args: Sequence[Any]) -> Any:
     """SGLang's `ForwardBatch`; None for decoding, a warm-up, or a rank whose rows are copies of the first one's."""
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch  # pyright: ignore[reportMissingImports]
 
@@ -94,7 +94,7 @@ def _prefill_of(args: Sequence[Any]) -> Any:
     return batch
 
 
-def _parts(batch: Any, output: Any) -> Iterator[tuple[str, Part]]:
+def _split_requests(batch: Any, output: Any) -> Iterator[tuple[str, Part]]:
     """Cut a packed batch into its requests."""
     lengths = batch.extend_seq_lens_cpu
     ends = list(accumulate(lengths))

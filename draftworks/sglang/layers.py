@@ -46,14 +46,14 @@ _DFLASH = "Beam KimiK3Linear Laguna Lfm2 Lfm2Moe MiMoV2 MiMoV2Flash MuseGlimmer 
 _DFLASH_WRAPPERS = "Inkling KimiK3 Lfm2Vl MuseGlimmer MuseSpark"
 
 
-def _classes(of_text: str, of_wrappers: str) -> frozenset[str]:
+def _make_class_names(of_text: str, of_wrappers: str) -> frozenset[str]:
     text = {f"{name}ForCausalLM" for name in of_text.split()}
     return frozenset(text | {f"{name}ForConditionalGeneration" for name in of_wrappers.split()})
 
 
-CAPTURED_FOR_EAGLE3 = _classes(_EAGLE3, _EAGLE3_WRAPPERS)
+CAPTURED_FOR_EAGLE3 = _make_class_names(_EAGLE3, _EAGLE3_WRAPPERS)
 """Architectures whose class in SGLang 0.5.23 can be told which layers to capture for an EAGLE-3 draft."""
-CAPTURED_FOR_DFLASH_ONLY = _classes(_DFLASH, _DFLASH_WRAPPERS)
+CAPTURED_FOR_DFLASH_ONLY = _make_class_names(_DFLASH, _DFLASH_WRAPPERS)
 
 
 def read_architecture(target: TargetFiles) -> str:

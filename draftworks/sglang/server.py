@@ -29,7 +29,7 @@ LOG_TAIL_LINES = 30
 _LOG_TAIL_BYTES = 32 << 10
 _POLL_S = 0.25
 _ANSWER_TIMEOUT_S = 10
-_TOLD_EVERY_S = 30.0
+_LOG_EVERY_S = 30.0
 _SPARE_CONTEXT = 16
 """SGLang keeps some positions for itself; a sample as long as the target's context has to fit all the same."""
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class ServerOptions:
             "--chunked-prefill-size": -1,
         }
         words = [str(word) for name, value in values.items() if value is not None for word in (name, value)]
-        served = self._capture() if self.draft is None else self.draft.build_arguments(self.device)
+        served = self._build_capture_arguments() if self.draft is None else self.draft.build_arguments(self.device)
         return [*words, "--disable-radix-cache", "--sleep-on-idle", *served, *self.extra]
 
     def build_environment(self) -> dict[str, str]:
@@ -109,7 +109,7 @@ class ServerOptions:
             own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.gpus)))  # a core for each rank
         return own if self.draft is None else own | self.draft.build_environment(self.device)
 
-    def _capture(self) -> list[str]:
+    def _build_capture_arguments(self) -> list[str]:
         if not self.layer_ids:
             return []
         named = ["--enable-return-aux-hidden-states", "--speculative-algorithm", self.convention]  # no draft
@@ -216,7 +216,7 @@ class SGLangServer:
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [*parent_death.build_shim_command(), *command],
-                env=self._environment(),
+                env=self._build_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -226,7 +226,7 @@ class SGLangServer:
     def _wait_until_ready(self) -> None:
         began = told = time.monotonic()
         while time.monotonic() < began + self._start_timeout_s:
-            if time.monotonic() > told + _TOLD_EVERY_S:
+            if time.monotonic() > told + _LOG_EVERY_S:
                 told = time.monotonic()
                 log.info("SGLang has been starting for %.0f s; what it says is in %s", told - began, self.log)
             if not self.is_running():
@@ -255,7 +255,7 @@ class SGLangServer:
         Raises:
             EngineError: what answers serves another model, or writes elsewhere, as another server of the same model does.
         """
-        found = _json_object(answer)
+        found = _parse_object(answer)
         expected: dict[str, Any] = {"model_path": self._options.model}
         if self._options.layer_ids:
             expected["forward_hooks"] = json.loads(format_hook_option(self._options.spool))
@@ -266,7 +266,7 @@ class SGLangServer:
                 f"{served}. It took the port before SGLang could: start again, on a port that is free then"
             )
 
-    def _environment(self) -> dict[str, str]:
+    def _build_environment(self) -> dict[str, str]:
         """Ours, without what speaks of our own process group, and with this package where SGLang finds its hook.
 
         The package is reached through a folder with nothing but a link to it, so that SGLang sees none of the libraries
@@ -283,7 +283,7 @@ def find_free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _json_object(answer: httpx.Response) -> dict[str, Any]:
+def _parse_object(answer: httpx.Response) -> dict[str, Any]:
     """Empty if it is none."""
     try:
         found = answer.json()

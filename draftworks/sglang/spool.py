@@ -25,19 +25,19 @@ from torch import Tensor
 from draftworks.errors import PassingTroubleError, UnsoundEngineError
 
 SPOOL_SCHEMA = "draftworks.spool.1"
-_OURS = "draftworks-"
-_WITH_LOGITS = f"{_OURS}logits-"
-_FILE_OF_A_REQUEST = re.compile(rf"{_OURS}(logits-)?[0-9a-f]{{32}}\..+")
+_PREFIX = "draftworks-"
+_WITH_LOGITS = f"{_PREFIX}logits-"
+_FILE_OF_A_REQUEST = re.compile(rf"{_PREFIX}(logits-)?[0-9a-f]{{32}}\..+")
 
 
 def new_request_id(with_logits: bool = False) -> str:
     """An id that makes the engine write this request's states, and its next-token logits if asked to."""
-    return f"{_WITH_LOGITS if with_logits else _OURS}{uuid.uuid4().hex}"
+    return f"{_WITH_LOGITS if with_logits else _PREFIX}{uuid.uuid4().hex}"
 
 
 def is_captured(request_id: str) -> bool:
     """Whether the states of a request are to be written: only ours, not those of a health check or of other clients."""
-    return request_id.startswith(_OURS)
+    return request_id.startswith(_PREFIX)
 
 
 def wants_logits(request_id: str) -> bool:
@@ -110,7 +110,7 @@ def sweep(spool: Path, older_than_s: float) -> None:
         older_than_s: since they were written; longer than any request waits for its answer.
     """
     oldest = time.time() - older_than_s
-    for path in spool.glob(f"{_OURS}*"):
+    for path in spool.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # gone by now, or of another user: it is in nobody's way
             if _FILE_OF_A_REQUEST.fullmatch(path.name) and path.stat().st_mtime < oldest:
                 path.unlink()

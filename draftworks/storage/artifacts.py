@@ -100,13 +100,13 @@ class ArtifactStore:
             still_good: asked of a result that exists, where it refers to something outside its folder; if it says no,
                 the result is built again.
         """
-        folder = self._folder(asset, target)
+        folder = self._locate(asset, target)
         final = folder / digest(identity)
-        artifact = None if start_over or rebuild else self._found(final, still_good)
+        artifact = None if start_over or rebuild else self._find_intact(final, still_good)
         if artifact is None:
-            with self._locked(folder, asset, target) as waited:
+            with self._lock(folder, asset, target) as waited:
                 if waited and not (start_over or rebuild):
-                    artifact = self._found(final, still_good)
+                    artifact = self._find_intact(final, still_good)
                 if artifact is None:
                     artifact = self._build(final, asset, target, identity, build, start_over)
         publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
@@ -118,7 +118,7 @@ class ArtifactStore:
         Raises:
             StoreError: there is none, or it is damaged.
         """
-        pointer = self._folder(asset, target) / POINTER
+        pointer = self._locate(asset, target) / POINTER
         try:
             name = require_name(read_json(pointer)["digest"])
         except FileNotFoundError:
@@ -131,12 +131,12 @@ class ArtifactStore:
 
     def find(self, asset: str, target: str) -> Artifact | None:
         """As `current`, but None where there is no result."""
-        return self.load_current(asset, target) if (self._folder(asset, target) / POINTER).exists() else None
+        return self.load_current(asset, target) if (self._locate(asset, target) / POINTER).exists() else None
 
     def list_all(self, asset: str, target: str) -> list[Artifact]:
         """Every result of an asset for a target, newest first; one whose record cannot be read is left out."""
         found = []
-        for folder in sorted(self._folder(asset, target).glob("*/")):
+        for folder in sorted(self._locate(asset, target).glob("*/")):
             if folder.suffix in UNPUBLISHED:
                 continue
             try:
@@ -145,10 +145,10 @@ class ArtifactStore:
                 log.warning("%s", error)
         return sorted(found, key=lambda artifact: -artifact.created)
 
-    def _folder(self, asset: str, target: str) -> Path:
+    def _locate(self, asset: str, target: str) -> Path:
         return self.root / require_name(asset) / require_name(target)
 
-    def _found(self, final: Path, still_good: Check | None) -> Artifact | None:
+    def _find_intact(self, final: Path, still_good: Check | None) -> Artifact | None:
         """The result in `final` if it is whole; what is not will be built again, saying why."""
         if not final.exists():
             return None
@@ -163,7 +163,7 @@ class ArtifactStore:
         return artifact if still_good is None or still_good(artifact) else None
 
     @contextmanager
-    def _locked(self, folder: Path, asset: str, target: str) -> Iterator[bool]:
+    def _lock(self, folder: Path, asset: str, target: str) -> Iterator[bool]:
         folder.mkdir(parents=True, exist_ok=True)
         busy = (
             f"{asset} of target {target} is being materialized by another run (lock {folder / '.lock'}): waiting for it. "
@@ -192,7 +192,7 @@ class ArtifactStore:
             "asset": asset,
             "target": target,
             "identity": identity,
-            "files": _swept_files(partial, built.own_digests),
+            "files": _record_files(partial, built.own_digests),
             "created": time.time(),
             "seconds": round(time.time() - started, 3),
             **asdict(built),
@@ -212,7 +212,7 @@ class ArtifactStore:
             raise StoreError(f"{folder}: not a complete result ({error}). Materialize it again") from error
 
 
-def _swept_files(folder: Path, own_digests: tuple[str, ...]) -> dict[str, str]:
+def _record_files(folder: Path, own_digests: tuple[str, ...]) -> dict[str, str]:
     """Digests of what was built; staging files of writers that died on the way are removed first."""
     for leftover in folder.rglob("*.tmp"):
         leftover.unlink()

@@ -122,16 +122,16 @@ def read_undisturbed(folder: Path, read: Callable[[Path], T]) -> T:
             raise StoreError(f"{folder} cannot be opened: {error}. Correct its permissions") from error
         try:
             result = read(folder)
-            if _is_still(folder, opened):
+            if _is_same_folder(folder, opened):
                 return result
         except Exception:
-            if _is_still(folder, opened):
+            if _is_same_folder(folder, opened):
                 raise
         finally:
             os.close(opened)
 
 
-def _is_still(folder: Path, opened: int) -> bool:
+def _is_same_folder(folder: Path, opened: int) -> bool:
     """While it is open, no other folder can get the same inode."""
     try:
         return os.path.samestat(os.stat(folder), os.fstat(opened))

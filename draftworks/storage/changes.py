@@ -12,7 +12,7 @@ def describe_changes(
     expected: Mapping[str, Any], found: Mapping[str, Any], wording: str = "{name}: expected {expected}, found {found}"
 ) -> list[str]:
     """A text for each value that is not the same in both, sorted by name; one inside a mapping is named `outer.inner`."""
-    ours, theirs = _flat(expected), _flat(found)
+    ours, theirs = _flatten(expected), _flatten(found)
     return [
         wording.format(name=name, expected=ours.get(name, ABSENT), found=theirs.get(name, ABSENT))
         for name in sorted(ours.keys() | theirs.keys())
@@ -20,10 +20,10 @@ def describe_changes(
     ]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"training.lr": 0.1}` from `{"training": {"lr": 0.1}}`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+        flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
     return flat

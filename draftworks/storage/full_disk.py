@@ -25,14 +25,14 @@ def explain_full_disk(error: BaseException, folder: Path) -> StoreError | None:
         if getattr(cause, "errno", None) in _ERRNOS or any(words in str(cause) for words in _WORDS):
             place = Path(getattr(cause, "filename", None) or folder)
             return StoreError(
-                f"{place}: the disk is full, or a quota is used up{_free(place)}. Make room and run it again: what was"
+                f"{place}: the disk is full, or a quota is used up{_format_free_space(place)}. Make room and run it again: what was"
                 " finished is kept, what was half written is not"
             )
         cause = cause.__cause__ or cause.__context__
     return None
 
 
-def _free(place: Path) -> str:
+def _format_free_space(place: Path) -> str:
     """Said only where it can be found out."""
     for folder in (place, *place.absolute().parents):
         try:

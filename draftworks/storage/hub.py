@@ -24,7 +24,7 @@ def fetch_hub_file(where: str, model: str, revision: str, filename: str) -> Path
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, EntryNotFoundError, OSError) as error:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
-        raise ConfigError(f"{where}: {model} at commit {revision}: {_problem(filename, error)}") from error
+        raise ConfigError(f"{where}: {model} at commit {revision}: {_explain(filename, error)}") from error
 
 
 HubHeader = dict[str, tuple[str, tuple[int, ...]]]
@@ -61,11 +61,11 @@ def fetch_hub_header(where: str, model: str, revision: str, filename: str) -> Pa
     except (HfHubHTTPError, HTTPError, NotASafetensorsRepoError, SafetensorsParsingError, OSError) as error:
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
             return None
-        raise ConfigError(f"{where}: {model} at commit {revision}: {_problem(filename, error)}") from error
+        raise ConfigError(f"{where}: {model} at commit {revision}: {_explain(filename, error)}") from error
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.tensors.items()}
 
 
-def _problem(filename: str, error: Exception) -> str:
+def _explain(filename: str, error: Exception) -> str:
     """What went wrong and what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -18,7 +18,7 @@ from draftworks.storage.atomic import publish_file
 from draftworks.storage.regular_files import open_regular, read_json
 
 DIGEST_LENGTH = 16
-_SAID_FROM = 1_000_000_000
+_LARGE_FILE_BYTES = 1_000_000_000
 """Bytes of a file that takes so long to read that somebody who waits is told."""
 FEATURE_SCHEMA = 1
 """Part of every feature key: bump it when what a stored feature *means* changes."""
@@ -64,14 +64,14 @@ class FileDigests:
 
     def of_file(self, path: Path) -> str:
         """Digest of the file as it is now. One that is written to while it is read is not remembered."""
-        stamp = _stamp(path)
+        stamp = _make_stamp(path)
         if stamp in self._known:
             return self._known[stamp]
         size = path.stat().st_size
-        if size > _SAID_FROM:
+        if size > _LARGE_FILE_BYTES:
             log.info(f"reading {path} ({size / 1e9:.1f} GB) to know its digest, which is remembered")
         found = file_digest(path)
-        if _stamp(path) == stamp:
+        if _make_stamp(path) == stamp:
             self._known[stamp] = found
             self._save()
         return found
@@ -86,7 +86,7 @@ class FileDigests:
             log.warning(f"digests of files cannot be remembered in {self.cache_file}: {error}")
 
 
-def _stamp(path: Path) -> str:
+def _make_stamp(path: Path) -> str:
     stat = path.stat()
     return canonical_json(
         [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino, ["ctime", stat.st_ctime_ns]]

@@ -38,7 +38,7 @@ def find_store(root: Path, weights: str, target: str, artifacts: ArtifactStore) 
         StoreError: `root` cannot be written to.
     """
     place = root / weights
-    named = set() if place.is_dir() else _captured_under(artifacts, weights)
+    named = set() if place.is_dir() else _find_target_names(artifacts, weights)
     if _is_named_store(root / target) and not _is_adopted(root, target):
         named.add(target)
     for name in sorted(named):
@@ -49,10 +49,10 @@ def find_store(root: Path, weights: str, target: str, artifacts: ArtifactStore) 
 
 def find_answers(root: Path, weights: str) -> list[Path]:
     """Files `root/{target}/{part}/{identity}.jsonl` of answers that these weights gave, whatever the target was called."""
-    return [path for path in sorted(root.glob("*/*/*.jsonl")) if _answered_by(path) == weights]
+    return [path for path in sorted(root.glob("*/*/*.jsonl")) if _read_weights_digest(path) == weights]
 
 
-def _captured_under(artifacts: ArtifactStore, weights: str) -> set[str]:
+def _find_target_names(artifacts: ArtifactStore, weights: str) -> set[str]:
     """Names of targets that have, or had, these weights."""
     found = set()
     for asset in CAPTURED:
@@ -90,7 +90,7 @@ def _join(named: Path, place: Path) -> None:
     joined = 0
     try:
         for path in _feature_files(named):
-            joined += _linked(path, place / path.relative_to(named))
+            joined += _link(path, place / path.relative_to(named))
         (place / ADOPTED).mkdir(exist_ok=True)
         (place / ADOPTED / named.name).touch()
     except OSError as error:
@@ -104,7 +104,7 @@ def _feature_files(store: Path) -> Iterator[Path]:
     yield from (store / "samples").glob("*/*.safetensors")
 
 
-def _linked(path: Path, to: Path) -> bool:
+def _link(path: Path, to: Path) -> bool:
     """A file's name is its content, so one of that name is the same."""
     to.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -114,7 +114,7 @@ def _linked(path: Path, to: Path) -> bool:
     return True
 
 
-def _answered_by(path: Path) -> str | None:
+def _read_weights_digest(path: Path) -> str | None:
     """The weights that a file of answers is of; None for one that does not say so, which nobody can use."""
     try:
         with path.open("rb") as stream:

@@ -49,7 +49,9 @@ class FileManifest:
             read: compare digests too, and not only sizes.
         """
         looked_at = self.files if names is None else names
-        return next(filter(None, (self._damage(folder / name, self.files[name], read) for name in looked_at)), None)
+        return next(
+            filter(None, (self._find_file_damage(folder / name, self.files[name], read) for name in looked_at)), None
+        )
 
     def require_intact(self, folder: Path, advice: str, names: Iterable[str] | None = None) -> None:
         """StoreError, with what to do, unless all files (or those `names`) are as recorded."""
@@ -57,7 +59,7 @@ class FileManifest:
         if damage is not None:
             raise StoreError(f"{damage}. {advice}")
 
-    def _damage(self, path: Path, file: FileRecord, read: bool) -> str | None:
+    def _find_file_damage(self, path: Path, file: FileRecord, read: bool) -> str | None:
         try:
             size = require_file(path).stat().st_size
             if file.bytes not in (None, size):

@@ -15,7 +15,7 @@ _BESIDE = (
     *(".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4"),
     *(".quant_state.bitsandbytes__fp4", ".SCB", ".weight_format"),
 )
-_OF_THE_MODULE = (
+_MODULE_SCALES = (
     ".input_scale",
     ".activation_scale",
     ".input_global_scale",
@@ -40,7 +40,7 @@ class PlainHeaders:
 
 
 @dataclass(frozen=True)
-class _Plain:
+class _PlainTensor:
     """The plain tensor that a stored one stands for."""
 
     name: str
@@ -60,8 +60,8 @@ def strip_quantization(tensors: Mapping[str, TensorHeader], config: Any) -> Plai
         return PlainHeaders(tensors)
     plain: dict[str, TensorHeader] = {}
     for name, header in tensors.items():
-        if not _goes_with_another(name, tensors):
-            stands_for = _stands_for(name, header, tensors)
+        if not _is_auxiliary(name, tensors):
+            stands_for = _to_plain(name, header, tensors)
             plain[stands_for.name] = stands_for.header
     unshaped = frozenset(name for name, header in plain.items() if header.shape == UNKNOWN)
     method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
@@ -69,22 +69,22 @@ def strip_quantization(tensors: Mapping[str, TensorHeader], config: Any) -> Plai
     return PlainHeaders(plain, unshaped, note if unshaped else None)
 
 
-def _stands_for(name: str, header: TensorHeader, tensors: Mapping[str, TensorHeader]) -> _Plain:
+def _to_plain(name: str, header: TensorHeader, tensors: Mapping[str, TensorHeader]) -> _PlainTensor:
     if name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors and len(header.shape) == 4:
         experts, rows, groups, nbytes = header.shape  # two values of 4 bits a byte, of the transposed matrix
-        return _Plain(name.removesuffix("_blocks"), replace(header, shape=(experts, groups * nbytes * 2, rows)))
+        return _PlainTensor(name.removesuffix("_blocks"), replace(header, shape=(experts, groups * nbytes * 2, rows)))
     for suffix in _PACKED:
         if name.endswith(suffix):
-            return _Plain(f"{name.removesuffix(suffix)}.weight", replace(header, shape=UNKNOWN))
-    return _Plain(name, replace(header, shape=UNKNOWN) if header.dtype in _CODES else header)
+            return _PlainTensor(f"{name.removesuffix(suffix)}.weight", replace(header, shape=UNKNOWN))
+    return _PlainTensor(name, replace(header, shape=UNKNOWN) if header.dtype in _CODES else header)
 
 
-def _goes_with_another(name: str, tensors: Mapping[str, TensorHeader]) -> bool:
+def _is_auxiliary(name: str, tensors: Mapping[str, TensorHeader]) -> bool:
     """Whether it is a scale or the like, of a weight that is there."""
     module = next((name.removesuffix(suffix) for suffix in _BESIDE_PACKED if name.endswith(suffix)), None)
     if module is not None:
         return any(f"{module}{packed}" in tensors for packed in _PACKED)
-    if any(name.endswith(suffix) for suffix in _OF_THE_MODULE):
+    if any(name.endswith(suffix) for suffix in _MODULE_SCALES):
         return True
     for suffix in _BESIDE:
         main = name.removesuffix(suffix)

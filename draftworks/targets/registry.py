@@ -27,7 +27,7 @@ from draftworks.storage.names import require_name
 KINDS = ("targets", "datasets", "evals")
 """The folders of a registry."""
 DEPLOYMENT = "deployment.yaml"
-_NO_KEY = re.compile(r"\.\.\.|[\x00-\x1f\x7f]|[\ud800-\udfff]")
+_INVALID_KEY = re.compile(r"\.\.\.|[\x00-\x1f\x7f]|[\ud800-\udfff]")
 """What Dagster takes in no partition key. Other names that are none are partitions, whose first step says so."""
 HELDOUT = "heldout"
 """The built-in eval set: rows split off a target's own conversations."""
@@ -41,7 +41,7 @@ class Registry:
 
     def list_targets(self) -> list[str]:
         """Names of all targets, sorted; the files are not opened."""
-        return self._names("targets")
+        return self._list_names("targets")
 
     def load_target(self, name: str) -> TargetSpec:
         """One target, its strategies' options checked.
@@ -50,7 +50,7 @@ class Registry:
             ConfigError: unknown target (closest names suggested), unknown key, bad value, unknown strategy, option or
                 export format.
         """
-        path = self._path("targets", name)
+        path = self._find_path("targets", name)
         spec = load_yaml(path, TargetSpec, name=name)
         for strategy, entry in spec.strategies.items():
             try:
@@ -64,19 +64,19 @@ class Registry:
 
     def find_target_file(self, name: str) -> Path:
         """Where a target is described; not opened. ConfigError for a name that has none, with the closest ones."""
-        return self._path("targets", name)
+        return self._find_path("targets", name)
 
     def load_dataset(self, name: str) -> DatasetSpec:
-        return load_yaml(self._path("datasets", name), DatasetSpec, name=name)
+        return load_yaml(self._find_path("datasets", name), DatasetSpec, name=name)
 
     def list_eval_sets(self) -> list[str]:
         """Names of all eval sets, sorted; `heldout` is built in and not among them."""
-        return self._names("evals")
+        return self._list_names("evals")
 
     def load_eval_set(self, name: str) -> EvalSpec:
         if name == HELDOUT:
             raise ConfigError(f"{self.root / 'evals'}: {HELDOUT} is the built-in eval set: give yours another name")
-        return load_yaml(self._path("evals", name), EvalSpec, name=name)
+        return load_yaml(self._find_path("evals", name), EvalSpec, name=name)
 
     def load_deployment(self) -> DeploymentSpec:
         """The deployment; defaults where there is no file."""
@@ -93,21 +93,21 @@ class Registry:
 
     def find_problems(self) -> list[str]:
         """Everything wrong with any entry or file of the registry, as far as it says so itself; a message each."""
-        return self.find_shared_problems() + self._refusals("targets", self.load_target)
+        return self.find_shared_problems() + self._collect_errors("targets", self.load_target)
 
     def find_shared_problems(self) -> list[str]:
         """What is wrong with files that are no target's own; a message each."""
         found = self.find_unread_files()
-        found += self._refusals("datasets", self.load_dataset) + self._refusals("evals", self.load_eval_set)
+        found += self._collect_errors("datasets", self.load_dataset) + self._collect_errors("evals", self.load_eval_set)
         try:
             self.load_deployment()
         except ConfigError as error:
             found.append(str(error))
         return found
 
-    def _refusals(self, kind: str, load: Callable[[str], object]) -> list[str]:
+    def _collect_errors(self, kind: str, load: Callable[[str], object]) -> list[str]:
         found = []
-        for name in self._names(kind):
+        for name in self._list_names(kind):
             try:
                 load(name)
             except ConfigError as error:
@@ -118,23 +118,25 @@ class Registry:
         """Files that look like entries and are none, a message each."""
         found = []
         for kind in KINDS:
-            for path in self._visible(kind):
+            for path in self._list_visible(kind):
                 if path.suffix.lower() in (".yaml", ".yml") and path.suffix != ".yaml":
                     found.append(
-                        f"{_shown(path)}: is not read, since its name does not end in .yaml: rename it to {path.stem}.yaml"
+                        f"{_format_path(path)}: is not read, since its name does not end in .yaml: rename it to {path.stem}.yaml"
                     )
-                elif path.suffix == ".yaml" and _NO_KEY.search(path.stem):
-                    found.append(f"{_shown(path)}: is not read: {_name_problem(path.stem)}")
+                elif path.suffix == ".yaml" and _INVALID_KEY.search(path.stem):
+                    found.append(f"{_format_path(path)}: is not read: {_explain_name(path.stem)}")
         for path in sorted(self.root.glob("*.y*ml")):
             if path.name != DEPLOYMENT and not path.name.startswith("."):
-                found.append(f"{_shown(path)}: is not read: only {DEPLOYMENT} and the folders {', '.join(KINDS)} are")
+                found.append(
+                    f"{_format_path(path)}: is not read: only {DEPLOYMENT} and the folders {', '.join(KINDS)} are"
+                )
         return found
 
-    def _names(self, kind: str) -> list[str]:
-        files = [path for path in self._visible(kind) if path.suffix == ".yaml"]
-        return sorted(path.stem for path in files if not _NO_KEY.search(path.stem))
+    def _list_names(self, kind: str) -> list[str]:
+        files = [path for path in self._list_visible(kind) if path.suffix == ".yaml"]
+        return sorted(path.stem for path in files if not _INVALID_KEY.search(path.stem))
 
-    def _visible(self, kind: str) -> list[Path]:
+    def _list_visible(self, kind: str) -> list[Path]:
         """What is in a folder, sorted, without what editors hide there."""
         folder = self.root / kind
         if not folder.is_dir() and kind == "evals":
@@ -143,25 +145,27 @@ class Registry:
             raise ConfigError(f"{folder}: expected a folder of YAML files, found none. Is {self.root} a registry?")
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
 
-    def _path(self, kind: str, name: str) -> Path:
+    def _find_path(self, kind: str, name: str) -> Path:
         try:
             path = self.root / kind / f"{require_name(name)}.yaml"
         except ValueError as error:
             raise ConfigError(f"{self.root / kind}: {error}") from error
         if not os.path.lexists(path):  # of a link that leads nowhere the reader says so
-            names = self._names(kind)
+            names = self._list_names(kind)
             close = difflib.get_close_matches(name, names, n=2)
             hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(names[:20]) or 'none'}"
             raise ConfigError(f"{path}: no such file; {hint}")
         return path
 
 
-def _shown(path: Path) -> str:
+def _format_path(path: Path) -> str:
     """The path in one line of text, whatever bytes are in it."""
-    return str(path).encode("unicode_escape", "backslashreplace").decode() if _NO_KEY.search(str(path)) else str(path)
+    return (
+        str(path).encode("unicode_escape", "backslashreplace").decode() if _INVALID_KEY.search(str(path)) else str(path)
+    )
 
 
-def _name_problem(name: str) -> str:
+def _explain_name(name: str) -> str:
     try:
         require_name(name)
     except ValueError as error:

@@ -20,7 +20,7 @@ GENERATION_CONFIG = "generation_config.json"
 """Names the tokens that end an answer, so it counts with the tokenizer's files, though it lies with the model's."""
 
 
-_MOST = {
+_MAX = {
     "num_hidden_layers": 10_000,
     "hidden_size": 1 << 20,
     "vocab_size": 1 << 24,
@@ -43,11 +43,11 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
     tokenizer = spec.tokenizer or spec.model
     tokenizer_revision = spec.tokenizer_revision if spec.tokenizer else spec.revision
     tokenizer = _locate(tokenizer, tokenizer_revision, registry, f"target {spec.name}: tokenizer")
-    template = _template(spec, registry)
-    config = _model_config(model, spec.revision, f"target {spec.name}")
+    template = _locate_template(spec, registry)
+    config = _read_model_config(model, spec.revision, f"target {spec.name}")
     if any(config.get(name) is None for name in _NEEDED):  # only then: it imports transformers, also in a sensor's tick
-        config = _with_defaults(model, spec.revision, config)
-    context = _field(config, model, "max_position_embeddings")
+        config = _fill_defaults(model, spec.revision, config)
+    context = _require_integer(config, model, "max_position_embeddings")
     if spec.max_length > context:
         raise ConfigError(
             f"target {spec.name}: max_length {spec.max_length} is longer than the model's context of {context} tokens "
@@ -60,19 +60,19 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
         tokenizer=tokenizer,
         tokenizer_revision=tokenizer_revision,
         chat_template=None if template is None else str(template),
-        digest=_weights_digest(model, spec.revision, digests),
+        digest=_digest_weights(model, spec.revision, digests),
         tokenizer_digest=digest(
             [
-                _tokenizer_digest(tokenizer, tokenizer_revision, template, digests),
-                _answer_end(model, spec.revision, digests),
+                _digest_tokenizer(tokenizer, tokenizer_revision, template, digests),
+                _digest_generation_config(model, spec.revision, digests),
             ]
         ),
         digests=None if digests.cache_file is None else digests.cache_file.absolute(),
-        num_layers=_field(config, model, "num_hidden_layers"),
-        hidden_size=_field(config, model, "hidden_size"),
-        vocab_size=_field(config, model, "vocab_size"),
+        num_layers=_require_integer(config, model, "num_hidden_layers"),
+        hidden_size=_require_integer(config, model, "hidden_size"),
+        vocab_size=_require_integer(config, model, "vocab_size"),
         context=context,
-        num_heads=_heads(config),
+        num_heads=_read_num_heads(config),
     )
 
 
@@ -84,11 +84,11 @@ def digest_target_files(target: TargetFiles) -> TargetFiles:
     """
     digests = FileDigests(target.digests)
     template = None if target.chat_template is None else Path(target.chat_template)
-    tokenizer = _tokenizer_digest(target.tokenizer, target.tokenizer_revision, template, digests)
+    tokenizer = _digest_tokenizer(target.tokenizer, target.tokenizer_revision, template, digests)
     return target.model_copy(
         update={
-            "digest": _weights_digest(target.model, target.revision, digests),
-            "tokenizer_digest": digest([tokenizer, _answer_end(target.model, target.revision, digests)]),
+            "digest": _digest_weights(target.model, target.revision, digests),
+            "tokenizer_digest": digest([tokenizer, _digest_generation_config(target.model, target.revision, digests)]),
         }
     )
 
@@ -133,7 +133,7 @@ def _locate(model: str, revision: str | None, registry: Registry, where: str) ->
     return str(folder)
 
 
-def _template(spec: TargetSpec, registry: Registry) -> Path | None:
+def _locate_template(spec: TargetSpec, registry: Registry) -> Path | None:
     if spec.chat_template is None:
         return None
     path = registry.resolve_path(spec.chat_template)
@@ -144,10 +144,10 @@ def _template(spec: TargetSpec, registry: Registry) -> Path | None:
 
 def read_text_config(target: TargetFiles) -> dict[str, Any]:
     """What config.json says of a target's language model, without the defaults of its class. Raises ConfigError."""
-    return _model_config(target.model, target.revision, f"target {target.name}")
+    return _read_model_config(target.model, target.revision, f"target {target.name}")
 
 
-def _model_config(model: str, revision: str | None, where: str) -> dict[str, Any]:
+def _read_model_config(model: str, revision: str | None, where: str) -> dict[str, Any]:
     path = Path(model) / "config.json"
     if revision is not None:
         found = fetch_hub_file(where, model, revision, "config.json")
@@ -168,7 +168,7 @@ def _model_config(model: str, revision: str | None, where: str) -> dict[str, Any
     return text
 
 
-def _with_defaults(model: str, revision: str | None, config: dict[str, Any]) -> dict[str, Any]:
+def _fill_defaults(model: str, revision: str | None, config: dict[str, Any]) -> dict[str, Any]:
     """Some wrappers' files, such as Gemma 3's, say of the text model only what is not its class's default."""
     from transformers import AutoConfig
 
@@ -179,22 +179,22 @@ def _with_defaults(model: str, revision: str | None, config: dict[str, Any]) -> 
     return {name: getattr(text, name, None) for name in _SHAPE} | {k: v for k, v in config.items() if v is not None}
 
 
-def _field(config: dict[str, Any], model: str, name: str) -> int:
+def _require_integer(config: dict[str, Any], model: str, name: str) -> int:
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{model}/config.json: expected an integer {name}, found {value!r}")
-    if not 1 <= value <= _MOST[name]:
+    if not 1 <= value <= _MAX[name]:
         found = f"{value:,}" if abs(value) < 10**30 else "a number of more than 30 digits"
-        raise ConfigError(f"{model}/config.json: expected {name} from 1 to {_MOST[name]:,}, found {found}")
+        raise ConfigError(f"{model}/config.json: expected {name} from 1 to {_MAX[name]:,}, found {found}")
     return value
 
 
-def _heads(config: dict[str, Any]) -> int | None:
+def _read_num_heads(config: dict[str, Any]) -> int | None:
     found = config.get("num_attention_heads")
     return found if isinstance(found, int) and found > 0 else None
 
 
-def _weights_digest(model: str, revision: str | None, digests: FileDigests) -> str:
+def _digest_weights(model: str, revision: str | None, digests: FileDigests) -> str:
     """Identity of a model: of its directory's config.json and safetensors files, or of hub id and commit.
 
     Raises:
@@ -211,7 +211,7 @@ def _weights_digest(model: str, revision: str | None, digests: FileDigests) -> s
         raise ConfigError(f"{model}: expected config.json and readable weights: {error}") from error
 
 
-def _tokenizer_digest(tokenizer: str, revision: str | None, template: Path | None, digests: FileDigests) -> str:
+def _digest_tokenizer(tokenizer: str, revision: str | None, template: Path | None, digests: FileDigests) -> str:
     override = None if template is None else digests.of_file(template)
     if revision is not None:
         return digest(["hub", tokenizer, revision, override])
@@ -224,7 +224,7 @@ def _tokenizer_digest(tokenizer: str, revision: str | None, template: Path | Non
     return digest([[[p.name, digests.of_file(p)] for p in present], override])
 
 
-def _answer_end(model: str, revision: str | None, digests: FileDigests) -> str | None:
+def _digest_generation_config(model: str, revision: str | None, digests: FileDigests) -> str | None:
     """Identity of what ends an answer, as far as the model's files say so; None if they do not."""
     if revision is not None:
         return digest(["hub", model, revision])

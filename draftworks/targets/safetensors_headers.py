@@ -16,7 +16,7 @@ from draftworks.storage.hub import fetch_hub_header
 from draftworks.storage.regular_files import open_regular, parse_json
 from draftworks.targets.model_files import INDEX, WEIGHTS, ModelFiles
 
-LONGEST_HEADER = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Bytes; the limit of the format's own reader."""
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -64,14 +64,14 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
             size = os.fstat(stream.fileno()).st_size
             first = stream.read(8)
             length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-            if not 1 < length <= min(LONGEST_HEADER, size - 8):
-                raise _unreadable(path, f"a file of {size} bytes whose first 8 promise a header of {length}")
+            if not 1 < length <= min(MAX_HEADER_BYTES, size - 8):
+                raise _make_damage_error(path, f"a file of {size} bytes whose first 8 promise a header of {length}")
             header = parse_json(stream.read(length))
     except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(path, f"{type(error).__name__}: {error}") from error
+        raise _make_damage_error(path, f"{type(error).__name__}: {error}") from error
     if not isinstance(header, dict):
-        raise _unreadable(path, "its header is no JSON object")
-    tensors = {name: _tensor(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
+        raise _make_damage_error(path, "its header is no JSON object")
+    tensors = {name: _parse_tensor(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
     _check_extent(path, header, size - 8 - length)
     return tensors
 
@@ -86,7 +86,7 @@ def read_model_headers(target: TargetFiles) -> ModelHeaders:
         StoreError: there are no weights, a file that the index names is absent, a tensor is not where the index says, or
             a file is damaged.
     """
-    files = _Headers(target)
+    files = _HeaderReader(target)
     unasked: list[ConfigError] = []
 
     def attempt(look: Callable[[], Found | None]) -> Found | None:
@@ -121,7 +121,7 @@ def read_model_headers(target: TargetFiles) -> ModelHeaders:
     return ModelHeaders(whole, {name: tensor for header in headers.values() for name, tensor in header.items()})
 
 
-class _Headers(ModelFiles):
+class _HeaderReader(ModelFiles):
     """The headers of a target's files."""
 
     def header(self, filename: str) -> dict[str, TensorHeader] | None:
@@ -141,7 +141,7 @@ class _Headers(ModelFiles):
         if absent:
             raise StoreError(
                 f"{self.where}: {INDEX} names {len(found)} files, and {len(absent)} of them are absent: "
-                f"{_some(absent)}. Copy or download the model again, all of its files"
+                f"{_format_some(absent)}. Copy or download the model again, all of its files"
             )
         return {name: header for name, header in found.items() if header is not None}
 
@@ -165,16 +165,16 @@ def _check_index(where: str, index: Mapping[str, str], headers: Mapping[str, Map
             seen[name] = file
 
 
-def _tensor(path: Path, name: str, entry: Any) -> TensorHeader:
+def _parse_tensor(path: Path, name: str, entry: Any) -> TensorHeader:
     try:
         shape = tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         sound = all(type(n) is int and n >= 0 for n in (*shape, begin, end)) and begin <= end
         bits = BITS.get(entry["dtype"])
     except (KeyError, TypeError, ValueError) as error:
-        raise _unreadable(path, f"its header describes {name!r} by {entry!r:.80}") from error
+        raise _make_damage_error(path, f"its header describes {name!r} by {entry!r:.80}") from error
     if not sound or (bits is not None and math.prod(shape) * bits != (end - begin) * 8):
-        raise _unreadable(path, f"its header describes {name!r} by {entry!r:.80}")
+        raise _make_damage_error(path, f"its header describes {name!r} by {entry!r:.80}")
     return TensorHeader(entry["dtype"], shape, path.name)
 
 
@@ -183,18 +183,18 @@ def _check_extent(path: Path, header: Mapping[str, Any], nbytes: int) -> None:
     end = 0
     for start, stop in spans:
         if start != end:
-            raise _unreadable(
+            raise _make_damage_error(
                 path, f"its tensors leave out or share the bytes from {min(start, end)} to {max(start, end)}"
             )
         end = stop
     if end != nbytes:
-        raise _unreadable(path, f"its header promises {end} bytes of tensors, and {nbytes} are there")
+        raise _make_damage_error(path, f"its header promises {end} bytes of tensors, and {nbytes} are there")
 
 
-def _unreadable(path: Path, problem: str) -> StoreError:
+def _make_damage_error(path: Path, problem: str) -> StoreError:
     return StoreError(f"{path}: not a readable safetensors file: {problem}. Copy or download it again")
 
 
-def _some(names: list[str]) -> str:
+def _format_some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

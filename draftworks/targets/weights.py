@@ -82,11 +82,11 @@ def check_target_weights(target: TargetFiles, backend: str = "hf", remembered: P
             asked.
         StoreError: a file is absent or damaged; tensors are missing, unexpected or of another shape.
     """
-    verdict = None if remembered is None else remembered / f"{_verdict_key(target, backend)}.json"
-    known = _known(verdict)
+    verdict = None if remembered is None else remembered / f"{_make_verdict_key(target, backend)}.json"
+    known = _read_verdict(verdict)
     if known is not None:
         return known
-    found = _checked(target, backend)
+    found = _check(target, backend)
     if verdict is not None:
         publish_json(verdict, asdict(found))
     return found
@@ -100,12 +100,12 @@ def require_loaded(target: TargetFiles, model: PreTrainedModel, loading: Mapping
     """
     missing = set(loading["missing_keys"]) | set(loading.get("error_msgs") or ())
     mismatched = {name: (tuple(found), tuple(expected)) for name, found, expected in loading["mismatched_keys"]}
-    found = _judged(missing, set(loading["unexpected_keys"]), mismatched, {}, model.config)
+    found = _make_discrepancies(missing, set(loading["unexpected_keys"]), mismatched, {}, model.config)
     if found:
-        raise StoreError(_told(target, type(model).__name__, found, model.config))
+        raise StoreError(_format_discrepancies(target, type(model).__name__, found, model.config))
 
 
-def _checked(target: TargetFiles, backend: str) -> WeightsCheck:
+def _check(target: TargetFiles, backend: str) -> WeightsCheck:
     config = read_model_config(target)
     _require_plain_files(target, config)
     headers = read_model_headers(target)
@@ -118,11 +118,11 @@ def _checked(target: TargetFiles, backend: str) -> WeightsCheck:
             f"names and shapes of the weights were not checked: {config}; all files are whole",
         )
     plain = strip_quantization(headers.tensors, getattr(config, "quantization_config", None))
-    with _quiet():
+    with _silence_transformers():
         model = _empty_model(target, config)
-        found = _compared(model, plain.tensors, plain.unshaped)
+        found = _compare(model, plain.tensors, plain.unshaped)
     if found:
-        raise StoreError(_told(target, type(model).__name__, found, model.config))
+        raise StoreError(_format_discrepancies(target, type(model).__name__, found, model.config))
     return WeightsCheck(type(model).__name__, len(headers.tensors), plain.note)
 
 
@@ -183,7 +183,7 @@ def _empty_model(target: TargetFiles, config: PreTrainedConfig) -> PreTrainedMod
 
     known = type(config) in AutoModelForCausalLM._model_mapping
     loader = AutoModelForCausalLM if known else AutoModelForImageTextToText
-    config = _unquantized(config)
+    config = _remove_quantization(config)
     try:
         with torch.device("meta"):
             return loader.from_config(config, trust_remote_code=False)
@@ -193,7 +193,7 @@ def _empty_model(target: TargetFiles, config: PreTrainedConfig) -> PreTrainedMod
         ) from error
 
 
-def _unquantized(config: PreTrainedConfig) -> PreTrainedConfig:
+def _remove_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     if getattr(config, "quantization_config", None) is None:
         return config
     import copy
@@ -203,7 +203,7 @@ def _unquantized(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _compared(model: PreTrainedModel, tensors: Mapping[str, TensorHeader], unshaped: Collection[str]) -> Discrepancies:
+def _compare(model: PreTrainedModel, tensors: Mapping[str, TensorHeader], unshaped: Collection[str]) -> Discrepancies:
     """Load tensors without data into a model without data, as transformers loads: renamed, merged, tied."""
     import torch
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -223,7 +223,7 @@ def _compared(model: PreTrainedModel, tensors: Mapping[str, TensorHeader], unsha
         mismatched = {name: shapes for name, shapes in mismatched.items() if 0 not in shapes[0]}
         broken = {}
     broken |= _gaps(tensors)
-    return _judged(missing, set(info.unexpected_keys), mismatched, broken, model.config)
+    return _make_discrepancies(missing, set(info.unexpected_keys), mismatched, broken, model.config)
 
 
 def _last_line(error: object) -> str:
@@ -238,13 +238,13 @@ def _gaps(tensors: Iterable[str]) -> dict[str, str]:
         if matched := _EXPERT.match(name):
             numbers.setdefault(f"{matched[1]}*{matched[3]}", set()).add(int(matched[2]))
     return {
-        name: f"of the numbers 0 to {max(found)}, absent: {_some(map(str, sorted(set(range(max(found))) - found)))}"
+        name: f"of the numbers 0 to {max(found)}, absent: {_format_some(map(str, sorted(set(range(max(found))) - found)))}"
         for name, found in numbers.items()
         if found != set(range(len(found)))
     }
 
 
-def _judged(
+def _make_discrepancies(
     missing: set[str],
     unexpected: set[str],
     mismatched: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
@@ -263,25 +263,25 @@ def _judged(
     return Discrepancies(tuple(sorted(missing)), tuple(sorted(strangers)), dict(sorted(mismatched.items())), broken)
 
 
-def _told(target: TargetFiles, model_class: str, found: Discrepancies, config: PreTrainedConfig) -> str:
+def _format_discrepancies(target: TargetFiles, model_class: str, found: Discrepancies, config: PreTrainedConfig) -> str:
     layers = config.get_text_config().num_hidden_layers
     lines = [
         f"target {target.name}: the weights in {target.model} do not belong to its config.json ({model_class}, {layers} layers)"
     ]
     if found.missing:
-        lines.append(f"{len(found.missing)} tensors are missing: {_some(found.missing)}")
+        lines.append(f"{len(found.missing)} tensors are missing: {_format_some(found.missing)}")
     if found.unexpected:
-        lines.append(f"{len(found.unexpected)} tensors are unexpected: {_some(found.unexpected)}")
+        lines.append(f"{len(found.unexpected)} tensors are unexpected: {_format_some(found.unexpected)}")
     if found.mismatched:
         shapes = [f"{name} is {list(a)}, expected {list(b)}" for name, (a, b) in found.mismatched.items()]
-        lines.append(f"{len(found.mismatched)} tensors have another shape: {_some(shapes)}")
+        lines.append(f"{len(found.mismatched)} tensors have another shape: {_format_some(shapes)}")
     if found.broken:
         reasons = [f"{name} ({reason})" for name, reason in found.broken.items()]
-        lines.append(f"{len(found.broken)} tensors cannot be put together: {_some(reasons)}")
-    return "; ".join(lines) + f". {_advice(found, layers)}"
+        lines.append(f"{len(found.broken)} tensors cannot be put together: {_format_some(reasons)}")
+    return "; ".join(lines) + f". {_advise(found, layers)}"
 
 
-def _advice(found: Discrepancies, layers: int) -> str:
+def _advise(found: Discrepancies, layers: int) -> str:
     """What to do, as far as the names show what happened."""
     wrapped = [name.split(".")[0] for name in found.unexpected if name.partition(".")[2] in found.missing]
     if wrapped and len(wrapped) == len(found.unexpected) and len(set(wrapped)) == 1:
@@ -297,20 +297,20 @@ def _advice(found: Discrepancies, layers: int) -> str:
     return "Missing weights would be random: copy or download the model again, config.json and weights of one origin"
 
 
-def _some(names: Iterable[str]) -> str:
+def _format_some(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _verdict_key(target: TargetFiles, backend: str) -> str:
+def _make_verdict_key(target: TargetFiles, backend: str) -> str:
     index = None
     if target.revision is None and (path := Path(target.model) / INDEX).is_file():
         index = path.read_text(encoding="utf-8", errors="replace")
     return digest([CHECK_REVISION, version("transformers"), target.digest, index, backend == "hf"])
 
 
-def _known(verdict: Path | None) -> WeightsCheck | None:
+def _read_verdict(verdict: Path | None) -> WeightsCheck | None:
     if verdict is None or not verdict.is_file():
         return None
     try:
@@ -320,7 +320,7 @@ def _known(verdict: Path | None) -> WeightsCheck | None:
 
 
 @contextmanager
-def _quiet():
+def _silence_transformers():
     """Without transformers' bars and reports: what they say is said once, by us."""
     from transformers.utils import logging as transformers_logging
 

@@ -31,7 +31,7 @@ from draftworks.features.sealing import AuthPolicy
 from draftworks.features.shards import read_header
 from draftworks.storage.artifacts import ArtifactStore, BuildResult
 from draftworks.storage.manifest import FileRecord
-from draftworks.targets.resolve import _model_config
+from draftworks.targets.resolve import _read_model_config
 from draftworks.training.checkpoint_files import read_record, write_record
 from draftworks.training.history import History
 
@@ -70,7 +70,7 @@ def _model_folder(folder: Path) -> dict[str, Kind]:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
     return {
-        "model_config": Kind(folder / "config.json", lambda: _model_config(str(folder), None, "target x")),
+        "model_config": Kind(folder / "config.json", lambda: _read_model_config(str(folder), None, "target x")),
         "index": Kind(index, lambda: read_checkpoint(folder)),
         "indexed_weights": Kind(folder / "one.safetensors", lambda: read_checkpoint(folder)),
     }

@@ -66,7 +66,7 @@ def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path
 
 def test_nothing_reaches_the_engine_even_where_nobody_can_be_told(tmp_path: Path, monkeypatch):
     batch, output = packed([new_request_id(), "answer", "x"], [0, 0, 0])
-    monkeypatch.setattr("draftworks.sglang.hook._prefill_of", lambda args: batch)
+    monkeypatch.setattr("draftworks.sglang.hook._find_prefill", lambda args: batch)
     SGLangCaptureBackend(tmp_path / "removed")(nn.Identity(), (), output)
     assert not (tmp_path / "removed").exists()
 

@@ -91,7 +91,7 @@ def test_a_join_that_was_cut_off_is_finished(root, artifacts, monkeypatch):
     for name in ("a", "copy"):
         captured(artifacts, name, WEIGHTS)
     with monkeypatch.context() as patched:
-        patched.setattr("draftworks.storage.legacy_stores._linked", lambda *_: 1 / 0)
+        patched.setattr("draftworks.storage.legacy_stores._link", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             find_store(root, WEIGHTS, "a", artifacts)
     find_store(root, WEIGHTS, "copy", artifacts)

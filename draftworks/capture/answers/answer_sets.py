@@ -105,21 +105,23 @@ def publish_answers(
         DataError: more than `run.max_rejected_share` of the conversations have no answer, or all.
     """
     ids = [each.id for each in read_conversations(run.conversations)]
-    losses = _losses((answers[each] for each in ids if each in answers), refused)
+    losses = _collect_missing((answers[each] for each in ids if each in answers), refused)
     quarantine = run.out / QUARANTINE_FILE
-    write_rejected(quarantine, _with_excerpts(run, losses.rejected))
+    write_rejected(quarantine, _add_excerpts(run, losses.rejected))
     check_rejected(losses.rejected, len(ids), run.max_rejected_share, quarantine)
     for each in losses.rejected[:SHOWN_REJECTIONS]:
         log.warning("conversation %s has no answer: %s", each.sample_id, each.reason)
-    said = (build_conversation(answers[each.id], each) for each in _answered(run, losses))
+    said = (build_conversation(answers[each.id], each) for each in _iterate_answered(run, losses))
     write_conversations(run.out / CONVERSATIONS, said, {"dropped": len(losses.rejected)})
     rows = (
-        row for each in _answered(run, losses) for row in build_token_rows(answers[each.id], each, run.only_last_turn)
+        row
+        for each in _iterate_answered(run, losses)
+        for row in build_token_rows(answers[each.id], each, run.only_last_turn)
     )
     return PublishedAnswers(losses, write_tokens(run.out / TOKENS_FOLDER, rows, losses.summarize()))
 
 
-def _losses(records: Iterable[dict[str, Any]], refused: Sequence[RejectedSample]) -> MissingAnswers:
+def _collect_missing(records: Iterable[dict[str, Any]], refused: Sequence[RejectedSample]) -> MissingAnswers:
     rejected, unfinished, dropped_turns = list(refused), 0, 0
     for record in records:
         if "dropped" in record:
@@ -130,7 +132,7 @@ def _losses(records: Iterable[dict[str, Any]], refused: Sequence[RejectedSample]
     return MissingAnswers(tuple(rejected), unfinished, dropped_turns)
 
 
-def _with_excerpts(run: RegenerateRun, rejected: Sequence[RejectedSample]) -> list[RejectedSample]:
+def _add_excerpts(run: RegenerateRun, rejected: Sequence[RejectedSample]) -> list[RejectedSample]:
     """With how each conversation begins, so that a person knows it again."""
     wanted = {each.sample_id for each in rejected}
     begins = {
@@ -141,6 +143,6 @@ def _with_excerpts(run: RegenerateRun, rejected: Sequence[RejectedSample]) -> li
     return [each._replace(excerpt=begins.get(each.sample_id, "")) for each in rejected]
 
 
-def _answered(run: RegenerateRun, losses: MissingAnswers) -> Iterator[Conversation]:
+def _iterate_answered(run: RegenerateRun, losses: MissingAnswers) -> Iterator[Conversation]:
     without = {each.sample_id for each in losses.rejected}
     return (each for each in read_conversations(run.conversations) if each.id not in without)

@@ -40,7 +40,7 @@ class Dialogue:
         self._rendered = rendered
         self._chat = chat
         self._max_length = max_length
-        self._asked = _questions(conversation.turns)
+        self._asked = _split_questions(conversation.turns)
         if not self._asked:
             raise DataError("no assistant turn after a user's")
         self._questions = len(self._asked)
@@ -80,7 +80,7 @@ class Dialogue:
             return
         following = self._asked.pop(0)
         try:
-            continued = self._continued(following)
+            continued = self._render_continuation(following)
         except DataError as error:
             self.done, self.stopped = True, str(error)
             return
@@ -88,18 +88,18 @@ class Dialogue:
             self.done = True
             return
         if continued[: len(self.ids)] != self.ids:
-            self._earlier.append(self._sample())
+            self._earlier.append(self._make_sample())
             self._spans = []
         self.ids = continued
         self._turns.extend(following)
 
-    def _continued(self, following: tuple[Turn, ...]) -> list[int]:
+    def _render_continuation(self, following: tuple[Turn, ...]) -> list[int]:
         """What the target sees next: up to and with the header of the next answer."""
         if not self._rendered and self._chat.keeps_answer(self._turns, following):
             return [*self.ids, *self._chat.encode_continuation(self._turns, following)]
         return self._chat.encode_prompt([*self._turns, *following])
 
-    def _sample(self) -> dict[str, Any]:
+    def _make_sample(self) -> dict[str, Any]:
         return {"ids": self.ids, "generated": self._spans}
 
     def to_record(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Dialogue:
         earlier = {"earlier": self._earlier} if self._earlier else {}
         return {
             "id": self.id,
-            **self._sample(),
+            **self._make_sample(),
             **earlier,
             "turns": [[turn.role, turn.content] for turn in self._turns],
             "unfinished": self._unfinished,
@@ -122,11 +122,11 @@ def build_token_rows(record: Mapping[str, Any], original: Conversation, only_las
 
     The last sample has the id of the conversation, earlier ones have it with a number behind.
     """
-    last = _row(record, original.id, original, only_last_turn)
+    last = _make_token_row(record, original.id, original, only_last_turn)
     if only_last_turn:
         return [last]
     earlier = enumerate(record.get("earlier", []), start=1)
-    return [*(_row(sample, f"{original.id}.{number}", original) for number, sample in earlier), last]
+    return [*(_make_token_row(sample, f"{original.id}.{number}", original) for number, sample in earlier), last]
 
 
 def build_conversation(record: Mapping[str, Any], original: Conversation) -> Conversation:
@@ -134,14 +134,16 @@ def build_conversation(record: Mapping[str, Any], original: Conversation) -> Con
     return Conversation(original.id, tuple(Turn(*turn) for turn in record["turns"]), original.columns)
 
 
-def _row(sample: Mapping[str, Any], sample_id: str, original: Conversation, only_last_turn: bool = False) -> TokenRow:
+def _make_token_row(
+    sample: Mapping[str, Any], sample_id: str, original: Conversation, only_last_turn: bool = False
+) -> TokenRow:
     mask = np.zeros(len(sample["ids"]), dtype=np.bool_)
     for start, end in sample["generated"][-1 if only_last_turn else 0 :]:
         mask[start:end] = True
     return TokenRow(sample_id, np.array(sample["ids"], dtype=np.int32), mask, original.columns)
 
 
-def _questions(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:
+def _split_questions(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:
     """What precedes each assistant turn that is to be written."""
     questions, pending, asked = [], [], False
     for turn in turns:

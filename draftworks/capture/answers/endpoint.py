@@ -95,7 +95,7 @@ class EndpointAnswerer(Answerer):
     ) -> None:
         assert sampling.endpoint is not None
         endpoint = sampling.endpoint
-        key = _api_key(endpoint, environment)
+        key = _read_api_key(endpoint, environment)
         self._endpoint = endpoint
         self._sampling = sampling
         self._chat = chat
@@ -104,7 +104,7 @@ class EndpointAnswerer(Answerer):
             sampling, endpoint.model or target.model, chat.eos_ids, chat.template_options
         )
         self._clients = [ChatClient(url, endpoint.timeout_s, key) for url in endpoint.base_urls]
-        self._spread = LoadBalancer({client.url: client for client in self._clients}, endpoint.max_outstanding)
+        self._balancer = LoadBalancer({client.url: client for client in self._clients}, endpoint.max_outstanding)
         self._closed = False
         self._warned = False
         self.replicas = len(self._clients)
@@ -122,29 +122,29 @@ class EndpointAnswerer(Answerer):
         body = {**self._fields, "messages": to_messages(dialogue.turns), "max_tokens": limit}
         if self._sampling.temperature > 0:
             body["seed"] = derive_seed(self._sampling.seed, f"{turn}/{dialogue.id}")
-        completion = self._completed(body)
+        completion = self._complete(body)
         self._check_prompt(completion, dialogue)
-        return self._generated(completion, dialogue, limit)
+        return self._to_generated(completion, dialogue, limit)
 
-    def _completed(self, body: Mapping[str, Any]) -> Completion:
+    def _complete(self, body: Mapping[str, Any]) -> Completion:
         retrying = Retrying(
             stop=stop_after_attempt(self._endpoint.attempts),
             wait=wait_exponential(max=_LONGEST_WAIT_S),
             retry=retry_if_exception(lambda error: isinstance(error, EngineError) and not self._closed),
-            before=self._begin,
+            before=self._before_attempt,
             reraise=True,
         )
-        return retrying(self._spread.run, lambda client: client.complete(body))
+        return retrying(self._balancer.run, lambda client: client.complete(body))
 
-    def _begin(self, state: RetryCallState) -> None:
+    def _before_attempt(self, state: RetryCallState) -> None:
         if state.attempt_number > 1:
-            self._spread.reopen()  # no server was left, and the wait was the cool-down
+            self._balancer.reopen()  # no server was left, and the wait was the cool-down
 
     def _check_prompt(self, completion: Completion, dialogue: Dialogue) -> None:
         """What the target saw has to be what the draft will see."""
         if completion.prompt_ids is not None:
             if list(completion.prompt_ids) != dialogue.ids:
-                raise ConfigError(self._other_prompt(completion.prompt_ids, dialogue.ids))
+                raise ConfigError(self._describe_difference(completion.prompt_ids, dialogue.ids))
         elif completion.prompt_tokens not in (None, len(dialogue.ids)) and not self._warned:
             self._warned = True
             log.warning(
@@ -155,7 +155,7 @@ class EndpointAnswerer(Answerer):
                 len(dialogue.ids),
             )
 
-    def _other_prompt(self, found: Sequence[int], expected: Sequence[int]) -> str:
+    def _describe_difference(self, found: Sequence[int], expected: Sequence[int]) -> str:
         first = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
         return (
             f"the endpoint renders a conversation as {len(found)} tokens, the registry's tokenizer and chat template "
@@ -164,7 +164,7 @@ class EndpointAnswerer(Answerer):
             f"{self._chat.decode(expected[first : first + 8])!r}. Serve the same target with the same chat template"
         )
 
-    def _generated(self, completion: Completion, dialogue: Dialogue, limit: int) -> Generated:
+    def _to_generated(self, completion: Completion, dialogue: Dialogue, limit: int) -> Generated:
         if completion.finish not in ("stop", "length"):
             raise CaptureError(f"the endpoint ended an answer with {completion.finish!r}, which is none to learn from")
         if (completion.completion_tokens or 0) > limit:
@@ -173,11 +173,11 @@ class EndpointAnswerer(Answerer):
                 "the field max_tokens"
             )
         ended = completion.finish == "stop"
-        known = self._told_ids if self._endpoint.token_ids else self._tokenized
+        known = self._take_ids if self._endpoint.token_ids else self._tokenize_text
         ids = known(completion, dialogue, ended)
         return Generated(tuple(ids[:limit]), finished=ended and len(ids) <= limit)
 
-    def _told_ids(self, completion: Completion, dialogue: Dialogue, ended: bool) -> list[int]:
+    def _take_ids(self, completion: Completion, dialogue: Dialogue, ended: bool) -> list[int]:
         if completion.token_ids is None:
             raise ConfigError(
                 "the endpoint gives no token ids: set responses.endpoint.token_ids to false, and labels are the answer's text, "
@@ -188,7 +188,7 @@ class EndpointAnswerer(Answerer):
             return [*ids, *self._chat.encode_closing([*dialogue.turns, Turn("assistant", "")])]
         return ids
 
-    def _tokenized(self, completion: Completion, dialogue: Dialogue, ended: bool) -> list[int]:
+    def _tokenize_text(self, completion: Completion, dialogue: Dialogue, ended: bool) -> list[int]:
         if completion.reasoning:
             raise ConfigError(
                 "the endpoint takes the thoughts out of its answers, and what stood around them is lost: start the server "
@@ -197,7 +197,7 @@ class EndpointAnswerer(Answerer):
         return self._chat.encode_answer([*dialogue.turns, Turn("assistant", completion.text)], ended)
 
 
-def _api_key(endpoint: EndpointSpec, environment: Mapping[str, str]) -> str | None:
+def _read_api_key(endpoint: EndpointSpec, environment: Mapping[str, str]) -> str | None:
     if endpoint.api_key_env is None:
         return None
     key = environment.get(endpoint.api_key_env, "").strip()

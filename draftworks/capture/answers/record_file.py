@@ -84,10 +84,12 @@ class RecordFile:
             StoreError: as for this file, of `other`.
         """
         noted = self._path.with_suffix(".taken.json")
-        size, known = other.stat().st_size, _noted_sizes(noted)
+        size, known = other.stat().st_size, _read_noted_sizes(noted)
         if known.get(str(other)) == size:
             return 0
-        taken = {record["id"]: record for record in _records_of(other, self._identity) if record["id"] not in self}
+        taken = {
+            record["id"]: record for record in _read_intact_records(other, self._identity) if record["id"] not in self
+        }
         self.extend(taken.values())
         publish_json(noted, {**known, str(other): size})
         return len(taken)
@@ -109,7 +111,7 @@ class RecordFile:
         for number, line in enumerate(self._file, start=1):
             if not line.endswith(b"\n"):
                 break
-            record = self._record(line, number)
+            record = self._parse(line, number)
             if end == 0 and record.get("identity") != identity:
                 raise StoreError(
                     f"{self._path} was begun with other settings: expected {identity}, found {record.get('identity')}. "
@@ -128,57 +130,57 @@ class RecordFile:
             return
         with self._path.open("rb") as stream:
             first = stream.readline()
-            if not first.endswith(b"\n") or is_sealed_file(first) or self._record(first, 1).get("identity") != identity:
+            if not first.endswith(b"\n") or is_sealed_file(first) or self._parse(first, 1).get("identity") != identity:
                 return
             records = 0
             with publish_file(self._path) as staging, staging.open("wb") as file:
                 file.write(seal(make_header(identity)))
                 for number, line in enumerate(stream, start=2):
                     if line.endswith(b"\n"):
-                        file.write(seal(self._record(line, number)))
+                        file.write(seal(self._parse(line, number)))
                         records = number - 1
         log.info("%s: its %d records are from before there were checksums, and have them now", self._path, records)
 
-    def _record(self, line: bytes, number: int) -> dict[str, Any]:
-        return _record(line, self._path, number)
+    def _parse(self, line: bytes, number: int) -> dict[str, Any]:
+        return _parse_record(line, self._path, number)
 
 
-def _record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def _parse_record(line: bytes, path: Path, number: int) -> dict[str, Any]:
     """A whole line's record. Whatever else it holds was not left by a kill: cutting there could lose good records."""
     try:
         record = parse_json(line)
     except ValueError as error:
-        raise _damaged(path, number, f"not valid JSON ({error})") from error
+        raise _make_damage_error(path, number, f"not valid JSON ({error})") from error
     if not isinstance(record, dict):
-        raise _damaged(path, number, f"expected a JSON object, found {type(record).__name__}")
+        raise _make_damage_error(path, number, f"expected a JSON object, found {type(record).__name__}")
     if number > 1 and not isinstance(record.get("id"), str):
-        raise _damaged(path, number, f"expected a record with a text `id`, found {record.get('id')!r}")
+        raise _make_damage_error(path, number, f"expected a record with a text `id`, found {record.get('id')!r}")
     return record
 
 
-def _damaged(path: Path, number: int, problem: str) -> StoreError:
+def _make_damage_error(path: Path, number: int, problem: str) -> StoreError:
     return StoreError(
         f"{path}, line {number}: {problem}: the file is damaged. Nothing was changed in it. Remove that line, "
         "and only its record is made again, or remove the file."
     )
 
 
-def _records_of(path: Path, identity: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _read_intact_records(path: Path, identity: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The whole, unchanged records of a file that somebody else writes, or that an earlier version has written."""
     with path.open("rb") as stream:
         first = stream.readline()
         if not first.endswith(b"\n"):
             return
-        found = _record(first, path, 1).get("identity")
+        found = _parse_record(first, path, 1).get("identity")
         if found != identity:
             raise StoreError(f"{path} was begun with other settings: expected {identity}, found {found}")
         has_checksums = is_sealed_file(first)
         for number, line in enumerate(stream, start=2):
             if line.endswith(b"\n") and (is_intact(line) or not has_checksums):
-                yield unseal(_record(line, path, number))
+                yield unseal(_parse_record(line, path, number))
 
 
-def _noted_sizes(path: Path) -> dict[str, int]:
+def _read_noted_sizes(path: Path) -> dict[str, int]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -134,26 +134,26 @@ class _Regeneration:
         size = self._run.responses.batch_size
         left = (each for each in read_conversations(self._run.conversations) if each.id not in self._partial)
         for window in _chunks(left, WINDOW * size):
-            dialogues = sorted(self._opened(window), key=lambda each: len(each.ids))
-            for finished in self._answered(dialogues, size):
+            dialogues = sorted(self._open_dialogues(window), key=lambda each: len(each.ids))
+            for finished in self._answer(dialogues, size):
                 self._keep(finished)
                 self._report()
 
-    def _answered(self, dialogues: Sequence[Dialogue], size: int) -> Iterator[Sequence[Dialogue]]:
+    def _answer(self, dialogues: Sequence[Dialogue], size: int) -> Iterator[Sequence[Dialogue]]:
         """Dialogues as they are finished, `size` of them at work at a time on each copy of the target: together as a batch,
         or each for itself.
         """
         if not dialogues:
             return
-        answerer = self._ready()
+        answerer = self._get_answerer()
         if answerer.concurrent:
-            yield from ([each] for each in _concurrently(self._converse_alone, dialogues, size * answerer.replicas))
+            yield from ([each] for each in _run_concurrently(self._converse_alone, dialogues, size * answerer.replicas))
             return
         for batch in _chunks(dialogues, size):
             self._converse(*batch)
             yield batch
 
-    def _ready(self) -> Answerer:
+    def _get_answerer(self) -> Answerer:
         if self._answerer is None:
             self._answerer = self._factory()
             self._started = self._clock()
@@ -182,7 +182,7 @@ class _Regeneration:
             share = (self._done - self.resumed) / (self._total - self.resumed)
             self._progress(Progress("conversations", self._done, self._total, share, self.tokens, self.seconds))
 
-    def _opened(self, window: Sequence[Conversation]) -> list[Dialogue]:
+    def _open_dialogues(self, window: Sequence[Conversation]) -> list[Dialogue]:
         dialogues, dropped = [], []
         for conversation in window:
             try:
@@ -210,7 +210,9 @@ class _Regeneration:
             turn += 1
 
 
-def _concurrently(work: Callable[[Dialogue], None], dialogues: Sequence[Dialogue], threads: int) -> Iterator[Dialogue]:
+def _run_concurrently(
+    work: Callable[[Dialogue], None], dialogues: Sequence[Dialogue], threads: int
+) -> Iterator[Dialogue]:
     """Dialogues on which `work` is done, as they are; its first error ends it all.
 
     Leaving early waits for nobody, and neither does the end of the program.

@@ -28,11 +28,11 @@ def load_custom_engine(
     if capture.custom is None:
         raise ConfigError("capture backend custom needs capture.custom, with entry_point and engine")
     entry_point = capture.custom.entry_point
-    engine = _found(entry_point)(target, capture, device, place)
+    engine = _load_entry_point(entry_point)(target, capture, device, place)
     if not isinstance(engine, TargetEngine):
         raise ConfigError(
             f"capture.custom.entry_point {entry_point}: expected it to return a draftworks.capture.engine.TargetEngine, "
-            f"found {_kind(engine)}"
+            f"found {_describe_type(engine)}"
         )
     return CheckedEngine(
         engine, make_engine_identity(capture), target, getattr(torch, capture.compute_dtype), entry_point
@@ -75,11 +75,15 @@ class CheckedEngine(TargetEngine):
         expected = [*(tap.name for tap in taps), "last"]
         for row, streams in zip(sequences, captured, strict=True):
             if set(streams) != set(expected):
-                raise self._broken(f"capture: expected the streams {sorted(expected)}, found {sorted(streams)}")
+                raise self._make_contract_error(
+                    f"capture: expected the streams {sorted(expected)}, found {sorted(streams)}"
+                )
             for name, stream in streams.items():
                 self._require_tensor(f"capture: stream {name}", stream, (len(row), self._target.hidden_size))
                 if stream.dtype != self._dtype:
-                    raise self._broken(f"capture: stream {name}: expected {self._dtype}, found {stream.dtype}")
+                    raise self._make_contract_error(
+                        f"capture: stream {name}: expected {self._dtype}, found {stream.dtype}"
+                    )
         return [{name: streams[name] for name in expected} for streams in captured]
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -108,13 +112,15 @@ class CheckedEngine(TargetEngine):
         self._require_one_each("generate", found, prompts)
         for prompt, answer in zip(prompts, found, strict=True):
             if not isinstance(answer, Generated):
-                raise self._broken(f"generate: expected Generated, found {_kind(answer)}")
+                raise self._make_contract_error(f"generate: expected Generated, found {_describe_type(answer)}")
             room = max(0, min(sampling.max_new_tokens, max_total - len(prompt)))
             if len(answer.ids) > room:
-                raise self._broken(f"generate: expected at most {room} tokens, found {len(answer.ids)}")
+                raise self._make_contract_error(f"generate: expected at most {room} tokens, found {len(answer.ids)}")
             outside = [token for token in answer.ids if not 0 <= token < self._target.vocab_size]
             if outside:
-                raise self._broken(f"generate: expected ids 0..{self._target.vocab_size - 1}, found {outside[0]}")
+                raise self._make_contract_error(
+                    f"generate: expected ids 0..{self._target.vocab_size - 1}, found {outside[0]}"
+                )
         return found
 
     def close(self) -> None:
@@ -122,23 +128,25 @@ class CheckedEngine(TargetEngine):
 
     def _require_one_each(self, method: str, found: Any, rows: Sequence[Any]) -> None:
         if not isinstance(found, list) or len(found) != len(rows):
-            count = f"{len(found)} of them" if isinstance(found, list) else _kind(found)
-            raise self._broken(f"{method}: expected a list with one entry for each of {len(rows)} rows, found {count}")
+            count = f"{len(found)} of them" if isinstance(found, list) else _describe_type(found)
+            raise self._make_contract_error(
+                f"{method}: expected a list with one entry for each of {len(rows)} rows, found {count}"
+            )
 
     def _require_tensor(self, what: str, found: Any, shape: tuple[int, ...]) -> None:
         if not isinstance(found, Tensor):
-            raise self._broken(f"{what}: expected a tensor, found {_kind(found)}")
+            raise self._make_contract_error(f"{what}: expected a tensor, found {_describe_type(found)}")
         if tuple(found.shape) != shape or found.device.type != "cpu" or not found.is_floating_point():
             expected = f"floating point {shape} on cpu"
-            raise self._broken(
+            raise self._make_contract_error(
                 f"{what}: expected {expected}, found {found.dtype} {tuple(found.shape)} on {found.device}"
             )
 
-    def _broken(self, what: str) -> EngineError:
+    def _make_contract_error(self, what: str) -> EngineError:
         return EngineError(f"the engine of {self._name} is not as draftworks.capture.engine.TargetEngine says: {what}")
 
 
-def _found(entry_point: str) -> Callable[..., Any]:
+def _load_entry_point(entry_point: str) -> Callable[..., Any]:
     where = f"capture.custom.entry_point {entry_point}"
     name, _, attribute = entry_point.partition(":")
     try:
@@ -159,5 +167,5 @@ def _found(entry_point: str) -> Callable[..., Any]:
     return found
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return f"a {type(value).__name__}"

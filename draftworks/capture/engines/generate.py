@@ -47,7 +47,10 @@ class GrowingLayer(DynamicLayer):
             assert self.keys is not None, "lazy_initialization makes both"
             assert self.values is not None
             room = end + max(GROWTH, end // 4)
-            self._buffers = (_grown(self.keys, key_states, start, room), _grown(self.values, value_states, start, room))
+            self._buffers = (
+                _grow_buffer(self.keys, key_states, start, room),
+                _grow_buffer(self.values, value_states, start, room),
+            )
         keys, values = self._buffers
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
@@ -69,7 +72,7 @@ def make_growing_cache(model: PreTrainedModel) -> DynamicCache:
     return cache
 
 
-def _grown(stored: Tensor, like: Tensor, length: int, room: int) -> Tensor:
+def _grow_buffer(stored: Tensor, like: Tensor, length: int, room: int) -> Tensor:
     buffer = torch.empty(*like.shape[:2], room, like.shape[-1], dtype=like.dtype, device=like.device)
     if length:
         buffer[:, :, :length] = stored
@@ -113,7 +116,7 @@ def generate(
     for start in range(0, len(by_length), sampling.batch_size):
         chosen = by_length[start : start + sampling.batch_size]
         rows = [
-            _Row(
+            _Decoding(
                 i,
                 min(sampling.max_new_tokens, max_total - len(prompts[i])),
                 draw_uniforms(sampling, sample_ids[i], turn),
@@ -171,7 +174,7 @@ def find_end_tokens(model: PreTrainedModel) -> frozenset[int]:
 
 
 @dataclass
-class _Row:
+class _Decoding:
     """A prompt being answered."""
 
     index: int
@@ -196,7 +199,7 @@ class _Decoder:
         self,
         model: PreTrainedModel,
         prompts: Sequence[Sequence[int]],
-        rows: Sequence[_Row],
+        rows: Sequence[_Decoding],
         sampling: ResponseSpec,
         ends: frozenset[int],
     ) -> None:
@@ -214,7 +217,7 @@ class _Decoder:
             self._mask[index, width - len(prompt) :] = 1
         self._position = (self._mask.cumsum(-1) - 1).clamp(min=0)
         self._padded = bool((self._mask == 0).any())
-        self._seen = self._seen_tokens() if sampling.repetition_penalty != 1 else None
+        self._seen = self._mark_seen_tokens() if sampling.repetition_penalty != 1 else None
 
     def run(self) -> None:
         while any(self._alive):
@@ -235,9 +238,9 @@ class _Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
-        return choose_next_tokens(output.logits[:, -1], self._seen, self._uniforms(), self._sampling).cpu()
+        return choose_next_tokens(output.logits[:, -1], self._seen, self._collect_uniforms(), self._sampling).cpu()
 
-    def _uniforms(self) -> Tensor | None:
+    def _collect_uniforms(self) -> Tensor | None:
         if self._sampling.temperature == 0:
             return None
         numbers = [row.uniforms[min(len(row.ids), len(row.uniforms) - 1)] for row in self._rows]
@@ -261,7 +264,7 @@ class _Decoder:
         if self._seen is not None:
             self._seen = self._seen[keep.to(self._seen.device)]
 
-    def _seen_tokens(self) -> Tensor:
+    def _mark_seen_tokens(self) -> Tensor:
         head = self._model.get_output_embeddings()
         assert head is not None  # a causal language model has one
         vocab_size = head.weight.shape[0]

@@ -55,8 +55,8 @@ class HFTargetEngine(TargetEngine):
 
     @torch.inference_mode()
     def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
-        padded = self._padded(sequences)
-        with self._tapped(taps) as streams:
+        padded = self._pad(sequences)
+        with self._tap(taps) as streams:
             streams["last"] = self.model.base_model(**padded, use_cache=False).last_hidden_state
         lengths = [len(row) for row in sequences]
         return [
@@ -66,7 +66,7 @@ class HFTargetEngine(TargetEngine):
 
     @torch.inference_mode()
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        logits = self.model(**self._padded(sequences), use_cache=False).logits
+        logits = self.model(**self._pad(sequences), use_cache=False).logits
         return [logits[index, : len(row)].cpu() for index, row in enumerate(sequences)]
 
     @torch.inference_mode()
@@ -86,7 +86,7 @@ class HFTargetEngine(TargetEngine):
     ) -> list[Generated]:
         return generate(self.model, prompts, sampling, sample_ids, min(max_total, self._context), turn, end_ids)
 
-    def _padded(self, sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def _pad(self, sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Rows padded on the right with an attention mask: what follows a causal model's tokens does not change them."""
         embeddings = cast(nn.Embedding, self.model.get_input_embeddings())
         check_sequences(sequences, self._context, embeddings.num_embeddings)
@@ -99,7 +99,7 @@ class HFTargetEngine(TargetEngine):
         return {"input_ids": ids.to(self.model.device), "attention_mask": mask.to(self.model.device)}
 
     @contextmanager
-    def _tapped(self, taps: Sequence[LayerTap]) -> Iterator[dict[str, Tensor]]:
+    def _tap(self, taps: Sequence[LayerTap]) -> Iterator[dict[str, Tensor]]:
         outside = [tap.hf_index for tap in taps if tap.hf_index >= self.num_layers]
         if outside:
             raise CaptureError(f"layer taps {outside} are outside the target: it has taps 0..{self.num_layers - 1}")

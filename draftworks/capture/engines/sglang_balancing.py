@@ -46,18 +46,18 @@ class BalancedHost(SGLangHost):
         mends: bool,
         new_breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
     ) -> None:
-        self.layer_ids = _common_layers(hosts)
+        self.layer_ids = _require_common_layers(hosts)
         self.spool = spool
         self.replicas = len(hosts)
         self.version = next((host.version for host in hosts if host.version not in SGLANG_VERSIONS), hosts[0].version)
-        self.client = _SpreadClient(self)
+        self.client = _BalancedClient(self)
         self._hosts = tuple(hosts)
-        self._mends = mends
+        self._restarts = mends
         self._closing = False
         named = {f"server {number} of {len(hosts)}": host for number, host in enumerate(hosts, start=1)}
-        self._spread = LoadBalancer(named, max_outstanding, new_breaker, self._note_open)
+        self._balancer = LoadBalancer(named, max_outstanding, new_breaker, self._note_open)
         self._lock = threading.RLock()
-        self._mending: dict[SGLangHost, Future[DraftworksError | None]] = {}
+        self._restarting: dict[SGLangHost, Future[DraftworksError | None]] = {}
 
     def members(self) -> Sequence[SGLangHost]:
         return self._hosts
@@ -87,14 +87,14 @@ class BalancedHost(SGLangHost):
         Raises:
             EngineError: none of ours came back.
         """
-        if not self._mends:
+        if not self._restarts:
             log.warning("%s\nTrying all of them again", error)
-            self._spread.reopen()
+            self._balancer.reopen()
             return
         with self._lock:
-            if self._spread.has_sound_server:
+            if self._balancer.has_sound_server:
                 return  # one has come back, or has answered others, since the request failed that we are asked for
-            mending = [future for host in self._hosts if (future := self._mend(host, error)) is not None]
+            mending = [future for host in self._hosts if (future := self._begin_restart(host, error)) is not None]
         failures = [failure for future in mending if (failure := future.result()) is not None]
         if len(failures) == len(mending):
             reasons = "\n".join(f"  {failure}" for failure in failures) or "  the engine was closed"
@@ -103,33 +103,33 @@ class BalancedHost(SGLangHost):
     def close(self) -> None:
         with self._lock:
             self._closing = True
-            mending = tuple(self._mending.values())
+            mending = tuple(self._restarting.values())
         close_all(self._hosts, mending)
 
     def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         def ask(host: SGLangHost) -> list[Generation]:
             answers = host.client.generate(requests)
             if host.spool != self.spool:
-                _gather(host.spool, self.spool, [request.request_id for request in requests])
+                _move_parts(host.spool, self.spool, [request.request_id for request in requests])
             return answers
 
-        return self._spread.run(ask, len(requests))
+        return self._balancer.run(ask, len(requests))
 
     def _note_open(self, host: SGLangHost, error: EngineError) -> None:
-        if self._mends:
-            self._mend(host, error)
+        if self._restarts:
+            self._begin_restart(host, error)
 
-    def _mend(self, host: SGLangHost, error: EngineError) -> Future[DraftworksError | None] | None:
+    def _begin_restart(self, host: SGLangHost, error: EngineError) -> Future[DraftworksError | None] | None:
         """What will come of mending it: a failure or None. It is begun once, however many ask; not after `close`."""
         with self._lock:
             if self._closing:
                 return None
-            if host not in self._mending:
-                self._spread.hold(host)
-                self._mending[host] = run_in_background(self._mended, host, error)
-            return self._mending[host]
+            if host not in self._restarting:
+                self._balancer.hold(host)
+                self._restarting[host] = run_in_background(self._restart, host, error)
+            return self._restarting[host]
 
-    def _mended(self, host: SGLangHost, error: EngineError) -> DraftworksError | None:
+    def _restart(self, host: SGLangHost, error: EngineError) -> DraftworksError | None:
         came_back = False
         try:
             host.revive(error)
@@ -140,13 +140,13 @@ class BalancedHost(SGLangHost):
         finally:
             with self._lock:  # at once, or somebody would find it neither sound nor being mended
                 if came_back:
-                    self._spread.reopen(host)
-                self._spread.release(host)
-                del self._mending[host]
+                    self._balancer.reopen(host)
+                self._balancer.release(host)
+                del self._restarting[host]
         return None
 
 
-class _SpreadClient:
+class _BalancedClient:
     """What an engine takes for a server's client."""
 
     def __init__(self, host: BalancedHost) -> None:
@@ -182,14 +182,14 @@ def balance(weights: Sequence[int], shares: int) -> list[list[int]]:
     return groups
 
 
-def _gather(source: Path, spool: Path, request_ids: Sequence[str]) -> None:
+def _move_parts(source: Path, spool: Path, request_ids: Sequence[str]) -> None:
     spool.mkdir(parents=True, exist_ok=True)
     for request_id in request_ids:
         for path in source.glob(f"{request_id}.*"):
             os.replace(path, spool / path.name)
 
 
-def _common_layers(hosts: Sequence[SGLangHost]) -> tuple[int, ...]:
+def _require_common_layers(hosts: Sequence[SGLangHost]) -> tuple[int, ...]:
     found = {host.layer_ids for host in hosts}
     if len(found) > 1:
         each = "; ".join(f"{host.client.url}: {list(host.layer_ids)}" for host in hosts)

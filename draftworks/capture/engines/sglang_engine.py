@@ -102,12 +102,12 @@ class SGLangEngine(TargetEngine):
         return self._host.spool
 
     def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
-        columns = {tap: self._column(tap) for tap in taps if tap != EMBEDDINGS}
+        columns = {tap: self._find_column(tap) for tap in taps if tap != EMBEDDINGS}
         width = self._target.hidden_size
         captured = []
-        for part in self._parts(sequences):
+        for part in self._capture_parts(sequences):
             streams = {
-                tap.name: self._embedded(part)
+                tap.name: self._look_up_embeddings(part)
                 if tap == EMBEDDINGS
                 else part.taps[:, columns[tap] * width : (columns[tap] + 1) * width].contiguous()
                 for tap in taps
@@ -117,7 +117,9 @@ class SGLangEngine(TargetEngine):
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Of the last position alone: SGLang computes no others."""
-        return [part.logits[None] for part in self._parts(sequences, with_logits=True) if part.logits is not None]
+        return [
+            part.logits[None] for part in self._capture_parts(sequences, with_logits=True) if part.logits is not None
+        ]
 
     @torch.inference_mode()
     def head_logits(self, last: Tensor) -> Tensor:
@@ -150,7 +152,7 @@ class SGLangEngine(TargetEngine):
             for index in asked
         ]
         results = [Generated((), finished=False)] * len(prompts)
-        for index, answer in zip(asked, self._answers([prompts[i] for i in asked], parameters), strict=True):
+        for index, answer in zip(asked, self._generate([prompts[i] for i in asked], parameters), strict=True):
             results[index] = Generated(answer.output_ids, finished=answer.finish == "stop")
         return results
 
@@ -159,7 +161,7 @@ class SGLangEngine(TargetEngine):
         self._closed = True
         self._host.close()
 
-    def _column(self, tap: LayerTap) -> int:
+    def _find_column(self, tap: LayerTap) -> int:
         if not 0 <= tap.hf_index < self._target.num_layers:
             raise CaptureError(
                 f"layer taps [{tap.hf_index}] are outside the target: it has taps 0..{self._target.num_layers - 1}"
@@ -169,14 +171,14 @@ class SGLangEngine(TargetEngine):
             raise CaptureError(f"tap {tap.name} is not among those the server captures: {', '.join(served) or 'none'}")
         return self._host.layer_ids.index(tap.to_layer_output())
 
-    def _embedded(self, part: Part) -> Tensor:
+    def _look_up_embeddings(self, part: Part) -> Tensor:
         if self._embedding is None:
             if self._read_embedding is None:
                 raise EngineError("this engine was loaded without the target's embeddings, and has no tap hf0")
             self._embedding = self._read_embedding()
         return self._embedding[part.input_ids].to(part.last.dtype)
 
-    def _parts(self, rows: Sequence[Sequence[int]], with_logits: bool = False) -> list[Part]:
+    def _capture_parts(self, rows: Sequence[Sequence[int]], with_logits: bool = False) -> list[Part]:
         """The hidden states of every row, checked."""
         check_sequences(rows, self._target.context, self._target.vocab_size)
         taps = tuple(LayerTap.from_layer_output(layer).hf_index for layer in self._host.layer_ids)
@@ -194,18 +196,18 @@ class SGLangEngine(TargetEngine):
             finally:
                 discard_parts(spool, [request.request_id for request in requests])
 
-        return self._retried(attempt)
+        return self._retry(attempt)
 
-    def _answers(self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]]) -> list[Generation]:
+    def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[dict[str, Any]]) -> list[Generation]:
         def attempt() -> list[Generation]:
             requests = [
                 GenerateRequest(uuid.uuid4().hex, prompt, own) for prompt, own in zip(prompts, parameters, strict=True)
             ]
             return self._host.client.generate(requests)
 
-        return self._retried(attempt) if prompts else []
+        return self._retry(attempt) if prompts else []
 
-    def _retried(self, attempt: Callable[[], Result]) -> Result:
+    def _retry(self, attempt: Callable[[], Result]) -> Result:
         """What `attempt` returns, after as many attempts as are allowed, with a revival of the server between them."""
         begun = 0
 
@@ -217,7 +219,7 @@ class SGLangEngine(TargetEngine):
         retrying = Retrying(
             stop=self._has_tried_enough,
             wait=wait_exponential(max=_LONGEST_WAIT_S),
-            retry=retry_if_exception(lambda error: _passes(error) and not self._closed),
+            retry=retry_if_exception(lambda error: _is_worth_retrying(error) and not self._closed),
             before_sleep=lambda state: self._revive(state, begun),
             reraise=True,
         )
@@ -244,7 +246,7 @@ class SGLangEngine(TargetEngine):
                 self._revivals += 1
 
 
-def _passes(error: BaseException) -> bool:
+def _is_worth_retrying(error: BaseException) -> bool:
     """Whether a failed request may do better when it is tried again."""
     return isinstance(error, EngineError) and not isinstance(error, UnsoundEngineError)
 

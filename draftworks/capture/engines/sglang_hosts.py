@@ -142,7 +142,7 @@ class EmbeddedHost(SGLangHost[EmbeddedSGLang]):
         self.version = require_sglang_here()
         if options.layer_ids:
             require_capturing(self.version, f"this Python, {sys.executable},")
-        self.client = self._new()
+        self.client = self._make_client()
         self._handler_before = signal.signal(signal.SIGQUIT, self._note_failure)
         try:
             self._start()
@@ -153,7 +153,7 @@ class EmbeddedHost(SGLangHost[EmbeddedSGLang]):
     def revive(self, error: EngineError) -> None:
         log.warning("%s\nSGLang is started again", error)
         self.client.close()
-        self.client = self._new()
+        self.client = self._make_client()
         self._start()
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class EmbeddedHost(SGLangHost[EmbeddedSGLang]):
         shutil.rmtree(self.spool, ignore_errors=True)
         signal.signal(signal.SIGQUIT, self._handler_before)
 
-    def _new(self) -> EmbeddedSGLang:
+    def _make_client(self) -> EmbeddedSGLang:
         waits = (self._sglang.start_timeout_s, self._sglang.request_timeout_s, self._sglang.grace_s)
         return EmbeddedSGLang(self._options, *waits)
 

@@ -62,11 +62,13 @@ def load_sglang_engine(
     if not capture.server.external:
         spool = place.folder.resolve() / "spool"
         options = build_server_options(target, capture, device, spool, layer_ids, place.local_rank)
-        return _engine(target, capture, _started(options, capture, place), place)
-    return _engine(target, capture, _external(target, capture, place, layer_ids), place)
+        return _make_engine(target, capture, _start_host(options, capture, place), place)
+    return _make_engine(target, capture, _connect_external(target, capture, place, layer_ids), place)
 
 
-def _external(target: TargetFiles, capture: CaptureSpec, place: EnginePlace, layer_ids: tuple[int, ...]) -> SGLangHost:
+def _connect_external(
+    target: TargetFiles, capture: CaptureSpec, place: EnginePlace, layer_ids: tuple[int, ...]
+) -> SGLangHost:
     """Your servers: all of them examined first, then each asked something."""
     hosts: list[ExternalHost] = []
     try:
@@ -77,7 +79,9 @@ def _external(target: TargetFiles, capture: CaptureSpec, place: EnginePlace, lay
             hosts[-1].layer_ids, hosts[-1].version = tuple(sorted(info.layer_ids or ())), info.version
         sweep(hosts[0].spool, _ABANDONED_AFTER_TIMEOUTS * place.sglang.request_timeout_s)
         for host in hosts:
-            probe_server(_engine(target, capture, host, place), host.client, target, captures=place.taps is not None)
+            probe_server(
+                _make_engine(target, capture, host, place), host.client, target, captures=place.taps is not None
+            )
         if len(hosts) == 1:
             return hosts[0]
         return BalancedHost(hosts, hosts[0].spool, capture.server.max_outstanding, mends=False)
@@ -87,14 +91,14 @@ def _external(target: TargetFiles, capture: CaptureSpec, place: EnginePlace, lay
         raise
 
 
-def _engine(target: TargetFiles, capture: CaptureSpec, host: SGLangHost, place: EnginePlace) -> SGLangEngine:
+def _make_engine(target: TargetFiles, capture: CaptureSpec, host: SGLangHost, place: EnginePlace) -> SGLangEngine:
     dtype = getattr(torch, capture.compute_dtype)
     return SGLangEngine(
         target, make_engine_identity(capture), host, place.head, place.embedding, place.sglang.attempts, dtype
     )
 
 
-def _started(options: ServerOptions, capture: CaptureSpec, place: EnginePlace) -> SGLangHost:
+def _start_host(options: ServerOptions, capture: CaptureSpec, place: EnginePlace) -> SGLangHost:
     if capture.backend == "sglang":
         return EmbeddedHost(options, place.sglang)
     if capture.server.replicas > 1:
@@ -200,7 +204,7 @@ def has_plain_embeddings(model: PreTrainedModel) -> bool:
 
     hooks = [
         embedding.register_forward_hook(note),
-        find_decoder_layers(model)[0].register_forward_pre_hook(_arrive, with_kwargs=True),
+        find_decoder_layers(model)[0].register_forward_pre_hook(_stop_at_first_layer, with_kwargs=True),
     ]
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=True)
@@ -220,5 +224,5 @@ class _ArrivedError(Exception):
         self.states = states
 
 
-def _arrive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _stop_at_first_layer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     raise _ArrivedError(args[0] if args else kwargs["hidden_states"])

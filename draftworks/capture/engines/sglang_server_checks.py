@@ -40,14 +40,14 @@ def require_server(
     if info.layer_ids:
         layers = resolve_captured_layers(info.layer_ids, info.convention, read_architecture(target))
         info = replace(info, layer_ids=layers)
-    problems = _served_problems(info, target, capture)
+    problems = _find_model_problems(info, target, capture)
     if info.context is not None and info.context <= longest:
         problems.append(
             f"its context is {info.context} tokens, expected more than {longest}: --context-length {longest + 16}"
         )
     if layer_ids:
         convention = choose_capture_convention(read_architecture(target))
-        problems += _capture_problems(info, Path(capture.server.spool or ""), layer_ids, convention)
+        problems += _find_capture_problems(info, Path(capture.server.spool or ""), layer_ids, convention)
     if problems:
         raise EngineError(
             "\n".join([f"{where} cannot be used for target {target.name}:", *(f"  {p}" for p in problems)])
@@ -63,7 +63,7 @@ def probe_server(engine: TargetEngine, client: SGLangClient, target: TargetFiles
             those of the registry's head on its own hidden states.
     """
     where = f"SGLang at {client.url} cannot be used for target {target.name}"
-    expected, found = _tokenized(target), client.tokenize(PROBE_TEXT)
+    expected, found = _tokenize_probe(target), client.tokenize(PROBE_TEXT)
     if expected != found:
         raise EngineError(
             f"{where}: its tokenizer gives {found[:8]}… for {PROBE_TEXT[:12]!r}…, that of the registry ({target.tokenizer}) "
@@ -80,7 +80,7 @@ def probe_server(engine: TargetEngine, client: SGLangClient, target: TargetFiles
         raise EngineError(f"{where}: {error}") from error
 
 
-def _served_problems(info: ServerInfo, target: TargetFiles, capture: CaptureSpec) -> list[str]:
+def _find_model_problems(info: ServerInfo, target: TargetFiles, capture: CaptureSpec) -> list[str]:
     problems = []
     expected = capture.server.model or target.model
     if not _same_model(info.model, expected):
@@ -106,7 +106,7 @@ def _served_problems(info: ServerInfo, target: TargetFiles, capture: CaptureSpec
     return problems
 
 
-def _capture_problems(info: ServerInfo, spool: Path, layer_ids: tuple[int, ...], convention: str) -> list[str]:
+def _find_capture_problems(info: ServerInfo, spool: Path, layer_ids: tuple[int, ...], convention: str) -> list[str]:
     problems = []
     if info.radix_cache:
         problems.append("its prefix cache is on, and a cached prefix has no hidden states: --disable-radix-cache")
@@ -138,7 +138,7 @@ def _same_model(found: str, expected: str) -> bool:
     return found == expected or (Path(expected).is_dir() and Path(found).resolve() == Path(expected).resolve())
 
 
-def _tokenized(target: TargetFiles) -> list[int]:
+def _tokenize_probe(target: TargetFiles) -> list[int]:
     from transformers import AutoTokenizer
 
     try:

@@ -109,16 +109,16 @@ class EngineProbe:
         """
         reason = explain_unprobable(self._target, self._capture.server.args)
         if reason:
-            return self._unprobed(reason, engine)
+            return self._report_unprobed(reason, engine)
         try:
-            reference = self._reference = self._reference or self._read()
+            reference = self._reference = self._reference or self._read_reference()
         except StoreError:
             raise
         except Exception as error:  # a family that transformers does not know, or whose code needs a GPU
-            return self._unprobed(f"its layers cannot be run here: {type(error).__name__}: {error}", engine)
+            return self._report_unprobed(f"its layers cannot be run here: {type(error).__name__}: {error}", engine)
         if not reference.compared:
-            return self._unprobed(reference.reason, engine)
-        findings = [finding for each in engine.members() for finding in self._findings(each, reference)]
+            return self._report_unprobed(reference.reason, engine)
+        findings = [finding for each in engine.members() for finding in self._compare_streams(each, reference)]
         worst = {name: max((f for f in findings if f.name == name), key=_excess) for name in reference.compared}
         left = tuple(name for name in self._config.names if name not in reference.compared)
         report = ProbeReport(
@@ -135,7 +135,7 @@ class EngineProbe:
         if self._reference is not None and self._reference.compared:
             self.compare(engine)
 
-    def _unprobed(self, reason: str, engine: TargetEngine) -> ProbeReport:
+    def _report_unprobed(self, reason: str, engine: TargetEngine) -> ProbeReport:
         if not engine.tried:
             raise UnsoundEngineError(
                 f"target {self._target.name}: {engine.where} is of a version that Draftworks was not tried with, and what it "
@@ -151,7 +151,7 @@ class EngineProbe:
         log.warning("probe: %s", report.describe())
         return report
 
-    def _read(self) -> _Reference:
+    def _read_reference(self) -> _Reference:
         target = StreamedTarget(self._target)
         sizes = [nbytes / _GB for nbytes in target.layer_bytes()]
         budget = self._capture.probe_gb
@@ -173,7 +173,7 @@ class EngineProbe:
         dtype = getattr(torch, self._capture.compute_dtype)
         return _Reference(build_known_streams(target.run(self._rows, layers, dtype), dtype), compared, reason)
 
-    def _findings(self, engine: TargetEngine, reference: _Reference) -> list[StreamFinding]:
+    def _compare_streams(self, engine: TargetEngine, reference: _Reference) -> list[StreamFinding]:
         told = (
             f"target {self._target.name}: {engine.where} does not capture what the weights in {self._target.model} give"
         )

@@ -47,9 +47,9 @@ class KnownStream:
         """Root mean square over channels of what `found` differs by, as a share of the stream's own: of the middle row
         of the prompt that differs most.
         """
-        return max(self._of_prompt(row, other) for row, other in zip(self.rows, found, strict=True))
+        return max(self._measure_prompt(row, other) for row, other in zip(self.rows, found, strict=True))
 
-    def _of_prompt(self, row: Tensor, found: Tensor) -> float:
+    def _measure_prompt(self, row: Tensor, found: Tensor) -> float:
         own = (row / self.scale).norm(dim=1).clamp_min(1e-12)
         return float((((found.to(row.dtype) - row) / self.scale).norm(dim=1) / own).median())
 

@@ -66,7 +66,7 @@ class StreamedTarget:
         self._layers = find_decoder_layers(self._model)
         self._name_of = {module: name for name, module in self._model.named_modules()}
         self._files = WeightFiles(target)
-        self._sources = _sources_by_parameter(self._model, self._files)
+        self._sources = _find_sources(self._model, self._files)
 
     @property
     def num_layers(self) -> int:
@@ -75,7 +75,7 @@ class StreamedTarget:
     def layer_bytes(self) -> list[int]:
         """Bytes that each decoder layer takes in the files."""
         return [
-            sum(self._files.nbytes(source) for name in self._states_of(layer) for source in self._sources[name])
+            sum(self._files.nbytes(source) for name in self._list_states(layer) for source in self._sources[name])
             for layer in self._layers
         ]
 
@@ -91,23 +91,23 @@ class StreamedTarget:
             StoreError: tensors are missing in the files, damaged, or of another shape than config.json says.
         """
         rounds = rounding != self._dtype
-        inputs = _padded([*rows, *rows] if rounds else rows)
+        inputs = _pad([*rows, *rows] if rounds else rows)
         found: dict[str, Tensor] = {}
         with ExitStack() as stack:
-            stack.enter_context(_no_progress_bars())
-            stack.enter_context(self._embedding(inputs["input_ids"]))
-            stack.enter_context(self._streaming(found, layers))
+            stack.enter_context(_hide_progress_bars())
+            stack.enter_context(self._load_embedding(inputs["input_ids"]))
+            stack.enter_context(self._stream_layers(found, layers))
             if rounds:
-                stack.enter_context(_second_half_rounded(self._layers, inputs["input_ids"].shape, rounding))
-            self._fill(self._frame())
+                stack.enter_context(_round_second_half(self._layers, inputs["input_ids"].shape, rounding))
+            self._fill(self._list_other_states())
             with suppress(_StoppedError):  # enough layers ran
                 found["last"] = self._model.base_model(**inputs, use_cache=False).last_hidden_state
-        exact = {name: _cut(states, rows) for name, states in found.items()}
-        rounded = {name: _cut(states[len(rows) :], rows) for name, states in found.items()} if rounds else exact
+        exact = {name: _unpad(states, rows) for name, states in found.items()}
+        rounded = {name: _unpad(states[len(rows) :], rows) for name, states in found.items()} if rounds else exact
         return Streams(exact, rounded)
 
     @contextmanager
-    def _streaming(self, found: dict[str, Tensor], layers: int) -> Iterator[None]:
+    def _stream_layers(self, found: dict[str, Tensor], layers: int) -> Iterator[None]:
         """Each layer is filled when its input arrives, which is kept, and emptied when it is done."""
 
         def arriving(index: int) -> Callable[..., None]:
@@ -115,7 +115,7 @@ class StreamedTarget:
                 found[LayerTap(index).name] = (args[0] if args else kwargs["hidden_states"]).clone()
                 if index == layers:
                     raise _StoppedError
-                self._fill(self._states_of(layer))
+                self._fill(self._list_states(layer))
 
             return arrive
 
@@ -123,7 +123,7 @@ class StreamedTarget:
             layer.register_forward_pre_hook(arriving(index), with_kwargs=True)
             for index, layer in enumerate(self._layers)
         ]
-        hooks += [layer.register_forward_hook(lambda layer, args, output: _empty(layer)) for layer in self._layers]
+        hooks += [layer.register_forward_hook(lambda layer, args, output: _unload(layer)) for layer in self._layers]
         try:
             yield
         finally:
@@ -131,7 +131,7 @@ class StreamedTarget:
                 hook.remove()
 
     @contextmanager
-    def _embedding(self, input_ids: Tensor) -> Iterator[None]:
+    def _load_embedding(self, input_ids: Tensor) -> Iterator[None]:
         """The input matrix has those rows alone that the tokens need."""
         module = self._model.get_input_embeddings()
         (source,) = self._sources[f"{self._name_of[module]}.weight"] or (None,)
@@ -147,16 +147,16 @@ class StreamedTarget:
             hook.remove()
             module.weight = empty
 
-    def _states_of(self, module: nn.Module) -> list[str]:
+    def _list_states(self, module: nn.Module) -> list[str]:
         return [f"{self._name_of[module]}.{name}" for name in module.state_dict()]
 
-    def _frame(self) -> list[str]:
+    def _list_other_states(self) -> list[str]:
         """What the language model has beside its layers and its embedding, such as the final norm."""
         layers = next(name for module, name in self._name_of.items() if module is self._layers)
         text_model = self._model.get_submodule(layers.rpartition(".")[0])
-        within = {name for layer in self._layers for name in self._states_of(layer)}
+        within = {name for layer in self._layers for name in self._list_states(layer)}
         within.add(f"{self._name_of[self._model.get_input_embeddings()]}.weight")
-        return [name for name in self._states_of(text_model) if name not in within]
+        return [name for name in self._list_states(text_model) if name not in within]
 
     def _fill(self, names: Sequence[str]) -> None:
         """Load parameters and buffers of the model by their names in it.
@@ -196,7 +196,7 @@ def _empty_model(target: TargetFiles, dtype: torch.dtype, where: str) -> PreTrai
     return model.requires_grad_(False)
 
 
-def _sources_by_parameter(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[str]]:
+def _find_sources(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[str]]:
     """Names in the files that a parameter or buffer is made of, by its name in the model."""
     states = model.state_dict()
     mapping = get_model_conversion_mapping(model)
@@ -214,26 +214,26 @@ def _sources_by_parameter(model: PreTrainedModel, files: WeightFiles) -> dict[st
     return sources
 
 
-def _empty(layer: nn.Module) -> None:
+def _unload(layer: nn.Module) -> None:
     for module in layer.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
 
 
-def _padded(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+def _pad(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Padded on the right: what follows a causal model's tokens does not change them."""
     ids = nn.utils.rnn.pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True)
     lengths = torch.tensor([len(row) for row in rows])
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
 
 
-def _cut(states: Tensor, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+def _unpad(states: Tensor, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     return [states[index, : len(row)].clone() for index, row in enumerate(rows)]
 
 
 @contextmanager
-def _second_half_rounded(layers: Iterable[nn.Module], shape: torch.Size, dtype: torch.dtype) -> Iterator[None]:
+def _round_second_half(layers: Iterable[nn.Module], shape: torch.Size, dtype: torch.dtype) -> Iterator[None]:
     """What the modules of the layers that hold weights put out is rounded to a dtype, for the second half of a batch.
 
     Only where rows or tokens of the batch come one after another: experts sort them otherwise in between.
@@ -258,7 +258,7 @@ def _second_half_rounded(layers: Iterable[nn.Module], shape: torch.Size, dtype: 
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def _hide_progress_bars() -> Iterator[None]:
     """Transformers would show one for every layer."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

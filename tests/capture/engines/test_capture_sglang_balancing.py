@@ -156,7 +156,7 @@ def test_a_server_of_ours_is_started_again_while_the_others_go_on(fakes, tmp_pat
 
 
 def wait_for_mending(engine: SGLangEngine) -> None:
-    assert not wait(list(engine._host._mending.values()), GENEROUS_S).not_done
+    assert not wait(list(engine._host._restarting.values()), GENEROUS_S).not_done
 
 
 @pytest.fixture
