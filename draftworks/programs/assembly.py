@@ -1,4 +1,4 @@
-"""From the paths of a run file to the objects that training and evaluation work on."""
+"""Construction of drafts, samples and loaders from a run file, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from draftworks.programs.program import ProgramContext
 
 @dataclass(frozen=True)
 class Draft:
-    """A freshly initialised draft, with the parts of the target it was built from."""
+    """An initialised draft, with the target's parts that it was built from."""
 
     strategy: DraftStrategy
     parts: TargetParts
@@ -41,7 +41,7 @@ class Draft:
 def build_draft(
     target: TargetFiles, strategy: str, options: dict[str, Any], vocab_mapping: Path | None, seed: int
 ) -> Draft:
-    """Resolve the strategy, check its options, read the target's parts, initialise from `seed`.
+    """Build a draft: resolve the strategy, check its options, read the target's parts, initialise from `seed`.
 
     Raises:
         ConfigError: unknown strategy or option, or a vocabulary mapping is needed and not given.
@@ -58,7 +58,7 @@ def build_draft(
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples with the features a strategy reads, and the store that gives them together with their tokens."""
+    """Samples of a feature set, with the features that a strategy reads and the store that joins them with tokens."""
 
     refs: list[SampleRef]
     store: JoinedStore
@@ -67,7 +67,7 @@ class Samples:
 
 
 def open_samples(features: FeatureSet, store: StoreSpec, strategy: DraftStrategy, target: TargetFiles) -> Samples:
-    """Open a feature set and its tokens; everything that can be wrong is found here, before any sample is read.
+    """Open a feature set and its tokens, and check everything that can be checked before a sample is read.
 
     Raises:
         StoreError: a set is missing or damaged, of another target, lacks a feature, or does not belong to the tokens.
@@ -103,7 +103,7 @@ def open_samples(features: FeatureSet, store: StoreSpec, strategy: DraftStrategy
 
 
 def require_same_dtype(train: Samples, held_out: Samples) -> None:
-    """StoreError where the two were captured in different dtypes: their losses would not compare."""
+    """Raise StoreError if the two were captured in different dtypes: their losses would not compare."""
     found, expected = held_out.manifest.identity.get("dtype"), train.manifest.identity.get("dtype")
     if found != expected:
         raise StoreError(
@@ -113,13 +113,16 @@ def require_same_dtype(train: Samples, held_out: Samples) -> None:
 
 
 def _require_same_tokens(features: FeatureSet, manifest: FeatureSetManifest, tokens: TokenizedSet) -> None:
-    """Ids alone do not show it: an answer that was generated anew keeps the id of its conversation."""
+    """Raise StoreError if the features are of other tokens.
+
+    Sample ids do not show it: an answer that was generated again keeps the id of its conversation.
+    """
     found = {row.sample_id: row.token_digest for row in tokens}
-    strangers = [ref.sample_id for ref in manifest.refs if ref.sample_id not in found]
-    if strangers:
+    unknown = [ref.sample_id for ref in manifest.refs if ref.sample_id not in found]
+    if unknown:
         raise StoreError(
-            f"{features.features}: {len(strangers)} of {len(manifest.refs)} samples are not in the tokenized set "
-            f"{features.tokens}, the first is {strangers[0]}. Capture the features of this tokenized set"
+            f"{features.features}: {len(unknown)} of {len(manifest.refs)} samples are not in the tokenized set "
+            f"{features.tokens}, the first is {unknown[0]}. Capture the features of this tokenized set"
         )
     changed = [ref.sample_id for ref in manifest.refs if ref.metadata.get("tokens") != found[ref.sample_id]]
     if changed:
@@ -131,14 +134,14 @@ def _require_same_tokens(features: FeatureSet, manifest: FeatureSetManifest, tok
 
 
 def get_peak_rss_bytes() -> int:
-    """The most memory this process has held at once."""
+    """Return the peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 @contextmanager
 def temporary_engine_folder(path: Path) -> Iterator[Path]:
-    """The path of a folder, for the engine to create. It is gone after success; after an error its log is worth reading."""
+    """Give an engine the path of a folder to create. It is removed on success; after an error its logs remain."""
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
@@ -146,7 +149,7 @@ def temporary_engine_folder(path: Path) -> Iterator[Path]:
 def build_training_loader(
     samples: Samples, strategy: DraftStrategy, training: TrainingSpec, ctx: ProgramContext
 ) -> FeatureDataLoader:
-    """This rank's shuffled micro-batches, or its packed rows.
+    """Return the loader of this rank's shuffled micro-batches, padded or packed.
 
     Raises:
         ConfigError: the global batch does not divide into micro-batches, or is larger than the set.
@@ -183,7 +186,7 @@ def build_evaluation_loader(
     ctx: ProgramContext,
     limits: PackLimits | None = None,
 ) -> FeatureDataLoader:
-    """This rank's share of every sample once: in order, or in packed rows if they are limited.
+    """Return the loader of this rank's share of the samples, each once: in order, or in packed rows if `limits` is set.
 
     Raises:
         DataError: a sample does not fit into a packed row.
@@ -198,13 +201,13 @@ def build_evaluation_loader(
 
 
 def get_pack_limits(training: TrainingSpec) -> PackLimits | None:
-    """What a packed row may hold; None where batches are padded."""
+    """Return the limits of a packed row; None if batches are padded."""
     return None if training.pack_tokens is None else PackLimits(training.pack_tokens, training.pack_overlong)
 
 
 def make_empty_heldout_error(heldout: FeatureSet) -> DataError:
-    """The error of a held-out set on which no draft can be measured."""
+    """Make the error of a held-out set without a token that a draft could be measured on."""
     return DataError(
-        f"{heldout.tokens}: the held-out set has no supervised token a draft could be measured on: expected at least one "
-        "answer longer than that of a single token. Give other held-out data"
+        f"{heldout.tokens}: the held-out set has no supervised token that a draft can be measured on: expected at least "
+        "one answer of two or more tokens. Use other held-out data"
     )

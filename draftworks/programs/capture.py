@@ -1,4 +1,4 @@
-"""`python -m draftworks.programs.capture FILE`: capture the features that the store lacks, and say what is there."""
+"""`python -m draftworks.programs.capture FILE`: capture the features that the store lacks, and report what it has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from draftworks.storage.identity import LayerTap
 
 
 def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Capture hidden states of a tokenized set. Ranks share the samples; each writes its own shards."""
+    """Capture the hidden states of a tokenized set. Ranks share the samples; each writes its own shards."""
     tokens = TokenizedSet.open(run.tokens)
     started = time.monotonic()
     with (
@@ -35,15 +35,15 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         probe = EngineProbe(run, tokens)
 
         @cache
-        def probed() -> tuple[TargetEngine, ProbeReport]:
-            """Loaded once, and only if there is something to do; compared before anything is stored."""
-            loaded = load_engine(run.target, run.capture, device, _place(run, ctx, folder, tokens))
+        def load_and_probe() -> tuple[TargetEngine, ProbeReport]:
+            """Load the engine, once and only if it is needed, and probe it before anything is stored."""
+            loaded = load_engine(run.target, run.capture, device, _make_place(run, ctx, folder, tokens))
             closing.callback(loaded.close)
             return loaded, probe.compare(loaded)
 
         summary = capture_missing(
             run,
-            lambda: probed()[0],
+            lambda: load_and_probe()[0],
             tokens,
             ctx.rank,
             ctx.world_size,
@@ -55,7 +55,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
             return {}
         manifest = write_manifest(run, tokens, [each for summary in summaries for each in summary.failed])
         store = open_store(run.store)
-        engine, report = probed()
+        engine, report = load_and_probe()
         check = recheck(engine, store, manifest.refs, tokens)
         store.close()
     captured_tokens = sum(each.tokens for each in summaries)
@@ -77,7 +77,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
     }
 
 
-def _place(run: CaptureRun, ctx: ProgramContext, folder: Path, tokens: TokenizedSet) -> EnginePlace:
+def _make_place(run: CaptureRun, ctx: ProgramContext, folder: Path, tokens: TokenizedSet) -> EnginePlace:
     return EnginePlace(
         folder=folder,
         taps=tuple(map(LayerTap, sorted(set(run.taps)))),

@@ -1,4 +1,4 @@
-"""`draftworks check`: what would fail, before it costs anything."""
+"""`draftworks check`: find what would fail in a run, before the run costs anything."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def check(
     for name in names:
         checked[name] = tuple(one for one in examine_entry(name, found, digests) if one.text not in shared)
         if not as_json:
-            _tell(name, checked[name])
+            _print_findings(name, checked[name])
     errors = len(shared) + sum(one.severity == "error" for findings in checked.values() for one in findings)
     if as_json:
-        typer.echo(json.dumps(_as_json(shared, checked), indent=2))
+        typer.echo(json.dumps(_to_json(shared, checked), indent=2))
     else:
         for problem in shared:
             typer.echo(f"error: {problem}")
@@ -52,8 +52,8 @@ def check(
         raise typer.Exit(1)
 
 
-def _tell(name: str, findings: tuple[Finding, ...]) -> None:
-    """A line for the target, and one below it for each finding, errors first."""
+def _print_findings(name: str, findings: tuple[Finding, ...]) -> None:
+    """Print a line for the target, and one below it for each finding, errors first."""
     errors = sum(one.severity == "error" for one in findings)
     warnings = len(findings) - errors
     parts = [
@@ -67,7 +67,7 @@ def _tell(name: str, findings: tuple[Finding, ...]) -> None:
             typer.echo(f"  {one.severity}: {line}")
 
 
-def _as_json(shared: list[str], checked: dict[str, tuple[Finding, ...]]) -> dict[str, object]:
+def _to_json(shared: list[str], checked: dict[str, tuple[Finding, ...]]) -> dict[str, object]:
     return {
         "problems": shared,
         "targets": {

@@ -1,4 +1,4 @@
-"""`draftworks engine`: a target's SGLang server for as long as a person wants, where its registry entry looks for it."""
+"""`draftworks engine`: run a target's SGLang server until Ctrl-C, at the URL in its registry entry."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def _serve(target: str, server: SGLangServer) -> None:
 
 
 def prepare_server(name: str, registry: Registry) -> SGLangServer:
-    """The server that a target's entry says is running, not started yet; it captures every layer that a draft reads.
+    """Return the server that a target's entry names, not started; it captures every layer that a draft reads.
 
     Raises:
         ConfigError: the entry names no server on this machine, or SGLang cannot do what it asks for; the port is taken.
     """
     target = registry.load_target(name)
-    port, spool = _place(target)
+    port, spool = _find_place(target)
     require_free_port(port)
     files = resolve_target(target, registry, FileDigests(registry.resolve_var_folder() / "digests.json"))
     check_requirements(target, files, registry)
@@ -79,8 +79,8 @@ def prepare_server(name: str, registry: Registry) -> SGLangServer:
     return SGLangServer(python, options, folder, sglang.start_timeout_s, sglang.grace_s, port)
 
 
-def _place(target: TargetSpec) -> tuple[int, Path]:
-    """Port and spool folder of the one server of the entry."""
+def _find_place(target: TargetSpec) -> tuple[int, Path]:
+    """Return the port and spool folder of the entry's server."""
     server, where = target.capture.server, f"target {target.name}: capture.server"
     if target.capture.backend != "sglang_server" or server.url is None or server.spool is None:
         raise ConfigError(f"{where}: expected backend sglang_server with url and spool. Write for example: {EXAMPLE}")

@@ -1,4 +1,4 @@
-"""Write a draft in the formats of servers and see whether it came out right: `-m draftworks.programs.export FILE`."""
+"""`python -m draftworks.programs.export FILE`: write a draft in the formats of servers and run the gates on each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftworks.programs.program import ProgramContext, run_program
 
 
 def export(run: ExportRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Every format into a folder of its own. A gate that is not passed is in the report, and is no error here.
+    """Write every format into a folder of its own. A failed gate is in the report, and is no error here.
 
     Raises:
         ConfigError: a format that was asked for does not exist or cannot hold this draft, or none can.
@@ -25,7 +25,7 @@ def export(run: ExportRun, ctx: ProgramContext) -> dict[str, Any]:
         ctx.log(f"{name}: left out: {reason}")
     results = [export_draft(draft, name, run.out / name, run.export.dtype, card) for name in choice.chosen]
     for result in results:
-        ctx.log(_told(result))
+        ctx.log(_format_gates(result))
     return {
         "formats": {result.format: result.to_json() for result in results},
         "refused": choice.refused,
@@ -42,7 +42,7 @@ def _read_card(run: ExportRun) -> str:
         raise StoreError(f"{run.card}: the model card cannot be read: {error}") from error
 
 
-def _told(result: ExportResult) -> str:
+def _format_gates(result: ExportResult) -> str:
     failed = [f"{gate.name} ({gate.description})" for gate in result.gates if not gate.passed]
     return f"{result.format}: " + (
         f"failed: {'; '.join(failed)}" if failed else f"all {len(result.gates)} gates passed"

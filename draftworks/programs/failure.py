@@ -1,8 +1,7 @@
-"""What a rank leaves behind when it fails: torchelastic's error file, with what a launcher needs to name the cause.
+"""Error file of a failed rank: torchelastic's format, with fields by which a launcher finds the cause. Torch-free.
 
-The file is torchelastic's own format, so torchrun reads it too. Three fields are added: the time in nanoseconds
-(torchelastic's whole seconds cannot tell the rank that failed first from those it dragged along), the rank, and
-whether the error is the user's to put right. Torch-free.
+torchrun reads the file too. The added fields are the time in nanoseconds (torchelastic's whole seconds do not separate
+the rank that failed first from those that failed because of it), the rank, and whether the user has to fix the error.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class RankFailure:
     """One rank's error.
 
     Attributes:
-        user_error: a `DraftworksError`, whose message says it all and which no retry can mend.
-        interrupted: a signal asked the rank to stop, and it did in an orderly way: a retry goes on where it stopped.
+        user_error: whether it is a `DraftworksError`: its message is enough, and no retry helps.
+        interrupted: whether the rank stopped in order after a signal: a retry continues where it stopped.
     """
 
     message: str
@@ -61,7 +60,7 @@ class RankFailure:
 
     @classmethod
     def read(cls, path: Path) -> RankFailure | None:
-        """The failure in an error file; None if there is none, or it was cut short by the death of its writer."""
+        """Read an error file; None if it does not exist, or its writer died before it was complete."""
         try:
             message = read_json(path, _MOST_BYTES)["message"]
             if isinstance(message, str):

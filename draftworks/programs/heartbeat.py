@@ -1,8 +1,8 @@
-"""A rank's sign of life: a small file beside its error file, by which a launcher sees a rank that stands still.
+"""Heartbeat of a rank: a small file beside its error file, by which a launcher finds a rank that hangs. Torch-free.
 
-What counts as progress is broad, because a healthy run may be slow: a word of the program (a step, a log line), and any
-use of a processor, such as a long compilation or the loading of weights. A process that waits for a rank that will
-never come has neither. A stopped process does not even write the file. Torch-free.
+A healthy run may be slow, so many things count as progress: a step or a log line of the program, and any CPU use, such
+as a long compilation or the loading of weights. A process that waits for another rank forever has neither. A stopped
+process does not even write the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from draftworks.storage.regular_files import read_json
 FILE = "heartbeat.json"
 INTERVAL_S = 1.0
 _BUSY_SHARE = 0.01
-"""Of a processor, over an interval: more is work. A loop that looks ten times a second whether something has come uses less."""
+"""CPU use over an interval above which the process is at work. A loop that polls ten times a second uses less."""
 _FRAMES = 4
 _MOST_BYTES = 1 << 20
 _OURS = Path(__file__).parents[1]
@@ -34,13 +34,14 @@ _LONGEST_WORD = 200
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """What a rank last wrote.
+    """The latest heartbeat of a rank.
 
     Attributes:
-        beats: rises with progress; `written` rises as long as the process runs at all.
-        said: the program's last line.
-        where: of the main thread the last frames in our own code, then the innermost.
-        ended: the program came to its end.
+        beats: increases with progress.
+        written: increases as long as the process runs.
+        said: the last line that the program printed.
+        where: the main thread's last frames in our own code, then its innermost frame.
+        ended: whether the program has ended.
     """
 
     rank: int
@@ -53,7 +54,7 @@ class HeartbeatRecord:
 
     @classmethod
     def read(cls, path: Path) -> HeartbeatRecord | None:
-        """None if there is none, or its writer was cut off."""
+        """Read a heartbeat file; None if it does not exist or is incomplete."""
         try:
             values = read_json(path, _MOST_BYTES)
             return cls(**{**values, "where": tuple(values["where"])})
@@ -62,9 +63,9 @@ class HeartbeatRecord:
 
 
 class Heartbeat:
-    """Writes a rank's `Pulse` once a second from a thread of its own; SIGUSR1 prints the stacks of all threads.
+    """Writes a rank's `HeartbeatRecord` once a second from its own thread; SIGUSR1 prints the stacks of all threads.
 
-    Made in the main thread.
+    Must be made in the main thread.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -82,12 +83,12 @@ class Heartbeat:
 
     @classmethod
     def beside_error_file(cls) -> Heartbeat | None:
-        """Of a rank that torchrun started; None for a program that a person started alone, whom they watch."""
+        """Start the heartbeat of a rank that torchrun started; None for a program that a person started by hand."""
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         return cls(Path(path).with_name(FILE), int(os.environ["RANK"])) if path and "RANK" in os.environ else None
 
     def beat(self, said: str | None = None) -> None:
-        """Progress has been made."""
+        """Record progress."""
         self._beats += 1
         self._said = self._said if said is None else said[:_LONGEST_WORD]
 
@@ -106,9 +107,9 @@ class Heartbeat:
             self._write(ended=False)
 
     def _write(self, *, ended: bool) -> None:
-        """A full disk or a lost mount is not this thread's to report; the launcher sees a file that stands still."""
+        """Write the file. Errors are ignored: the launcher notices a file that does not change."""
         self._written += 1
-        where = tuple(_places(sys._current_frames().get(self._main)))
+        where = tuple(_format_frames(sys._current_frames().get(self._main)))
         pulse = HeartbeatRecord(self._rank, os.getpid(), self._beats, self._written, self._said, where, ended)
         partial = self._path.with_suffix(".partial")
         with suppress(OSError):
@@ -116,8 +117,8 @@ class Heartbeat:
             partial.replace(self._path)
 
 
-def _places(frame: FrameType | None) -> list[str]:
-    """The innermost frame and the last ones in our own code, outermost first."""
+def _format_frames(frame: FrameType | None) -> list[str]:
+    """Return the innermost frame and the last frames in our own code, outermost first."""
     found: list[str] = []
     while frame is not None and len(found) < _FRAMES:
         code = frame.f_code

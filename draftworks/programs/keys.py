@@ -1,4 +1,4 @@
-"""Every key a registry file may have, with its default and meaning, from the types that validate it."""
+"""Reference of the keys of registry files: type, default and meaning, from the types that validate them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES: dict[str, type[Spec]] = {
 
 
 class Key(NamedTuple):
-    """One line of the reference; `default` is "required" where there is none."""
+    """One key; `default` is "required" for a key without a default."""
 
     name: str
     type: str
@@ -32,27 +32,29 @@ class Key(NamedTuple):
 
 
 def list_keys(file: str) -> Iterator[Key]:
-    """All keys of a kind of registry file, nested ones with dots; of a target also its strategies' options."""
-    yield from _keys(FILES[file])
+    """Yield all keys of a kind of registry file, nested ones with dots; for a target also those of all strategies."""
+    yield from _list_fields(FILES[file])
     if file == "target":
         for strategy in available_strategies():
-            yield from _keys(StrategyEntry, f"strategies.{strategy}.", skip="options")
-            yield from _keys(resolve_strategy(strategy).options, f"strategies.{strategy}.options.")
+            yield from _list_fields(StrategyEntry, f"strategies.{strategy}.", skip="options")
+            yield from _list_fields(resolve_strategy(strategy).options, f"strategies.{strategy}.options.")
 
 
-def _keys(model: type[BaseModel], prefix: str = "", skip: str = "strategies") -> Iterator[Key]:
+def _list_fields(model: type[BaseModel], prefix: str = "", skip: str = "strategies") -> Iterator[Key]:
     for name, field in model.model_fields.items():
         if name in (skip, "name"):
             continue
         if not _is_model(field.annotation):
-            yield Key(f"{prefix}{name}", _type(field.annotation), _default(field), field.description or "")
-        for nested in _alternatives(field.annotation):
+            yield Key(
+                f"{prefix}{name}", _format_type(field.annotation), _format_default(field), field.description or ""
+            )
+        for nested in _split_union(field.annotation):
             if _is_model(nested):
-                yield from _keys(nested, f"{prefix}{name}.")
+                yield from _list_fields(nested, f"{prefix}{name}.")
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """Of `X | None`, which may be left out, `X` and `None`."""
+def _split_union(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union: `X` and `None` for the optional `X | None`."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
@@ -61,19 +63,19 @@ def _is_model(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _default(field: FieldInfo) -> str:
+def _format_default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
     return "" if value is PydanticUndefined else str(value)
 
 
-def _type(annotation: Any) -> str:
-    """`int | None`, `one of a, b`."""
+def _format_type(annotation: Any) -> str:
+    """Format an annotation: `int | None`, `one of a, b`."""
     if typing.get_origin(annotation) is typing.Literal:
         return "one of " + ", ".join(map(str, typing.get_args(annotation)))
-    if len(alternatives := _alternatives(annotation)) > 1:
-        return " | ".join(map(_type, alternatives))
+    if len(alternatives := _split_union(annotation)) > 1:
+        return " | ".join(map(_format_type, alternatives))
     if _is_model(annotation):
         return "mapping"
     if annotation is type(None):
