@@ -1,5 +1,4 @@
-"""`draftworks`: what a person asks on the command line. Dagster runs the work (`draftworks run` starts it); the rest reads the
-registry and the results."""
+"""The command line `draftworks`. `draftworks run` starts Dagster; the other commands read the registry and results."""
 
 from __future__ import annotations
 
@@ -36,13 +35,13 @@ app.command()(engine.engine)
 RegistryOption = Annotated[Path, typer.Option("--registry", help="The registry folder.")]
 WALK_METRIC, LOOP_METRIC = "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
 FILE_WIDTH = 1000
-"""Columns of a table that a file or a pipe gets, where a name that is cut in two cannot be searched for."""
+"""Width of a table in a file or a pipe: a name that is broken over two lines could not be searched for."""
 CHECKOUT_REGISTRY = Path(__file__).resolve().parents[2] / "registry"
 
 
 @app.command()
 def summary(target: str, registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
-    """What exists for a target: every result, and the acceptance of its drafts."""
+    """Show what exists for a target: every result, and the acceptance of its drafts."""
     console = Console(width=None if Console().is_terminal else 120)
     try:
         found = Registry(registry)
@@ -76,7 +75,7 @@ def import_checkpoint(
     ] = None,
     registry: RegistryOption = CHECKOUT_REGISTRY,
 ) -> None:
-    """Make a peer's checkpoint a draft here, to be measured or trained further; prints the registry entry to use it."""
+    """Import a checkpoint of other software as a draft, to measure or train it; prints the registry entry for it."""
     from draftworks.export.importing import import_draft
 
     try:
@@ -100,7 +99,7 @@ def import_checkpoint(
 
 @app.command()
 def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
-    """Where every draft of every target stands: acceptance, age, the best ever, what it is stale against."""
+    """Show every draft of every target: acceptance, age, the best ever, what it is stale against."""
     try:
         standings = Fleet.of(Registry(registry)).standings()
     except DraftworksError as error:
@@ -117,7 +116,7 @@ def leaderboard(registry: RegistryOption = CHECKOUT_REGISTRY) -> None:
 
 @app.command()
 def keys(file: Annotated[str, typer.Argument(help="target, dataset, eval or deployment")] = "target") -> None:
-    """Every key of a registry file: type, default, meaning."""
+    """List every key of a registry file: type, default, meaning."""
     if file not in FILES:
         typer.echo(f"error: {file!r} is no registry file; there are: {', '.join(FILES)}", err=True)
         raise typer.Exit(1)
@@ -129,7 +128,7 @@ def keys(file: Annotated[str, typer.Argument(help="target, dataset, eval or depl
 
 
 def build_results_table(target: str, artifacts: ArtifactStore) -> Table:
-    """One row per asset that has a result, oldest first."""
+    """Build a table with a row per asset that has a result, oldest first."""
     table = Table(title=f"target {target}", title_justify="left")
     for column in ("asset", "data version", "made", "seconds", "what"):
         table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
@@ -143,7 +142,7 @@ def build_results_table(target: str, artifacts: ArtifactStore) -> Table:
 
 
 def format_summary_values(artifact: Artifact) -> str:
-    """The few figures of a result worth a line."""
+    """Format the main values of a result's summary as one line."""
     wanted = (
         "conversations",
         "samples",
@@ -159,7 +158,7 @@ def format_summary_values(artifact: Artifact) -> str:
 
 
 def build_acceptance_table(strategy: str, report: Artifact) -> Table:
-    """A row for the trained draft, the same draft untrained, and a bigram table."""
+    """Build a table with a row for the trained draft, the same draft untrained, and the bigram baseline."""
     drafts: dict[str, dict[str, Any]] = report.summary["drafts"]
     positions = max(len(metrics["eval/per_position_acc"]) for metrics in drafts.values())
     table = Table(title=f"{strategy}: held-out acceptance", title_justify="left", caption_justify="left")
@@ -177,7 +176,7 @@ def build_acceptance_table(strategy: str, report: Artifact) -> Table:
 
 
 def build_strategy_metrics_table(strategy: str, draft: Artifact) -> Table:
-    """What the strategy counts itself (docs/strategies.md), a column per position where there is one for each."""
+    """Build a table of the strategy's own metrics (docs/strategies.md), with a column per draft position."""
     figures = {
         k: v if isinstance(v, list) else [v] for k, v in select_strategy_metrics(draft.summary["heldout"]).items()
     }

@@ -22,7 +22,7 @@ from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 
 EXAMPLE = 'capture: {backend: sglang_server, server: {url: "http://127.0.0.1:30000", spool: /dev/shm/draftworks}}'
-_LOOKED_EVERY_S = 1.0
+_POLL_INTERVAL_S = 1.0
 
 
 def engine(
@@ -47,7 +47,7 @@ def _serve(target: str, server: SGLangServer) -> None:
         server.start()
         typer.echo(f"target {target}: SGLang {server.version} serves at {server.url}. Ctrl-C ends it")
         while server.is_running():
-            time.sleep(_LOOKED_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
         raise EngineError(f"SGLang ended by itself. The end of {server.log}:\n{server.read_log_tail()}")
     except KeyboardInterrupt:
         typer.echo(f"target {target}: SGLang is ending")

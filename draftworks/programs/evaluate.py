@@ -1,6 +1,7 @@
-"""Measure a draft, rung by rung, beside the same draft untrained and a bigram table: `-m draftworks.programs.evaluate FILE`.
+"""`python -m draftworks.programs.evaluate FILE`: measure a draft on all rungs, and its baselines.
 
-The table makes a chain of proposals, so it is left out where the strategy does not.
+The baselines are the same draft untrained, and a bigram table. The table proposes chains of tokens, so it is left out
+for strategies that do not.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ if TYPE_CHECKING:
 
 
 def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Evaluate all of them on the eval set; rank 0 writes the report into `run.out`."""
+    """Evaluate the draft and its baselines on the eval set; rank 0 writes the report into `run.out`."""
     started = time.perf_counter()
     with open_process_group(run.device) as device:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.seed)
         draft.strategy.model.to(device)
         samples = open_samples(run.heldout, run.store, draft.strategy, run.target)
         columns = _columns(samples.tokens, run.evaluation.slices)
-        measuring = _Measuring(run, ctx, draft, samples, device)
-        untrained = measuring.replayed_rungs("untrained")
-        # Whether the old draft still does on new weights of its target is what a re-evaluation asks.
+        measurements = _EvaluationRun(run, ctx, draft, samples, device)
+        untrained = measurements.replayed_rungs("untrained")
+        # No digest is required: a re-evaluation measures an old draft on new weights of its target.
         config = load_draft(run.draft, draft.strategy, target_digest=None)
-        drafts = {"trained": measuring.every_rung("trained", config.weights_digest), "untrained": untrained}
+        drafts = {"trained": measurements.every_rung("trained", config.weights_digest), "untrained": untrained}
         if isinstance(draft.strategy, ChainStrategy):
-            drafts["bigram"] = DraftMeasurement(measuring.accuracy("bigram", measuring.bigram()))
-        agreement = measuring.label_agreement()
+            drafts["bigram"] = DraftMeasurement(measurements.accuracy("bigram", measurements.bigram()))
+        agreement = measurements.label_agreement()
     provenance = {
         "target_digest": run.target.digest,
         "trained_for_target_digest": config.target_digest,
@@ -76,7 +77,7 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         strategy=run.strategy,
         eval_set=run.eval_set,
         drafts=drafts,
-        draft_tokens=measuring.draft_tokens,
+        draft_tokens=measurements.draft_tokens,
         label_agreement=agreement,
         columns=columns,
         resampling=Resampling(run.evaluation.confidence, run.evaluation.resamples),
@@ -87,15 +88,15 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
     return {
         "drafts": {name: measured.metrics() for name, measured in drafts.items()},
         "label_agreement": agreement,
-        "draft_tokens": measuring.draft_tokens,
+        "draft_tokens": measurements.draft_tokens,
         "seconds": time.perf_counter() - started,
         "peak_rss_bytes": get_peak_rss_bytes(),
     }
 
 
 @dataclass(frozen=True)
-class _Measuring:
-    """One run's draft on its eval set. Every method is a collective."""
+class _EvaluationRun:
+    """Measurements of one run's draft on its eval set. Every method is a collective."""
 
     run: EvaluateRun
     ctx: ProgramContext
@@ -109,9 +110,9 @@ class _Measuring:
 
     @property
     def draft_tokens(self) -> int:
-        """As many as asked for, as far as the draft can propose them."""
-        asked = self.run.evaluation.draft_tokens or self.strategy.draft_tokens
-        return min(asked, self.strategy.max_draft_tokens or asked)
+        """Tokens to propose per pass: the configured number, limited by what the draft can propose."""
+        configured = self.run.evaluation.draft_tokens or self.strategy.draft_tokens
+        return min(configured, self.strategy.max_draft_tokens or configured)
 
     def loader(self) -> FeatureDataLoader:
         loader = build_evaluation_loader(self.samples, self.strategy, self.run.micro_batch_size, self.ctx)
@@ -119,19 +120,23 @@ class _Measuring:
         return loader
 
     def accuracy(self, name: str, forward: Forward) -> EvalResult:
-        """Rungs 0 and 1."""
+        """Measure rungs 0 and 1.
+
+        Raises:
+            DataError: no sample has a token to measure on.
+        """
         result = Evaluator(self.device).run(forward, self.loader())
         if result is None:
             raise make_empty_heldout_error(self.run.heldout)
-        self._say(f"{name}: simulated_acc_len {result.simulated_acc_len:.3f} (rung 1), accuracy {result.avg_acc:.3f}")
+        self._log(f"{name}: simulated_acc_len {result.simulated_acc_len:.3f} (rung 1), accuracy {result.avg_acc:.3f}")
         return result
 
     def replayed_rungs(self, name: str) -> DraftMeasurement:
-        """Rungs 0 to 3: no forward pass of the target."""
+        """Measure rungs 0 to 3, without a forward pass of the target."""
         return self._with_replay(name).measured
 
     def every_rung(self, name: str, weights_digest: str) -> DraftMeasurement:
-        """Rungs 0 to 4; the target itself decodes on the last, unless it has done so before."""
+        """Measure rungs 0 to 4. Rung 4 runs the target, unless its measurement is in the loop cache."""
         captured = [self.samples.tokens.by_id(ref.sample_id) for ref in self.samples.refs]
         prompts = select_prompts(captured, self.run.evaluation.loop.prompts)
         found = self._with_replay(name, trace_ids={prompt.sample_id for prompt in prompts})
@@ -143,7 +148,7 @@ class _Measuring:
             found.traces,
             self.draft_tokens,
             self.device,
-            say=lambda text: self._say(f"{name}: {text}"),
+            log=lambda text: self._log(f"{name}: {text}"),
         )
         return replace(found.measured, loops=rung4.measure())
 
@@ -153,7 +158,7 @@ class _Measuring:
         measured = DraftMeasurement(result, tuple(one.blocks for one in found), tuple(one.walk for one in found))
         walk = micro_mean(measured.walk)
         if walk is not None:
-            self._say(
+            self._log(
                 f"{name}: {walk:.3f} accepted tokens per pass of the target (rung 3, {self.draft_tokens} proposed)"
             )
         return _Measured(
@@ -161,13 +166,16 @@ class _Measuring:
         )
 
     def bigram(self) -> BigramDraft:
-        """The table, counted as the draft is: the same rows at the same steps."""
+        """Return the bigram baseline, measured at the same positions and draft steps as the draft."""
         assert isinstance(self.strategy, ChainStrategy)
         table = BigramTable.count(TokenizedSet.open(self.run.train_tokens), self.draft.parts.vocab_size)
         return BigramDraft(table, self._head, self.strategy.chain_label_mask)
 
     def label_agreement(self) -> float | None:
-        """From `last`, which is captured of every sample also for strategies that do without; None where it is not there."""
+        """Measure the label agreement from `last`; None if `last` was not captured.
+
+        `last` is captured for every sample, also for strategies that do not read it.
+        """
         manifest = self.samples.manifest
         if "last" not in manifest.streams or not manifest.identity.get("last_normed", True):
             return None
@@ -185,21 +193,21 @@ class _Measuring:
     def _head(self) -> Tensor:
         return self.draft.parts.head.to(self.device)
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self.ctx.is_main:
             self.ctx.log(text)
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """A draft's replayed rungs, and the walks that were wanted token by token, by sample id."""
+    """Rungs 0 to 3 of a draft, and the traces of the walks that rung 4 is compared with, by sample id."""
 
     measured: DraftMeasurement
     traces: Mapping[str, AnswerTrace]
 
 
 def _columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
-    """What the samples can be told apart by: their own columns, and their length in tokens.
+    """Return the columns to slice by, indexed by sample id: columns of the eval data, and `length` in tokens.
 
     Raises:
         ConfigError: no sample has such a column.

@@ -29,7 +29,7 @@ _BUSY_SHARE = 0.01
 _FRAMES = 4
 _MOST_BYTES = 1 << 20
 _OURS = Path(__file__).parents[1]
-_LONGEST_WORD = 200
+_MAX_MESSAGE = 200
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Heartbeat:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         return cls(Path(path).with_name(FILE), int(os.environ["RANK"])) if path and "RANK" in os.environ else None
 
-    def beat(self, said: str | None = None) -> None:
+    def beat(self, message: str | None = None) -> None:
         """Record progress."""
         self._beats += 1
-        self._said = self._said if said is None else said[:_LONGEST_WORD]
+        self._said = self._said if message is None else message[:_MAX_MESSAGE]
 
     def close(self) -> None:
         self._over.set()

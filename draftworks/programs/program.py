@@ -1,4 +1,4 @@
-"""The frame of every launched program: reads the run file, reports to Dagster if asked, fails in an orderly way.
+"""Frame of every launched program: reads the run file, sends the report, writes errors where the launcher finds them.
 
     def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]: ...
 
@@ -6,8 +6,8 @@
         run_program(TrainRun, train)
 
 The same program runs in three ways: launched by Dagster, by `torchrun -m draftworks.programs.train FILE`, and by
-`python -m draftworks.programs.train FILE` alone. The run file is a positional argument because torchrun takes an option
-`--run` for an abbreviation of its own.
+`python -m draftworks.programs.train FILE` alone. The run file is a positional argument because torchrun would take an
+option `--run` for an abbreviation of one of its own.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ EXIT_USER_ERROR = 2
 _SIGNAL_EXIT_BASE = 128
 _PROGRESS_INTERVAL_S = 2.0
 _SHUTDOWN_TIMEOUT_S = 30.0
-"""torchrun's own default of --shutdown-timeout: what a rank has to come to an orderly end."""
+"""torchrun's default of --shutdown-timeout: the time that a rank has for an orderly end."""
 
 RunType = TypeVar("RunType", bound=RunFile)
 
 
 @dataclass
 class ProgramContext:
-    """Who this process is among the ranks, and how it speaks to the person who waits."""
+    """Rank of this process, and its output: log lines, progress, the report."""
 
     rank: int = 0
     local_rank: int = 0
@@ -61,18 +61,18 @@ class ProgramContext:
 
     @classmethod
     def from_torchrun(cls, pipes: PipesContext | None = None, heartbeat: Heartbeat | None = None) -> ProgramContext:
-        """Ranks as torchrun gives them in the environment; a single process without it."""
+        """Read the ranks from torchrun's environment variables; a single process without them."""
         names = {"rank": "RANK", "local_rank": "LOCAL_RANK", "world_size": "WORLD_SIZE"}
         ranks = {key: int(os.environ[name]) for key, name in names.items() if name in os.environ}
         return cls(**ranks, pipes=pipes, heartbeat=heartbeat)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that reports and writes what exists once."""
+        """Whether this is rank 0, which reports and writes files that exist once."""
         return self.rank == 0
 
     def log(self, message: str) -> None:
-        """One line to stdout, with the rank if there are several; rank 0's also go to the run page."""
+        """Print a line to stdout, with the rank if there are several; rank 0's lines also go to Dagster's run page."""
         prefix = f"[rank {self.rank}] " if self.world_size > 1 else ""
         self.beat(message)
         print(f"{prefix}{message}", flush=True)
@@ -80,22 +80,25 @@ class ProgramContext:
             self.pipes.log.info(message)
 
     def report_progress(self, values: Mapping[str, float | int | str], *, force: bool = False) -> None:
-        """How far we are, as one line `step=10 loss=2.31`. Rank 0 only, and at most one line every two seconds,
-        except for lines that `force` their way: those that must not be missed."""
-        now, line = time.monotonic(), " ".join(f"{key}={_short(value)}" for key, value in values.items())
+        """Print the progress as a line `step=10 loss=2.31`, on rank 0 and at most every two seconds.
+
+        Args:
+            force: print the line in any case.
+        """
+        now, line = time.monotonic(), " ".join(f"{key}={_format_value(value)}" for key, value in values.items())
         self.beat(line)
         if not self.is_main or not (force or now - self._last_progress_s >= _PROGRESS_INTERVAL_S):
             return
         self._last_progress_s = now
         self.log(line)
 
-    def beat(self, said: str | None = None) -> None:
-        """ProgressSink whoever watches for ranks that stand still that this one does not; `said` is what it is at."""
+    def beat(self, message: str | None = None) -> None:
+        """Record progress in the heartbeat, by which a launcher finds ranks that hang."""
         if self.heartbeat is not None:
-            self.heartbeat.beat(said)
+            self.heartbeat.beat(message)
 
     def send_report(self, report: Mapping[str, Any]) -> None:
-        """Hand the result over: to Dagster if it launched us, else to stdout. The frame does it once, on rank 0."""
+        """Send the report to Dagster if it launched us, else to stdout. The frame calls it once, on rank 0."""
         if self.pipes is not None:
             self.pipes.report_custom_message({"report": dict(report)})
         else:
@@ -107,13 +110,13 @@ def run_program(
     main: Callable[[RunType, ProgramContext], dict[str, Any]],
     arguments: Sequence[str] | None = None,
 ) -> None:
-    """Run `main` on the run file named on the command line; what it returns on rank 0 (JSON types) is the report.
+    """Run `main` on the run file named on the command line; its return value on rank 0 (JSON types) is the report.
 
-    A `DraftworksError` prints its message alone and exits with code 2; any other exception prints its traceback and
-    exits with 1. Both go to torchelastic's error file if there is one. SIGTERM and SIGINT raise `Interrupted` in `main`,
-    once: repeats within `REPEATS_S` are the same request, a later one ends the process at once.
-    Under torchrun the end of torchrun is such a request too, with SIGKILL after torchrun's shutdown timeout; started by
-    hand the process outlives its shell.
+    A `DraftworksError` prints only its message and exits with code 2; any other exception prints its traceback and
+    exits with 1. Both go to torchelastic's error file if there is one. SIGTERM and SIGINT raise `Interrupted` in `main`
+    once: repeats within `REPEATS_S` are ignored, a later one ends the process at once. Under torchrun, the end of
+    torchrun counts as such a signal, followed by SIGKILL after torchrun's shutdown timeout. A process that was started
+    by hand outlives its shell.
     """
     path = _parse_arguments(main, arguments)
     raise_on_stop()
@@ -133,7 +136,7 @@ def run_program(
 
 
 def _end_with_torchrun() -> None:
-    """Also if torchrun was killed while this rank was still importing: its place as parent is init's then."""
+    """End this rank when torchrun ends; at once if torchrun was killed during imports, as init is the parent then."""
     parent = psutil.Process(os.getppid())
     if parent.pid == 1 and not any(name in " ".join(parent.cmdline()) for name in ("torchrun", "python")):
         sys.exit(_SIGNAL_EXIT_BASE + signal.SIGKILL)
@@ -142,7 +145,7 @@ def _end_with_torchrun() -> None:
 
 def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict[str, Any]], path: Path) -> None:
     run = run_type.load(path)
-    with _pipes() as pipes, _heartbeat() as heartbeat:
+    with _open_pipes() as pipes, _start_heartbeat() as heartbeat:
         context = ProgramContext.from_torchrun(pipes, heartbeat)
         if context.local_rank == 0 and isinstance(run, TargetRun):  # on every machine: each has its own disk
             require_unchanged(run.target)
@@ -164,10 +167,10 @@ def _parse_arguments(main: Callable[..., Any], arguments: Sequence[str] | None) 
 
 
 @contextmanager
-def _pipes() -> Iterator[PipesContext | None]:
-    """Rank 0's line to Dagster, if Dagster launched us: two open ones would close each other's session.
+def _open_pipes() -> Iterator[PipesContext | None]:
+    """Open Dagster Pipes on rank 0, if Dagster launched us; a second open one would close the session of the first.
 
-    It is closed without the exception, which reaches Dagster by the error file; twice would show twice.
+    It is closed without the exception, which reaches Dagster by the error file and would else be shown twice.
     """
     if os.environ.get("RANK", "0") != "0" or not PipesEnvVarParamsLoader().is_dagster_pipes_process():
         yield None
@@ -180,7 +183,7 @@ def _pipes() -> Iterator[PipesContext | None]:
 
 
 @contextmanager
-def _heartbeat() -> Iterator[Heartbeat | None]:
+def _start_heartbeat() -> Iterator[Heartbeat | None]:
     heartbeat = Heartbeat.beside_error_file()
     try:
         yield heartbeat
@@ -190,7 +193,7 @@ def _heartbeat() -> Iterator[Heartbeat | None]:
 
 
 class _RankErrorHandler(ErrorHandler):
-    """Writes torchelastic's error file in our richer form."""
+    """Writes torchelastic's error file with the fields of `RankFailure`."""
 
     def record_exception(self, e: BaseException) -> None:
         path = self._get_error_file_path()
@@ -199,5 +202,5 @@ class _RankErrorHandler(ErrorHandler):
             self._write_error_file(path, json.dumps(failure.to_json()))
 
 
-def _short(value: float | int | str) -> str:
+def _format_value(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

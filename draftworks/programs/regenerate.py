@@ -1,4 +1,4 @@
-"""`python -m draftworks.programs.regenerate FILE`: let the target answer conversations."""
+"""`python -m draftworks.programs.regenerate FILE`: generate the target's answers to conversations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from draftworks.programs.program import ProgramContext, run_program
 
 
 def regenerate(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Answer every conversation with the target; what an interrupted run finished is kept."""
+    """Answer every conversation with the target; answers that an interrupted run finished are kept."""
     chat = ChatTokenizer.load(run.target, run.responses.thinking)
     with temporary_engine_folder(run.out / "engine") as folder, ExitStack() as closing:
 
         def answerer() -> Answerer:
-            made = _asked(run, chat) if run.responses.endpoint else _loaded(run, chat, folder)
+            made = (
+                _make_endpoint_answerer(run, chat)
+                if run.responses.endpoint
+                else _make_engine_answerer(run, chat, folder)
+            )
             closing.callback(made.close)
             return made
 
@@ -39,13 +43,13 @@ def regenerate(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
     }
 
 
-def _loaded(run: RegenerateRun, chat: ChatTokenizer, folder: Path) -> Answerer:
+def _make_engine_answerer(run: RegenerateRun, chat: ChatTokenizer, folder: Path) -> Answerer:
     place = EnginePlace(folder, sglang=run.sglang, longest=find_max_sample_length(run))
     engine = load_engine(run.target, run.capture, resolve_device(run.capture.device), place)
     return EngineAnswerer(engine, run.responses, chat, find_max_sample_length(run))
 
 
-def _asked(run: RegenerateRun, chat: ChatTokenizer) -> Answerer:
+def _make_endpoint_answerer(run: RegenerateRun, chat: ChatTokenizer) -> Answerer:
     return EndpointAnswerer(run.responses, run.target, chat, find_max_sample_length(run), os.environ)
 
 

@@ -1,4 +1,4 @@
-"""Rung 4 of an evaluation run: what was measured before is read, and only for the rest is the target loaded."""
+"""Rung 4 of an evaluation run: cached measurements are read; the target is loaded only for the others."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from draftworks.storage.identity import digest
 
 @dataclass(frozen=True, eq=False)
 class Rung4:
-    """The loops of one draft.
+    """Measures rung 4 of one draft.
 
     Attributes:
-        weights_digest: of the draft that `draft.strategy` holds.
+        weights_digest: of the draft in `draft.strategy`.
         walks: rung 3 of the prompts' answers, by sample id.
-        say: tells whoever waits; called on every rank.
+        log: prints a line; called on every rank.
     """
 
     run: EvaluateRun
@@ -41,32 +41,32 @@ class Rung4:
     walks: Mapping[str, AnswerTrace]
     draft_tokens: int
     device: torch.device
-    say: Callable[[str], None]
+    log: Callable[[str], None]
 
     def measure(self) -> tuple[LoopMeasurement, ...]:
-        """One per temperature. A collective.
+        """Return a measurement per temperature, from the cache or by decoding. A collective.
 
         Raises:
             StoreError: the folder of the cache cannot be used.
         """
         if not self.prompts:
             return ()
-        identities = [self._identity(temperature) for temperature in self.run.evaluation.loop.temperatures]
-        cache = self._on_rank_0(self._cache)
+        identities = [self._make_identity(temperature) for temperature in self.run.evaluation.loop.temperatures]
+        cache = self._on_rank_0(self._open_cache)
         found: list[LoopLookup] = self._on_rank_0(
             lambda: [LoopLookup() if cache is None else cache.find(i) for i in identities]
         )
         loops = []
         for identity, one in zip(identities, found):
             if one.problem is not None:
-                self.say(f"rung 4 is measured anew: {one.problem}")
-            measured = one.measurement or self._decoded(identity, cache)
+                self.log(f"rung 4 is measured anew: {one.problem}")
+            measured = one.measurement or self._decode_and_store(identity, cache)
             loops.append(measured)
-            self.say(_told(measured, known=one.measurement is not None))
+            self.log(_format_measurement(measured, cached=one.measurement is not None))
         return tuple(loops)
 
-    def _decoded(self, identity: LoopIdentity, cache: LoopCache | None) -> LoopMeasurement:
-        """Kept as soon as it is measured: an interruption later on loses nothing of it."""
+    def _decode_and_store(self, identity: LoopIdentity, cache: LoopCache | None) -> LoopMeasurement:
+        """Decode, and store the measurement at once, so that a later interruption does not lose it."""
         walks = self.walks if identity.temperature == 0 else None
         measured = self._loop.measure(self.prompts, identity.temperature, walks)
         self._on_rank_0(lambda: None if cache is None else cache.store(identity, measured))
@@ -74,7 +74,7 @@ class Rung4:
 
     @cached_property
     def _loop(self) -> DecodingLoop:
-        """With the target in memory."""
+        """The loop with the target, which is loaded on first use."""
         from draftworks.capture.engines.hf import load_hf_engine
 
         run, target = self.run, self.run.target
@@ -88,13 +88,13 @@ class Rung4:
     def _limits(self) -> DecodingLimits:
         return DecodingLimits(self.run.max_new_tokens, ChatTokenizer.load(self.run.target).eos_ids)
 
-    def _identity(self, temperature: float) -> LoopIdentity:
+    def _make_identity(self, temperature: float) -> LoopIdentity:
         return LoopIdentity(
             weights_digest=self.weights_digest,
             strategy=self.run.strategy,
             options=self.draft.options.identity(),
             target_digest=self.run.target.digest,
-            prompts=self._prompts_digest(compared=temperature == 0),
+            prompts=self._digest_prompts(compared=temperature == 0),
             temperature=temperature,
             draft_tokens=self.draft_tokens,
             stop_ids=tuple(self._limits.stop_ids),
@@ -105,27 +105,27 @@ class Rung4:
             revision=get_loop_revision(self.run.target),
         )
 
-    def _prompts_digest(self, compared: bool) -> str:
-        """Where the loop is compared with the walk, the walk decides what comes of it too."""
+    def _digest_prompts(self, compared: bool) -> str:
+        """Return the digest of the prompts, and of the walks if the loop is compared with them."""
         asked = [[prompt.sample_id, list(prompt.tokens)] for prompt in self.prompts]
         return digest(
             [asked, [self.walks[prompt.sample_id].to_json() for prompt in self.prompts] if compared else None]
         )
 
-    def _cache(self) -> LoopCache | None:
+    def _open_cache(self) -> LoopCache | None:
         return None if self.run.loop_cache is None else LoopCache.open(self.run.loop_cache)
 
     @staticmethod
     def _on_rank_0(action: Callable[[], object]):
-        """What it returns there, on every rank; its error too."""
+        """Run `action` on rank 0, and return its result, or raise its error, on every rank."""
         return broadcast_from_rank_0(run_on_every_rank(lambda: action() if get_rank() == 0 else None))
 
 
-def _told(loop: LoopMeasurement, known: bool) -> str:
-    told = (
+def _format_measurement(loop: LoopMeasurement, cached: bool) -> str:
+    text = (
         f"{micro_mean(loop.prompts) or 0:.3f} accepted tokens per pass in the real loop at temperature "
         f"{loop.temperature:g} (rung 4), {loop.speed_up:.2f} times the speed of plain decoding"
     )
-    if not known or loop.timing_context is None:
-        return told
-    return f"{told}; measured before, on {loop.timing_context.device} at {loop.timing_context.date:%Y-%m-%d %H:%M %Z}"
+    if not cached or loop.timing_context is None:
+        return text
+    return f"{text}; cached, measured on {loop.timing_context.device} at {loop.timing_context.date:%Y-%m-%d %H:%M %Z}"

@@ -1,4 +1,4 @@
-"""Rung 6: load an exported draft in a live SGLang server and count what it accepts: `-m draftworks.programs.serve FILE`."""
+"""`python -m draftworks.programs.serve FILE`: rung 6, the acceptance of an exported draft in a live SGLang server."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from draftworks.storage.atomic import publish_json
 RESULT = "serving.json"
 SCHEMA_VERSION = 1
 CPU_MEMORY_SHARE = 0.8
-"""Of main memory, at most: how many tokens the cache holds decides how much it is."""
+"""Upper limit, as a share of main memory; the number of tokens in the KV cache decides how much is used."""
 
 
 def measure_server(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Answer the eval set's prompts with the draft at work, and compare with the walk over the same answers.
+    """Answer the eval set's prompts by speculative decoding, and compare with the walk over the same answers.
 
     Raises:
-        ConfigError: there is no SGLang, or none that can speculate on this machine with such a draft.
+        ConfigError: there is no SGLang, or it cannot speculate with this kind of draft on this machine.
         EngineError: the server does not start, or proposes another number of tokens than the walk.
         DataError: the eval set has no prompt.
     """
@@ -57,17 +57,17 @@ def measure_server(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
     speculation = Speculation.of_command(run.command, DRAFT_FOLDER, run.draft).with_draft_tokens(run.draft_tokens)
     speculation.require_supported(device)
     if device == "cpu":
-        _require_cpu_can(run)
+        _require_cpu_support(run)
     stop_ids = ChatTokenizer.load(run.target).eos_ids
     limits = DecodingLimits(run.max_new_tokens, stop_ids)
     asked = build_server_prompts(TokenizedSet.open(run.tokens), run.serving.prompts, limits, run.max_length)
     if not asked:
         raise DataError(f"{run.tokens}: expected samples with a prompt before their answer, found none to ask a server")
-    with _serving(run, ctx, _options(run, device, speculation)) as client:
-        live = _ask(client, run, ctx, asked, stop_ids)
+    with _run_server(run, ctx, _make_server_options(run, device, speculation)) as client:
+        live = _ask_all(client, run, ctx, asked, stop_ids)
     resampling = Resampling(run.confidence, run.resamples)
     compared = compare_with_walk(live.served.prompts, read_walk(run.report), run.serving.tolerance, resampling)
-    ctx.log(_told(live, compared))
+    ctx.log(_format_result(live, compared))
     result = {
         "schema_version": SCHEMA_VERSION,
         "metric": f"eval/{SERVER_METRIC}",
@@ -86,13 +86,13 @@ def measure_server(run: ServeRun, ctx: ProgramContext) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Live:
-    """What a server answered.
+class _ServerRun:
+    """The answers of a server, and its counters.
 
     Attributes:
-        seconds: of all answers, several at a time, prefill included.
+        seconds: time of all answers, several at a time, with prefill.
         counters: the server's own, over the same time.
-        accept_length: tokens per pass as /server_info has them; None where it has none.
+        accept_length: tokens per pass according to /server_info; None if it has no value.
     """
 
     served: ServerMeasurement
@@ -118,8 +118,8 @@ class _Live:
 
 
 @contextmanager
-def _serving(run: ServeRun, ctx: ProgramContext, options: ServerOptions) -> Iterator[SpeculatingClient]:
-    """A server of our own, gone afterwards whatever happened."""
+def _run_server(run: ServeRun, ctx: ProgramContext, options: ServerOptions) -> Iterator[SpeculatingClient]:
+    """Run a server of our own, and stop it in any case."""
     sglang = run.sglang
     server = SGLangServer(Path(sglang.python), options, run.logs, sglang.start_timeout_s, sglang.grace_s)
     ctx.log(f"starting SGLang with {options.draft.algorithm if options.draft else 'no draft'}, its log is {server.log}")
@@ -132,8 +132,8 @@ def _serving(run: ServeRun, ctx: ProgramContext, options: ServerOptions) -> Iter
         client.close()
 
 
-class _AnsweringProgress:
-    """Tells how far the answers have come."""
+class _AnswerProgress:
+    """Reports the progress of the answers."""
 
     def __init__(self, ctx: ProgramContext, total: int, started: float) -> None:
         self._ctx = ctx
@@ -142,7 +142,7 @@ class _AnsweringProgress:
         self._done = self._tokens = 0
 
     def add(self, answer: SpeculatedAnswer) -> None:
-        """One answer more."""
+        """Count an answer and report the progress."""
         self._done += 1
         self._tokens += len(answer.output_ids)
         seconds = time.monotonic() - self._started
@@ -150,27 +150,27 @@ class _AnsweringProgress:
         self._ctx.report_progress(progress.summarize(), force=self._done == self._total)
 
 
-def _ask(
+def _ask_all(
     client: SpeculatingClient, run: ServeRun, ctx: ProgramContext, asked: list[ServerPrompt], stop_ids: tuple[int, ...]
-) -> _Live:
+) -> _ServerRun:
     info = client.get_raw_info()
     proposed = read_verified_tokens(info) - 1
     if proposed != run.draft_tokens:
         raise EngineError(
-            f"SGLang proposes {proposed} tokens a pass, and the walk that it is compared with {run.draft_tokens}: expected "
-            "the same. Leave evaluation.draft_tokens out for a draft whose own configuration says how many it proposes"
+            f"SGLang proposes {proposed} tokens per pass, the walk that it is compared with {run.draft_tokens}: expected "
+            "the same. Leave evaluation.draft_tokens out for a draft whose own config sets how many it proposes"
         )
 
-    def answer(question: ServerPrompt):
-        sampling = {"temperature": 0.0, "max_new_tokens": question.max_new_tokens, "stop_token_ids": list(stop_ids)}
-        return client.answer(GenerateRequest(uuid.uuid4().hex, question.prompt, sampling))
+    def answer(prompt: ServerPrompt):
+        sampling = {"temperature": 0.0, "max_new_tokens": prompt.max_new_tokens, "stop_token_ids": list(stop_ids)}
+        return client.answer(GenerateRequest(uuid.uuid4().hex, prompt.prompt, sampling))
 
     before, started = client.get_counters(), time.monotonic()
-    progress = _AnsweringProgress(ctx, len(asked), started)
+    progress = _AnswerProgress(ctx, len(asked), started)
     ctx.log(f"SGLang is ready: {len(asked)} answers, {run.serving.concurrency} at a time")
     served = ask_server(asked, answer, run.serving.concurrency, progress.add)
     seconds = time.monotonic() - started
-    return _Live(
+    return _ServerRun(
         served,
         seconds,
         client.get_counters().since(before),
@@ -179,7 +179,7 @@ def _ask(
     )
 
 
-def _options(run: ServeRun, device: str, speculation: Speculation) -> ServerOptions:
+def _make_server_options(run: ServeRun, device: str, speculation: Speculation) -> ServerOptions:
     server, on_gpu = run.serving.server, device == "cuda"
     return ServerOptions(
         model=run.target.model,
@@ -200,16 +200,16 @@ def _options(run: ServeRun, device: str, speculation: Speculation) -> ServerOpti
     )
 
 
-def _require_cpu_can(run: ServeRun) -> None:
+def _require_cpu_support(run: ServeRun) -> None:
     if run.serving.compute_dtype != "float32":
         raise ConfigError(
             f"evaluation.serving.compute_dtype: on a CPU expected float32, found {run.serving.compute_dtype}: Triton's "
-            "interpreter computes something else in it. Set float32, or serve on a GPU"
+            "interpreter computes other values in it. Set float32, or serve on a GPU"
         )
     require_cpu_speculation(Path(run.sglang.python))
 
 
-def _told(live: _Live, compared: WalkAgreement) -> str:
+def _format_result(live: _ServerRun, compared: WalkAgreement) -> str:
     served, paired = live.served, compared.paired
     return (
         f"{served.tokens} tokens in {served.passes} passes (rung 6), {served.identical_answers} of {served.answers} answers are the eval "

@@ -1,4 +1,4 @@
-"""`draftworks run` and `draftworks ui`: start Dagster with this checkout's settings, after a look at what would not work."""
+"""`draftworks run` and `draftworks ui`: check the arguments, then start Dagster with this checkout's settings."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def ui(port: Annotated[int, typer.Option(help="Of the loopback interface.")] = 3
 
 
 def run_in_process_group(arguments: list[str]) -> int:
-    """Run a Python in a process group of its own, and pass SIGINT and SIGTERM on to it alone. Returns its exit code.
+    """Run Python in a process group of its own, pass SIGINT and SIGTERM on to it, and return its exit code.
 
-    Ctrl-C at a terminal reaches the whole group of a command: every step would be told twice, by the terminal and by its run,
-    and the second time in the middle of saving; and all of Dagster's helpers would print where they were.
+    Ctrl-C at a terminal goes to the whole process group. In the same group, every step would get the signal twice, from
+    the terminal and from its run, the second time while it saves; and Dagster's helpers would print tracebacks.
     """
     command = [*parent_death.build_shim_command(), sys.executable, *arguments]
     held = subprocess.Popen(command, env=build_dagster_environment(), process_group=0)
@@ -74,27 +74,22 @@ def run_in_process_group(arguments: list[str]) -> int:
 
 
 def replace_process(arguments: list[str]) -> NoReturn:
-    """Replace this process by a Python."""
+    """Replace this process by Python with these arguments."""
     os.execve(sys.executable, [sys.executable, *arguments], build_dagster_environment())
 
 
 def build_dagster_environment() -> dict[str, str]:
-    """This process's, with this checkout's DAGSTER_HOME where none is set."""
+    """Return this process's environment, with this checkout's DAGSTER_HOME if none is set."""
     return {DAGSTER_HOME: str(CHECKOUT / ".dagster"), "PYTHONWARNINGS": "ignore", **os.environ}
 
 
 def require_free_port(port: int) -> None:
-    """
-    Raises:
-        ConfigError: somebody listens on that port of the loopback interface; with a free one.
-    """
+    """Raise ConfigError if the port of the loopback interface is in use; the message names a free one."""
     if is_port_free(port):
         return
     free = next((other for other in range(port + 1, port + PORTS_TRIED) if is_port_free(other)), None)
     remedy = "end it" if free is None else f"end it, or take another: draftworks ui --port {free}"
-    raise ConfigError(
-        f"port {port} of {LOOPBACK}: expected nobody there, found a server (another `make ui`?): {remedy}"
-    )
+    raise ConfigError(f"port {port} of {LOOPBACK}: expected a free port, found a server (another `make ui`?): {remedy}")
 
 
 def is_port_free(port: int) -> bool:
@@ -108,6 +103,6 @@ def is_port_free(port: int) -> bool:
 
 
 def report_error(reason: object) -> typer.Exit:
-    """The exit for what could not begin, its reason told."""
+    """Print an error and return the exit to raise, with code 1."""
     typer.echo(f"error: {reason}", err=True)
     return typer.Exit(1)

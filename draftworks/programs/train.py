@@ -1,4 +1,4 @@
-"""Train one draft: `torchrun --nproc-per-node N -m draftworks.programs.train FILE`, or plain `python -m`."""
+"""`torchrun --nproc-per-node N -m draftworks.programs.train FILE`, or plain `python -m`: train one draft."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ HISTORY, PLOT = "history.json", "training.png"
 
 
 def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
-    """Train as the run file says; rank 0 writes the draft, its history and a picture of it into `run.out`.
+    """Train as the run file says; rank 0 writes the draft, its history and a plot of it into `run.out`.
 
-    SIGTERM and SIGINT end the training after the step it is in, with a checkpoint. The same run file goes on from there.
+    SIGTERM and SIGINT end the training after the current step, with a checkpoint. The same run file resumes from it.
     """
     with open_process_group(run.training.device) as device, ensure_process_group(device), defer_stop() as stop:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.training.seed)
@@ -54,7 +54,7 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         held_out = open_samples(run.heldout, run.store, draft.strategy, run.target)
         require_same_dtype(samples, held_out)
         run.out.mkdir(parents=True, exist_ok=True)
-        persistence = _persistence(run, _identity(run, draft, samples, held_out, begun))
+        persistence = _make_persistence(run, _make_identity(run, draft, samples, held_out, begun))
         trainer = Trainer(
             draft.strategy,
             build_training_loader(samples, draft.strategy, run.training, ctx),
@@ -63,13 +63,13 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
             ),
             run.training,
             device,
-            _observers(run, ctx),
+            _make_observers(run, ctx),
             persistence,
             lambda: stop.signum,
             evaluates_start=begun is not None,
         )
         if ctx.is_main:
-            ctx.log(_plan(run, draft, samples, trainer, persistence))
+            ctx.log(_describe_plan(run, draft, samples, trainer, persistence))
             for own in draft.parts.own:
                 ctx.log(f"of the draft's own, not the target's: {own}")
         if not trainer.can_evaluate():
@@ -81,7 +81,7 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
     return _publish(run, ctx, draft, trainer, persistence, weights, peaks) if ctx.is_main else {}
 
 
-def _persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:
+def _make_persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:
     training = run.training
     rule = BestRule(training.best_metric, training.best_mode == "min", training.best_min_delta)
     manager = CheckpointManager(
@@ -94,12 +94,12 @@ def _persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:
     return Persistence(manager, identity, manager.latest_dir() or run.resume_from)
 
 
-def _identity(
+def _make_identity(
     run: TrainRun, draft: Draft, samples: Samples, held_out: Samples, begun: DraftConfig | None
 ) -> dict[str, Any]:
-    """What decides the weights. A checkpoint of anything else is not resumed.
+    """Return everything that decides the weights; a checkpoint with another identity is not resumed.
 
-    Features are those that the strategy reads: another one's taps beside them change nothing.
+    Of the features only those that the strategy reads count: other taps in the same set change nothing.
     """
     names = draft.strategy.feature_names
     return {
@@ -114,14 +114,14 @@ def _identity(
     }
 
 
-def _observers(run: TrainRun, ctx: ProgramContext) -> list[TrainingObserver]:
+def _make_observers(run: TrainRun, ctx: ProgramContext) -> list[TrainingObserver]:
     observers: list[TrainingObserver] = [ProgressReport(ctx.report_progress)]
     if run.training.tensorboard and ctx.is_main:
         observers.append(TensorBoardLog(run.out / "tensorboard"))
     return observers
 
 
-def _plan(run: TrainRun, draft: Draft, samples: Samples, trainer: Trainer, persistence: Persistence) -> str:
+def _describe_plan(run: TrainRun, draft: Draft, samples: Samples, trainer: Trainer, persistence: Persistence) -> str:
     parameters = sum(p.numel() for p in draft.strategy.model.parameters())
     resumed = persistence.resume_from
     begin = f"; going on from {resumed.name}" if resumed else ""
@@ -150,7 +150,7 @@ def _publish(
     weights: TrainedWeights,
     peaks: list[int],
 ) -> dict[str, Any]:
-    """Write what the training gives; returns its report."""
+    """Write the results of the training; return its report."""
     history = trainer.controller.history
     provenance = {
         **persistence.identity,
@@ -168,13 +168,13 @@ def _publish(
     with publish_file(run.out / PLOT) as staging:
         staging.write_bytes(render_training_plot(history, f"{run.strategy} draft of {run.target.name}", weights.step))
     return {
-        **_report(trainer, persistence.manager, config, weights.step),
+        **_make_report(trainer, persistence.manager, config, weights.step),
         "world_size": len(peaks),
         "peak_rss_bytes": max(peaks),
     }
 
 
-def _report(trainer: Trainer, manager: CheckpointManager, config: DraftConfig, published_step: int) -> dict[str, Any]:
+def _make_report(trainer: Trainer, manager: CheckpointManager, config: DraftConfig, published_step: int) -> dict[str, Any]:
     history, best = trainer.controller.history, manager.best
     evaluation = history.find_evaluation(published_step)
     heldout = evaluation.metrics() if evaluation is not None else best.metrics if best is not None else {}
@@ -194,11 +194,11 @@ def _report(trainer: Trainer, manager: CheckpointManager, config: DraftConfig, p
         "sessions": [
             {"from_step": s.start_step, "ranks": s.world_size, "started": s.started} for s in history.sessions
         ],
-        "checkpoints": [_described(manager.folder.final(step)) for step in manager.steps()],
+        "checkpoints": [_describe_checkpoint(manager.folder.final(step)) for step in manager.steps()],
     }
 
 
-def _described(folder: Path) -> dict[str, Any]:
+def _describe_checkpoint(folder: Path) -> dict[str, Any]:
     record = read_record(folder)
     return {"name": folder.name, "step": record.step, "bytes": record.bytes, "ranks": record.world_size}
 

@@ -76,7 +76,7 @@ def write_part(spool: Path, request_id: str, part: Part) -> None:
 
 
 def write_failure(spool: Path, request_id: str, reason: str) -> None:
-    """ProgressSink the reader why there is no part."""
+    """Tell the reader why there is no part."""
     (spool / f"{request_id}.failed").write_text(reason, encoding="utf-8")
 
 

@@ -66,7 +66,7 @@ def test_an_environment_without_our_platform_plug_in_is_refused_before_a_server_
 
 def test_a_server_that_proposes_another_number_of_tokens_is_not_compared(tiny_target, tmp_path):
     run = serve_run(tmp_path, tiny_target, Script(verified=6))
-    with pytest.raises(EngineError, match="SGLang proposes 5 tokens a pass, and the walk that it is compared with 2"):
+    with pytest.raises(EngineError, match="SGLang proposes 5 tokens per pass, the walk that it is compared with 2"):
         measure_server(run, ProgramContext())
     assert "the fake server serves" in (run.logs / "sglang.log").read_text()
 

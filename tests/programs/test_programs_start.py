@@ -67,7 +67,7 @@ def test_a_taken_port_is_told_with_a_free_one_and_no_daemon_is_started(started):
         asked = ask("ui", "--port", str(port))
         assert asked.exit_code == 1
         assert started == []
-        assert asked.stderr.startswith(f"error: port {port} of 127.0.0.1: expected nobody there, found a server")
+        assert asked.stderr.startswith(f"error: port {port} of 127.0.0.1: expected a free port, found a server")
         other = int(asked.stderr.split()[-1])
     assert start.is_port_free(other)
     pytest.importorskip("dagster_webserver")

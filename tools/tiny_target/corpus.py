@@ -87,7 +87,7 @@ def conversations_of(entry: Entry) -> Iterator[dict]:
         pick = hashlib.sha256(identifier.encode()).digest()[0]
         messages = []
         for turn, answer in enumerate(chunks[start : start + TURNS_PER_CONVERSATION]):
-            opener = OPENERS if part == 0 and turn == 0 else (f"ProgressSink me more about {entry.name}.",)
+            opener = OPENERS if part == 0 and turn == 0 else (f"Tell me more about {entry.name}.",)
             choices = opener if turn == 0 else FOLLOW_UPS
             question = choices[pick % len(choices)].format(name=entry.name, kind=entry.kind)
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
