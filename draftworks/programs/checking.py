@@ -22,9 +22,9 @@ def check(
     target: Annotated[list[str] | None, typer.Option(help="Only this one; may be given several times.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say of every target what would fail or is worth knowing: of its entry, files, a sample of its data and its drafts.
+    """Check every target's registry entry, files, drafts and a sample of its data, and print errors and warnings.
 
-    Reads no weights. Exit code 0 if no run would fail of it, warnings or not; 1 if there is an error.
+    Reads no weights. Exit code 1 if there is an error, else 0.
     """
     found = Registry(registry)
     try:

@@ -29,7 +29,7 @@ def engine(
     target: Annotated[str, typer.Argument(help="The registry's name of the model.")],
     registry: Annotated[Path, typer.Option("--registry", help="The registry folder.")] = CHECKOUT / "registry",
 ) -> None:
-    """Serve a target until Ctrl-C, at its entry's `capture.server.url`: loaded once, for every step of every run."""
+    """Serve a target at its entry's `capture.server.url` until Ctrl-C, so that all steps of all runs share one load."""
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     logging.getLogger("draftworks").setLevel(logging.INFO)
     for signum in (signal.SIGINT, signal.SIGTERM):  # a shell starts what it runs in the background with SIGINT ignored

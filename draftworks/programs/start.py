@@ -32,7 +32,7 @@ def run(
     config: Annotated[list[Path] | None, typer.Option("--config", "-c", help="Run config (YAML); any number.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Python file of another code location.")] = None,
 ) -> None:
-    """Run a job for one target, here and now; in CI too. If it fails, the last lines say why and exit code is not 0."""
+    """Run a job for one target in this terminal or in CI. If it fails, the last lines say why; the exit code is not 0."""
     try:
         if target is not None and file is None:
             Registry(CHECKOUT / "registry").find_target_file(target)
@@ -48,7 +48,7 @@ def run(
 
 
 def ui(port: Annotated[int, typer.Option(help="Of the loopback interface.")] = 3000) -> None:
-    """The Dagster UI with its daemon, until Ctrl-C."""
+    """Start the Dagster UI and daemon; Ctrl-C ends them."""
     try:
         require_free_port(port)
     except DraftworksError as error:

@@ -174,7 +174,9 @@ def _publish(
     }
 
 
-def _make_report(trainer: Trainer, manager: CheckpointManager, config: DraftConfig, published_step: int) -> dict[str, Any]:
+def _make_report(
+    trainer: Trainer, manager: CheckpointManager, config: DraftConfig, published_step: int
+) -> dict[str, Any]:
     history, best = trainer.controller.history, manager.best
     evaluation = history.find_evaluation(published_step)
     heldout = evaluation.metrics() if evaluation is not None else best.metrics if best is not None else {}
