@@ -43,7 +43,7 @@ START = TrainingProgress(samples=8_000, global_batch_size=8)
 
 @dataclass(frozen=True)
 class Result:
-    """Medians, in seconds. `ratio`: of each save to the plain write just before it."""
+    """Medians in seconds. `ratio`: median of each save over the plain write just before it."""
 
     megabytes: float
     files: int
@@ -56,7 +56,7 @@ class Result:
 
 
 class _Training:
-    """A model and an optimizer with moments, and what saves and reads them."""
+    """A model and an optimizer with moments, and the checkpointer that saves and reads them."""
 
     def __init__(self, megabytes: int) -> None:
         count = max(1, round(megabytes * 1e6 / BYTES_PER_PARAMETER / WIDTH**2))
@@ -86,7 +86,7 @@ def seconds(action: Callable[[], None]) -> float:
 
 
 def write_plainly(folder: Path, sizes: list[int], content: memoryview) -> None:
-    """Files of these sizes, one after the other, synced, and the folder with them."""
+    """Write files of these sizes one after the other, synced, with the folder synced after them."""
     folder.mkdir()
     for number, size in enumerate(sizes):
         with (folder / str(number)).open("wb") as stream:
@@ -106,7 +106,7 @@ class Round:
 
 
 class _Bench:
-    """Saves, plain writes and loads in turns: what else the machine does hits all of them."""
+    """Saves, plain writes and loads in turns, so that other load on the machine affects all of them."""
 
     def __init__(self, megabytes: int, folder: Path) -> None:
         self.folder = folder

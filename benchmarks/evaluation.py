@@ -1,10 +1,10 @@
-"""What the rungs of the acceptance ladder cost: the walk against one pass that proposes at every row of an answer.
+"""Cost of the rungs of the acceptance ladder: the walk against one pass that proposes at every position of an answer.
 
     python benchmarks/evaluation.py                   # 256 x 32, one thread, fp32
     python benchmarks/evaluation.py --length 1024 --batch 4 --strategy dflash
 
-The walk and the block counts are read off such a pass, so the aim is a ratio near 1 (at most 1.5). Random features: the
-figures are times, acceptance means nothing.
+The walk and the block counts are read off such a pass, so the aim is a ratio near 1 (at most 1.5). Features are random:
+times are real, acceptance means nothing.
 """
 
 from __future__ import annotations

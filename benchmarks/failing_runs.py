@@ -1,11 +1,11 @@
-"""Start runs that fail, on a machine that is kept busy, and count how many of them end with the reason.
+"""Start runs that fail on a busy machine, and count how many of them end with the reason.
 
     python benchmarks/failing_runs.py                                   # 50 runs beside 6 busy processes
     python benchmarks/failing_runs.py --runs 8 --load 2 --json runs.json
 
-The mistakes are of four kinds: in the data, in the registry, in the model's path, in the name of a strategy. Half of the runs
-are started by `draftworks run`, half by `dagster job execute` with jobs/console.yaml. A run counts if what says why is among
-the last lines that it prints; its exit code has to be that of a failure too.
+The mistakes are of four kinds: in the data, the registry, the model's path, the name of a strategy. Half of the runs
+are started by `draftworks run`, half by `dagster job execute` with jobs/console.yaml. A run passes if the reason is
+among the last lines it prints and its exit code is that of a failure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ defs = build_definitions(Path(__file__).parent / "registry")
 
 @dataclass(frozen=True)
 class Mistake:
-    """Something that makes a run fail; `reason` is said by nothing but its cause."""
+    """A mistake that makes a run fail; only its cause prints `reason`."""
 
     name: str
     reason: str
@@ -66,7 +66,7 @@ COMMANDS = ("draftworks run", "dagster job execute")
 
 @dataclass(frozen=True)
 class Ended:
-    """One run: what it was, whether its last lines say why it failed, how many lines it printed in how many seconds."""
+    """One run: its mistake, whether its last lines give the reason, and how many lines it printed in how many seconds."""
 
     command: str
     mistake: str
@@ -78,7 +78,7 @@ class Ended:
 
 
 def fail(folder: Path, command: str, mistake: Mistake) -> Ended:
-    """Run `prepare` in a folder of its own and read what it prints."""
+    """Run `prepare` in a folder of its own and read its output."""
     for below in ("registry/targets", "registry/datasets", "home"):
         (folder / below).mkdir(parents=True)
     (folder / "registry" / "targets" / "small.yaml").write_text(mistake.target)
@@ -106,7 +106,7 @@ def fail(folder: Path, command: str, mistake: Mistake) -> Ended:
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Processes that do nothing but compute, and end with this one however it ends."""
+    """Context with processes that only compute, and end with this process however it ends."""
     until_orphaned = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
     burning = [subprocess.Popen([sys.executable, "-c", until_orphaned]) for _ in range(processes)]
     try:
@@ -123,7 +123,7 @@ def main(
     at_a_time: Annotated[int, typer.Option(help="Runs that go on together.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write every run.")] = None,
 ) -> None:
-    """Count failing runs whose last lines say why."""
+    """Count failing runs whose last lines give the reason."""
     plan = [(COMMANDS[number % 2], MISTAKES[number // 2 % len(MISTAKES)]) for number in range(runs)]
     with tempfile.TemporaryDirectory() as scratch, busy(load), ThreadPoolExecutor(at_a_time) as pool:
         folders = [Path(scratch) / str(number) for number in range(runs)]

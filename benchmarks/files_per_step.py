@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PRODUCT = Path(__file__).resolve().parents[1] / "draftworks"
 LENGTHS = (24, 17, 24)
-"""Tokens of the samples in the packed row: two lengths, so that runs of equal documents are made too."""
+"""Tokens of the samples in the packed row; two lengths, so that it has more than one run of equal documents."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""What a GPU makes of the engine: how exact it is, how fast each strategy trains, and what part of the device that is.
+"""The engine on a GPU: how exact it is, how fast each strategy trains, and which share of the device's peak that is.
 
     PYTHONPATH=. python benchmarks/gpu.py                                  # every strategy at the sizes of Qwen3-8B
     PYTHONPATH=. python benchmarks/gpu.py --strategy domino --compile
     PYTHONPATH=. python benchmarks/gpu.py --size tiny --device cpu         # the same code, anywhere
 
 Needs the engine only, no Dagster: see docs/gpu.md. Steps are the trainer's own (FSDP2 over one rank, fp32 masters, bf16
-compute, clipping, fused AdamW) on random features, on samples of `--length` tokens and three of a half to all of it. The
-MFU is that of the operations in gpu_flops.py over the peak of the device's data sheet. `copy` is the batch's way to the device,
-beside the step, whose parts are timed by the device's own events in steps of their own.
+compute, clipping, fused AdamW) on random features, on samples of `--length` tokens and three of a half to all of it.
+MFU is the operations of gpu_flops.py over the peak in the device's data sheet. `copy` is the transfer of the batch to
+the device, not part of the step; the parts of a step are timed by device events in separate steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from draftworks.training.backend import ensure_process_group
 from draftworks.training.optimizer import TrainerCore
 
 SHARES = (1.0, 0.5, 0.7, 0.9)
-"""Of the longest sample, after each other; a batch of more begins again."""
+"""Lengths of a batch's samples relative to the longest, repeated for larger batches."""
 
 DIFFERENCE_HEADER = (
     "a small draft, against the CPU in fp32:\n"
@@ -45,7 +45,7 @@ RESULT_HEADER = (
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured, apart from the strategy and how its samples are laid out."""
+    """The measured configuration, without strategy and batch layout."""
 
     size: str
     lengths: tuple[int, ...]
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one strategy; a problem stands for figures that could not be had. Tokens are the samples' own, without padding."""
+    """Figures of one strategy, or the problem that prevented them. Tokens exclude padding."""
 
     case: Case
     strategy: str
@@ -87,7 +87,7 @@ def main(
         Path | None, typer.Option("--json", help="Write the results here, with all their digits.")
     ] = None,
 ) -> None:
-    """Compare and measure; prints tables row by row, and writes each row as a JSON line."""
+    """Compare and measure; prints tables as rows finish, and writes each row as a JSON line."""
     where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     peak = peak_tflops * 1e12 if peak_tflops else peak_flops(device_name(where))
     names = strategy or engine_strategies()
@@ -110,7 +110,7 @@ def main(
 
 
 def measured(names: Sequence[str], case: Case, device: torch.device, peak: float | None) -> Iterator[Result]:
-    """One strategy after the other, in both layouts; what does not fit into the device is told, and the next has its turn."""
+    """Measure each strategy in both layouts; a case that runs out of memory is reported, and the next one runs."""
     target = made_up_target(SHAPES[case.size], device, torch.bfloat16)
     with ensure_process_group(device):
         for name in names:
@@ -122,7 +122,7 @@ def measured(names: Sequence[str], case: Case, device: torch.device, peak: float
 def _measured(
     name: str, target: TargetParts, case: Case, layout: str, device: torch.device, peak: float | None
 ) -> Result:
-    """With a draft of its own: one whose step ran out of memory half-way makes no further one."""
+    """Measure a newly built draft: one whose step ran out of memory half-way cannot step again."""
     try:
         strategy = made_up_draft(name, SHAPES[case.size], target, attention=case.attention)
         return measure(trainer_core(strategy, device, case.dtype, case.compiled), case, layout, peak)

@@ -1,4 +1,4 @@
-"""Made-up targets, drafts of every strategy and samples of random features, at the sizes of real ones and at small ones."""
+"""Synthetic targets, drafts of every strategy, and samples of random features, at real and at small sizes."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ SHAPES = {
 
 
 def engine_strategies() -> tuple[str, ...]:
-    """Those that come with the engine; a plug-in's may need more than a made-up target."""
+    """Return the built-in strategies; a plug-in's may need more than a synthetic target."""
     return tuple(name for name in available_strategies() if resolve_strategy(name).factory.startswith("draftworks."))
 
 
-def options_of(name: str, shape: Shape, **changes: Any) -> StrategyOptions:
-    """Of the shape's options and of the changes, what the strategy knows."""
+def select_options(name: str, shape: Shape, **changes: Any) -> StrategyOptions:
+    """Return those of the shape's options and changes that the strategy has."""
     spec = resolve_strategy(name)
     wanted = {**shape.options, **changes}
     known = {option: value for option, value in wanted.items() if option in spec.options.model_fields}
@@ -77,10 +77,11 @@ def options_of(name: str, shape: Shape, **changes: Any) -> StrategyOptions:
 def made_up_target(
     shape: Shape, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> TargetParts:
-    """Embedding and head are drawn on the device, so only those of one kind of device are alike.
+    """Return a synthetic target; embedding and head are drawn on the device, so they are equal on one kind of device
+    only.
 
-    The head is scaled down outside the ids that `made_up_vocabulary` keeps: so every teacher's choice is inside, and no
-    row is spared.
+    The head is scaled down outside the ids that `made_up_vocabulary` keeps, so every teacher argmax is inside and no
+    position is left out.
     """
     generator = torch.Generator(device).manual_seed(seed)
     size = (shape.vocab, shape.hidden)
@@ -102,16 +103,16 @@ def made_up_target(
 
 
 def made_up_vocabulary(shape: Shape) -> VocabMapping:
-    """The first ids."""
+    """Return a vocabulary mapping of the first ids."""
     size = shape.options["draft_vocab_size"]
     return VocabMapping(np.zeros(size, np.int64), np.arange(shape.vocab) < size)
 
 
 def made_up_draft(name: str, shape: Shape, target: TargetParts, seed: int = 3, **changes: Any) -> DraftStrategy:
-    """An untrained draft; what begins at zero is drawn too, so that nothing is without gradient."""
+    """Return an untrained draft; weights that are initialised with zeros are drawn too, so that all have gradients."""
     spec = resolve_strategy(name)
     vocabulary = made_up_vocabulary(shape) if spec.uses_vocab_mapping else None
-    strategy = spec.load_factory()(options_of(name, shape, **changes), target, vocabulary, seed)
+    strategy = spec.load_factory()(select_options(name, shape, **changes), target, vocabulary, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in strategy.model.parameters():
@@ -128,7 +129,7 @@ def made_up_samples(
     supervised: float = 7 / 8,
     seed: int = 5,
 ) -> list[dict[str, Tensor]]:
-    """One for each length: random tokens and features; the last `supervised` part of it counts."""
+    """Return a sample for each length: random tokens and features, the last `supervised` share supervised."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""The same step on a CPU in fp32 and elsewhere, in fp32 and in bf16: how far losses, gradients and proposals are apart."""
+"""The same step on a CPU in fp32 and elsewhere in fp32 and bf16: differences of losses, gradients and proposals."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from draftworks.training.backend import FSDPTrainingBackend, ensure_process_grou
 
 LENGTHS = (70, 33, 52)
 COUNT = 3
-"""Tokens asked for at every supervised row."""
+"""Tokens proposed at every supervised position."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a draft made of a batch, on the CPU: loss, whole gradients by name, and proposals (rows, COUNT)."""
+    """Results of a step on the CPU: loss, whole gradients by name, and proposals (positions, COUNT)."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -32,12 +32,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one step from another.
+    """Difference between two steps.
 
     Attributes:
         loss: relative.
         gradient: 1 - cosine, over all parameters together.
-        proposals: share of the tokens that are others.
+        proposals: share of differing tokens.
     """
 
     strategy: str
@@ -50,7 +50,7 @@ class Difference:
 
 
 def differences(name: str, device: torch.device) -> Iterator[Difference]:
-    """From the CPU in fp32, padded: of the device, in both dtypes and layouts. The draft is a small one."""
+    """Compare the device, in both dtypes and layouts, with the CPU in fp32, padded. The draft is a small one."""
     with ensure_process_group(device), exact_products():
         reference = small_step(name, torch.device("cpu"), "float32", "padded", sharded=False)
         for dtype in ("float32", "bfloat16"):
@@ -62,11 +62,11 @@ def differences(name: str, device: torch.device) -> Iterator[Difference]:
 def small_step(
     name: str, device: torch.device, dtype: str, layout: str, attention: str = "auto", sharded: bool = True
 ) -> Step:
-    """Forward, backward and proposals of an untrained draft.
+    """Run forward, backward and proposals of an untrained draft.
 
     Args:
-        sharded: by FSDP, as the trainer has it, which is what gives `dtype` a meaning; needs a process group. Otherwise
-            plain parameters in `dtype`.
+        sharded: wrap by FSDP as the trainer does, which is what applies `dtype`; needs a process group. Otherwise plain
+            parameters in `dtype`.
     """
     shape = SHAPES["tiny"]
     strategy = made_up_draft(name, shape, made_up_target(shape), attention=attention)
@@ -81,11 +81,11 @@ def small_step(
     output = strategy.forward_loss(batch, CONTEXT)
     output.loss_sum.backward()
     gradients = {n: _whole(p.grad) for n, p in strategy.model.named_parameters() if p.grad is not None}
-    return Step(float(output.loss_sum.detach()), gradients, proposals_of(strategy, batch))
+    return Step(float(output.loss_sum.detach()), gradients, collect_proposals(strategy, batch))
 
 
-def proposals_of(strategy: DraftStrategy, batch: TrainBatch) -> Tensor:
-    """At every row that counts and is not a sample's last, sample after sample: (rows, COUNT), on the CPU."""
+def collect_proposals(strategy: DraftStrategy, batch: TrainBatch) -> Tensor:
+    """Return the proposals at every supervised position but the sample's last, (positions, COUNT), on the CPU."""
     rows = batch["loss_mask"] & Documents.of(batch).shift_left(batch["loss_mask"], 1)
     with torch.no_grad():
         return strategy.propose(batch, rows, COUNT)[rows].cpu()
@@ -104,14 +104,14 @@ def difference(name: str, device: torch.device, dtype: str, layout: str, found: 
 
 
 def cosine(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Of two gradients as wholes, in float64."""
+    """Cosine of two gradients over all parameters, in float64."""
     one, other = (torch.cat([side[name].double().flatten() for name in sorted(right)]) for side in (left, right))
     return float(torch.nn.functional.cosine_similarity(one, other, dim=0))
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """fp32 without TF32, whatever is set: a GPU may otherwise keep ten bits of a mantissa, in cuDNN's GRU by default."""
+    """Context of fp32 without TF32: a GPU may otherwise keep ten mantissa bits, in cuDNN's GRU by default."""
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

@@ -1,9 +1,9 @@
-"""How many floating-point operations a training step asks for: its matrix products, written down strategy by strategy.
+"""Floating-point operations of a training step: its matrix products, written down strategy by strategy.
 
-A product of (n, a) and (a, b) is 2·n·a·b, and so is each of its gradients: by the input where anything is learnt before it, by
-the weight where that is trained. A frozen head has one gradient, what reads features has one, a teacher none. Counted is what
-must be computed, once: no padding, no tile that a mask leaves out, nothing that is made again in a backward pass. Norms,
-activations, softmaxes and the optimizer are left out, as is usual for MFU.
+A product of (n, a) and (a, b) is 2·n·a·b, and so is each of its gradients: by the input if anything before it is
+trained, by the weight if that is trained. A frozen head has one gradient, a layer that reads features one, a teacher
+none. Counted is what must be computed, once: no padding, no tile that a mask leaves out, nothing recomputed in a
+backward pass. Norms, activations, softmaxes and the optimizer are left out, as usual for MFU.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PEAK_TFLOPS = {
     "L40": 181,
     "L4": 121,
 }
-"""Dense bf16, by what a device's name contains, from NVIDIA's data sheets; the first that fits is taken."""
+"""Dense bf16 peaks of NVIDIA's data sheets by part of the device name; the first match is taken."""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Of a step: linear layers and heads; and attention, scores and weighted sums."""
+    """Operations of a step: linear layers and heads; attention scores and weighted sums."""
 
     products: float
     attention: float
@@ -47,12 +47,12 @@ class Flops:
 
 @dataclass(frozen=True)
 class Work:
-    """What a batch gives a draft to do.
+    """The amount of work in a batch.
 
     Attributes:
         lengths: of the samples.
-        anchors: of each sample, the places whose token and the next one count: where a block, or a chain, can begin.
-        rows: that were given logits, by step of an unroll, place in a block or depth.
+        anchors: positions of each sample at which a block or a chain can begin: it and the next token are supervised.
+        rows: positions with logits, by step of an unroll, place in a block or depth.
     """
 
     lengths: tuple[int, ...]
@@ -71,7 +71,7 @@ class Work:
 
     @property
     def causal_pairs(self) -> float:
-        """Of a query and a key that it sees, where every token sees itself and those before it."""
+        """Number of query-key pairs of causal attention."""
         return sum(length * (length + 1) / 2 for length in self.lengths)
 
     @property
@@ -79,7 +79,7 @@ class Work:
         return float(torch.cat(self.anchors).double().mean())
 
     def blocks(self, most: int) -> Blocks:
-        """At up to so many anchors of each sample, drawn evenly."""
+        """Return the blocks at up to `most` anchors of each sample, drawn evenly."""
         counts = [min(most, len(places)) for places in self.anchors]
         seen = sum(n * float(places.double().mean()) for n, places in zip(counts, self.anchors) if n)
         return Blocks(sum(counts), seen)
@@ -87,7 +87,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How many, and how many tokens of context they see, on average of what may be drawn."""
+    """Number of blocks, and context tokens that they see on average."""
 
     count: int
     context: float
@@ -98,7 +98,7 @@ def product(rows: float, inputs: int, outputs: int, gradients: int = BOTH) -> fl
 
 
 class Layer:
-    """The products of a decoder layer, per row."""
+    """Products of a decoder layer, per position."""
 
     def __init__(self, shape: Shape) -> None:
         self.width, self.intermediate = shape.hidden, shape.intermediate
@@ -115,7 +115,7 @@ class Layer:
 
 
 def eagle3(shape: Shape, options: Any, work: Work) -> Flops:
-    """Tokens are projected once for all steps, states at every one; from the second on, of supervised rows only."""
+    """EAGLE-3: tokens are projected once, states at every step; after the first step, supervised positions only."""
     layer, steps, active = Layer(shape), options.ttt_length, work.rows[0]
     products = product(work.tokens, 3 * shape.hidden, shape.hidden, ONE)
     products += layer.qkv(work.tokens) + layer.qkv(work.tokens + (steps - 1) * active)
@@ -128,7 +128,7 @@ def dflash(shape: Shape, options: Any, work: Work) -> Flops:
 
 
 def domino(shape: Shape, options: Any, work: Work) -> Flops:
-    """With the GRU over every block, and what its states add to the logits."""
+    """Domino: DFlash with the GRU over every block, and what its states add to the logits."""
     backbone, labels = _block_backbone(shape, options, work, taps=options.num_taps), sum(work.rows)
     read, state = work.blocks(options.num_anchors).count * options.labels, options.gru_hidden_dim
     correction = product(read, shape.hidden, 3 * state, ONE) + product(read, state, 3 * state)
@@ -138,7 +138,7 @@ def domino(shape: Shape, options: Any, work: Work) -> Flops:
 
 
 def dspark(shape: Shape, options: Any, work: Work) -> Flops:
-    """With the Markov head of kind vanilla, the confidences, and the teacher at every token that has a label."""
+    """DSpark: DFlash with the vanilla Markov head, the confidences, and the teacher at every labelled token."""
     backbone, labels = _block_backbone(shape, options, work, taps=options.num_taps), sum(work.rows)
     taught = sum(map(len, work.anchors))
     heads = product(labels, options.markov_rank, shape.vocab) + product(taught, shape.hidden, shape.vocab, NONE)
@@ -147,8 +147,11 @@ def dspark(shape: Shape, options: Any, work: Work) -> Flops:
 
 
 def peagle(shape: Shape, options: Any, work: Work) -> Flops:
-    """Rows of depth 0 and those of all chains through every layer; what follows attention in the last one, of supervised
-    rows only. The masks of all chains begin alike, so the first layer projects one of them."""
+    """P-EAGLE: positions of depth 0 and of all chains through every layer.
+
+    After the last attention only supervised positions are computed. All chains begin with the same mask states, so the
+    first layer projects one of them.
+    """
     layer, layers = Layer(shape), options.num_layers
     masked = sum(work.rows[1:])
     products = product(work.tokens, 3 * shape.hidden, shape.hidden, ONE)
@@ -170,7 +173,7 @@ def _block_backbone(shape: Shape, options: Any, work: Work, taps: int) -> Flops:
 
 
 def _distilled(shape: Shape, options: Any, work: Work) -> float:
-    """A trained head over the draft's vocabulary, and the teacher's at every place that teaches."""
+    """A trained head over the draft's vocabulary, and the teacher at every teacher position."""
     trained = product(sum(work.rows), shape.hidden, options.draft_vocab_size)
     return trained + product(work.rows[0], shape.hidden, shape.vocab, NONE)
 
@@ -183,11 +186,11 @@ FORMULAS: dict[str, Formula] = {
     "eagle3": eagle3,
     "peagle": peagle,
 }
-"""By strategy; one that is not here has no MFU."""
+"""By strategy; a strategy that is missing here has no MFU."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Operations a second of the device's data sheet; None for one that is not known."""
+    """Return the peak operations per second of the device's data sheet; None for an unknown device."""
     found = (peak for part, peak in PEAK_TFLOPS.items() if part in device_name)
     peak = next(found, None)
     return None if peak is None else peak * 1e12

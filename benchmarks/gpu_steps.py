@@ -1,4 +1,4 @@
-"""Training steps as the trainer makes them, timed: all of it by the clock, and its parts by the device's own events."""
+"""Timed training steps, as the trainer makes them: whole steps by the clock, their parts by device events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftworks.training.optimizer import TrainerCore
 from draftworks.training.trainer import make_optimizer, make_plan
 
 CONTEXT = StepContext(global_step=1, total_steps=4, training=True)
-"""Where the losses of Domino count alike."""
+"""A step at which both losses of Domino have the same weight."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class StepTimes:
     """Medians in milliseconds.
 
     Attributes:
-        copy_ms: of moving the batch to the device, which is not part of the step.
-        peak_bytes: the most the device held; None on a CPU.
+        copy_ms: transfer of the batch to the device, not part of the step.
+        peak_bytes: peak memory of the device; None on a CPU.
     """
 
     copy_ms: float
@@ -39,7 +39,7 @@ class StepTimes:
 
 
 def trainer_core(strategy: DraftStrategy, device: torch.device, dtype: str, compiles: bool = False) -> TrainerCore:
-    """What `Trainer` puts together. Needs a process group."""
+    """Build the core that `Trainer` builds. Needs a process group."""
     training = TrainingSpec(compute_dtype=dtype, lr=1e-5, schedule="constant", warmup_ratio=0.0)
     if compiles:
         compile_blocks(strategy, device)
@@ -49,7 +49,7 @@ def trainer_core(strategy: DraftStrategy, device: torch.device, dtype: str, comp
 
 
 def timed(core: TrainerCore, batch: TrainBatch, steps: int, warm_up: int) -> StepTimes:
-    """Train on the same batch again and again."""
+    """Time training steps on one batch."""
     device = core.backend.device
     if device.type == "cuda":
         batch = batch.pin_memory()  # as the loader gives it
@@ -66,7 +66,7 @@ def timed(core: TrainerCore, batch: TrainBatch, steps: int, warm_up: int) -> Ste
 
 
 def _clocked(work: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds until it is done on the device too."""
+    """Return the milliseconds until the work is done on the device."""
     _finish(device)
     begin = time.perf_counter()
     work()
@@ -75,7 +75,7 @@ def _clocked(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _parts(core: TrainerCore, batch: TrainBatch) -> list[float]:
-    """Forward, backward and optimizer of one step, in milliseconds."""
+    """Return forward, backward and optimizer of one step, in milliseconds."""
     watch = _Stopwatch(core.backend.device)
     output = core.strategy.forward_loss(batch, CONTEXT)
     watch.lap()
@@ -88,7 +88,7 @@ def _parts(core: TrainerCore, batch: TrainBatch) -> list[float]:
 
 
 class _Stopwatch:
-    """Laps on the device's own time line, without waiting for it in between."""
+    """Laps on the device's time line, without waiting for it in between."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

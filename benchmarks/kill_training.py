@@ -1,12 +1,13 @@
-"""Kill a training with SIGKILL, again and again, and see whether anything is lost.
+"""Kill a training with SIGKILL again and again, and check that nothing is lost.
 
     python benchmarks/kill_training.py                        # 50 kills of a two-rank training
     python benchmarks/kill_training.py --kills 5 --seed 3 --json kills.json
 
 A small EAGLE-3 draft of the embedded target, on random features, is trained once undisturbed. Then the same training is
-started, killed after a random time (torchrun, one rank, or all of them), and started again in the same folder, until it has
-been killed so often; one that ends before is begun again elsewhere. After every kill the newest checkpoint has to read
-back whole, and not be older than the one before. Every training that ends must have the undisturbed one's weights, bit by bit.
+started, killed after a random time (torchrun, one rank, or all of them) and restarted in the same folder, until the
+number of kills is reached; a training that ends before that is restarted in another folder. After every kill the newest
+checkpoint must read back whole and must not be older than the one before. Every training that ends must have the
+undisturbed one's weights, bit by bit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from draftworks.training.checkpoint_files import CheckpointFolder, read_record, 
 
 VICTIMS = ("torchrun", "one rank", "all")
 ORPHANS_S = 10.0
-"""Ranks have so long to die after their torchrun, or another rank."""
+"""Seconds in which ranks must exit after their torchrun, or another rank, died."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Kill:
     """One kill.
 
     Attributes:
-        phase: what the training was at, as seen from what it left behind.
+        phase: of the training, inferred from the files it left.
         step_before, step_after: of the newest checkpoint, at the start and after the kill.
         orphans: ranks that outlived their torchrun, and had to be killed too.
     """
@@ -61,11 +62,11 @@ class Kill:
 
 @dataclass
 class Summary:
-    """What came of it all.
+    """Results of all kills.
 
     Attributes:
-        start_s, undisturbed_s: how long the undisturbed training took to its first checkpoint, and to its end.
-        weights_digest: what it ended with.
+        start_s, undisturbed_s: seconds of the undisturbed training to its first checkpoint, and to its end.
+        weights_digest: of the undisturbed training.
         finished: trainings that were killed, and ended with the same weights.
     """
 
@@ -81,7 +82,7 @@ class Lost(RuntimeError):
 
 
 class Training:
-    """One training in a folder of its own, started as often as need be."""
+    """One training in a folder of its own, restarted as often as needed."""
 
     def __init__(self, run: TrainRun) -> None:
         self.run = run
@@ -101,7 +102,7 @@ class Training:
         return self._log.read_text(errors="replace")
 
     def newest_step(self) -> int:
-        """Of the newest checkpoint, every file of it read; 0 if there is none."""
+        """Return the step of the newest checkpoint, after reading every file of it; 0 if there is none."""
         steps = self.checkpoints.steps()
         if not steps:
             return 0
@@ -111,7 +112,7 @@ class Training:
         return steps[-1]
 
     def phase(self, newest_step: int) -> str:
-        """What the killed process was at."""
+        """Return the phase in which the process was killed."""
         output = self.output()
         if "training eagle3" not in output:
             return "start"
@@ -132,7 +133,7 @@ def main(
 ) -> None:
     """Kill a two-rank training at random moments; prints a table and one JSON line. Exits with 1 if anything is lost."""
     with tempfile.TemporaryDirectory() as folder:
-        summary = torment(Path(folder), kills, random.Random(seed), steps)
+        summary = kill_repeatedly(Path(folder), kills, random.Random(seed), steps)
     print(table(summary))
     line = json.dumps(asdict(summary))
     print(line)
@@ -140,14 +141,14 @@ def main(
         json_file.write_text(line + "\n")
 
 
-def torment(folder: Path, kills: int, dice: random.Random, steps: int) -> Summary:
-    """Raises Lost."""
+def kill_repeatedly(folder: Path, kills: int, dice: random.Random, steps: int) -> Summary:
+    """Kill trainings until the number of kills is reached. Raises Lost."""
     run = random_training(folder, steps)
     summary = undisturbed(Training(run.model_copy(update={"out": folder / "undisturbed"})))
     trainings = (Training(run.model_copy(update={"out": folder / f"killed{number}"})) for number in range(kills + 1))
     while len(summary.kills) < kills:
         training = next(trainings)
-        for kill in killed_until_over(training, kills - len(summary.kills), dice, summary):
+        for kill in kill_until_over(training, kills - len(summary.kills), dice, summary):
             summary.kills.append(kill)
             typer.echo(f"{len(summary.kills)}: {kill}", err=True)
         finish(training)
@@ -169,8 +170,8 @@ def undisturbed(training: Training) -> Summary:
     return Summary(start_s, time.monotonic() - begin, training.weights_digest())
 
 
-def killed_until_over(training: Training, kills: int, dice: random.Random, summary: Summary) -> Iterator[Kill]:
-    """Start and kill, at most so often, until the training ends by itself."""
+def kill_until_over(training: Training, kills: int, dice: random.Random, summary: Summary) -> Iterator[Kill]:
+    """Start and kill a training, at most `kills` times, until it ends by itself."""
     at_work_s = summary.undisturbed_s - summary.start_s
     for _ in range(kills):
         victim, before = dice.choice(VICTIMS), training.newest_step()
@@ -186,7 +187,7 @@ def killed_until_over(training: Training, kills: int, dice: random.Random, summa
 
 
 def kill_after(process: subprocess.Popen, victim: str, seconds: float, dice: random.Random) -> int | None:
-    """Returns when all of its processes are gone: how many had to be killed beside the victim; None if it was over before."""
+    """Kill the victim after some seconds; return the number of orphans once all are gone, None if it ended before."""
     time.sleep(seconds)
     if process.poll() is not None:
         return None
@@ -210,7 +211,7 @@ def finish(training: Training) -> None:
 
 
 def table(summary: Summary) -> str:
-    """Kills by victim and phase."""
+    """Return a table of kills by victim and phase."""
     phases = ("start", "step", "save", "evaluation")
     counts = Counter((kill.victim, kill.phase) for kill in summary.kills)
     lines = [f"{'killed':>10}" + "".join(f"{phase:>12}" for phase in phases)]

@@ -1,11 +1,11 @@
-"""How much memory a step of training holds at once, at twice the samples and at twice the vocabulary.
+"""Peak memory of a training step at twice the samples and at twice the vocabulary.
 
     python benchmarks/objective_memory.py
     python benchmarks/objective_memory.py --strategies dflash --samples 4 --samples 16 --vocab 32000
 
-Forward and backward of one micro-batch of random features; weights, batch and what the target lends are there before and do
-not count. Beside it, the logits of all labels in one tensor, as an objective that does not go chunk by chunk would hold them, more
-than once.
+Forward and backward of one micro-batch of random features; weights, batch and the target's tensors exist before and are
+not counted. For comparison, the size of one tensor with the logits of all labels, which an objective without chunks
+would hold more than once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Result:
-    """One size.
+    """Figures of one size.
 
     Attributes:
-        labels: supervised, of all places of blocks or steps of chains.
-        head_rows: tokens that the draft chooses among.
-        train_mib, evaluate_mib: the most held at once.
-        logits_mib: of one tensor of all logits, in float32.
+        labels: supervised labels over all places of blocks or steps of chains.
+        head_rows: tokens that the draft's head predicts.
+        train_mib, evaluate_mib: peak memory.
+        logits_mib: of one float32 tensor of all logits.
     """
 
     strategy: str
@@ -94,7 +94,7 @@ def measure(case: Case) -> Result:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Beside the results, what a label more costs in training, against the row before if that differs in samples alone."""
+    """Return the results with the memory of one more label, against the row before if that differs in samples alone."""
     lines = [
         f"{'strategy':>8} {'vocabulary':>10} {'samples':>8} {'labels':>7} {'train MiB':>10} {'KiB a label':>12} "
         f"{'evaluate MiB':>13} {'logits MiB':>11}"

@@ -1,11 +1,12 @@
-"""What packing is worth: training steps on the same samples, padded and packed in turns.
+"""The gain of packing: training steps on the same samples, padded and packed in turns.
 
-    python benchmarks/packing.py var/runs/RUN/eagle3_draft/run.yaml                     # a run file that a training has left
+    python benchmarks/packing.py var/runs/RUN/eagle3_draft/run.yaml                     # the run file of a finished
+        training
     python benchmarks/packing.py var/runs/RUN/eagle3_draft/run.yaml --strategy dflash   # the demo's options of DFlash
 
-Tokens, masks and features are those of the run, and so is the global batch. A step is everything between two reads: forward
-and backward of every micro-batch or row, clipping, AdamW. Both trainings begin with the same weights and see the same
-samples, so their losses must agree; by how much they differ is printed too.
+Tokens, masks and features are those of the run, and so is the global batch. A step is everything between two reads:
+forward and backward of every micro-batch or row, clipping, AdamW. Both trainings begin with the same weights and see
+the same samples, so their losses must agree; the difference is printed too.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Side:
-    """One of the two trainings, and what its steps took."""
+    """One of the two trainings, with the figures of its steps."""
 
     strategy: DraftStrategy
     core: TrainerCore
@@ -69,7 +70,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over the steps. On a busy machine compare processor time: it leaves out the wait for a core."""
+    """Medians over the steps. On a busy machine compare processor time, which leaves out the wait for a core."""
 
     what: str
     step_ms: float
@@ -100,7 +101,7 @@ def main(
         results, difference = measure(run, pack_tokens, steps)
     print(table(results))
     print(f"largest difference of a step's loss: {difference:.1e} of it; load {os.getloadavg()[0]:.1f}")
-    print(fills(run, pack_tokens))
+    print(measure_fills(run, pack_tokens))
     lines = [json.dumps(asdict(result)) for result in results]
     print("\n".join(lines))
     if json_file is not None:
@@ -108,7 +109,7 @@ def main(
 
 
 def measure(run: TrainRun, pack_tokens: int, steps: int) -> tuple[list[Result], float]:
-    """The two sides, and how far their losses are apart."""
+    """Return the figures of both sides, and the difference of their losses."""
     sides = {name: side_of(run) for name in ("padded", "packed")}
     samples = open_samples(run.train, run.store, sides["padded"].strategy, run.target)
     training = run.training
@@ -119,7 +120,7 @@ def measure(run: TrainRun, pack_tokens: int, steps: int) -> tuple[list[Result], 
         "padded": FeatureDataLoader.for_training(refs, store, training.micro_batch_size, collate, **common),
         "packed": FeatureDataLoader.for_packed_training(refs, store, limits, pack, **common),
     }
-    streams = {name: steps_of(loader) for name, loader in loaders.items()}
+    streams = {name: read_steps(loader) for name, loader in loaders.items()}
     for number in range(steps + 3):
         order = list(sides) if number % 2 else list(sides)[::-1]
         for name in order:
@@ -139,8 +140,8 @@ def side_of(run: TrainRun) -> Side:
     )
 
 
-def steps_of(loader: FeatureDataLoader) -> Iterator[list[TrainBatch]]:
-    """The micro-batches of every step, epoch after epoch, read before they are asked for."""
+def read_steps(loader: FeatureDataLoader) -> Iterator[list[TrainBatch]]:
+    """Yield the micro-batches of every step, epoch after epoch, read ahead of the clock."""
     for epoch in itertools.count():
         loader.set_epoch(epoch)
         window: list[TrainBatch] = []
@@ -181,9 +182,11 @@ def result(name: str, side: Side, reference: Side, content: Sequence[Content]) -
     )
 
 
-def fills(run: TrainRun, pack_tokens: int) -> str:
-    """How full the rows of an epoch are against the longest of their step, on one to eight ranks; also of made-up lengths
-    with a heavy tail."""
+def measure_fills(run: TrainRun, pack_tokens: int) -> str:
+    """Return how full an epoch's rows are against the longest of their step, on one to eight ranks.
+
+    Also for synthetic lengths with a heavy tail.
+    """
     features = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, 0).strategy
     samples = open_samples(run.train, run.store, features, run.target)
     real = require_lengths(samples.refs, PackLimits(pack_tokens, "own_row"))

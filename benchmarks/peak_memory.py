@@ -1,4 +1,4 @@
-"""The most memory a piece of work holds in tensors at once, exactly: what torch's allocators hand out, not what a process has."""
+"""Exact peak of the memory held in tensors: what torch's allocators hand out, not the memory of the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class _Event(NamedTuple):
-    """Memory taken (or, where negative, given back) at an address, at a moment."""
+    """Bytes allocated (negative: freed) at an address, at a moment."""
 
     moment: float
     address: int

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_cases import SHAPES, engine_strategies, made_up_draft, made_up_samples, made_up_target, names_of, options_of
+from gpu_cases import (
+    SHAPES,
+    engine_strategies,
+    made_up_draft,
+    made_up_samples,
+    made_up_target,
+    names_of,
+    select_options,
+)
 from gpu_flops import FORMULAS, Layer, Work, peak_flops
 from torch.utils.flop_counter import FlopCounterMode, mm_flop
 
@@ -27,7 +35,7 @@ def counted_and_written_down(name: str):
         output = strategy.forward_loss(batch, StepContext(1, 4, training=True))
         output.loss_sum.backward()
     work = Work.of(samples, output.metric_sums["acc_denoms"].tolist())
-    return counter.get_flop_counts()["Global"], FORMULAS[name](SHAPE, options_of(name, SHAPE), work)
+    return counter.get_flop_counts()["Global"], FORMULAS[name](SHAPE, select_options(name, SHAPE), work)
 
 
 @pytest.mark.parametrize("name", engine_strategies())

@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 import torch
-from gpu_cases import SHAPES, made_up_draft, made_up_samples, made_up_target, names_of, options_of
+from gpu_cases import SHAPES, made_up_draft, made_up_samples, made_up_target, names_of, select_options
 from torch import Tensor
 
 from draftworks.config.registry_files import TrainingSpec
@@ -34,7 +34,7 @@ def gpu_only(test):
 
 def back_ends(strategy: str) -> tuple[str, ...]:
     """Those of its attention."""
-    return get_args(type(options_of(strategy, SHAPE)).model_fields["attention"].annotation)
+    return get_args(type(select_options(strategy, SHAPE)).model_fields["attention"].annotation)
 
 
 def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
