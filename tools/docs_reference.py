@@ -1,6 +1,6 @@
-"""Writes docs/reference/ from the code: `python -m tools.docs_reference`, or with `--check` says which pages disagree.
+"""Generates docs/reference/ from the code: `python -m tools.docs_reference`; `--check` lists the pages that are outdated.
 
-Registry keys come from the types that validate them, commands from the command line itself, assets from the code location.
+Registry keys come from the types that validate them, commands from the typer application, assets from the code location.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
 WIDTH = 118
 NOTE = "<!-- Made by `make reference` from the code. Change it there. -->"
-ANY = "NAME"
-"""Stands for a strategy in keys that all of them have."""
+ANY_STRATEGY = "NAME"
+"""Replaces the strategy in keys that all strategies have."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write docs/reference/ from the code.")
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit code 1 if a page is not what the code says"
+        "--check", action="store_true", help="write nothing; exit code 1 if a page differs from the code"
     )
     check = parser.parse_args().check
-    stale = stale_pages()
+    stale = find_stale_pages()
     for name in stale:
-        print(f"docs/reference/{name}: {'expected what the code says: run make reference' if check else 'written'}")
+        print(f"docs/reference/{name}: {'differs from the code: run make reference' if check else 'written'}")
         if not check:
             FOLDER.mkdir(exist_ok=True)
-            (FOLDER / name).write_text(pages()[name])
+            (FOLDER / name).write_text(render_pages()[name])
     return int(check and bool(stale))
 
 
-def stale_pages() -> list[str]:
-    """Names of the pages that are missing or not what the code says."""
-    return [name for name, text in pages().items() if _text_of(FOLDER / name) != text]
+def find_stale_pages() -> list[str]:
+    """Return the names of the pages that are missing or differ from the code."""
+    return [name for name, text in render_pages().items() if _read_text(FOLDER / name) != text]
 
 
-def pages() -> dict[str, str]:
-    """The text of every page by its name."""
-    made = {"registry.md": registry_page(), "cli.md": cli_page(), "assets.md": assets_page()}
+def render_pages() -> dict[str, str]:
+    """Return the text of every page by file name."""
+    made = {"registry.md": render_registry_page(), "cli.md": render_cli_page(), "assets.md": render_assets_page()}
     return {name: "\n".join(lines) + "\n" for name, lines in made.items()}
 
 
-def _text_of(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     return path.read_text() if path.is_file() else None
 
 
-def registry_page() -> list[str]:
-    """Every key of a registry file, a section for each file and each group of keys in it."""
+def render_registry_page() -> list[str]:
+    """Render the page of registry keys: a section for each file and each group of keys in it."""
     from draftworks.programs.keys import FILES, Key, list_keys
 
     lines = ["# Registry keys", "", NOTE, ""]
-    lines += _wrapped(
+    lines += _wrap(
         "Every key that a file in `registry/` may have: its type, its default and its meaning. An unknown key is refused, with "
         "the closest known one. `draftworks keys target` (or `dataset`, `eval`, `deployment`) prints the same."
     )
@@ -69,36 +69,36 @@ def registry_page() -> list[str]:
         lines += ["", f"## {places[file]}"]
         sections: dict[str, list[Key]] = {}
         for key in list_keys(file):
-            sections.setdefault(_section(key.name), []).append(_shared(key))
+            sections.setdefault(_find_section(key.name), []).append(_generalize_key(key))
         for section, keys in sections.items():
             lines += ["", f"### {section}", ""] if section else [""]
-            lines += [line for key in dict.fromkeys(keys) for line in _entry(key)]
+            lines += [line for key in dict.fromkeys(keys) for line in _render_key(key)]
     return lines
 
 
-def _section(key: str) -> str:
-    """`capture.server.url` is among those of `capture`; a strategy's options have a section of their own."""
+def _find_section(key: str) -> str:
+    """Return the section of a key: `capture` for `capture.server.url`; a strategy's options have a section each."""
     parts = key.split(".")
     if parts[0] == "strategies":
-        return f"strategies.{parts[1]}.options" if parts[2] == "options" else f"strategies.{ANY}"
+        return f"strategies.{parts[1]}.options" if parts[2] == "options" else f"strategies.{ANY_STRATEGY}"
     return parts[0] if len(parts) > 1 else ""
 
 
-def _shared(key: Any) -> Any:
+def _generalize_key(key: Any) -> Any:
     parts = key.name.split(".")
     if parts[0] == "strategies" and parts[2] != "options":
-        parts[1] = ANY
+        parts[1] = ANY_STRATEGY
     return key._replace(name=".".join(parts))
 
 
-def _entry(key: Any) -> list[str]:
+def _render_key(key: Any) -> list[str]:
     value = "required" if key.default == "required" else f"default `{key.default}`" if key.default else "default empty"
     meaning = f": {key.meaning}" if key.meaning else ""
-    return _wrapped(f"* `{key.name}` ({key.type.replace('typing.', '')}; {value}){meaning}")
+    return _wrap(f"* `{key.name}` ({key.type.replace('typing.', '')}; {value}){meaning}")
 
 
-def cli_page() -> list[str]:
-    """Every command of `draftworks` with its arguments and options."""
+def render_cli_page() -> list[str]:
+    """Render the page of commands with their arguments and options."""
     import click
     import typer
 
@@ -107,23 +107,23 @@ def cli_page() -> list[str]:
     command = typer.main.get_command(app)
     context = click.Context(command, info_name="draftworks")
     lines = ["# Command line", "", NOTE, ""]
-    lines += _wrapped(
+    lines += _wrap(
         "In a checkout the command is `.venv/bin/draftworks`. Exit code 0 is success; otherwise the last lines say what was "
         "wrong and what to do."
     )
     for name in command.list_commands(context):
         each = command.get_command(context, name)
-        words = " ".join(word for parameter in each.params for word in _usage(parameter))
+        words = " ".join(word for parameter in each.params for word in _render_usage(parameter))
         lines += ["", f"## draftworks {name}", "", "```text", f"draftworks {name} {words}".rstrip(), "```", ""]
-        lines += [line for paragraph in (each.help or "").split("\n\n") for line in [*_wrapped(paragraph), ""]]
+        lines += [line for paragraph in (each.help or "").split("\n\n") for line in [*_wrap(paragraph), ""]]
         for parameter in each.params:
-            lines += _wrapped(
-                f"* {_names(parameter)}: {getattr(parameter, 'help', None) or 'required.'}{_said_default(parameter)}"
+            lines += _wrap(
+                f"* {_render_names(parameter)}: {getattr(parameter, 'help', None) or 'required.'}{_render_default(parameter)}"
             )
     return lines
 
 
-def _usage(parameter: Any) -> Iterator[str]:
+def _render_usage(parameter: Any) -> Iterator[str]:
     if parameter.param_type_name == "argument":
         yield parameter.name.upper() if parameter.required else f"[{parameter.name.upper()}]"
     elif parameter.required:
@@ -132,13 +132,13 @@ def _usage(parameter: Any) -> Iterator[str]:
         yield f"[{parameter.opts[0]}{'' if parameter.is_flag else ' ' + parameter.name.upper()}]"
 
 
-def _names(parameter: Any) -> str:
+def _render_names(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return f"`{parameter.name.upper()}`"
     return ", ".join(f"`{option}`" for option in parameter.opts)
 
 
-def _said_default(parameter: Any) -> str:
+def _render_default(parameter: Any) -> str:
     value = parameter.default
     if value in (None, False, (), []) or callable(value):
         return ""
@@ -146,8 +146,8 @@ def _said_default(parameter: Any) -> str:
     return f"{stop} Default `{str(value).replace(f'{ROOT}/', '')}`."
 
 
-def assets_page() -> list[str]:
-    """What exists and what can be run, those that each strategy has once."""
+def render_assets_page() -> list[str]:
+    """Render the page of assets, jobs and sensors; what every strategy has is listed once."""
     import dagster as dg
 
     from spec_assets.definitions import defs
@@ -156,33 +156,35 @@ def assets_page() -> list[str]:
     groups: dict[str, dict[str, list[str]]] = {}
     for key in sorted(graph.get_all_asset_keys(), key=dg.AssetKey.to_user_string):
         node = graph.get(key)
-        folded = Folding.of(key.to_user_string())
-        reads = sorted({folded.name(parent.to_user_string()) for parent in node.parent_keys})
+        template = StrategyTemplate.of(key.to_user_string())
+        reads = sorted({template.name(parent.to_user_string()) for parent in node.parent_keys})
         checks = sorted({check.name for check in node.check_keys})
-        text = [f"* `{folded.name(key.to_user_string())}`: {folded.text(' '.join((node.description or '').split()))}"]
-        text += [f"Reads {_listed(reads)}."] if reads else []
-        text += [f"Checks: {_listed(checks)}."] if checks else []
-        groups.setdefault(node.group_name, {}).setdefault(folded.name(key.to_user_string()), text)
+        text = [
+            f"* `{template.name(key.to_user_string())}`: {template.text(' '.join((node.description or '').split()))}"
+        ]
+        text += [f"Reads {_render_list(reads)}."] if reads else []
+        text += [f"Checks: {_render_list(checks)}."] if checks else []
+        groups.setdefault(node.group_name, {}).setdefault(template.name(key.to_user_string()), text)
     lines = ["# Assets, jobs, sensors", "", NOTE, ""]
-    lines += _wrapped(
+    lines += _wrap(
         "Every asset but `leaderboard` is partitioned by target. `{strategy}` stands for each strategy; eval sets of your own "
         "(`registry/evals/`) add assets named after them, as `heldout` has. A target that does not use a strategy has none of "
         "its assets."
     )
     for group in sorted(groups, key=ORDER.index):
         lines += ["", f"## Group {group}", ""]
-        lines += [line for text in groups[group].values() for line in _wrapped(" ".join(text))]
+        lines += [line for text in groups[group].values() for line in _wrap(" ".join(text))]
     lines += ["", "## Jobs", ""]
-    jobs = {Folding.of(job.name).name(job.name): job for job in defs.jobs or ()}
+    jobs = {StrategyTemplate.of(job.name).name(job.name): job for job in defs.jobs or ()}
     lines += [
         line
         for name, job in jobs.items()
-        for line in _wrapped(f"* `{name}`: {Folding.of(job.name).text(job.description)}")
+        for line in _wrap(f"* `{name}`: {StrategyTemplate.of(job.name).text(job.description)}")
     ]
     lines += ["", "## Sensors", ""]
-    lines += [line for each in defs.sensors or () for line in _wrapped(f"* `{each.name}`: {each.description}")]
+    lines += [line for each in defs.sensors or () for line in _wrap(f"* `{each.name}`: {each.description}")]
     lines += [""]
-    return lines + _wrapped(
+    return lines + _wrap(
         "And a schedule of the job `evaluate` for each different `evaluation.cron` of the targets. `automation: true` in "
         "`registry/deployment.yaml` switches these and `reevaluation_sensor` on; a switch in the UI counts before it."
     )
@@ -191,14 +193,14 @@ def assets_page() -> list[str]:
 ORDER = ["inputs", "data", "features", "drafts", "reports", "exports", "serving"]
 
 
-class Folding:
-    """What one strategy has, said of all of them."""
+class StrategyTemplate:
+    """Replaces a strategy in names and descriptions by `{strategy}`, so that each text appears once for all of them."""
 
     def __init__(self, strategy: Any = None) -> None:
         self._strategy = strategy
 
     @classmethod
-    def of(cls, name: str) -> Folding:
+    def of(cls, name: str) -> StrategyTemplate:
         from draftworks.config.strategies import available_strategies, resolve_strategy
 
         words = name.split("_")
@@ -218,11 +220,11 @@ class Folding:
         return text.replace(self._strategy.name, "{strategy}").strip()
 
 
-def _listed(names: Iterable[str]) -> str:
+def _render_list(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrap(text: str) -> list[str]:
     indent = "  " if text.startswith("* ") else ""
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 

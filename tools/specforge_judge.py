@@ -1,4 +1,4 @@
-"""What the real SpecForge 0.2.0 makes of drafts: its losses, counts, evaluation, logits, and what it writes itself.
+"""Runs drafts through the real SpecForge 0.2.0: its losses, metric sums, evaluation, logits, and its checkpoints.
 
 Runs in an environment of its own (`make specforge-env`), so it imports nothing of this project:
 
@@ -7,10 +7,10 @@ Runs in an environment of its own (`make specforge-env`), so it imports nothing 
 REQUEST.json is a list of cases, `{"name", "strategy", "folder", "saved", "inputs", "answer", "model", "batches"}`. The draft in
 `folder` is built by SpecForge's own `AutoDraftModel` and, where `saved` is a path, written there by its `save_pretrained`. `inputs`
 is a safetensors file with the target's `embedding` and `head` (V, H), and the tensors of every batch as `{number}.{name}`. SpecForge's
-training model, made with the keywords `model`, and its strategy see each of the `batches`; the loss of each goes into `answer`,
-a JSON file, with the model's sums by name, and what SpecForge's Evaluator says of all of them.
+training model, made with the keywords `model`, and its strategy run on each of the `batches`; `answer` is a JSON file that gets
+the loss of each, the model's sums by name, and the result of SpecForge's Evaluator over all of them.
 
-SpecForge's loss is a Triton kernel, which a CPU has not: its place takes the formula that SpecForge keeps beside it as reference.
+SpecForge's loss is a Triton kernel, which does not run on a CPU; its reference formula in SpecForge is used instead.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 
-def without_triton() -> None:
-    """SpecForge's loss module asks for triton when it is imported; torch must not find the stand-in later."""
+def replace_triton() -> None:
+    """Import SpecForge's loss module with a stub for triton, and remove the stub, so that torch does not find it."""
     language = types.ModuleType("triton.language")
     language.constexpr = int
     triton = types.ModuleType("triton")
@@ -40,8 +40,8 @@ def without_triton() -> None:
     loss.LogSoftmaxLoss = types.SimpleNamespace(apply=loss._compute_loss)
 
 
-def trainer(case: dict[str, Any], draft: nn.Module, head: nn.Linear, embedding: nn.Embedding) -> Any:
-    """SpecForge's strategy around its training model."""
+def make_strategy(case: dict[str, Any], draft: nn.Module, head: nn.Linear, embedding: nn.Embedding) -> Any:
+    """Return SpecForge's strategy with its training model."""
     from specforge.algorithms.common import dflash_family_model as blocks
     from specforge.algorithms.eagle3.model import OnlineEagle3Model
     from specforge.algorithms.peagle.model import OnlinePEagleModel
@@ -67,8 +67,10 @@ def trainer(case: dict[str, Any], draft: nn.Module, head: nn.Linear, embedding: 
 
 
 def read_draft(case: dict[str, Any]) -> nn.Module:
-    """As SpecForge's own exporters build a draft from a checkpoint: only embeddings may be missing. (Its `from_pretrained` leaves
-    EAGLE-3's rotary buffers as they were allocated.)"""
+    """Build a draft from a checkpoint as SpecForge's exporters do: only embeddings may be missing.
+
+    Its `from_pretrained` would leave EAGLE-3's rotary buffers as they were allocated.
+    """
     from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
 
     folder = Path(case["folder"])
@@ -95,36 +97,36 @@ def judge(case: dict[str, Any]) -> dict[str, Any]:
         draft.embed_tokens.weight.copy_(inputs["embedding"])
     if case["saved"]:
         draft.save_pretrained(case["saved"])
-    strategy = trainer(case, draft, head, embedding)
+    strategy = make_strategy(case, draft, head, embedding)
     batches = []
     for number in range(case["batches"]):
         start = f"{number}."
         tensors = {name.removeprefix(start): each for name, each in inputs.items() if name.startswith(start)}
         batches.append(TrainBatch([str(number)], case["strategy"], tensors, {"target_repr": "hidden_state"}))
     outputs = [strategy.forward_loss(batch) for batch in batches]
-    found = {"losses": [float(each.loss) for each in outputs], "sums": [numbers(each.metrics) for each in outputs]}
+    found = {"losses": [float(each.loss) for each in outputs], "sums": [to_json(each.metrics) for each in outputs]}
     return {**found, "evaluation": Evaluator().run(strategy.forward_loss, batches)}
 
 
-def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Of the metrics, those that are numbers, or lists or pairs of them."""
-    return {name: plain(value) for name, value in metrics.items() if name != "ratio_metrics"} | {
-        name: plain(value) for name, value in metrics.get("ratio_metrics", {}).items()
+def to_json(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics, those in `ratio_metrics` too, as numbers and lists of numbers."""
+    return {name: to_plain(value) for name, value in metrics.items() if name != "ratio_metrics"} | {
+        name: to_plain(value) for name, value in metrics.get("ratio_metrics", {}).items()
     }
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+    return [to_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def main() -> None:
-    without_triton()
+    replace_triton()
     for case in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         try:
             answer = judge(case)
-        except Exception as error:  # whatever SpecForge raises is the answer
+        except Exception as error:  # any error of SpecForge is the answer
             answer = {"error": f"{type(error).__name__}: {error}"}
         Path(case["answer"]).write_text(json.dumps(answer), encoding="utf-8")
 

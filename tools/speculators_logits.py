@@ -1,13 +1,13 @@
-"""What the real speculators library makes of exported drafts: which tensors it takes, and the logits it computes.
+"""Runs exported drafts through the real speculators library: which tensors it loads, and the logits it computes.
 
 Runs in an environment of its own (`make speculators-env`), so it imports nothing of this project:
 
     .venv-speculators/bin/python tools/speculators_logits.py REQUEST.json ANSWER.json
 
 REQUEST.json is a list of cases, `{"name", "folder", "attention": "eager" | "sdpa", "inputs", "logits", "saved"}`. `inputs` is
-a safetensors file with `features` (n, taps · H), `next_tokens` (n,) and `drawn` (k,); the logits (k, V_d) of the steps that
-drew those tokens are written to `logits`, and where there is a confidence head, `confidence` (k,). Both are null to load only. `saved`, or null, is a folder in which the library
-saves what it loaded. ANSWER.json maps names to what was found, see `Verdict`.
+a safetensors file with `features` (n, taps · H), `next_tokens` (n,) and `drawn` (k,). `logits` is the file that gets the logits
+(k, V_d) of the draft steps that drew those tokens and, with a confidence head, `confidence` (k,). Both are null to load only.
+`saved`, or null, is a folder in which the library saves the loaded model. ANSWER.json maps names to a `Verdict`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ EAGER_TV = resolve_loss_config("tv", "eager")["tv"][0]
 
 @dataclass
 class Verdict:
-    """How the file and the loaded model differ. A folder is right when there is no error and the lists are empty.
+    """Differences between the file and the loaded model. A folder is right if there is no error and the lists are empty.
 
     Attributes:
-        error: what the library raised, if anything.
-        missing: tensors that the library would have saved and the file does not hold.
+        error: the error that the library raised.
+        missing: tensors that the library would have saved and the file does not have.
         extra: tensors of the file that the model does not have.
         unequal: tensors that are in both and differ.
     """
@@ -62,14 +62,17 @@ def compare(model: SpeculatorModel, tensors: dict[str, Tensor]) -> Verdict:
     )
 
 
-def eagle3_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
-    """The chain after row n-1. In training the library gives step i of row t the token t+1+i of the text; so the text here
-    is the given tokens, then the drawn ones. Rows after n-1 are padding that row n-1 does not see."""
+def compute_eagle3_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the logits of the chain after position n-1.
+
+    In training the library gives draft step i at position t the token t+1+i of the text; so the text here is the given
+    tokens, then the drawn ones. Positions after n-1 are padding that position n-1 does not see.
+    """
     features, drawn = inputs["features"], inputs["drawn"]
-    rows, steps = len(features), len(drawn)
-    length = rows + steps - 1
+    positions, steps = len(features), len(drawn)
+    length = positions + steps - 1
     padded = torch.cat([features, features.new_zeros(steps - 1, features.shape[1])])
-    heads = record(model.lm_head)
+    heads = record_outputs(model.lm_head)
     model(
         hidden_states=padded[None],
         input_ids=torch.cat([inputs["next_tokens"], drawn[:-1]])[None],
@@ -77,17 +80,20 @@ def eagle3_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
         position_ids=torch.arange(length)[None],
         ttt_steps=steps,
     )
-    return torch.stack([logits[0, rows - 1] for logits in heads])
+    return torch.stack([logits[0, positions - 1] for logits in heads])
 
 
-def peagle_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
-    """The chain of masks after row n-1. Which chains the library computes it draws from the loss mask; a ratio above all
-    counts makes it keep every place, and the first one in the mask is that of the wanted chain's depth 1."""
-    features, rows, steps = inputs["features"], len(inputs["features"]), len(inputs["drawn"])
-    length = rows + steps
-    mask = torch.arange(length) >= rows
+def compute_peagle_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the logits of the chain of masks after position n-1.
+
+    The library draws the chains to compute from the loss mask; a ratio above all counts makes it keep every place, and
+    the first one in the mask is depth 1 of the wanted chain.
+    """
+    features, positions, steps = inputs["features"], len(inputs["features"]), len(inputs["drawn"])
+    length = positions + steps
+    mask = torch.arange(length) >= positions
     sampling = {"num_depths": steps, "down_sample_ratio": float(length + 1), "down_sample_ratio_min": 1.0}
-    heads = record(model.lm_head)
+    heads = record_outputs(model.lm_head)
     model(
         hidden_states=torch.cat([features, features.new_zeros(steps, features.shape[1])])[None],
         input_ids=torch.cat([inputs["next_tokens"], torch.zeros(steps, dtype=torch.long)])[None],
@@ -98,44 +104,47 @@ def peagle_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
         **sampling,
     )
     anchor, _ = generate_cod_sample_indices(length, mask[None], **sampling)
-    return heads[0][0, anchor == rows - 1]
+    return heads[0][0, anchor == positions - 1]
 
 
-def dflash_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
-    heads = record(model.lm_head)
+def compute_dflash_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
+    heads = record_outputs(model.lm_head)
     run_block(model, inputs)
     return heads[0][0, 1 : 1 + len(inputs["drawn"])]
 
 
-def dspark_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
-    """The head's logits and what the Markov head adds: for all of the block at once, or place by place."""
-    drawn, heads = len(inputs["drawn"]), record(model.lm_head)
-    biases = [] if model.markov_head is None else record(model.markov_head.markov_w2)
+def compute_dspark_logits(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the head's logits plus those of the Markov head, which runs once per block or once per place."""
+    drawn, heads = len(inputs["drawn"]), record_outputs(model.lm_head)
+    biases = [] if model.markov_head is None else record_outputs(model.markov_head.markov_w2)
     run_block(model, inputs, tv_loss_fn=EAGER_TV)
     bias = torch.cat([added.flatten(0, -2) for added in biases])[:drawn] if biases else 0
     return heads[0][0, :drawn] + bias
 
 
-def dspark_confidence(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor | None:
+def compute_dspark_confidence(model: SpeculatorModel, inputs: dict[str, Tensor]) -> Tensor | None:
     if model.confidence_head is None:
         return None
-    confidences = record(model.confidence_head)
+    confidences = record_outputs(model.confidence_head)
     run_block(model, inputs, tv_loss_fn=EAGER_TV)
     return confidences[0][0, : len(inputs["drawn"])]
 
 
 def run_block(model: SpeculatorModel, inputs: dict[str, Tensor], **losses: Any) -> None:
-    """The block after an anchor at position n. The library draws anchors from the loss mask, and none from the last
-    block_size positions; so the mask has one place, and the features go on after it with padding that nobody sees. In training
-    it takes the words of the block from the text, which are the drawn ones here."""
-    features, rows, drawn = inputs["features"], len(inputs["features"]), inputs["drawn"]
-    length = rows + 1 + model.block_size
+    """Run the block after an anchor at position n.
+
+    The library draws anchors from the loss mask, and none from the last block_size positions; so the mask has one
+    position, and the features continue after it with padding that nothing attends to. In training the library takes
+    the tokens of the block from the text, which are the drawn ones here.
+    """
+    features, positions, drawn = inputs["features"], len(inputs["features"]), inputs["drawn"]
+    length = positions + 1 + model.block_size
     text = torch.zeros(1, length, dtype=torch.long)
-    text[0, rows : rows + len(drawn)] = torch.cat([inputs["next_tokens"][-1:], drawn[:-1]])
+    text[0, positions : positions + len(drawn)] = torch.cat([inputs["next_tokens"][-1:], drawn[:-1]])
     mask = torch.zeros(1, length, dtype=torch.bool)
-    mask[0, rows] = True
+    mask[0, positions] = True
     model(
-        hidden_states=torch.cat([features, features.new_zeros(length - rows, features.shape[1])])[None],
+        hidden_states=torch.cat([features, features.new_zeros(length - positions, features.shape[1])])[None],
         input_ids=text,
         loss_mask=mask,
         verifier_last_hidden_states=features.new_zeros(1, length, model.hidden_size),
@@ -147,14 +156,19 @@ def run_block(model: SpeculatorModel, inputs: dict[str, Tensor], **losses: Any) 
     )
 
 
-def record(module: nn.Module) -> list[Tensor]:
-    """The forward pass returns losses; what decides them is what its modules put out."""
+def record_outputs(module: nn.Module) -> list[Tensor]:
+    """Collect the outputs of a module: the forward pass of the library returns only losses."""
     outputs: list[Tensor] = []
     module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     return outputs
 
 
-LOGITS = {"eagle3": eagle3_logits, "peagle": peagle_logits, "dflash": dflash_logits, "dspark": dspark_logits}
+LOGITS = {
+    "eagle3": compute_eagle3_logits,
+    "peagle": compute_peagle_logits,
+    "dflash": compute_dflash_logits,
+    "dspark": compute_dspark_logits,
+}
 
 
 @torch.no_grad()
@@ -165,13 +179,13 @@ def judge(case: dict[str, str]) -> Verdict:
         if case["saved"]:
             model.save_pretrained(case["saved"])
         if case["inputs"]:
-            # In at least fp32, so that what is compared is the computation and not its rounding.
+            # In fp32, so that the computation is compared and not its rounding.
             kind, inputs = model.config.speculators_model_type, load_file(case["inputs"])
-            said = {"logits": LOGITS[kind](model.float(), inputs)}
+            outputs = {"logits": LOGITS[kind](model.float(), inputs)}
             if kind == "dspark":
-                said["confidence"] = dspark_confidence(model, inputs)
-            save_file({name: found.contiguous() for name, found in said.items() if found is not None}, case["logits"])
-    except Exception as error:  # whatever the library raises is the answer
+                outputs["confidence"] = compute_dspark_confidence(model, inputs)
+            save_file({name: each.contiguous() for name, each in outputs.items() if each is not None}, case["logits"])
+    except Exception as error:  # any error of the library is the answer
         return Verdict(error=f"{type(error).__name__}: {error}")
     return verdict
 

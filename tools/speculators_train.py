@@ -1,11 +1,11 @@
-"""Trains an EAGLE-3 draft with the real speculators library and its defaults, for tests of what comes in from it.
+"""Trains an EAGLE-3 draft with the real speculators library and its defaults, for tests of importing its checkpoints.
 
 Runs in an environment of its own (`make speculators-env`), so it imports nothing of this project:
 
     .venv-speculators/bin/python tools/speculators_train.py TARGET FOLDER [FLAG ...]
 
-Writes made-up features of TARGET into FOLDER/data and trains on them for one epoch, with the FLAGs of `speculators train`; its
-checkpoints are in FOLDER/checkpoints. The library asks for an accelerator in three places, where it is told of the CPU.
+Writes random features of TARGET into FOLDER/data and trains on them for one epoch, with the FLAGs of `speculators train`; its
+checkpoints are in FOLDER/checkpoints. The library asks for an accelerator in three places, which are patched to the CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ SHORT = ["--optimizer", "adamw", "--lr", "0.01", "--epochs", "1", "--num-workers
 
 
 def write_features(target: Path, folder: Path) -> None:
-    """In the library's offline layout: per sample the streams entering layers 2, L/2 and L-3, and the last before its norm."""
+    """Write features in the library's offline layout.
+
+    Per sample these are the input streams of layers 2, L/2 and L-3, and the last stream before its norm.
+    """
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
     generator = torch.Generator().manual_seed(5)
     (folder / "hidden_states").mkdir(parents=True)
