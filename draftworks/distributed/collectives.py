@@ -1,4 +1,4 @@
-"""Sums, small values and errors over the processes of a run. Without a process group there is one rank, and nothing to do."""
+"""Collectives for sums, small values and errors of all ranks; without a process group they act on the one rank."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Result = TypeVar("Result")
 
 
 def get_rank() -> int:
-    """This process's number; 0 outside of a process group."""
+    """Return the rank of this process; 0 outside a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def get_world_size() -> int:
-    """Number of processes; 1 outside of a process group."""
+    """Return the number of ranks; 1 outside a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Element-wise sum over all ranks, in float64, on the device of `values`. A collective: every rank calls it."""
+    """Return the element-wise sum over all ranks, in float64, on the device of `values`. A collective."""
     total = values.to(_choose_comm_device(values), torch.float64, copy=True)
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -33,7 +33,7 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def max_over_ranks(value: int) -> int:
-    """The largest of the ranks' numbers. A collective."""
+    """Return the largest value of all ranks. A collective."""
     if get_world_size() == 1:
         return value
     found = torch.tensor([value], dtype=torch.int64)
@@ -43,7 +43,7 @@ def max_over_ranks(value: int) -> int:
 
 
 def gather_from_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's small Python value, by rank. A collective: every rank calls it."""
+    """Return the small Python values of all ranks, in rank order. A collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -52,7 +52,7 @@ def gather_from_ranks(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def broadcast_from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's small Python value, on every rank. A collective."""
+    """Return rank 0's small Python value on every rank. A collective."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -61,12 +61,12 @@ def broadcast_from_rank_0(value: Any, group: dist.ProcessGroup | None = None) ->
 
 
 def run_on_every_rank(action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """Run `action`, which must not communicate; what goes wrong on any rank is raised on all of them. A collective.
+    """Run `action`, which must not communicate, on every rank; an error on one rank is raised on all. A collective.
 
-    Without it the ranks that fared well would wait for the one that raised until the collective times out.
+    Otherwise the ranks that succeeded would wait for the failed one until a collective times out.
 
     Raises:
-        StoreError: another rank's error, named; this rank's own DraftworksError as it is.
+        StoreError: the first error of another rank, with its rank; this rank's own DraftworksError is raised as it is.
     """
     result, error = None, None
     try:
@@ -90,7 +90,7 @@ def run_on_every_rank(action: Callable[[], Result], group: dist.ProcessGroup | N
 
 
 def _choose_comm_device(values: Tensor) -> torch.device:
-    """Where collectives want their tensors: the bound GPU for NCCL, the CPU for gloo."""
+    """Return the device that collectives use: the current GPU for NCCL, the CPU for gloo."""
     if not dist.is_initialized():
         return values.device
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,9 +1,8 @@
-"""Die when the parent does, so that no process of a killed run keeps a GPU.
+"""Ends a process when its parent ends, so that no process of a killed run keeps a GPU.
 
-Run as a script it is the shim that a launcher puts before a command: `parent_death.py PARENT_PID COMMAND ARG…` asks the
-kernel for the signal and becomes the command. A shim instead of `preexec_fn`, because no Python may safely run
-between fork and exec in a process that has threads, and Dagster's has. Standard library only: it is started without
-site-packages.
+As a script it is a shim that a launcher puts before a command: `parent_death.py PARENT_PID COMMAND ARG…` requests the
+signal from the kernel and then executes the command. It replaces `preexec_fn`, because Python code is not safe between
+fork and exec in a process with threads, such as Dagster's. Standard library only: it is started without site-packages.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _WATCH_INTERVAL_S = 1.0
 
 
 def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> None:
-    """From now on, the end of the parent sends `signum` to this process.
+    """Have `signum` sent to this process when its parent ends.
 
-    On Linux the kernel does it, also when this process is stuck in native code; note that it watches the *thread* that
-    started this process. Elsewhere a thread looks once per second. `parent` is the expected parent's pid, for
-    callers who know it: a parent that is gone already counts as its end.
+    On Linux the kernel sends it, also while this process is in native code; it watches the *thread* that started this
+    process. On other systems a thread checks once per second. `parent` is the pid of the expected parent, if the caller
+    knows it: if that process has ended already, the signal is sent at once.
     """
     parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":
@@ -38,11 +37,11 @@ def die_with_parent(signum: int = signal.SIGKILL, parent: int | None = None) -> 
 
 
 def end_with_parent(grace_s: float) -> None:
-    """From now on, the end of the parent sends SIGTERM to this process, and SIGKILL if it still lives `grace_s` later."""
+    """Have SIGTERM sent to this process when its parent ends, and SIGKILL `grace_s` seconds later if it still runs."""
     parent = os.getppid()
 
     def kill_after_grace() -> None:
-        # Of two signals that come at once the kernel may give both to this thread, and the main thread would sleep on.
+        # The kernel may deliver two simultaneous signals to this thread, and the main thread would not wake up.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
         while os.getppid() == parent:
             time.sleep(_WATCH_INTERVAL_S)
@@ -54,14 +53,14 @@ def end_with_parent(grace_s: float) -> None:
 
 
 def watch_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Return never: send `signum` to this process as soon as its parent is no longer `parent`."""
+    """Poll until the parent of this process is no longer `parent`, then send `signum` to this process."""
     while os.getppid() == parent:
         time.sleep(_WATCH_INTERVAL_S)
     os.kill(os.getpid(), signum)
 
 
 def build_shim_command() -> list[str]:
-    """The words before a command that make the kernel end it when this process ends; none where there is no such kernel."""
+    """Return the command prefix by which the kernel ends a command with this process; empty except on Linux."""
     if sys.platform != "linux":
         return []
     return [sys.executable, "-I", "-S", __file__, str(os.getpid())]
@@ -69,7 +68,7 @@ def build_shim_command() -> list[str]:
 
 def _become_command(arguments: list[str]) -> None:
     parent, *command = arguments
-    # A signal that the parent ignores or blocks would be ignored or blocked by the command too.
+    # The command would inherit ignored and blocked signals of the parent.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     die_with_parent(signal.SIGTERM, parent=int(parent))

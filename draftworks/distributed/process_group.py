@@ -1,4 +1,4 @@
-"""The process group of a program: gloo on CPU, NCCL on CUDA, none for a single rank."""
+"""Device and process group of a program: gloo on CPU, NCCL on CUDA, no group for a single rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from draftworks.errors import ConfigError
 
 _LOOPBACK = "127.0.0.1"
 _START_TIMEOUT = timedelta(minutes=30)
-"""Until all ranks have loaded their libraries; and how long one waits for another in a collective on GPUs."""
+"""For all ranks to import their libraries; also the timeout of a collective on GPUs."""
 _CPU_TIMEOUT = timedelta(hours=2)
-"""As the latter on a CPU: shares of a capture differ. A rank that stands still is noticed by the launcher long before."""
+"""Timeout of a collective on CPU: ranks of a capture have unequal work. The launcher notices a stalled rank much earlier."""
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is CUDA where there is one; `cuda` is this rank's own GPU. Raises ConfigError for a GPU that is not there."""
+    """Return the device for `auto` (CUDA if available), `cuda` (this rank's GPU) or a device name.
+
+    Raises:
+        ConfigError: there is no GPU for this rank.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cuda":
@@ -38,10 +42,10 @@ def resolve_device(device: str) -> torch.device:
 
 @contextmanager
 def open_process_group(device: str) -> Iterator[torch.device]:
-    """This rank's device, inside a process group when torchrun started more than one rank.
+    """Yield this rank's device, inside a process group if torchrun started more than one rank.
 
-    The group is left in an orderly way only after success: with a rank gone, NCCL's farewell would hang, and the
-    launcher ends the others anyway.
+    The group is destroyed only on success: after a rank has failed, destroying an NCCL group would hang, and the launcher
+    ends the other ranks anyway.
     """
     own = resolve_device(device)
     if own.type == "cuda":
@@ -56,10 +60,10 @@ def open_process_group(device: str) -> Iterator[torch.device]:
 
 
 def _make_store_options() -> dict[str, Any]:
-    """Where the ranks of one machine meet: on loopback. Several machines: as torchrun says, on an interface of theirs.
+    """Return arguments of `init_process_group` for a store on loopback; empty if ranks run on several machines.
 
-    torchrun's store, and any that is made by address and port, listens on all addresses. Started with
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun leaves the store to us.
+    torchrun's store, and any store created by address and port, listens on all addresses. With
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun leaves the creation of the store to its workers.
     """
     if os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
         return {}

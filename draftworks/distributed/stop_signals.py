@@ -1,8 +1,8 @@
-"""Requests to stop: SIGTERM and SIGINT, of which only the first counts for some seconds.
+"""Handlers of SIGTERM and SIGINT that treat signals within a few seconds as one stop request. Standard library only.
 
-Slurm sends SIGTERM to every process of a job, and torchrun passes its own on, so that a rank gets two within a
-millisecond; a terminal does the same with Ctrl-C. A handler that restored the default action after the first would
-die of the second with nothing saved. Standard library only.
+Slurm sends SIGTERM to every process of a job, and torchrun forwards its own, so that a rank receives two within a
+millisecond; a terminal does the same with Ctrl-C. A handler that restored the default action after the first signal
+would be killed by the second before anything is saved.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from types import FrameType
 from typing import Any
 
 REPEATS_S = 5.0
-"""Seconds after the first request in which further ones count as the same one."""
+"""Seconds after the first signal in which further signals belong to the same request."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _REPEAT_NOTICE = b"already stopping; a signal more than %d s after the first one ends it at once\n" % REPEATS_S
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGINT arrived. Save what is worth saving within the launcher's grace and let it pass on.
+    """SIGTERM or SIGINT was received. Handlers save their state within the launcher's grace period and re-raise it.
 
-    The exit code is 128 plus the signal's number, and torchelastic's error file says so too.
+    The exit code is 128 plus the signal's number, also in torchelastic's error file.
     """
 
     def __init__(self, signum: int, more: str = "") -> None:
@@ -35,14 +35,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """A handler of SIGTERM and SIGINT that tells the first request from its repeats.
+    """A handler of SIGTERM and SIGINT that separates the first request from its repeats.
 
     Args:
-        first: called with the signal's number when the first request comes; may raise.
-        insisted: called when another one comes more than `REPEATS_S` later.
+        first: called with the signal's number at the first request; may raise.
+        insisted: called at a signal more than `REPEATS_S` seconds after the first one.
 
     Attributes:
-        signum: the signal that asked this process to stop, or 0.
+        signum: the signal that requested the stop, or 0.
     """
 
     def __init__(self, first: Callable[[int], Any], insisted: Callable[[int], Any]) -> None:
@@ -59,16 +59,16 @@ class StopRequest:
             self._insisted(signum)
         else:
             with suppress(OSError):
-                os.write(2, _REPEAT_NOTICE)  # print is not to be called where a print may be under way
+                os.write(2, _REPEAT_NOTICE)  # print is not reentrant, and the handler may interrupt one
 
     def join(self, other: StopRequest) -> None:
-        """Count the request that another handler took, so that its repeats are repeats here too."""
+        """Take over the request of another handler, so that its repeats are repeats here too."""
         if other.signum and not self.signum:
             self.signum, self._since = other.signum, other._since
 
 
 def raise_on_stop() -> StopRequest:
-    """From now on the first SIGTERM or SIGINT raises `Interrupted` in the main thread."""
+    """Install a handler by which the first SIGTERM or SIGINT raises `Interrupted` in the main thread."""
 
     def interrupt(signum: int) -> None:
         raise Interrupted(signum)
@@ -81,10 +81,10 @@ def raise_on_stop() -> StopRequest:
 
 @contextmanager
 def defer_stop() -> Iterator[StopRequest]:
-    """Within, the first SIGTERM or SIGINT is only noted: for work that comes to an orderly stop of its own.
+    """In the block, only record the first SIGTERM or SIGINT, for code that checks for it and stops at a safe point.
 
-    Who is asked raises when it has stopped. A request that is made anew after `REPEATS_S` seconds ends the process at
-    once. Outside the main thread, where Python takes no signals, nothing is deferred.
+    That code raises after it has stopped. A second signal after `REPEATS_S` seconds ends the process at once. Outside the
+    main thread, where Python receives no signals, nothing is deferred.
     """
     with _install_handler(StopRequest(_do_nothing, end_by_signal)) as request:
         yield request
@@ -92,8 +92,10 @@ def defer_stop() -> Iterator[StopRequest]:
 
 @contextmanager
 def defer_interrupt() -> Iterator[Callable[[], None]]:
-    """As `defer_stop`, in a process whose handlers are somebody else's. Gives what is to be called between two pieces
-    of work: it does what the handler of before would have done, if a signal has come. So does a request made anew.
+    """Defer stop signals as `defer_stop` does, in a process with handlers of another library, such as Dagster's.
+
+    Yields a function to call between two pieces of work: if a signal was received, it calls the previous handler. A second
+    signal after `REPEATS_S` seconds calls the previous handler at once.
     """
     before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
 
@@ -130,14 +132,14 @@ def _do_nothing(signum: int) -> None:
 
 
 def block_stop_signals() -> None:
-    """Called in a helper thread: it takes no SIGTERM and SIGINT from now on.
+    """Block SIGTERM and SIGINT in the calling helper thread.
 
-    Of two that come at once the kernel may give both to a thread that waits, and the main thread would sleep on.
+    The kernel may deliver two simultaneous signals to a waiting thread, and the main thread would not wake up.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def end_by_signal(signum: int) -> None:
-    """End this process by the signal's default action."""
+    """End this process by the default action of the signal."""
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)

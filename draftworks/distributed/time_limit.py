@@ -1,4 +1,4 @@
-"""A bound for work whose end nobody can foresee."""
+"""A limit on the CPU time of work that may not terminate, such as rendering a user's template."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import NoReturn
 
 
 class CpuTimeExceeded(BaseException):
-    """The work took longer than it may. No Exception, so that the work itself does not catch it."""
+    """The work used more CPU time than allowed. A BaseException, so that `except Exception` in the work does not catch it."""
 
 
 @contextmanager
 def limit_cpu_time(seconds: float) -> Iterator[None]:
-    """Raise `CpuTimeExceeded` in what runs inside after so many seconds of computing by this process.
+    """Raise `CpuTimeExceeded` in the block after `seconds` of CPU time of this process.
 
-    Time of a processor, not of a clock, so that a busy machine changes nothing. Python's own work only, in the main
-    thread only: elsewhere, and where a system has no such timer, nothing is bounded. Not to be nested.
+    CPU time rather than wall time, so that a busy machine makes no difference. Interrupts Python code in the main thread
+    only; in other threads, and on systems without this timer, there is no limit. Must not be nested.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

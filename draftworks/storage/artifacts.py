@@ -1,7 +1,7 @@
-"""Where results live: `root/{asset}/{target}/{digest}/`, complete or absent, and `current.json` beside the digests.
+"""Store of results: `root/{asset}/{target}/{digest}/`, complete or absent, and `current.json` naming the newest digest.
 
-A result is built in `{digest}.partial/`, which survives a crash so that the next attempt can continue in it, and becomes
-visible by one rename. The digest is that of the *identity*: what went in. The data version says what came out.
+A result is built in `{digest}.partial/`, which survives a crash so that the next attempt can continue in it, and is
+published by one rename. The digest is that of the *identity* (the inputs); the data version is that of the output.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ RECORD = "artifact.json"
 POINTER = "current.json"
 PARTIAL, REPLACED = ".partial", ".old"
 UNPUBLISHED = (PARTIAL, REPLACED)
-"""Endings of folders that are not results: one being built, and one that another has taken the place of."""
+"""Suffixes of folders that are not results: one being built, and one that was replaced and is about to be removed."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """What a build says of its result.
+    """What a build function returns about its result.
 
     Attributes:
-        data_version: of its content.
-        summary: figures worth keeping.
-        own_digests: folders inside it whose files carry digests of their own, and are not read again for every hit.
+        data_version: digest of the content.
+        summary: figures to keep in the record.
+        own_digests: subfolders whose files carry their own digests; the manifest leaves them out, so that a hit does not
+            read them again.
     """
 
     data_version: str
@@ -63,10 +64,10 @@ class Artifact:
     created: float
     seconds: float
     hit: bool = False
-    """Whether this call found it already made."""
+    """Whether the result existed already and nothing was built."""
 
     def find_damage(self) -> str | None:
-        """What is wrong with the files, if anything."""
+        """Return a description of the first file that differs from the record; None if all match."""
         return FileManifest.of_digests(self.files).find_damage(self.path)
 
 
@@ -75,7 +76,7 @@ Check = Callable[[Artifact], bool]
 
 @dataclass(frozen=True)
 class ArtifactStore:
-    """All results below one root folder."""
+    """All results in one root folder."""
 
     root: Path
 
@@ -89,16 +90,16 @@ class ArtifactStore:
         rebuild: bool = False,
         still_good: Check | None = None,
     ) -> Artifact:
-        """The result of this identity: found intact, or built once and published atomically.
+        """Return the result of this identity: an intact existing one, or one built now and published atomically.
 
-        While another process is building the same asset of the same target it is waited for; what it has made is found then.
+        Waits while another process builds the same asset of the same target, and then uses its result.
 
         Args:
-            build: fills the folder it is given. What an interrupted attempt left there is still there.
-            start_over: discard what an interrupted attempt left, and rebuild even what exists.
-            rebuild: build even what exists, going on from what an interrupted attempt left.
-            still_good: asked of a result that exists, where it refers to something outside its folder; if it says no,
-                the result is built again.
+            build: fills the folder it is given, in which the files of an interrupted attempt are still present.
+            start_over: discard the files of an interrupted attempt, and build even if the result exists.
+            rebuild: build even if the result exists, continuing from the files of an interrupted attempt.
+            still_good: called with an existing result that refers to something outside its folder; False means that the
+                result is built again.
         """
         folder = self._locate(asset, target)
         final = folder / digest(identity)
@@ -113,10 +114,10 @@ class ArtifactStore:
         return artifact
 
     def load_current(self, asset: str, target: str) -> Artifact:
-        """The newest result of an asset for a target.
+        """Return the newest result of an asset for a target.
 
         Raises:
-            StoreError: there is none, or it is damaged.
+            StoreError: there is none, or its record is damaged.
         """
         pointer = self._locate(asset, target) / POINTER
         try:
@@ -130,11 +131,11 @@ class ArtifactStore:
         return self._read(pointer.parent / name)
 
     def find(self, asset: str, target: str) -> Artifact | None:
-        """As `current`, but None where there is no result."""
+        """Return the newest result as `load_current` does; None if there is none."""
         return self.load_current(asset, target) if (self._locate(asset, target) / POINTER).exists() else None
 
     def list_all(self, asset: str, target: str) -> list[Artifact]:
-        """Every result of an asset for a target, newest first; one whose record cannot be read is left out."""
+        """Return every result of an asset for a target, newest first, without those whose record cannot be read."""
         found = []
         for folder in sorted(self._locate(asset, target).glob("*/")):
             if folder.suffix in UNPUBLISHED:
@@ -149,7 +150,7 @@ class ArtifactStore:
         return self.root / require_name(asset) / require_name(target)
 
     def _find_intact(self, final: Path, still_good: Check | None) -> Artifact | None:
-        """The result in `final` if it is whole; what is not will be built again, saying why."""
+        """Return the result in `final` if it is intact; otherwise log why it has to be built again and return None."""
         if not final.exists():
             return None
         try:
@@ -158,7 +159,7 @@ class ArtifactStore:
         except StoreError as error:
             artifact, problem = None, str(error)
         if artifact is None or problem is not None:
-            log.warning("%s: making it again", problem)
+            log.warning("%s: building it again", problem)
             return None
         return artifact if still_good is None or still_good(artifact) else None
 
@@ -213,7 +214,7 @@ class ArtifactStore:
 
 
 def _record_files(folder: Path, own_digests: tuple[str, ...]) -> dict[str, str]:
-    """Digests of what was built; staging files of writers that died on the way are removed first."""
+    """Return the digests of the built files; staging files of writers that were killed are removed first."""
     for leftover in folder.rglob("*.tmp"):
         leftover.unlink()
     counted = (name for name in list_files(folder) if name != RECORD and Path(name).parts[0] not in own_digests)

@@ -1,4 +1,4 @@
-"""Names of the assets: the first part of a result's path, and what Dagster and its users call it. Spelled here only."""
+"""Asset names, defined once: the key in Dagster and the first part of a result's path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEADERBOARD = "leaderboard"
 
 
 class StrategyAssets(NamedTuple):
-    """What a target has once for each strategy."""
+    """Names of the assets that exist once per strategy."""
 
     draft: str
     report: str
@@ -25,7 +25,7 @@ class StrategyAssets(NamedTuple):
 
 
 class EvalSetAssets(NamedTuple):
-    """What a target has once for each eval set; `heldout` has no `conversations` of its own."""
+    """Names of the assets that exist once per eval set; `heldout` has no `conversations` of its own."""
 
     conversations: str
     responses: str

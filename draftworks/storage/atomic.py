@@ -1,4 +1,4 @@
-"""Files that are complete or absent: written aside, fsynced, renamed. Standard library only."""
+"""Atomic replacement of files and folders: written under another name, fsynced, renamed. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from draftworks.errors import StoreError
 
 @contextmanager
 def publish_file(path: Path, staging: Path | None = None) -> Iterator[Path]:
-    """A staging path that becomes `path` when the block ends; on an error it is removed instead.
+    """Yield a staging path that is renamed to `path` when the block ends, and removed if the block raises.
 
     Args:
-        staging: on the same file system, where the folder of `path` exists; default beside `path`, in a folder made on demand.
+        staging: a path on the same file system, for a `path` whose folder exists; by default beside `path`, whose folder is
+            created if it is missing.
     """
     if staging is None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,9 +36,9 @@ def publish_file(path: Path, staging: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def publish_folder(path: Path) -> Iterator[Path]:
-    """An empty folder beside `path` that takes its place when the block ends; on an error it is removed instead.
+    """Yield an empty folder beside `path` that replaces `path` when the block ends, and is removed if the block raises.
 
-    What an interrupted attempt left is removed by the next. At most one process at a time may publish a path.
+    The next call removes the folders of an interrupted one. Only one process at a time may publish a path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staging, aside = path.with_name(f".{path.name}.staging"), path.with_name(f".{path.name}.replaced")
@@ -51,15 +52,17 @@ def publish_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(staging: Path, final: Path, aside: Path | None) -> None:
-    """`staging` becomes `final`, flushed to the disk; what was there is whole until it is out of the way.
+    """Rename `staging` to `final` after an fsync; the old folder stays complete until it has been renamed to `aside`.
 
-    A process killed at any point leaves the old folder, the new one or none as `final`, and the rest as `staging` and `aside`.
+    If the process is killed at any point, `final` is the old folder, the new one or absent, and the rest is under `staging`
+    and `aside`.
 
     Args:
-        aside: a name that no reader looks at, for the old folder on its way out; None replaces nothing.
+        aside: a name that no reader opens, for the old folder until it is removed; None if nothing may be replaced.
 
     Raises:
-        OSError: nothing has changed, unless somebody else has published `final` meanwhile, who is left alone.
+        OSError: the rename failed. The old folder is back in place, unless another process has published `final` meanwhile,
+            whose folder is kept.
     """
     fsync_tree(staging)
     if aside is not None and not move_aside(final, aside):
@@ -76,20 +79,20 @@ def replace_folder(staging: Path, final: Path, aside: Path | None) -> None:
 
 
 def publish_json(path: Path, value: Any) -> None:
-    """Write a JSON document a person can read, atomically."""
+    """Write a value as indented JSON, atomically."""
     with publish_file(path) as staging:
         staging.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flush every file and folder below `folder`, and itself, to the disk."""
+    """Flush `folder` and every file and folder in it to the disk."""
     for path in folder.rglob("*"):
         fsync(path)
     fsync(folder)
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk: without the latter a rename may not survive a power cut."""
+    """Flush a file, or the entries of a folder, to the disk. A rename survives a power cut only if its folder is flushed."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -103,15 +106,15 @@ T = TypeVar("T")
 
 
 class FolderMissing(Exception):
-    """There is no such folder, or none any more."""
+    """The folder does not exist, or was removed while it was read."""
 
 
 def read_undisturbed(folder: Path, read: Callable[[Path], T]) -> T:
-    """What `read` makes of a folder. If it was replaced or removed meanwhile, `read` is called again.
+    """Return `read(folder)`, called again whenever the folder was replaced or removed during the call.
 
     Raises:
-        FolderMissing: there is none.
-        StoreError: it cannot be opened.
+        FolderMissing: the folder does not exist.
+        StoreError: the folder cannot be opened.
     """
     while True:
         try:
@@ -132,7 +135,7 @@ def read_undisturbed(folder: Path, read: Callable[[Path], T]) -> T:
 
 
 def _is_same_folder(folder: Path, opened: int) -> bool:
-    """While it is open, no other folder can get the same inode."""
+    """Return whether the path still names the opened folder. An open folder's inode is not given to another one."""
     try:
         return os.path.samestat(os.stat(folder), os.fstat(opened))
     except OSError:
@@ -140,12 +143,12 @@ def _is_same_folder(folder: Path, opened: int) -> bool:
 
 
 def make_sibling_path(final: Path, kind: str) -> Path:
-    """A name for a folder beside `final`, used by nobody else; `kind` is `STAGED` or `ASIDE`."""
+    """Return a unique path beside `final`; `kind` is `STAGED` or `ASIDE`."""
     return final.with_name(f"{final.name}.{kind}-{uuid4().hex[:8]}")
 
 
 def move_aside(final: Path, aside: Path) -> bool:
-    """Take `final` out of the readers' sight by one rename; False if there is none."""
+    """Rename `final` to `aside`, so that readers no longer find it; return False if `final` does not exist."""
     remove(aside)
     try:
         os.replace(final, aside)
@@ -156,14 +159,14 @@ def move_aside(final: Path, aside: Path) -> bool:
 
 
 def sweep(final: Path) -> None:
-    """Remove what crashed processes left of `final`. Nobody else may be working on it."""
+    """Remove the folders that crashed processes left beside `final`. No other process may be writing it."""
     for kind in (STAGED, ASIDE):
         for leftover in final.parent.glob(f"{final.name}.{kind}-*"):
             remove(leftover)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder or file that others may be removing as well."""
+    """Remove a folder or file; no error if another process removes it at the same time."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,4 +1,4 @@
-"""What differs between two mappings, in words. Standard library only."""
+"""Text of the differences between two nested mappings. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ABSENT = "nothing"
 def describe_changes(
     expected: Mapping[str, Any], found: Mapping[str, Any], wording: str = "{name}: expected {expected}, found {found}"
 ) -> list[str]:
-    """A text for each value that is not the same in both, sorted by name; one inside a mapping is named `outer.inner`."""
+    """Return a text for each value that differs, sorted by name; nested names are joined as `outer.inner`."""
     ours, theirs = _flatten(expected), _flatten(found)
     return [
         wording.format(name=name, expected=ours.get(name, ABSENT), found=theirs.get(name, ABSENT))
@@ -21,7 +21,7 @@ def describe_changes(
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"training.lr": 0.1}` from `{"training": {"lr": 0.1}}`."""
+    """Return `{"training.lr": 0.1}` for `{"training": {"lr": 0.1}}`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

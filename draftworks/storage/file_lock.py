@@ -1,4 +1,4 @@
-"""File locks that processes wait for, and say so while they wait."""
+"""A file lock that logs while a process waits for it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def hold_lock(lock: Path, busy: str, reminder_s: float = REMINDER_S) -> Iterator[bool]:
-    """Hold the lock in the file `lock`; whether another process had it first. It goes with its process, however that ends.
+    """Hold the lock file `lock` in the block; yields whether another process held it before.
+
+    The system releases the lock when its process ends, in whatever way.
 
     Args:
-        busy: said when another process has it, and again every `reminder_s` seconds.
+        busy: log message while another process holds the lock, repeated every `reminder_s` seconds.
     """
     mine, started, waited = FileLock(lock), time.monotonic(), False
     try:

@@ -1,4 +1,4 @@
-"""A full disk, whoever met it: Python, safetensors or Arrow, each with an error of its own."""
+"""One error for a full disk, whichever library met it: Python, safetensors and Arrow each raise their own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _WORDS = ("No space left on device", "Disk quota exceeded")
 
 
 def explain_full_disk(error: BaseException, folder: Path) -> StoreError | None:
-    """What to tell a person if `error` is, or came from, a full disk; None for any other error.
+    """Return a StoreError for the user if `error` was caused by a full disk or quota; None for any other error.
 
     Args:
-        folder: where the work writes, for an error that does not say which file it was at.
+        folder: the output folder, named if the error does not contain a file name.
     """
     cause: BaseException | None = error
     seen: set[int] = set()
@@ -25,15 +25,15 @@ def explain_full_disk(error: BaseException, folder: Path) -> StoreError | None:
         if getattr(cause, "errno", None) in _ERRNOS or any(words in str(cause) for words in _WORDS):
             place = Path(getattr(cause, "filename", None) or folder)
             return StoreError(
-                f"{place}: the disk is full, or a quota is used up{_format_free_space(place)}. Make room and run it again: what was"
-                " finished is kept, what was half written is not"
+                f"{place}: the disk is full, or a quota is used up{_format_free_space(place)}. Make room and run it again:"
+                " finished work is kept, half-written files are not"
             )
         cause = cause.__cause__ or cause.__context__
     return None
 
 
 def _format_free_space(place: Path) -> str:
-    """Said only where it can be found out."""
+    """Return the free space around `place` as text; empty if it cannot be read."""
     for folder in (place, *place.absolute().parents):
         try:
             return f" ({shutil.disk_usage(folder).free / 1e6:,.1f} MB are free in {folder})"

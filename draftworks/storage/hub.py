@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub at a pinned commit, with errors a person can act on. Torch-free."""
+"""Files of the Hugging Face hub at a pinned commit, with errors that say what to do. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from draftworks.errors import ConfigError
 
 
 def fetch_hub_file(where: str, model: str, revision: str, filename: str) -> Path | None:
-    """Where a file of a hub repository is, downloaded if need be; None if it has no such file at that commit.
+    """Return the local path of a hub file, downloaded if necessary; None if the repository has no such file at that commit.
 
     Args:
-        where: whose file it is, for messages: "target mine".
+        where: the owner of the file in messages, as in "target mine".
 
     Raises:
         ConfigError: the hub cannot be reached, refuses access, or knows no such id or commit.
@@ -28,16 +28,16 @@ def fetch_hub_file(where: str, model: str, revision: str, filename: str) -> Path
 
 
 HubHeader = dict[str, tuple[str, tuple[int, ...]]]
-"""Of a safetensors file: dtype and shape of each tensor, by name."""
+"""Dtype and shape of each tensor of a safetensors file, by name."""
 
 
 def fetch_hub_header(where: str, model: str, revision: str, filename: str) -> Path | HubHeader | None:
-    """A safetensors file of a hub repository: its path if the cache has it, else its header alone, fetched from the hub.
+    """Return the path of a safetensors file if the cache has it, else only its header, fetched from the hub.
 
     None if the repository has no such file at that commit. `where` is as in `fetch_hub_file`.
 
     Raises:
-        ConfigError: as `fetch_hub_file` does; also if the file is not a safetensors file.
+        ConfigError: as in `fetch_hub_file`, or the file is not a safetensors file.
     """
     from httpx import HTTPError
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
@@ -66,7 +66,7 @@ def fetch_hub_header(where: str, model: str, revision: str, filename: str) -> Pa
 
 
 def _explain(filename: str, error: Exception) -> str:
-    """What went wrong and what to do."""
+    """Return what failed and what the user can do about it."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -83,7 +83,7 @@ def _explain(filename: str, error: Exception) -> str:
             )
         case GatedRepoError():
             return (
-                "the hub wants its terms to be accepted. Accept them on the model's page and set HF_TOKEN, "
+                "the model is gated. Accept its terms on the model's page and set HF_TOKEN, "
                 "or give a local directory instead of the id"
             )
         case RepositoryNotFoundError() | HFValidationError():

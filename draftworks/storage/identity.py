@@ -1,7 +1,7 @@
-"""Identity is content: digests, layer taps and feature keys. Standard library only.
+"""Content digests, layer taps and feature keys. Standard library only.
 
-A digest here is the first 16 hex digits of a SHA-256 over canonical JSON, so two different values never share one
-because of how they were joined together.
+A digest is the first 16 hex digits of a SHA-256 over canonical JSON. JSON keeps the boundaries between values, so that
+`["ab", "c"]` and `["a", "bc"]` have different digests.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from draftworks.storage.regular_files import open_regular, read_json
 
 DIGEST_LENGTH = 16
 _LARGE_FILE_BYTES = 1_000_000_000
-"""Bytes of a file that takes so long to read that somebody who waits is told."""
+"""Reading a file of more bytes than this takes so long that it is logged."""
 FEATURE_SCHEMA = 1
-"""Part of every feature key: bump it when what a stored feature *means* changes."""
+"""Part of every feature key: increase it when the meaning of a stored feature changes."""
 
 
 log = logging.getLogger(__name__)
 
 
 def canonical_json(value: Any) -> str:
-    """JSON with sorted keys and no spaces: equal values give equal text, different values different text."""
+    """Return JSON with sorted keys and no spaces: equal values give equal text, different values different text."""
     return json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
 
 
 def digest(value: Any) -> str:
-    """Digest of any JSON-able value."""
+    """Return the digest of a value that JSON can represent."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:DIGEST_LENGTH]
 
 
 def file_digest(path: Path) -> str:
-    """Digest of a file's bytes. Raises OSError for what is no regular file."""
+    """Return the digest of a file's bytes. Raises OSError if it is not a regular file."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()[:DIGEST_LENGTH]
 
 
 class FileDigests:
-    """File digests remembered by path, size, mtime, inode and ctime, so that large weights are read once.
+    """Cache of file digests by path, size, mtime, inode and ctime, so that large weights are read once.
 
-    The mtime alone would miss what `tar x`, `cp -p` or `install -p` put in a file's place; nobody can set a ctime back.
+    The mtime alone would miss a file that `tar x`, `cp -p` or `install -p` has replaced; a ctime cannot be set back.
 
     Args:
-        cache_file: JSON file; created on demand, replaced atomically, ignored when unreadable.
+        cache_file: JSON file; created if it is missing, replaced atomically, ignored if unreadable.
     """
 
     def __init__(self, cache_file: Path | None = None) -> None:
@@ -63,13 +63,13 @@ class FileDigests:
                 self._known = {}
 
     def of_file(self, path: Path) -> str:
-        """Digest of the file as it is now. One that is written to while it is read is not remembered."""
+        """Return the digest of the file as it is now; it is not cached if the file changed while it was read."""
         stamp = _make_stamp(path)
         if stamp in self._known:
             return self._known[stamp]
         size = path.stat().st_size
         if size > _LARGE_FILE_BYTES:
-            log.info(f"reading {path} ({size / 1e9:.1f} GB) to know its digest, which is remembered")
+            log.info(f"reading {path} ({size / 1e9:.1f} GB) to compute its digest, which is then cached")
         found = file_digest(path)
         if _make_stamp(path) == stamp:
             self._known[stamp] = found
@@ -82,8 +82,8 @@ class FileDigests:
         try:
             with publish_file(self.cache_file) as staging:
                 staging.write_text(json.dumps(self._known))
-        except OSError as error:  # another machine may have no such folder: the files are read again next time
-            log.warning(f"digests of files cannot be remembered in {self.cache_file}: {error}")
+        except OSError as error:  # the folder may not exist on another machine: the files are read again next time
+            log.warning(f"digests of files cannot be cached in {self.cache_file}: {error}")
 
 
 def _make_stamp(path: Path) -> str:
@@ -95,10 +95,10 @@ def _make_stamp(path: Path) -> str:
 
 @dataclass(frozen=True, order=True)
 class LayerTap:
-    """A residual stream of the target: `hidden_states[hf_index]` of transformers, the stream after `hf_index` decoder
-    layers (0 = embeddings). The stream after the last layer is no tap but `LastHidden`.
+    """A residual stream of the target: `hidden_states[hf_index]` of transformers, after `hf_index` decoder layers.
 
-    Other systems number streams differently; they are converted here and nowhere else.
+    0 is the embeddings; the stream after the last layer is `LastHidden`. The layer ids of other systems are converted
+    here and nowhere else.
     """
 
     hf_index: int
@@ -113,16 +113,16 @@ class LayerTap:
 
     @classmethod
     def from_layer_output(cls, layer: int) -> LayerTap:
-        """From "output of the 0-based layer": SpecForge, SGLang and ModelOpt EAGLE-3 ids, z-lab DFlash ids."""
+        """From a 0-based id of the layer whose output is tapped: SpecForge, SGLang and ModelOpt EAGLE-3, z-lab DFlash."""
         return cls(layer + 1)
 
     def to_layer_output(self) -> int:
-        """To "output of the 0-based layer". The embeddings (-1) have no such id in most systems."""
+        """To the 0-based id of the layer whose output is tapped; -1 for the embeddings, which most systems cannot name."""
         return self.hf_index - 1
 
     @classmethod
     def from_vllm(cls, layer: int) -> LayerTap:
-        """From vLLM and speculators ids, which count layers already passed, as `hf_index` does."""
+        """From an id of vLLM or speculators: the number of layers already applied, as `hf_index` is."""
         return cls(layer)
 
     def to_vllm(self) -> int:
@@ -131,7 +131,7 @@ class LayerTap:
 
 @dataclass(frozen=True)
 class LastHidden:
-    """The hidden state after the last decoder layer; `normed` says whether the final norm was applied to it."""
+    """The hidden state after the last decoder layer; `normed` is whether the final norm was applied to it."""
 
     normed: bool = True
 
@@ -145,7 +145,7 @@ Stream = LayerTap | LastHidden
 
 @dataclass(frozen=True)
 class EngineIdentity:
-    """Who computed a feature. `numerics` is raised by us when the engine's numbers change beyond rounding."""
+    """The engine that computed a feature. `numerics` is increased when its numbers change by more than rounding."""
 
     name: str
     numerics: int = 1
@@ -153,14 +153,14 @@ class EngineIdentity:
 
 @dataclass(frozen=True)
 class FeatureIdentity:
-    """What the features of a run have in common; with token ids and a stream it makes a key."""
+    """The parts of a feature key that are the same for all features of a run; token digest and stream are added."""
 
     target_digest: str
     engine: EngineIdentity
     dtype: str
 
     def key(self, token_digest: str, stream: Stream) -> str:
-        """Content key of one sample's feature at one stream: 32 hex digits."""
+        """Return the content key of one sample's feature at one stream: 32 hex digits."""
         where = ["tap", stream.hf_index] if isinstance(stream, LayerTap) else ["last", stream.normed]
         fields = [FEATURE_SCHEMA, token_digest, self.target_digest, where]
         fields += [self.engine.name, self.engine.numerics, self.dtype]
@@ -168,7 +168,7 @@ class FeatureIdentity:
 
 
 def token_digest(token_ids: Iterable[int]) -> str:
-    """SHA-256 of token ids as little-endian 32-bit integers; the whole digest, because keys are made of it."""
+    """Return the full SHA-256 of token ids as little-endian 32-bit integers; feature keys are derived from it."""
     import array
     import sys
 

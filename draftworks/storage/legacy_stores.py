@@ -1,7 +1,7 @@
-"""Features and answers that earlier versions kept below the name of a target: found, and used where they are. Torch-free.
+"""Features and answers that earlier versions stored under a target's name, reused where they are. Torch-free.
 
-Now they lie below the digest of the weights that they are of, so that a copy of a target, or a new name, has them too. Nothing
-old is moved or changed: a version that still goes by names finds its files as it left them.
+They are now stored under the digest of the target's weights, so that a copy of a target, or a new name, shares them. Old
+files are neither moved nor changed: an earlier version still finds them.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from draftworks.errors import StoreError
 from draftworks.storage.artifacts import ArtifactStore
 
 CAPTURED = ("training_features", "heldout_eval_features")
-"""Assets whose records say of which weights the features of a target were."""
+"""Assets whose records name the weights from which a target's features were captured."""
 ADOPTED = "adopted"
-"""Folder in a store: a file for each named store whose features it has taken in."""
+"""Folder in a store with one file for each named store whose features were linked into it."""
 
 log = logging.getLogger(__name__)
 
 
 def find_store(root: Path, weights: str, target: str, artifacts: ArtifactStore) -> Path:
-    """The folder of the features of some weights below `root`, with what is there of them under names.
+    """Return the feature store of a target's weights below `root`, after linking the named stores of these weights into it.
 
-    The first named store becomes it by one symbolic link, each further one is joined to it by hard links, so that nothing is
-    copied. Safe against a crash, and against others who do the same at the same time.
+    The first named store becomes the store through one symbolic link; files of each further one are hard-linked into it, so
+    that nothing is copied. Safe against crashes and against concurrent calls.
 
     Args:
         weights: digest of the target's weights.
-        target: the name by which it is asked for. Its named store counts, unless other weights have taken it in: it
-            may hold what an interrupted capture left, of which there is no record.
+        target: name of the target. Its named store is used unless it was linked into the store of other weights: it may hold
+            files of an interrupted capture, which has no record.
 
     Raises:
-        StoreError: `root` cannot be written to.
+        StoreError: `root` is not writable.
     """
     place = root / weights
     named = set() if place.is_dir() else _find_target_names(artifacts, weights)
@@ -48,12 +48,12 @@ def find_store(root: Path, weights: str, target: str, artifacts: ArtifactStore) 
 
 
 def find_answers(root: Path, weights: str) -> list[Path]:
-    """Files `root/{target}/{part}/{identity}.jsonl` of answers that these weights gave, whatever the target was called."""
+    """Return the files `root/{target}/{part}/{identity}.jsonl` of answers by these weights, under any target name."""
     return [path for path in sorted(root.glob("*/*/*.jsonl")) if _read_weights_digest(path) == weights]
 
 
 def _find_target_names(artifacts: ArtifactStore, weights: str) -> set[str]:
-    """Names of targets that have, or had, these weights."""
+    """Return the names of targets that have, or had, these weights."""
     found = set()
     for asset in CAPTURED:
         for folder in (artifacts.root / asset).glob("*/"):
@@ -86,7 +86,7 @@ def _adopt(named: Path, place: Path) -> None:
 
 
 def _join(named: Path, place: Path) -> None:
-    """Complete files only: what is being written lies elsewhere in both kinds of store."""
+    """Hard-link the complete files of a named store; both kinds of store write unfinished files elsewhere."""
     joined = 0
     try:
         for path in _feature_files(named):
@@ -105,7 +105,7 @@ def _feature_files(store: Path) -> Iterator[Path]:
 
 
 def _link(path: Path, to: Path) -> bool:
-    """A file's name is its content, so one of that name is the same."""
+    """Hard-link a file; False if the name exists, which then has the same content, as names are content keys."""
     to.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(path, to)
@@ -115,7 +115,7 @@ def _link(path: Path, to: Path) -> bool:
 
 
 def _read_weights_digest(path: Path) -> str | None:
-    """The weights that a file of answers is of; None for one that does not say so, which nobody can use."""
+    """Return the weights digest in the header of an answers file; None if it has none, and is therefore unusable."""
     try:
         with path.open("rb") as stream:
             return json.loads(stream.readline())["identity"]["target"]

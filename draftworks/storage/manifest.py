@@ -1,4 +1,4 @@
-"""Files of a folder as they were written: names, sizes and digests, recorded once and compared later. Standard library only."""
+"""Manifest of a folder: names, sizes and digests of its files, recorded once and compared later. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftworks.storage.regular_files import require_file
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as it was written; `bytes` is None where its size was not recorded."""
+    """Size and digest of a file when it was written; `bytes` is None if the size was not recorded."""
 
     bytes: int | None
     digest: str
@@ -21,20 +21,20 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class FileManifest:
-    """Some files of a folder, by their paths inside it, and the kind of digest that was taken of them."""
+    """Records of files, by path relative to their folder, and the function that computed their digests."""
 
     files: Mapping[str, FileRecord]
     digest_of: Callable[[Path], str] = file_digest
 
     @classmethod
     def record(cls, folder: Path, names: Iterable[str], digest_of: Callable[[Path], str] = file_digest) -> FileManifest:
-        """The files as they are now. Raises OSError for one that is no regular file."""
+        """Record the files as they are now. Raises OSError for one that is not a regular file."""
         paths = {name: folder / name for name in names}
         return cls({name: FileRecord(path.stat().st_size, digest_of(path)) for name, path in paths.items()}, digest_of)
 
     @classmethod
     def of_digests(cls, digests: Mapping[str, str]) -> FileManifest:
-        """A manifest that was kept as digests by name."""
+        """A manifest that was stored as digests by name, without sizes."""
         return cls({name: FileRecord(None, digest) for name, digest in digests.items()})
 
     @property
@@ -42,11 +42,11 @@ class FileManifest:
         return {name: file.digest for name, file in self.files.items()}
 
     def find_damage(self, folder: Path, names: Iterable[str] | None = None, read: bool = True) -> str | None:
-        """What is wrong with the first file that is not as recorded; None if all are.
+        """Return a description of the first file that differs from its record; None if there is none.
 
         Args:
-            names: the files to look at; default all.
-            read: compare digests too, and not only sizes.
+            names: the files to compare; default all.
+            read: compare digests too, not only sizes.
         """
         looked_at = self.files if names is None else names
         return next(
@@ -54,7 +54,7 @@ class FileManifest:
         )
 
     def require_intact(self, folder: Path, advice: str, names: Iterable[str] | None = None) -> None:
-        """StoreError, with what to do, unless all files (or those `names`) are as recorded."""
+        """Raise StoreError, ending with `advice`, if a file (of `names`, or of all) differs from its record."""
         damage = self.find_damage(folder, names)
         if damage is not None:
             raise StoreError(f"{damage}. {advice}")
@@ -72,5 +72,5 @@ class FileManifest:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Paths of all files inside a folder, with slashes, sorted part by part."""
+    """Return the relative POSIX paths of all files in a folder and its subfolders, sorted by path components."""
     return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]

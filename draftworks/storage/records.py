@@ -1,5 +1,5 @@
-"""What results were made from, as one asset leaves it and others read it. The JSON on disk is that of earlier versions: what a
-record of one of these does not say is None, which equals nothing that there is now."""
+"""Typed records of a result's inputs, written by one asset and read by others. The JSON is that of earlier versions: a field
+that their records lack is read as None, which equals no current value."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from draftworks.storage.artifacts import Artifact
 
 @dataclass(frozen=True)
 class EvalData:
-    """An eval set as it was measured on: content versions of its answers and, by name, of the streams that were read."""
+    """Versions of the eval data of a measurement: that of the answers and, by name, those of the streams."""
 
     answers: str
     streams: dict[str, str] | str
-    """Of early records one digest of all streams."""
+    """A single digest of all streams in early records."""
 
     def to_json(self) -> list[Any]:
         return [self.answers, self.streams]
@@ -28,7 +28,7 @@ class EvalData:
 
 @dataclass(frozen=True)
 class Limits:
-    """Where answers end, in tokens."""
+    """Length limits of answers, in tokens."""
 
     max_new_tokens: int
     max_length: int
@@ -39,13 +39,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class ReportIdentity:
-    """What a report is of.
+    """Inputs of a report.
 
     Attributes:
-        draft: version of its weights.
-        draft_identity: digest of what it was made from: equal weights may have other options.
-        evaluation: settings.
-        bigram_tokens: version of what the bigram table was counted on.
+        draft: version of the draft's weights.
+        draft_identity: digest of the draft's inputs: drafts with equal weights may differ in options.
+        evaluation: evaluation settings.
+        bigram_tokens: version of the tokens from which the bigram table was counted.
     """
 
     draft: str

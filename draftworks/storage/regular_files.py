@@ -1,7 +1,7 @@
-"""Reading files that somebody else may have put there: regular ones only, of bounded size; JSON of bounded depth.
+"""Bounded reading of untrusted files: regular files only, limited in size; JSON limited in depth. Standard library only.
 
-What is wrong is an OSError or a ValueError, so that the reader of a kind of file, who knows what it is for and what to
-do, names it in one way whatever is wrong. Standard library only.
+Every problem is an OSError or a ValueError, so that the caller, who knows the purpose of the file and the remedy, can
+report all of them in one way.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 MAX_JSON_BYTES = 256 << 20
 MAX_HEADER_BYTES = 100_000_000
-"""Of a safetensors file, as the library has it."""
+"""Limit for a safetensors header, the same as in the safetensors library."""
 MAX_JSON_DEPTH = 100
-"""More than anybody nests, and less than breaks what walks through it afterwards."""
+"""Deeper than any real file, and shallow enough for recursive code that processes the value."""
 
 _KINDS = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFDIR: "folder", stat.S_IFCHR: "device"}
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """The file, opened to read bytes. Does not wait for a writer as opening a pipe would.
+    """Open a regular file for reading bytes; does not block on a pipe without a writer.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, socket, device or folder.
@@ -39,39 +39,39 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def require_regular(found: os.stat_result, path: Path) -> None:
-    """OSError for what is no regular file: of the same kind as the system's own, so that nothing else has to be caught."""
+    """Raise OSError if `found` is not a regular file; the same type as system errors, so that callers catch one type."""
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "device")
         raise OSError(errno.EINVAL, f"expected a file, found a {kind}", str(path))
 
 
 def require_file(path: Path) -> Path:
-    """The path, for libraries that open it themselves. Raises OSError as `open_regular`."""
+    """Return `path` if it is a regular file, for libraries that open it themselves. Raises OSError as `open_regular`."""
     require_regular(path.stat(), path)
     return path
 
 
-def read_bytes(path: Path, most_bytes: int) -> bytes:
-    """A file's bytes. Raises OSError as `open_regular`, and ValueError for more than `most_bytes`."""
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """Return a file's bytes. Raises OSError as `open_regular`, and ValueError for more than `max_bytes`."""
     with open_regular(path) as stream:
-        content = stream.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(f"larger than {most_bytes:,} bytes")
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"larger than {max_bytes:,} bytes")
     return content
 
 
-def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The value in a JSON file.
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return the value in a JSON file.
 
     Raises:
         OSError: not a regular file, or one that cannot be read.
-        ValueError: larger than `most_bytes`, not UTF-8, not JSON, or nested deeper than `MAX_JSON_DEPTH`.
+        ValueError: larger than `max_bytes`, not UTF-8, not JSON, or nested deeper than `MAX_JSON_DEPTH`.
     """
-    return parse_json(read_bytes(path, most_bytes))
+    return parse_json(read_bytes(path, max_bytes))
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON text. Raises ValueError if it is none, or nested deeper than `MAX_JSON_DEPTH`."""
+    """Return the value of a JSON text. Raises ValueError if it is not JSON, or nested deeper than `MAX_JSON_DEPTH`."""
     try:
         value = json.loads(content)
     except RecursionError:
