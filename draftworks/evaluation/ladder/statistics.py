@@ -6,9 +6,9 @@ interval far too narrow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from draftworks.evaluation.ladder.prompt_acceptance import (
     sum_histograms,
 )
 
-Statistic = Literal["micro", "macro"]
 MAX_DRAWS = 2**20  # held at once: 8 MiB each for the drawn indices and for the values at them
 
 
@@ -57,7 +56,7 @@ class PairedDifference:
     """Difference in acceptance of draft a over draft b, on the prompts that were measured with both.
 
     Attributes:
-        difference: a's statistic minus b's.
+        difference: a's accepted tokens per pass minus b's.
         prompts: number of prompts measured with both.
         only_in_a, only_in_b: number of prompts measured with one of them, which are left out.
     """
@@ -96,15 +95,13 @@ class AcceptanceSummary:
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "histogram": list(self.histogram)}
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> AcceptanceSummary:
-        return cls(**{**values, "histogram": tuple(values["histogram"])})
-
 
 def bootstrap_interval(
-    prompts: Iterable[PromptAcceptance], statistic: Statistic = "micro", resampling: Resampling = DEFAULT_RESAMPLING
+    prompts: Iterable[PromptAcceptance], resampling: Resampling = DEFAULT_RESAMPLING
 ) -> Interval | None:
-    """Return the percentile bootstrap interval over prompts (Efron 1979; Efron & Tibshirani 1993, chapter 13).
+    """Return the percentile bootstrap interval of accepted tokens per pass, over prompts.
+
+    See Efron 1979; Efron & Tibshirani 1993, chapter 13.
 
     It does not depend on the order of the prompts. Over one prompt its width is 0, which does not mean certainty.
 
@@ -114,17 +111,16 @@ def bootstrap_interval(
     measured = list(_select_measured(prompts).values())
     if not measured:
         return None
-    [resampled] = _resample([_Terms.of(measured, statistic)], resampling)
+    [resampled] = _resample([measured], resampling)
     return _percentiles(resampled, resampling.confidence)
 
 
 def paired_difference(
     a: Iterable[PromptAcceptance],
     b: Iterable[PromptAcceptance],
-    statistic: Statistic = "micro",
     resampling: Resampling = DEFAULT_RESAMPLING,
 ) -> PairedDifference:
-    """Compare draft a with draft b on the prompts measured with both, which are resampled together.
+    """Compare the accepted tokens per pass of drafts a and b on the prompts of both, which are resampled together.
 
     Prompts that are easy for both drafts cancel out, so the interval is narrower than those of the two drafts.
 
@@ -139,9 +135,9 @@ def paired_difference(
             " evaluate both on the same eval set"
         )
     pairs = [[draft[sample_id] for sample_id in shared] for draft in (of_a, of_b)]
-    resampled_a, resampled_b = _resample([_Terms.of(prompts, statistic) for prompts in pairs], resampling)
+    resampled_a, resampled_b = _resample(pairs, resampling)
     interval = _percentiles(resampled_a - resampled_b, resampling.confidence)
-    mean_a, mean_b = map(micro_mean if statistic == "micro" else macro_mean, pairs)
+    mean_a, mean_b = map(micro_mean, pairs)
     difference = mean_a - mean_b
     return PairedDifference(difference, interval, len(shared), len(of_a) - len(shared), len(of_b) - len(shared))
 
@@ -151,7 +147,7 @@ def summarize_acceptance(
 ) -> AcceptanceSummary:
     """Return the averages, counts and the interval of one draft on these prompts."""
     prompts = list(prompts)
-    interval = bootstrap_interval(prompts, "micro", resampling)
+    interval = bootstrap_interval(prompts, resampling)
     passes, emitted = sum(prompt.passes for prompt in prompts), sum(prompt.emitted for prompt in prompts)
     return AcceptanceSummary(
         prompts=len(prompts),
@@ -168,24 +164,6 @@ def summarize_acceptance(
     )
 
 
-@dataclass(frozen=True)
-class _Terms:
-    """A statistic as a ratio of two sums over prompts; both averages are one, and it can be resampled fast."""
-
-    numerators: np.ndarray
-    denominators: np.ndarray
-
-    @classmethod
-    def of(cls, prompts: Sequence[PromptAcceptance], statistic: Statistic) -> _Terms:
-        accepted = np.array([prompt.accepted for prompt in prompts], dtype=np.float64)
-        passes = np.array([prompt.passes for prompt in prompts], dtype=np.float64)
-        if statistic == "micro":
-            return cls(accepted, passes)
-        if statistic == "macro":
-            return cls(accepted / passes, np.ones_like(passes))
-        raise ConfigError(f"statistic: expected micro or macro, found {statistic!r}")
-
-
 def _select_measured(prompts: Iterable[PromptAcceptance]) -> dict[str, PromptAcceptance]:
     """Return the prompts with a pass by sample id, sorted by it: draws must not depend on the order of the ranks."""
     by_id: dict[str, PromptAcceptance] = {}
@@ -196,15 +174,17 @@ def _select_measured(prompts: Iterable[PromptAcceptance]) -> dict[str, PromptAcc
     return {sample_id: prompt for sample_id, prompt in by_id.items() if prompt.passes}
 
 
-def _resample(statistics: Sequence[_Terms], resampling: Resampling) -> np.ndarray:
-    """Return each statistic on the same resamples of prompts with replacement, (statistics, resamples)."""
-    prompts = len(statistics[0].numerators)
+def _resample(drafts: Sequence[Sequence[PromptAcceptance]], resampling: Resampling) -> np.ndarray:
+    """Return accepted tokens per pass on resamples of the prompts, the same for every draft, (drafts, resamples)."""
+    accepted = np.array([[prompt.accepted for prompt in prompts] for prompts in drafts], dtype=np.float64)
+    passes = np.array([[prompt.passes for prompt in prompts] for prompts in drafts], dtype=np.float64)
+    prompts = accepted.shape[1]
     rng = np.random.default_rng(resampling.seed)
     at_once = max(1, MAX_DRAWS // prompts)
     chunks = []
     for start in range(0, resampling.resamples, at_once):
         drawn = rng.integers(prompts, size=(min(at_once, resampling.resamples - start), prompts))
-        chunks.append([terms.numerators[drawn].sum(1) / terms.denominators[drawn].sum(1) for terms in statistics])
+        chunks.append([a[drawn].sum(1) / p[drawn].sum(1) for a, p in zip(accepted, passes)])
     return np.concatenate(chunks, axis=1)
 
 
