@@ -27,7 +27,7 @@ from typing import Annotated
 
 import psutil
 import typer
-from random_training import RANKS, random_training
+from random_training import RANKS
 
 from draftworks.config.run_files import TrainRun
 from draftworks.drafts.draft_io import read_draft_config
@@ -143,7 +143,7 @@ def main(
 
 def kill_repeatedly(folder: Path, kills: int, dice: random.Random, steps: int) -> Summary:
     """Kill trainings until the number of kills is reached. Raises Lost."""
-    run = random_training(folder, steps)
+    run = write_random_training(folder, steps)
     summary = undisturbed(Training(run.model_copy(update={"out": folder / "undisturbed"})))
     trainings = (Training(run.model_copy(update={"out": folder / f"killed{number}"})) for number in range(kills + 1))
     while len(summary.kills) < kills:

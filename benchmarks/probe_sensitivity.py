@@ -1,8 +1,8 @@
-"""How small a change of a target's weights the probe notices, and how far rounding leads: `python benchmarks/probe_sensitivity.py`.
+"""Sensitivity of the probe to changed weights, and the effect of rounding: `python benchmarks/probe_sensitivity.py`.
 
-For each dtype and stream of the embedded target: the difference that the sound engine shows, what is allowed, the difference of
-the stream one layer on; then the smallest change of all weights of one layer, by a relative amount and at random, that is
-refused. Prints a table; `--json FILE` writes it.
+For each dtype and stream of the embedded target: the difference of a correct engine, the allowed difference, and the
+difference of the next layer's stream; then the smallest relative noise in all weights of one layer that is rejected.
+Prints a table; `--json FILE` writes it.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ DTYPES = ("float32", "float16", "bfloat16")
 CPU = torch.device("cpu")
 
 
-def target_in(folder: Path) -> TargetFiles:
+def make_target(folder: Path) -> TargetFiles:
     sizes = {"num_layers": 8, "hidden_size": 128, "vocab_size": 2048, "context": 512}
     digests = {"digest": "0" * 16, "tokenizer_digest": "0" * 16}
     return TargetFiles(name="tiny", model=str(folder), tokenizer=str(folder), **digests, **sizes)
 
 
-def prompts() -> list[list[int]]:
+def draw_prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(5, 2000, (length,), generator=generator).tolist() for length in (64, 24, 24)]
 
 
-def captured(engine: HFTargetEngine) -> dict[str, list[torch.Tensor]]:
-    rows = engine.capture(prompts(), [LayerTap(k) for k in range(engine.num_layers)])
+def capture_streams(engine: HFTargetEngine) -> dict[str, list[torch.Tensor]]:
+    rows = engine.capture(draw_prompts(), [LayerTap(k) for k in range(engine.num_layers)])
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def engine_of(folder: Path, dtype: str) -> HFTargetEngine:
+def load_engine(folder: Path, dtype: str) -> HFTargetEngine:
     spec = CaptureSpec(device="cpu").model_copy(update={"compute_dtype": dtype})
-    return load_hf_engine(target_in(folder), spec, CPU)
+    return load_hf_engine(make_target(folder), spec, CPU)
 
 
 @contextmanager
-def changed(share: float) -> Iterator[Path]:
-    """A copy whose layer `LAYER` has noise of so large a share of each weight matrix."""
+def changed_weights(share: float) -> Iterator[Path]:
+    """Context with a copy of the target whose layer `LAYER` has noise, relative to each weight matrix's deviation."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(shutil.copytree(MODEL, name, dirs_exist_ok=True))
         weights = load_file(folder / "model.safetensors")
@@ -67,14 +67,16 @@ def changed(share: float) -> Iterator[Path]:
         yield folder
 
 
-def refused(folder: Path, dtype: str, known: dict[str, KnownStream]) -> bool:
-    return not all(compare_stream(name, rows, known).sound for name, rows in captured(engine_of(folder, dtype)).items())
+def is_rejected(folder: Path, dtype: str, known: dict[str, KnownStream]) -> bool:
+    return not all(
+        compare_stream(name, rows, known).sound for name, rows in capture_streams(load_engine(folder, dtype)).items()
+    )
 
 
 def measure(dtype: str) -> dict[str, object]:
-    streams = StreamedTarget(target_in(MODEL)).run(prompts(), 8, getattr(torch, dtype))
+    streams = StreamedTarget(make_target(MODEL)).run(draw_prompts(), 8, getattr(torch, dtype))
     known = build_known_streams(streams, getattr(torch, dtype))
-    found = captured(engine_of(MODEL, dtype))
+    found = capture_streams(load_engine(MODEL, dtype))
     rows = {}
     for index, (name, stream) in enumerate(known.items()):
         following = list(known)[min(index + 1, len(known) - 2)]
@@ -85,8 +87,8 @@ def measure(dtype: str) -> dict[str, object]:
         }
     noticed = None
     for share in SHARES:
-        with changed(share) as folder:
-            if refused(folder, dtype, known):
+        with changed_weights(share) as folder:
+            if is_rejected(folder, dtype, known):
                 noticed = share
                 break
     return {"dtype": dtype, "streams": rows, "smallest noticed": noticed}
@@ -99,7 +101,7 @@ def main() -> None:
     results = [measure(dtype) for dtype in DTYPES]
     for result in results:
         print(
-            f"{result['dtype']}: noise in one layer is noticed from {result['smallest noticed']} of its weights' size on"
+            f"{result['dtype']}: noise in one layer is noticed from {result['smallest noticed']} of its weights' deviation"
         )
         for name, row in result["streams"].items():
             shown = "  ".join(f"{key} {value:.2g}" for key, value in row.items() if value is not None)

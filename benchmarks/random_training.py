@@ -1,4 +1,4 @@
-"""A small EAGLE-3 training of the embedded target on random features, ready to be run."""
+"""A small EAGLE-3 training run for the embedded target, on random features."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STREAMS = ("hf2", "hf4", "hf5", "last")
 RANKS = 2
 
 
-def random_training(folder: Path, steps: int) -> TrainRun:
-    """Random features for the embedded target, and a run file over them that saves after every step."""
+def write_random_training(folder: Path, steps: int) -> TrainRun:
+    """Write random features for the embedded target; return a run that trains on them and saves after every step."""
     target = digest_target_files(
         TargetFiles(
             name="tiny",
@@ -37,7 +37,9 @@ def random_training(folder: Path, steps: int) -> TrainRun:
             context=512,
         )
     )
-    train, heldout = (random_set(folder, name, samples, target) for name, samples in (("train", 33), ("heldout", 24)))
+    train, heldout = (
+        write_random_set(folder, name, samples, target) for name, samples in (("train", 33), ("heldout", 24))
+    )
     vocab = folder / "vocab.safetensors"
     build_vocab_mapping(count_supervised_tokens(TokenizedSet.open(train.tokens), target.vocab_size), 64).save(vocab)
     training = TrainingSpec(
@@ -65,8 +67,8 @@ def random_training(folder: Path, steps: int) -> TrainRun:
     )
 
 
-def random_set(folder: Path, name: str, samples: int, target: TargetFiles) -> FeatureSet:
-    """Tokens and features of samples of 8 to 39 tokens."""
+def write_random_set(folder: Path, name: str, samples: int, target: TargetFiles) -> FeatureSet:
+    """Write the tokens and features of samples of 8 to 39 tokens."""
     generator = torch.Generator().manual_seed(samples)
     store = LocalFeatureStore(folder / "store")
     rows, refs = [], []

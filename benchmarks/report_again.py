@@ -1,9 +1,9 @@
-"""What a report costs, first and again: seconds, and forward passes of the target.
+"""Cost of a first and of a repeated report: seconds, and forward passes of the target.
 
     python benchmarks/report_again.py var/runs/RUN/eagle3_report/run.yaml     # a run file that a report's step has left
 
-Rungs 0 to 3 need no pass of the target. Rung 4 does, and is kept by what decides it: a second report loads no target, and
-neither does one with other slices.
+Rungs 0 to 3 need no pass of the target. Rung 4 does, and is cached by its identity: a second report does not load the
+target, nor does one with other slices.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from draftworks.programs.program import ProgramContext
 
 @dataclass
 class Cost:
-    """Of one evaluation of a draft and its baselines."""
+    """Cost of one evaluation of a draft and its baselines."""
 
     what: str
     seconds: float = 0.0
@@ -37,7 +37,7 @@ class Cost:
 
 
 @contextmanager
-def measured(cost: Cost) -> Iterator[None]:
+def measure_cost(cost: Cost) -> Iterator[None]:
     def count(module: torch.nn.Module, *_: Any) -> None:
         cost.target_passes += isinstance(module, PreTrainedModel) and module.can_generate()
 
@@ -49,8 +49,8 @@ def measured(cost: Cost) -> Iterator[None]:
         hook.remove()
 
 
-def costs(run: EvaluateRun, folder: Path) -> list[Cost]:
-    """Rungs 0 to 3 alone, then all of them, again, and with nothing told apart by length."""
+def measure_costs(run: EvaluateRun, folder: Path) -> list[Cost]:
+    """Measure reports of rungs 0 to 3, of all rungs, of all rungs again, and again without slices."""
     evaluation = run.evaluation
     without = evaluation.model_copy(update={"loop": evaluation.loop.model_copy(update={"prompts": 0})})
     other = evaluation.model_copy(update={"slices": []})
@@ -60,7 +60,7 @@ def costs(run: EvaluateRun, folder: Path) -> list[Cost]:
         out = folder / str(turn)
         out.mkdir()
         update = {"out": out, "evaluation": settings, "loop_cache": folder / "loop_cache"}
-        with measured(cost := Cost(what)):
+        with measure_cost(cost := Cost(what)):
             evaluate(run.model_copy(update=update), ProgramContext())
         found.append(cost)
     return found
@@ -70,7 +70,7 @@ def main(run_file: Path) -> None:
     """Print a small table and one line of JSON."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        found = costs(EvaluateRun.load(run_file), Path(folder))
+        found = measure_costs(EvaluateRun.load(run_file), Path(folder))
     print(f"{'':>20} {'seconds':>8} {'target passes':>14}")
     for cost in found:
         print(f"{cost.what:>20} {cost.seconds:8.2f} {cost.target_passes:14d}")

@@ -1,11 +1,11 @@
-"""What capture through SGLang's forward hook costs: hidden states of some rows, against a bare forward pass over them.
+"""Cost of capture through SGLang's forward hook, compared with a forward pass over the same sequences without it.
 
-    python benchmarks/sglang_hook.py                      # 8 layers of 512, 8 rows of 256 tokens, fp32 on CPU
+    python benchmarks/sglang_hook.py                      # 8 layers of 512, 8 sequences of 256 tokens, fp32 on CPU
     python benchmarks/sglang_hook.py --hidden 256 --length 128
 
-Two real servers of one random Llama, one with our hook and one without, asked for the same tokens in turn: one new token
-for each row, so a request is its prompt and nothing else. The time of a capture is all of it: hook, spool, reading and
-checking. The aim is at most 1.1.
+Two real servers of one random Llama, one with our hook and one without, get the same tokens in turns: one new token per
+sequence, so a request is little more than its prompt. The time of a capture includes hook, spool, reading and checking.
+The aim is a ratio of at most 1.1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VOCAB = 2048
 
 @dataclass(frozen=True)
 class Case:
-    """The target's size, and the rows of one request."""
+    """Size of the target, and the sequences of one request."""
 
     hidden: int = 512
     layers: int = 8
@@ -61,8 +61,8 @@ class Result:
     mib_per_batch: float
 
 
-def random_llama(folder: Path, case: Case) -> TargetFiles:
-    """A Llama of random weights, in fp32."""
+def write_random_llama(folder: Path, case: Case) -> TargetFiles:
+    """Write a Llama of random weights, in fp32."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=case.hidden,
@@ -87,8 +87,8 @@ def random_llama(folder: Path, case: Case) -> TargetFiles:
     )
 
 
-def engine(target: TargetFiles, folder: Path, python: Path, taps: tuple[LayerTap, ...] | None) -> TargetEngine:
-    """A server of its own; without taps it has no hook."""
+def start_engine(target: TargetFiles, folder: Path, python: Path, taps: tuple[LayerTap, ...] | None) -> TargetEngine:
+    """Start a server; without taps it has no hook."""
     capture = CaptureSpec(backend="sglang_server", compute_dtype="float32", dtype="float32", device="cpu")
     place = EnginePlace(
         folder=folder, taps=taps, head=lambda: TargetParts.load(target).head, sglang=SGLangSpec(python=str(python))
@@ -96,28 +96,28 @@ def engine(target: TargetFiles, folder: Path, python: Path, taps: tuple[LayerTap
     return load_engine(target, capture, torch.device("cpu"), place)
 
 
-def milliseconds(action: Callable[[], object]) -> float:
+def time_ms(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return 1e3 * (time.perf_counter() - start)
 
 
 def measure(case: Case, repeats: int, python: Path, folder: Path) -> Result:
-    target = random_llama(folder / "model", case)
+    target = write_random_llama(folder / "model", case)
     taps = tuple(map(LayerTap, torch.linspace(1, case.layers - 1, case.taps).long().tolist()))
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(10, VOCAB, (case.batch, case.length), generator=generator).tolist()
-    names, nothing_more = [str(index) for index in range(case.batch)], ResponseSpec(max_new_tokens=1)
+    sequences = torch.randint(10, VOCAB, (case.batch, case.length), generator=generator).tolist()
+    names, one_token = [str(index) for index in range(case.batch)], ResponseSpec(max_new_tokens=1)
     bare, capture = [], []
     with ExitStack() as closing:
-        plain = engine(target, folder / "plain", python, None)
+        plain = start_engine(target, folder / "plain", python, None)
         closing.callback(plain.close)
-        hooked = engine(target, folder / "hooked", python, taps)
+        hooked = start_engine(target, folder / "hooked", python, taps)
         closing.callback(hooked.close)
         for turn in range(repeats + 1):
             times = [
-                milliseconds(lambda: plain.generate(rows, nothing_more, names, target.context)),
-                milliseconds(lambda: hooked.capture(rows, taps)),
+                time_ms(lambda: plain.generate(sequences, one_token, names, target.context)),
+                time_ms(lambda: hooked.capture(sequences, taps)),
             ]
             if turn > 0:  # the first warms up
                 for found, value in zip((bare, capture), times):

@@ -12,9 +12,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 def test_both_sides_learn_the_same_and_only_one_pads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from random_training import random_training
+    from random_training import write_random_training
 
-    run_file = random_training(tmp_path, steps=2).save(tmp_path / "run.yaml")
+    run_file = write_random_training(tmp_path, steps=2).save(tmp_path / "run.yaml")
     command = [
         sys.executable,
         str(BENCHMARKS / "packing.py"),
