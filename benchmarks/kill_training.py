@@ -27,7 +27,7 @@ from typing import Annotated
 
 import psutil
 import typer
-from random_training import RANKS
+from random_training import RANKS, write_random_training
 
 from draftworks.config.run_files import TrainRun
 from draftworks.drafts.draft_io import read_draft_config
