@@ -26,10 +26,20 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that nobody waits for it at the end: all that looks at the one finished run, then the
-    modules with slow tests. (Workers share the tests by module, see the Makefile: pytest-xdist's groups are lost on pytest 9.2.)
+    modules with slow tests.
     """
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: (not _looks_at_the_finished_run(item), item.path not in slow))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """Workers share the tests by module, see the Makefile: pytest-xdist's groups are lost on pytest 9.2."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from finished_run_scheduling import FinishedRunScheduling
+
+    return FinishedRunScheduling(config, log)
 
 
 def _looks_at_the_finished_run(item: pytest.Item) -> bool:

@@ -185,7 +185,7 @@ def test_no_weights_are_read_and_nothing_is_allocated(fleet, monkeypatch):
 
 
 def test_a_target_on_a_hub_that_cannot_be_reached_is_a_warning(fleet, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     fleet.write(model="nobody/has-this", revision="1" * 40)
     found = fleet.check()
     assert found.errors == []
