@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from draft_run_files import RunFiles
+from forked_ranks import ForkedRanks
 
 from draftworks.capture.engines import hf
 from draftworks.config.registry_files import EvaluationSpec, LoopSpec
@@ -133,13 +132,16 @@ def test_cache_that_cannot_be_used_is_refused_before_the_target_is_loaded(
 
 
 def on_two_ranks(run: EvaluateRun, folder: Path) -> list[dict[str, int]]:
-    """By torchrun; how many targets each rank loaded."""
-    worker = Path(__file__).with_name("evaluate_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
-    run_file = run.save(folder / "run.yaml")
-    done = subprocess.run([*command, str(run_file)], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    """How many targets each rank loaded."""
+    worker, run_file, log = (
+        Path(__file__).with_name("evaluate_worker.py"),
+        run.save(folder / "run.yaml"),
+        folder / "log",
+    )
+    log.unlink(missing_ok=True)
+    ranks = ForkedRanks.start(str(worker), [str(run_file)], 2, run.out.with_suffix(".ranks"), log)
+    assert ranks.wait() == [0, 0], log.read_text()
+    told = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
     return sorted(told, key=lambda each: each["rank"])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from draft_run_files import OPTIONS, STREAMS, TRAINING, RunFiles
+from forked_ranks import ForkedRanks
 from safetensors.torch import load_file
 
 from draftworks.config.run_files import TargetFiles, TrainRun
@@ -85,8 +86,12 @@ def test_terminated_torchrun_goes_on_to_the_same_weights(files: RunFiles) -> Non
 
     undisturbed = files.train_run(training=LONG, out=files.folder / "undisturbed")
     undisturbed.out.mkdir()
-    both = [started(torchrun(files.folder / "more-logs"), each) for each in (run, undisturbed)]
-    assert [process.wait(DEADLINE_S) for process in both] == [0, 0]
+    again = started(torchrun(files.folder / "more-logs"), run)
+    undisturbed_file = str(undisturbed.save(undisturbed.out / "run.yaml"))
+    log = undisturbed.out / "out.log"
+    ranks = ForkedRanks.start("draftworks.programs.train", [undisturbed_file], 2, files.folder / "ranks", log)
+    assert ranks.wait(DEADLINE_S) == [0, 0], log.read_text()
+    assert again.wait(DEADLINE_S) == 0
     assert read_draft_config(run.out).weights_digest == read_draft_config(undisturbed.out).weights_digest
     sessions = History.load(run.out / "history.json").sessions
     assert [(session.start_step, session.world_size) for session in sessions] == [(0, 2), (stopped_after, 2)]

@@ -5,8 +5,8 @@ environment and its own log, as torchrun would start it, but it begins at the pr
 itself, so it has no threads that a fork would lose.
 
 One JSON object per line on stdin is a request, one per line on stdout is its answer:
-    {"module", "args", "env", "log"}  ->  {"pid"}     start `python -m module args`
-    {"pid"}                           ->  {"code"}    its exit code, null while it runs
+    {"program", "args", "env", "log"}  ->  {"pid"}     start a module, as `python -m` does, or a script
+    {"pid"}                            ->  {"code"}    its exit code, null while it runs
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _poll(pid: int, running: set[int]) -> dict[str, int | None]:
     return {"code": os.waitstatus_to_exitcode(status)}
 
 
-def _become(module: str, args: list[str], env: dict[str, str], log: str) -> int:
+def _become(program: str, args: list[str], env: dict[str, str], log: str) -> int:
     """Run the program in this process, which was just forked; returns its exit code."""
     os.setsid()
     nowhere, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -83,7 +83,10 @@ def _become(module: str, args: list[str], env: dict[str, str], log: str) -> int:
     sys.argv[1:] = args
     code: object = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if program.endswith(".py"):
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code
     except BaseException:
