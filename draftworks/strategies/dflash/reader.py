@@ -290,7 +290,7 @@ def _tensors(sizes: LayerSizes, taps: int, own_head: int | None) -> dict[str, Ex
     for layer in range(sizes.layers):
         per_head = {f"self_attn.{name}_norm": (sizes.head_dim,) for name in "qk"}
         expected |= named_weights(per_head, f"layers.{layer}.")
-        expected |= sizes.layer_tensors(f"layers.{layer}.", inputs=sizes.hidden)
+        expected |= sizes.list_layer_tensors(f"layers.{layer}.", inputs=sizes.hidden)
     return expected if own_head is None else expected | vocabulary_tensors(own_head, sizes.vocab)
 
 

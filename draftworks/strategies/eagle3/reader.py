@@ -258,7 +258,7 @@ def _tensors(
         shapes |= {f"fc_norm.{i}": (sizes.hidden,) for i in range(taps)}
     if layout.own_embedding:
         shapes["embed_tokens"] = (sizes.vocab, sizes.hidden)
-    expected = named_weights(shapes) | sizes.layer_tensors(layout.layer, inputs=2 * sizes.hidden)
+    expected = named_weights(shapes) | sizes.list_layer_tensors(layout.layer, inputs=2 * sizes.hidden)
     if says != sizes.vocab or (layout.maps_all and "d2t" in folder.tensors):
         expected |= vocabulary_tensors(says, sizes.vocab)
     return expected
