@@ -1,4 +1,4 @@
-"""The bigram draft: on a small example by hand, and against a slow restatement of what it means."""
+"""The bigram baseline: a small example by hand, and comparison with a slow reference."""
 
 from __future__ import annotations
 

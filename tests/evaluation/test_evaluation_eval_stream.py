@@ -1,4 +1,4 @@
-"""An evaluation is the same from whichever store its features stream."""
+"""An evaluation gives the same result from any kind of feature store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evaluator: counts first, ratios last, the same collectives on every rank."""
+"""The evaluator adds up before it divides, and runs the same collectives on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The share of answer tokens that are the target's own: by hand, with a head that reads the token off."""
+"""Label agreement, by hand, with a head that reads the token off the hidden state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of one strategy are those that no other evaluation has."""
+"""A strategy's own metrics are those that not every evaluation has."""
 
 from __future__ import annotations
 

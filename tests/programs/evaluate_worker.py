@@ -1,4 +1,4 @@
-"""One rank of an evaluation: `evaluate_worker.py RUN_FILE`. Prints how many targets this rank loaded for it."""
+"""One rank of an evaluation: `evaluate_worker.py RUN_FILE`. Prints how many targets this rank loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program in the real frame that does what its run file says: the tests' stand-in for capture and training."""
+"""A program in the real frame that does the task in its run file, in place of capture or training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features belong to the tokens they were captured from, not to whatever has the same sample ids."""
+"""Features belong to the tokens that they were captured from; equal sample ids are not enough."""
 
 from __future__ import annotations
 

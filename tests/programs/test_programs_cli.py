@@ -1,4 +1,4 @@
-"""What the command line prints can be used as it stands: whole names, and a strategy's own figures."""
+"""Output of the command line: whole names, and a strategy's own metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Domino from training to export by the programs, which know nothing of it; its schedule goes on where a training does."""
+"""Domino from training to export by the generic programs; its schedule continues when a training resumes."""
 
 from __future__ import annotations
 

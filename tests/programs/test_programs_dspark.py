@@ -1,4 +1,4 @@
-"""DSpark from training to export by the programs, which know nothing of it."""
+"""DSpark from training to export by the generic programs."""
 
 from __future__ import annotations
 

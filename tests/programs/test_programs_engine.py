@@ -1,4 +1,4 @@
-"""`draftworks engine` serves a target where its entry looks for it, and says what it cannot do before it starts anything."""
+"""`draftworks engine` serves a target at the URL of its entry, and refuses what it cannot do before it starts anything."""
 
 from __future__ import annotations
 

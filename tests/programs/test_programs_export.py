@@ -1,4 +1,4 @@
-"""The export program writes the formats that were asked for and reports what its gates found."""
+"""The export program writes the requested formats and reports the results of the gates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of file that is read, altered at random: it is as good as before, or one clear error names it."""
+"""Every kind of file that is read, altered at random, still gives the same content or one clear error that names it."""
 
 from __future__ import annotations
 

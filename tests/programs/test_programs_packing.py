@@ -1,4 +1,4 @@
-"""A training with `pack_tokens` in its run file: the same draft measured the same, and clear errors before it begins."""
+"""Training with `pack_tokens`: the same draft with the same metrics, and clear errors before it begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P-EAGLE from training to measurement by the programs, which know nothing of it; its draws go on where a training does."""
+"""P-EAGLE from training to measurement by the generic programs; its draws continue when a training resumes."""
 
 from __future__ import annotations
 

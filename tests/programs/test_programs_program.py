@@ -1,4 +1,4 @@
-"""The frame of launched programs, started by hand as a person would."""
+"""The frame of launched programs, started by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program that has conversations answered, by whoever its run file names."""
+"""The program that generates answers, by an engine or an endpoint."""
 
 from __future__ import annotations
 

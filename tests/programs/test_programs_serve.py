@@ -1,4 +1,4 @@
-"""The program of the serving check: what it refuses, and that its server goes with it."""
+"""The program of rung 6: what it refuses, and that its server ends with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`draftworks run` and `draftworks ui` say what would not work before anything is started."""
+"""`draftworks run` and `draftworks ui` refuse what would not work before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs give the same numbers from whichever kind of store, and capture into each only what it lacks."""
+"""The programs give the same numbers from every kind of store, and capture only what a store lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An entry is produced once, found again, and replaced when it no longer fits, saying why."""
+"""EvalCache produces an entry once, finds it again, and replaces it with a reason when it no longer fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes on one cache, and processes that are killed: an entry is whole or absent, whoever looks when."""
+"""With several processes on one cache, some of them killed, an entry is always complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What identifies an evaluation, what does not, and that no two identities have one key."""
+"""Which fields are the identity of an evaluation; different identities have different keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target at work on one sequence says what it would say of the whole, also after it was made to forget."""
+"""A target session gives the logits of a forward pass over the whole sequence, also after a rewind."""
 
 from __future__ import annotations
 

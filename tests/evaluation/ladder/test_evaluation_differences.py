@@ -1,4 +1,4 @@
-"""Where two courses of one answer part: by hand."""
+"""The first difference between two traces of one answer, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rung 4 with targets of every family: what layers remember of refused tokens is forgotten, whatever it is."""
+"""Rung 4 with targets of every family: rejected tokens leave no trace in any kind of layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rung 3 is rung 4, count for count; rung 4 says what the target alone would say."""
+"""Rung 3 equals rung 4 count for count, and rung 4 gives the answers of the target alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop beside the walk: nothing is listed where they agree; where they part, who parted and how near a tie it was."""
+"""Differences between loop and walk: none where they agree; else whose it is, and how near to a tie."""
 
 from __future__ import annotations
 

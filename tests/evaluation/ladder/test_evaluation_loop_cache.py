@@ -1,4 +1,4 @@
-"""Kept loops: found under all that decides them and nothing else, and never taken for what they are not."""
+"""The loop cache finds an entry by its identity alone, and never uses a damaged or another entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of one prompt, and averages over prompts."""
+"""Acceptance counts of one prompt, and averages over prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rungs 2 and 3 count, answer by answer, what a server would accept: compared with the server's own arithmetic, token by token."""
+"""Rungs 2 and 3 count what a server would accept, compared with a server's arithmetic token by token."""
 
 from __future__ import annotations
 

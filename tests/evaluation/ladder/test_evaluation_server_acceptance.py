@@ -1,4 +1,4 @@
-"""Rung 6: what a live server accepts is counted as the walk counts it, and compared with it."""
+"""Rung 6: the acceptance of a live server is counted as the walk counts, and compared with the walk."""
 
 from __future__ import annotations
 

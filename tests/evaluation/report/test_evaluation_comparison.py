@@ -1,4 +1,4 @@
-"""A new draft is compared with the one it replaces on the same prompts, and where there are none that is said."""
+"""A new draft is compared with the one it replaces on the same prompts; without any, the reason is given."""
 
 from __future__ import annotations
 

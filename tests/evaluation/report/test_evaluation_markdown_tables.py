@@ -1,4 +1,4 @@
-"""A Markdown table holds whatever a cell says, and says so when there is no row."""
+"""Markdown tables: any text in a cell, cut cells, and tables without a row."""
 
 from __future__ import annotations
 

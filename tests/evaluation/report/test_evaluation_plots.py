@@ -1,4 +1,4 @@
-"""Pictures: there, whole, and as large as what they show."""
+"""Plots are valid PNG files, as large as their contents need."""
 
 from __future__ import annotations
 

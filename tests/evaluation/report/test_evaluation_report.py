@@ -1,4 +1,4 @@
-"""Reports: the same numbers in every form, and nothing taken for a report that is not one."""
+"""Reports have the same numbers in every file, and a file that is not of a report is refused."""
 
 from __future__ import annotations
 

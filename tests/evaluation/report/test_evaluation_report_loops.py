@@ -1,4 +1,4 @@
-"""Rung 4 in a report: when it was timed, and every difference from the walk, in all forms."""
+"""Rung 4 in a report: when it was timed, and every difference from the walk, in all files."""
 
 from __future__ import annotations
 

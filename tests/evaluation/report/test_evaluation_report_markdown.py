@@ -1,4 +1,4 @@
-"""The markdown: what stands first, what is left out, what is warned of."""
+"""Markdown of a report: its headline, what is left out, its warnings."""
 
 from __future__ import annotations
 

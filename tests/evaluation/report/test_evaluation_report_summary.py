@@ -1,4 +1,4 @@
-"""Summaries: what a leaderboard reads, without what an evaluation needs."""
+"""Summaries of reports: read for a leaderboard, without importing what an evaluation needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slices partition the prompts, and are named so that a person knows what is in them."""
+"""Slices partition the prompts, and their labels tell what is in them."""
 
 from __future__ import annotations
 
