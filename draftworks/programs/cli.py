@@ -177,14 +177,14 @@ def build_acceptance_table(strategy: str, report: Artifact) -> Table:
 
 def build_strategy_metrics_table(strategy: str, draft: Artifact) -> Table:
     """Build a table of the strategy's own metrics (docs/strategies.md), with a column per draft position."""
-    figures = {
+    metrics = {
         k: v if isinstance(v, list) else [v] for k, v in select_strategy_metrics(draft.summary["heldout"]).items()
     }
-    table = Table(title=f"{strategy}: figures of its own, of the published draft", title_justify="left")
-    table.add_column("figure")
-    for position in range(max(map(len, figures.values()))):
+    table = Table(title=f"{strategy}: its own metrics, of the published draft", title_justify="left")
+    table.add_column("metric")
+    for position in range(max(map(len, metrics.values()))):
         table.add_column(str(position + 1), justify="right")
-    for name, values in figures.items():
+    for name, values in metrics.items():
         table.add_row(name, *(f"{value:.3f}" for value in values))
     return table
 

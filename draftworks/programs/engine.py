@@ -36,7 +36,7 @@ def engine(
         signal.signal(signum, signal.default_int_handler)
     try:
         server = prepare_server(target, Registry(registry))
-        typer.echo(f"target {target}: SGLang is starting; what it says is in {server.log}")
+        typer.echo(f"target {target}: SGLang is starting; its log is {server.log}")
         _serve(target, server)
     except DraftworksError as error:
         raise report_error(error) from None
@@ -87,6 +87,6 @@ def _find_place(target: TargetSpec) -> tuple[int, Path]:
     place = urlsplit(server.url)
     if place.hostname not in (LOOPBACK, "localhost") or place.port is None or place.path.strip("/"):
         raise ConfigError(
-            f"{where}.url: expected http://{LOOPBACK}:PORT, found {server.url}: start it on its own machine, by its own means"
+            f"{where}.url: expected http://{LOOPBACK}:PORT, found {server.url}: start a server of another machine on that machine"
         )
     return place.port, Path(server.spool)
