@@ -55,15 +55,15 @@ def evaluate(run: EvaluateRun, ctx: ProgramContext) -> dict[str, Any]:
         draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.seed)
         draft.strategy.model.to(device)
         samples = open_samples(run.heldout, run.store, draft.strategy, run.target)
-        columns = _columns(samples.tokens, run.evaluation.slices)
+        columns = _select_columns(samples.tokens, run.evaluation.slices)
         measurements = _EvaluationRun(run, ctx, draft, samples, device)
-        untrained = measurements.replayed_rungs("untrained")
+        untrained = measurements.measure_replayed_rungs("untrained")
         # No digest is required: a re-evaluation measures an old draft on new weights of its target.
         config = load_draft(run.draft, draft.strategy, target_digest=None)
-        drafts = {"trained": measurements.every_rung("trained", config.weights_digest), "untrained": untrained}
+        drafts = {"trained": measurements.measure_every_rung("trained", config.weights_digest), "untrained": untrained}
         if isinstance(draft.strategy, ChainStrategy):
-            drafts["bigram"] = DraftMeasurement(measurements.accuracy("bigram", measurements.bigram()))
-        agreement = measurements.label_agreement()
+            drafts["bigram"] = DraftMeasurement(measurements.measure_accuracy("bigram", measurements.build_bigram()))
+        agreement = measurements.measure_label_agreement()
     provenance = {
         "target_digest": run.target.digest,
         "trained_for_target_digest": config.target_digest,
@@ -114,32 +114,32 @@ class _EvaluationRun:
         configured = self.run.evaluation.draft_tokens or self.strategy.draft_tokens
         return min(configured, self.strategy.max_draft_tokens or configured)
 
-    def loader(self) -> FeatureDataLoader:
+    def build_loader(self) -> FeatureDataLoader:
         loader = build_evaluation_loader(self.samples, self.strategy, self.run.micro_batch_size, self.ctx)
         loader.prepare_for(self.device)
         return loader
 
-    def accuracy(self, name: str, forward: Forward) -> EvalResult:
+    def measure_accuracy(self, name: str, forward: Forward) -> EvalResult:
         """Measure rungs 0 and 1.
 
         Raises:
             DataError: no sample has a token to measure on.
         """
-        result = Evaluator(self.device).run(forward, self.loader())
+        result = Evaluator(self.device).run(forward, self.build_loader())
         if result is None:
             raise make_empty_heldout_error(self.run.heldout)
         self._log(f"{name}: simulated_acc_len {result.simulated_acc_len:.3f} (rung 1), accuracy {result.avg_acc:.3f}")
         return result
 
-    def replayed_rungs(self, name: str) -> DraftMeasurement:
+    def measure_replayed_rungs(self, name: str) -> DraftMeasurement:
         """Measure rungs 0 to 3, without a forward pass of the target."""
-        return self._with_replay(name).measured
+        return self._measure_with_replay(name).measured
 
-    def every_rung(self, name: str, weights_digest: str) -> DraftMeasurement:
+    def measure_every_rung(self, name: str, weights_digest: str) -> DraftMeasurement:
         """Measure rungs 0 to 4. Rung 4 runs the target, unless its measurement is in the loop cache."""
         captured = [self.samples.tokens.by_id(ref.sample_id) for ref in self.samples.refs]
         prompts = select_prompts(captured, self.run.evaluation.loop.prompts)
-        found = self._with_replay(name, trace_ids={prompt.sample_id for prompt in prompts})
+        found = self._measure_with_replay(name, trace_ids={prompt.sample_id for prompt in prompts})
         rung4 = Rung4(
             self.run,
             self.draft,
@@ -152,9 +152,9 @@ class _EvaluationRun:
         )
         return replace(found.measured, loops=rung4.measure())
 
-    def _with_replay(self, name: str, trace_ids: Collection[str] = ()) -> _Measured:
-        result = self.accuracy(name, self.strategy.forward_loss)
-        found = replay_all(self.strategy, self.loader(), self.draft_tokens, self.device, trace_ids)
+    def _measure_with_replay(self, name: str, trace_ids: Collection[str] = ()) -> _Measured:
+        result = self.measure_accuracy(name, self.strategy.forward_loss)
+        found = replay_all(self.strategy, self.build_loader(), self.draft_tokens, self.device, trace_ids)
         measured = DraftMeasurement(result, tuple(one.blocks for one in found), tuple(one.walk for one in found))
         walk = micro_mean(measured.walk)
         if walk is not None:
@@ -165,13 +165,13 @@ class _EvaluationRun:
             measured, {one.walk.sample_id: one.first_answer for one in found if one.first_answer is not None}
         )
 
-    def bigram(self) -> BigramDraft:
+    def build_bigram(self) -> BigramDraft:
         """Return the bigram baseline, measured at the same positions and draft steps as the draft."""
         assert isinstance(self.strategy, ChainStrategy)
         table = BigramTable.count(TokenizedSet.open(self.run.train_tokens), self.draft.parts.vocab_size)
         return BigramDraft(table, self._head, self.strategy.chain_label_mask)
 
-    def label_agreement(self) -> float | None:
+    def measure_label_agreement(self) -> float | None:
         """Measure the label agreement from `last`; None if `last` was not captured.
 
         `last` is captured for every sample, also for strategies that do not read it.
@@ -206,7 +206,7 @@ class _Measured:
     traces: Mapping[str, AnswerTrace]
 
 
-def _columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
+def _select_columns(tokens: TokenizedSet, by: list[str]) -> pd.DataFrame:
     """Return the columns to slice by, indexed by sample id: columns of the eval data, and `length` in tokens.
 
     Raises:
