@@ -81,7 +81,7 @@ def not_worse(workspace: Workspace, report: str, target: str) -> dg.AssetCheckRe
 
     found = compare_with_replaced_draft(workspace.artifacts, report, target)
     return dg.AssetCheckResult(
-        passed=not found.worse,
+        passed=not found.is_worse,
         severity=dg.AssetCheckSeverity.ERROR,
         description=found.describe(),
         metadata=found.to_json(),

@@ -201,7 +201,7 @@ class MetricAccumulator:
             value = value.detach().reshape(-1).to(output.loss_sum.device, torch.float64)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
-    def layout(self) -> dict[str, int]:
+    def get_layout(self) -> dict[str, int]:
         """Return the names and lengths of the sums, which must be the same on all ranks before they are added."""
         return {name: len(value) for name, value in self._sums.items()}
 
@@ -211,7 +211,7 @@ class MetricAccumulator:
         Args:
             layout: names and lengths to add, in order, the same on every rank; by default this rank's.
         """
-        lengths = self.layout() if layout is None else layout
+        lengths = self.get_layout() if layout is None else layout
         packed = [self._pad(name, length) for name, length in lengths.items()]
         total = sum_over_ranks(torch.cat(packed)).split(list(lengths.values())) if packed else ()
         sums = {name: tuple(values.tolist()) for name, values in zip(lengths, total)}
@@ -226,7 +226,7 @@ class MetricAccumulator:
 def agree_on_layout(accumulator: MetricAccumulator) -> dict[str, int]:
     """Return the union of all ranks' layouts, so that a rank without a batch can take part. A collective."""
     layout: dict[str, int] = {}
-    for rank_layout in gather_from_ranks(accumulator.layout()):
+    for rank_layout in gather_from_ranks(accumulator.get_layout()):
         for name, length in rank_layout.items():
             layout[name] = max(length, layout.get(name, 0))
     return layout

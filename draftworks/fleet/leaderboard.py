@@ -132,8 +132,8 @@ def measured(report: Artifact) -> Measured:
         StoreError: the report is damaged, or of another schema.
     """
     summary = ReportSummary.load(report.path / HELDOUT)
-    walks = [score for score in summary.of(TRAINED, WALK_RUNG) if score.value is not None]
-    score = (walks or summary.of(TRAINED, SIMULATED_RUNG))[0]
+    walks = [score for score in summary.select_scores(TRAINED, WALK_RUNG) if score.value is not None]
+    score = (walks or summary.select_scores(TRAINED, SIMULATED_RUNG))[0]
     return Measured(summary.eval_set, score, summary.created.timestamp(), ReportIdentity.of(report).draft)
 
 

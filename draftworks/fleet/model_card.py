@@ -208,7 +208,7 @@ def _lengths(report: ReportSummary) -> list[RungScore]:
 
 
 def _known(report: ReportSummary, rung: int) -> list[RungScore]:
-    return [score for score in report.of(TRAINED, rung) if score.value is not None]
+    return [score for score in report.select_scores(TRAINED, rung) if score.value is not None]
 
 
 def _cell(score: RungScore | None) -> str:

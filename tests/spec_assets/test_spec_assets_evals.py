@@ -42,7 +42,9 @@ def test_a_named_eval_set_goes_from_its_file_to_the_report(finished, tmp_path):
     assert set(report.summary["evals"]) == {"heldout", "extra"}
     metadata = shown(result, "eagle3_report")
     assert "extra" in metadata["report_extra"].value
-    assert all(score.value is not None for score in ReportSummary.load(report.path / "extra").of("trained", 3))
+    assert all(
+        score.value is not None for score in ReportSummary.load(report.path / "extra").select_scores("trained", 3)
+    )
     trained = Report.load(report.path / "extra").drafts["trained"]
     assert len(trained.walk) == 8
     draft = shown(result, "eagle3_draft")

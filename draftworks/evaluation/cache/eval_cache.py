@@ -155,7 +155,7 @@ class EvalCache:
         finding = self._examine(config, inputs, verify)
         if verify and finding.problem is not None:
             raise _damaged_entry_error(finding.problem)
-        return self.dir_for(config) if finding.usable else None
+        return self.dir_for(config) if finding.is_usable else None
 
     def read(self, config: EvalConfig, read: Callable[[Path], T]) -> T | None:
         """Return the result of `read(folder)` for a config's entry; None without an entry.
@@ -194,11 +194,11 @@ class EvalCache:
         """
         path, version = self.dir_for(config), digest([config.cache_key, sorted(inputs.items())])
         hit = CacheEntry(path, config.cache_key, hit=True, data_version=version)
-        if self._find(config, inputs, rebuild).usable:
+        if self._find(config, inputs, rebuild).is_usable:
             return hit
         with self._locked(path):
             finding = self._find(config, inputs, rebuild)
-            if finding.usable:
+            if finding.is_usable:
                 return hit
             if finding.problem is not None:
                 log.warning("%s is produced again: %s", path, finding.problem)
@@ -261,7 +261,7 @@ class EvalCache:
     def _use_other_entry(self, config: EvalConfig, inputs: Mapping[str, str], hit: CacheEntry) -> CacheEntry:
         """Return the entry that another process published; happens only on a file system without working locks."""
         finding = self._examine(config, inputs, verify=True)
-        if not finding.usable:
+        if not finding.is_usable:
             raise StoreError(f"{hit.path}: another process published an entry that does not fit: {finding.problem}")
         return hit
 
@@ -293,7 +293,7 @@ class _Finding:
     problem: str | None = None
 
     @property
-    def usable(self) -> bool:
+    def is_usable(self) -> bool:
         return self.exists and self.problem is None
 
 

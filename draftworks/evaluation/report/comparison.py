@@ -39,7 +39,7 @@ class ReplacedDraftComparison:
     reason: str = ""
 
     @property
-    def worse(self) -> bool:
+    def is_worse(self) -> bool:
         """Whether the whole interval of the difference lies below 0."""
         return self.paired is not None and self.paired.interval.high < 0
 
@@ -47,7 +47,7 @@ class ReplacedDraftComparison:
         if self.paired is None:
             return f"nothing to compare: {self.reason}"
         low, high = self.paired.interval.low, self.paired.interval.high
-        verdict = "fewer are accepted" if self.worse else "more are accepted" if low > 0 else "no clear difference"
+        verdict = "fewer are accepted" if self.is_worse else "more are accepted" if low > 0 else "no clear difference"
         return (
             f"{self.paired.difference:+.3f} accepted tokens per pass ({low:+.3f} to {high:+.3f}) compared with the draft "
             f"before it, on {self.paired.prompts} prompts measured with both: {verdict}"

@@ -130,7 +130,7 @@ class ReportSummary:
     provenance: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        if not self.of(TRAINED, 1):
+        if not self.select_scores(TRAINED, 1):
             raise DataError(
                 f"scores: expected a draft {TRAINED!r} with rung 1, found {sorted({s.draft for s in self.scores})}"
             )
@@ -163,9 +163,9 @@ class ReportSummary:
     @property
     def simulated_acc_len(self) -> float:
         """Rung 1 of the trained draft; every report has it."""
-        return self.of(TRAINED, 1)[0].value
+        return self.select_scores(TRAINED, 1)[0].value
 
-    def of(self, draft: str, rung: int) -> tuple[RungScore, ...]:
+    def select_scores(self, draft: str, rung: int) -> tuple[RungScore, ...]:
         """Return the scores of a draft on a rung: on rung 0 one per draft position, on rung 4 one per temperature."""
         return tuple(score for score in self.scores if (score.draft, score.rung) == (draft, rung))
 

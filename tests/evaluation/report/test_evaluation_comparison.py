@@ -40,7 +40,7 @@ def test_worse_is_a_draft_whose_whole_interval_lies_below_zero(folders: ReportFo
     answers = folders.publish_answers(SAMPLES)
     old, new = folders.publish_report("old", answers, before), folders.publish_report("new", answers, after)
     found = compared(folders)
-    assert (found.worse, found.paired.prompts) == (worse, 12)
+    assert (found.is_worse, found.paired.prompts) == (worse, 12)
     assert verdict in found.describe()
     difference = sum(map(sum, after.values())) / 36 - sum(map(sum, before.values())) / 36
     assert found.paired.difference == pytest.approx(difference)
@@ -65,7 +65,7 @@ def test_eval_data_that_has_grown_still_compares_on_what_was_there(folders: Repo
     folders.publish_report("old", folders.publish_answers(few), {name: GOOD[name] for name in few})
     folders.publish_report("new", folders.publish_answers(SAMPLES), BAD)
     found = compared(folders)
-    assert (found.worse, found.paired.prompts) == (True, 6)
+    assert (found.is_worse, found.paired.prompts) == (True, 6)
 
 
 def test_the_draft_before_is_the_newest_with_other_weights(folders: ReportFolders):
@@ -94,14 +94,14 @@ def test_reports_that_proposed_different_numbers_of_tokens_do_not_compare(folder
     folders.publish_report("old", answers, GOOD, draft_tokens=7)
     folders.publish_report("new", answers, BAD, draft_tokens=3)
     found = compared(folders)
-    assert (found.worse, found.paired, found.old.identity["draft"]) == (False, None, "old")
+    assert (found.is_worse, found.paired, found.old.identity["draft"]) == (False, None, "old")
     assert "3 tokens per pass were proposed now, 7 in the report before it" in found.describe()
 
 
 def test_a_first_draft_has_nothing_to_be_compared_with(folders: ReportFolders):
     folders.publish_report("new", folders.publish_answers(SAMPLES), GOOD)
     found = compared(folders)
-    assert not found.worse
+    assert not found.is_worse
     assert found.describe() == "nothing to compare: it is the first draft of this target and strategy"
     assert set(found.to_json()) == {"draft", "report"}
 
@@ -121,7 +121,7 @@ def test_without_a_shared_prompt_nothing_is_compared(folders: ReportFolders, sam
     folders.publish_report("old", folders.publish_answers(SAMPLES), GOOD)
     folders.publish_report("new", folders.publish_answers(samples, masked), accepted)
     found = compared(folders)
-    assert (found.worse, found.paired, found.old.identity["draft"]) == (False, None, "old")
+    assert (found.is_worse, found.paired, found.old.identity["draft"]) == (False, None, "old")
     assert "no held-out prompt has the same tokens" in found.describe()
 
 

@@ -39,15 +39,15 @@ def test_summary_is_read_from_report_json_alone(tmp_path: Path) -> None:
 
 
 def test_score_has_interval_counts_and_speed_up(tmp_path: Path) -> None:
-    [walk] = summary_of(full_report(), tmp_path).of("trained", 3)
+    [walk] = summary_of(full_report(), tmp_path).select_scores("trained", 3)
     assert (walk.value, walk.prompts, walk.passes, walk.tokens_per_pass, walk.confidence) == (1.5, 3, 6, 2.5, 0.95)
     assert walk.low < 1.5 < walk.high
-    greedy, sampled = ReportSummary.load(tmp_path).of("trained", 4)
+    greedy, sampled = ReportSummary.load(tmp_path).select_scores("trained", 4)
     assert [(loop.temperature, loop.speed_up) for loop in (greedy, sampled)] == [(0.0, 1.5), (0.7, 0.5)]
 
 
 def test_rungs_that_count_no_passes_have_a_value_alone(tmp_path: Path) -> None:
-    [bigram] = summary_of(full_report(), tmp_path).of("bigram", 1)
+    [bigram] = summary_of(full_report(), tmp_path).select_scores("bigram", 1)
     assert bigram == RungScore("bigram", 1, "simulated_acc_len", pytest.approx(0.3 + 0.3 * 0.25))
 
 
