@@ -75,7 +75,7 @@ class BigramDraft:
             batch["last"].flatten(0, 1)[plan.teacher_positions],
         )  # (N,), (N, H)
         # All draft steps that predict the token after one position propose the same one: the table reads one token.
-        correct = self._successor[ids] == argmax_of_head(self._head, last)
+        correct = self._successor[ids] == argmax_of_head(self._head, last)  # (N,)
         metric_sums = {
             "acc_corrects": ((plan.draft_positions >= 0) & correct).sum(1, dtype=torch.float64),
             "acc_denoms": label_mask.sum(dim=(1, 2), dtype=torch.float64),

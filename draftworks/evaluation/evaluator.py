@@ -90,9 +90,11 @@ def collate_labels(samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence
     Returns:
         `labels` (N,) and `last` (N, H) of the N answer tokens of all samples.
     """
-    answers = [sample["loss_mask"][1:].bool() for sample in samples]
-    labels = [sample["input_ids"][1:][mask] for sample, mask in zip(samples, answers)]
-    last = [sample["last"][:-1][mask] for sample, mask in zip(samples, answers)]
+    masks = [sample["loss_mask"][1:].bool() for sample in samples]  # (S - 1,) each
+    labels = [sample["input_ids"][1:][mask] for sample, mask in zip(samples, masks)]
+    last = [
+        sample["last"][:-1][mask] for sample, mask in zip(samples, masks)
+    ]  # the state before each label predicts it
     tensors = {"labels": torch.cat(labels), "last": torch.cat(last)}
     return TrainBatch(tensors, tuple(sample_ids), sum(len(sample["input_ids"]) for sample in samples))
 

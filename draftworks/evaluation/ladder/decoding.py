@@ -187,14 +187,16 @@ def speculate(
     target_pass = session.forward(prompt)
     session.rewind_to(len(prompt))
     answer.extend([_choose_token(target_pass.logits[-1], temperature, generator)])
-    following = torch.tensor([*prompt[1:], answer.tokens[-1]], device=model.device)
+    following = torch.tensor(
+        [*prompt[1:], answer.tokens[-1]], device=model.device
+    )  # (n,), the token after each position
     length = len(prompt)
     passes: list[Pass] = []
     while not answer.is_finished:
         drafter.extend(target_pass.features, following)
         proposal = drafter.propose(draft_tokens, temperature, generator)
         proposed = proposal.tokens.tolist()
-        target_pass = session.forward([answer.tokens[-1], *proposed])
+        target_pass = session.forward([answer.tokens[-1], *proposed])  # logits (T + 1, V)
         verdict: Verdict = verify(proposal, target_pass.logits, temperature, generator)
         emitted_tokens = [*proposed[: verdict.accepted], verdict.next_token]
         passes.append(_make_pass(proposed, verdict.accepted, emitted=answer.extend(emitted_tokens)))

@@ -64,7 +64,7 @@ class TargetSession:
             use_cache=True,
             output_hidden_states=bool(self._taps),
         )
-        features = {tap.name: out.hidden_states[tap.hf_index][0] for tap in self._taps}
+        features = {tap.name: out.hidden_states[tap.hf_index][0] for tap in self._taps}  # (1, n, H) to (n, H)
         return TargetPass(out.logits[0], features)
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class TargetSession:
             layer.crop(-tokens)
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([list(tokens)], device=self._model.device)
+        return torch.tensor([list(tokens)], device=self._model.device)  # (1, n)
 
 
 def has_recurrent_state(target: TargetFiles) -> bool:
