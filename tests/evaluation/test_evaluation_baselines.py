@@ -54,7 +54,7 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
 
 
 def example_batch(ids: list[list[int]], mask: list[list[int]], argmax: list[list[int]]) -> TrainBatch:
-    """With the identity as head, the target's argmax after each position is what `argmax` says."""
+    """Return a batch whose target argmax at each position is `argmax`, with the identity as head."""
     last = torch.nn.functional.one_hot(torch.tensor(argmax), VOCAB).float()
     tensors = {"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(mask).bool(), "last": last}
     return TrainBatch(tensors, ("s",), 0)

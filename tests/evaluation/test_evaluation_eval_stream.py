@@ -33,7 +33,7 @@ class Row:
 
 
 class Rows:
-    """Tokens of samples of 5 to 39 tokens, supervised from somewhere on."""
+    """Tokens of samples of 5 to 39 tokens, each supervised from some position on."""
 
     def __init__(self, count: int) -> None:
         generator = np.random.default_rng(3)

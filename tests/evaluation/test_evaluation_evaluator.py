@@ -19,7 +19,7 @@ from draftworks.features.contracts import TrainBatch
 
 
 def batch(loss: float, corrects: list[float], denoms: list[float], ids: tuple[str, ...] = ("s",)) -> TrainBatch:
-    """A batch that carries its own result."""
+    """Return a batch that carries its own result."""
     tensors = {"loss": torch.tensor(loss), "corrects": torch.tensor(corrects), "denoms": torch.tensor(denoms)}
     return TrainBatch(tensors, ids, num_tokens=10)
 

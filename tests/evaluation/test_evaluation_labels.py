@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def sample(ids: list[int], answered_from: int, said: list[int]) -> dict[str, Tensor]:
-    """`said` is what the target says after each token."""
+    """Return a sample; `said` are the target's greedy tokens after each token."""
     mask = torch.arange(len(ids)) >= answered_from
     return {"input_ids": torch.tensor(ids), "loss_mask": mask, "last": HEAD[torch.tensor(said)]}
 

@@ -20,7 +20,7 @@ from draftworks.programs.program import ProgramContext
 
 
 class Reader:
-    """What `open_samples` asks of a strategy."""
+    """The part of a strategy that `open_samples` uses."""
 
     name = "reader"
     feature_names = ("hf2", "last")

@@ -88,7 +88,7 @@ def test_a_draft_is_made_and_exported(
 
 
 def _is_not_refused(name: str, strategy: str, target: TargetFiles, folder: Path) -> None:
-    """What is checked before any cost."""
+    """Check that preflight finds no error."""
     spec = TargetSpec(
         name=name,
         model=target.model,
@@ -100,7 +100,7 @@ def _is_not_refused(name: str, strategy: str, target: TargetFiles, folder: Path)
 
 
 def features(target: TargetFiles, folder: Path, first: int) -> FeatureSet:
-    """Captured, of four conversations that the target has answered."""
+    """Capture features of four conversations that the target answered."""
     folder.mkdir()
     run = answering_run(
         target, folder, [conversation(first + n) for n in range(8 if first == 0 else 3)],

@@ -41,7 +41,7 @@ HOSTILE: list[Any] = [None, True, -1, 10**40, 1.5, "", "../../etc/passwd", "\x00
 
 @dataclass(frozen=True)
 class Kind:
-    """A sound file, and what reads it."""
+    """An intact file, and the function that reads it."""
 
     path: Path
     read: Callable[[], Any]
@@ -127,7 +127,7 @@ NAMES = [
 
 @st.composite
 def altered(draw: st.DrawFn, sound: bytes) -> bytes:
-    """Other bytes: cut, overwritten, lengthened, nothing like them, or JSON with one value replaced."""
+    """Alter bytes: cut off, overwrite, lengthen, replace all, or replace one value in JSON."""
     way = draw(st.sampled_from(["cut", "overwrite", "insert", "any", "deep", "value", "value", "value"]))
     place = draw(st.integers(0, len(sound)))
     noise = draw(st.binary(min_size=1, max_size=12))

@@ -17,7 +17,7 @@ from draftworks.programs.cli import app
 
 @pytest.fixture
 def started(monkeypatch):
-    """What would have been started: its arguments and environment."""
+    """Record the arguments and environment of processes instead of starting them."""
     calls = []
 
     def note(arguments):

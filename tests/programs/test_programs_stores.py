@@ -71,7 +71,7 @@ def write_sets(folder: Path) -> None:
 
 
 def numbers(chain: Chain) -> dict[str, Any]:
-    """Everything that a chain of programs gives, without clocks and places."""
+    """Return all results of a chain of programs, without times and paths."""
     write_sets(chain.folder)
     (chain.folder / "draft").mkdir()
     versions = [chain.captured(name, TAPS)["data_version"] for name in ("train", "heldout")]

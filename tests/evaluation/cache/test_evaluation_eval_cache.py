@@ -252,7 +252,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def as_one_who_may_not_write(folder: Path, work: Callable[[], object]) -> object:
-    """Permissions mean nothing to root, who becomes somebody else for the time."""
+    """Context of a user without write permission; root ignores permissions, so it becomes another user."""
     for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
         path.chmod(0o555)
     user = os.geteuid()

@@ -25,7 +25,7 @@ LAST = 10**6
 
 
 def started(cache_dir: Path, mode: str) -> subprocess.Popen[str]:
-    """A process that has imported all it needs."""
+    """Start a process and wait until it has imported everything."""
     command = [sys.executable, eval_cache_producer.__file__, str(cache_dir), mode]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
@@ -34,7 +34,7 @@ def started(cache_dir: Path, mode: str) -> subprocess.Popen[str]:
 
 @contextmanager
 def churning(cache_dir: Path) -> Iterator[None]:
-    """Another process replaces and invalidates the entry all the time, and is killed at the end."""
+    """Context in which another process replaces and invalidates the entry again and again; it is killed at the end."""
     process = started(cache_dir, "churn")
     try:
         yield

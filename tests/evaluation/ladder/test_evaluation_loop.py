@@ -103,7 +103,7 @@ def test_draft_that_proposes_other_tokens_is_listed_with_its_own_gap(ladder: Lad
 
 
 def proposals_of(ladder: Ladder, index: int) -> list[Tensor]:
-    """The draft's logits for every proposal of a real loop, in their order."""
+    """Return the draft's logits for every proposal of a loop, in order."""
     logits: list[Tensor] = []
     hook = ladder.strategy.model.lm_head.register_forward_hook(lambda module, args, out: logits.append(out[0, 0]))
     spoken(ladder, index)
@@ -131,7 +131,7 @@ def test_what_a_prompt_draws_depends_on_its_sample_id_and_the_seed_alone(ladder:
     speculate_as_ever = loop_module.speculate
 
     def drawn(prompts: list[Prompt], seed: int = 0) -> dict[str, tuple]:
-        """By sample id: where its random numbers come from, and what was accepted."""
+        """Return the random state and the acceptance of every prompt, by sample id."""
         seeds = {}
 
         def listening(*arguments):

@@ -17,7 +17,7 @@ from draftworks.features.contracts import TrainBatch
 
 @dataclass(frozen=True)
 class Scripted:
-    """A draft that proposes at row t what is written there."""
+    """A draft with a fixed proposal for every position."""
 
     proposals: Tensor
 
@@ -36,7 +36,7 @@ def counted(found: PromptAcceptance) -> Counted:
 
 
 def answers_of(mask: list[int]) -> list[range]:
-    """Positions of every run of answer tokens."""
+    """Return the positions of every run of answer tokens."""
     found, begin = [], None
     for place, on in enumerate([*mask, 0]):
         if on and begin is None:
@@ -48,7 +48,7 @@ def answers_of(mask: list[int]) -> list[range]:
 
 
 def served(ids: list[int], answer: range, proposals: list[list[int]], known: int) -> Counted:
-    """One pass of a server that has said all tokens up to position `known` of the answer: the draft has read the row before."""
+    """One pass of a server that has decided all tokens up to position `known`; the draft is asked at the one before."""
     proposed, accepted = proposals[max(known - 1, 0)], 0
     while accepted < len(proposed) and known + 1 + accepted < answer.stop:
         if proposed[accepted] != ids[known + 1 + accepted]:
@@ -63,7 +63,7 @@ def total(passes: list[Counted]) -> Counted:
 
 
 def by_hand(ids: list[int], mask: list[int], proposals: list[list[int]]) -> tuple[Counted, Counted]:
-    """Of one sample: a pass after every token of its answers but the last, and the passes that a server makes."""
+    """Return the passes of one sample: at every token of its answers but the last, and those of a server."""
     blocks, walk = [], []
     for answer in answers_of(mask):
         first = max(answer.start, 1)  # nothing can be said before there is a row

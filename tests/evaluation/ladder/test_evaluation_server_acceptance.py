@@ -32,7 +32,7 @@ def row(name: str, *parts: tuple[int, bool]) -> TokenRow:
 
 
 def served_as(passes: list[int], cut: int = 0) -> SpeculatedAnswer:
-    """A server's answer of these accepted proposals, of which it then cut so many tokens off."""
+    """Return a server's answer with these accepted counts, of which it cut off the last `cut` tokens."""
     emitted = 1 + sum(passes) + len(passes)
     counts = np.bincount(passes) if passes else []
     return SpeculatedAnswer(tuple(range(emitted - cut)), len(passes), tuple(int(count) for count in counts))

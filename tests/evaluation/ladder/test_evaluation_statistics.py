@@ -28,7 +28,7 @@ DRAFT_TOKENS = 5
 
 
 def simulated(prompts: int, seed: int, gain: float = 0.0, noise: int = 0) -> list[PromptAcceptance]:
-    """Prompts of their own length and difficulty, which the seed decides; drafts differ by gain and by noise."""
+    """Simulate prompts whose length and difficulty the seed decides; drafts differ by `gain` and `noise`."""
     difficulty = np.random.default_rng(seed)
     rates = difficulty.beta(4, 3, size=prompts)
     lengths = difficulty.integers(5, 60, size=prompts)

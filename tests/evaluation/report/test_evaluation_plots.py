@@ -17,7 +17,7 @@ from draftworks.evaluation.report.writing import save_report
 
 
 def opened(data: bytes) -> Image.Image:
-    """A PNG of which every byte could be read."""
+    """Open a PNG and read every byte of it."""
     picture = Image.open(io.BytesIO(data))
     picture.load()
     assert picture.format == "PNG"

@@ -26,7 +26,7 @@ FOUND = (
 
 
 def report_with(differences: tuple[Difference, ...] | None, occasion: TimingContext | None = THEN) -> Report:
-    """Greedy is compared and was timed then; the loop at temperature 0.7 is neither."""
+    """Return a report whose greedy loop is compared and timed; its loop at temperature 0.7 is neither."""
     report = full_report()
     trained = report.drafts["trained"]
     greedy, sampled = trained.loops

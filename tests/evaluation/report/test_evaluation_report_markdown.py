@@ -16,7 +16,7 @@ WARNING = "not exact here"
 
 
 def rows_of(markdown: str, header: str) -> dict[str, list[str]]:
-    """The table whose first header begins with `header`, by its first cells."""
+    """Return the rows of the table whose first header begins with `header`, by their first cells."""
     table = next(part for part in markdown.split("\n\n") if part.startswith(f"| {header}"))
     lines = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines()]
     return {line[0]: line[1:] for line in lines if not line[0].startswith(":")}

@@ -19,7 +19,7 @@ from draftworks.storage.atomic import publish_json
 
 
 def summary_of(report: Report, folder: Path) -> ReportSummary:
-    """Of a folder with report.json alone."""
+    """Load the summary of a folder that has only report.json."""
     publish_json(folder / REPORT, report.to_json())
     return ReportSummary.load(folder)
 

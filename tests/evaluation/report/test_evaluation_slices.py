@@ -17,7 +17,7 @@ QUICK = Resampling(resamples=50)
 
 
 def prompts_of(count: int) -> list[PromptAcceptance]:
-    """Each accepts other numbers of tokens than the others."""
+    """Return prompts that all have different acceptance."""
     return [
         PromptAcceptance.from_accepted_counts(f"s{index:02}", [index % 4, *[1] * (index % 3)], emitted=5)
         for index in range(count)
@@ -25,7 +25,7 @@ def prompts_of(count: int) -> list[PromptAcceptance]:
 
 
 def by_one(values: list, **options) -> pd.DataFrame:
-    """The slices of as many prompts by a column of these values."""
+    """Slice as many prompts by a column of these values."""
     prompts = prompts_of(len(values))
     columns = pd.DataFrame({"it": values}, index=[prompt.sample_id for prompt in prompts], **options)
     return slice_acceptance(prompts, columns, ["it"], QUICK)
