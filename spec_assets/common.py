@@ -48,7 +48,7 @@ def asset(
     """
 
     def decorate(function: Callable[..., dg.MaterializeResult]) -> dg.AssetsDefinition:
-        guarded = _guarded(function)
+        checked = guarded(function)
         return dg.asset(
             group_name=group,
             kinds=set(kinds),
@@ -56,12 +56,14 @@ def asset(
             code_version=code_version,
             output_required=not optional,
             **options,
-        )(_or_nothing(guarded) if optional else guarded)
+        )(_or_nothing(checked) if optional else checked)
 
     return decorate
 
 
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of an asset: its DraftworksErrors become failures, and it ends with the process of the run."""
+
     @functools.wraps(function)
     def call(context: dg.AssetExecutionContext, *args: Any, **kwargs: Any) -> Any:
         end_with_run_process(context)

@@ -12,6 +12,15 @@ from draftworks.config.run_files import TOKENS_FOLDER, RegenerateRun, TargetFile
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import resolve_draft_vocab_size
 from draftworks.storage.artifacts import Artifact, BuildResult
+from draftworks.storage.asset_names import (
+    CONVERSATIONS,
+    DATASET,
+    HELDOUT_RESPONSES,
+    RECIPE,
+    RESPONSES,
+    TARGET_MODEL,
+    TOKENIZED_TRAIN,
+)
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtained, severity_of, shown, target_of
@@ -26,7 +35,7 @@ MOST_UNFINISHED = 0.5
 """A larger share of the answers than this is most of them."""
 
 
-@asset(group=GROUP, kinds=["parquet"], deps=["target_model", "dataset", "recipe"])
+@asset(group=GROUP, kinds=["parquet"], deps=[TARGET_MODEL, DATASET, RECIPE])
 def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The data set's conversations: validated, without repetitions, split into a training and a held-out part by hash."""
     registry = workspace.registry
@@ -56,8 +65,8 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
 @asset(
     group=GROUP,
     kinds=["pytorch", "parquet"],
-    deps=["target_model", "recipe", "conversations"],
-    check_specs=[dg.AssetCheckSpec(FINISHED, asset="responses", blocking=True, description=FINISHED_MEANS)],
+    deps=[TARGET_MODEL, RECIPE, CONVERSATIONS],
+    check_specs=[dg.AssetCheckSpec(FINISHED, asset=RESPONSES, blocking=True, description=FINISHED_MEANS)],
     pool=GPU_POOL,
 )
 def responses(
@@ -65,9 +74,9 @@ def responses(
 ) -> dg.MaterializeResult:
     """Training conversations as the target itself would answer them, token by token; or as they are, where so configured."""
     spec = workspace.registry.load_target(context.partition_key)
-    source = Conversations(workspace.artifacts.load_current("conversations", spec.name), "train", spec.dataset)
+    source = Conversations(workspace.artifacts.load_current(CONVERSATIONS, spec.name), "train", spec.dataset)
     artifact = answered(context, workspace, launcher, source, spec.responses)
-    check = answers_finished(artifact, "responses", spec)
+    check = answers_finished(artifact, RESPONSES, spec)
     metadata = {"mode": spec.responses.mode, **summary_figures(artifact), **rejections(artifact)}
     return shown(context, artifact, metadata, [check])
 
@@ -75,12 +84,12 @@ def responses(
 @asset(
     group=GROUP,
     kinds=["pytorch", "parquet"],
-    deps=["target_model", "recipe", "conversations"],
+    deps=[TARGET_MODEL, RECIPE, CONVERSATIONS],
     check_specs=[
         dg.AssetCheckSpec(
-            SUPERVISED, asset="heldout_responses", blocking=True, description="Enough tokens to measure on."
+            SUPERVISED, asset=HELDOUT_RESPONSES, blocking=True, description="Enough tokens to measure on."
         ),
-        dg.AssetCheckSpec(FINISHED, asset="heldout_responses", blocking=True, description=FINISHED_MEANS),
+        dg.AssetCheckSpec(FINISHED, asset=HELDOUT_RESPONSES, blocking=True, description=FINISHED_MEANS),
     ],
     pool=GPU_POOL,
 )
@@ -89,26 +98,24 @@ def heldout_responses(
 ) -> dg.MaterializeResult:
     """The held-out conversations, answered greedily by the target: what every draft is measured on."""
     spec = workspace.registry.load_target(context.partition_key)
-    source = Conversations(workspace.artifacts.load_current("conversations", spec.name), "heldout", spec.dataset)
+    source = Conversations(workspace.artifacts.load_current(CONVERSATIONS, spec.name), "heldout", spec.dataset)
     artifact = answered(context, workspace, launcher, source, greedy(spec, source))
-    checks = [judge(artifact, "heldout_responses", spec) for judge in (supervised_share, answers_finished)]
+    checks = [judge(artifact, HELDOUT_RESPONSES, spec) for judge in (supervised_share, answers_finished)]
     return shown(context, artifact, {**summary_figures(artifact), **rejections(artifact)}, checks)
 
 
 @asset(
     group=GROUP,
     kinds=["parquet"],
-    deps=["target_model", "recipe", "responses"],
+    deps=[RECIPE, RESPONSES],
     check_specs=[
-        dg.AssetCheckSpec(
-            SUPERVISED, asset="tokenized_train", blocking=True, description="Enough tokens to learn from."
-        )
+        dg.AssetCheckSpec(SUPERVISED, asset=TOKENIZED_TRAIN, blocking=True, description="Enough tokens to learn from.")
     ],
 )
 def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """Token ids and loss mask of every training sample."""
     spec = workspace.registry.load_target(context.partition_key)
-    source = workspace.artifacts.load_current("responses", spec.name)
+    source = workspace.artifacts.load_current(RESPONSES, spec.name)
 
     def build(out: Path) -> BuildResult:
         from draftworks.data.prepare import keep_supervised_rows
@@ -117,16 +124,16 @@ def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> 
 
     artifact = obtained(context, workspace, {"responses": source.data_version}, build)
     metadata = {"dagster/row_count": artifact.summary["samples"], **summary_figures(artifact)}
-    return shown(context, artifact, metadata, [supervised_share(artifact, "tokenized_train", spec)])
+    return shown(context, artifact, metadata, [supervised_share(artifact, TOKENIZED_TRAIN, spec)])
 
 
-@asset(group=GROUP, kinds=["safetensors"], deps=["target_model", "recipe", "tokenized_train"], optional=True)
+@asset(group=GROUP, kinds=["safetensors"], deps=[TARGET_MODEL, RECIPE, TOKENIZED_TRAIN], optional=True)
 def vocab_mapping(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The tokens a draft can say: the most frequent supervised ones, and the way back to the target's ids."""
     spec = target_of(context, workspace)
     size = resolve_draft_vocab_size(spec)
     assert size is not None
-    tokens = workspace.artifacts.load_current("tokenized_train", spec.name)
+    tokens = workspace.artifacts.load_current(TOKENIZED_TRAIN, spec.name)
     files = workspace.target_files(spec.name)
 
     def build(out: Path) -> BuildResult:

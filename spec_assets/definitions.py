@@ -21,6 +21,7 @@ from spec_assets.executor import executor
 from spec_assets.exports import export_asset, export_checks
 from spec_assets.leaderboard import leaderboard_asset
 from spec_assets.partitions import partitioned, partitioned_checks, target_partitions
+from spec_assets.recipes import recipe_assets
 from spec_assets.report_checks import report_checks
 from spec_assets.reports import report_asset
 from spec_assets.serving import serving_asset, serving_check
@@ -40,6 +41,7 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
     exported = [strategy for strategy in strategies if strategy.exports]
     assets = [
         *dg.load_assets_from_modules(MODULES),
+        recipe_assets(strategies),
         *(made for name in evals for made in eval_set_assets(name)),
         *(eval_features_asset(name) for name in [HELDOUT, *evals]),
         *(draft_asset(strategy) for strategy in strategies),

@@ -15,9 +15,17 @@ from draftworks.config.strategies import StrategySpec
 from draftworks.evaluation.strategy_metrics import format_rates_by_position, select_strategy_metrics
 from draftworks.fleet.draft_staleness import OVERRIDES
 from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
-from draftworks.storage.asset_names import of_strategy
+from draftworks.storage.asset_names import (
+    HELDOUT_FEATURES,
+    HELDOUT_RESPONSES,
+    TARGET_MODEL,
+    TOKENIZED_TRAIN,
+    TRAINING_FEATURES,
+    VOCAB_MAPPING,
+    of_strategy,
+)
 from draftworks.storage.identity import digest
-from draftworks.storage.records import EvalData
+from draftworks.storage.records import DraftIdentity, EvalData
 from draftworks.targets.registry import HELDOUT, apply_overrides
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
@@ -79,22 +87,22 @@ class DraftInputs:
     vocab_mapping: Artifact | None
     start_from: Path | None
 
-    def identity(self, strategy: StrategySpec) -> dict[str, Any]:
-        return {
-            "strategy": strategy.name,
-            "options": strategy.identity(
+    def identity(self, strategy: StrategySpec) -> DraftIdentity:
+        return DraftIdentity(
+            strategy=strategy.name,
+            options=strategy.identity(
                 strategy.parse_options(self.options, where=f"options of {strategy.name}"),
                 self.files.hidden_size,
                 self.files.num_heads,
             ),
-            "start_from": None if self.start_from is None else read_draft_config(self.start_from).weights_digest,
-            "training": self.training.identity(),
-            "target": self.files.digest,
-            "tokens": self.train_tokens.data_version,
-            "features": digest(self.feature_versions),
-            "vocab_mapping": None if self.vocab_mapping is None else self.vocab_mapping.data_version,
-            "heldout": self.heldout_data.to_json(),
-        }
+            start_from=None if self.start_from is None else read_draft_config(self.start_from).weights_digest,
+            training=self.training.identity(),
+            target=self.files.digest,
+            tokens=self.train_tokens.data_version,
+            features=digest(self.feature_versions),
+            vocab_mapping=None if self.vocab_mapping is None else self.vocab_mapping.data_version,
+            heldout=self.heldout_data,
+        )
 
     def vocab_file(self) -> Path | None:
         """A draft that others began keeps the vocabulary that its head was made for."""
@@ -111,39 +119,39 @@ def draft_inputs(workspace: Workspace, strategy: StrategySpec, target: TargetSpe
     files = workspace.target_files(target.name)
     options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
     streams = strategy.list_features(files.num_layers, options)
-    train_features = current_features(workspace, "training_features", target.name)
+    train_features = current_features(workspace, TRAINING_FEATURES, target.name)
     return DraftInputs(
         files=files,
         options=chosen.options,
         training=chosen.training,
-        train_tokens=artifacts.load_current("tokenized_train", target.name),
+        train_tokens=artifacts.load_current(TOKENIZED_TRAIN, target.name),
         train_features=train_features,
         feature_versions=stream_versions(train_features, streams),
         heldout=feature_set(workspace, target.name, HELDOUT),
         heldout_data=eval_data(workspace, target.name, HELDOUT, streams),
-        vocab_mapping=artifacts.load_current("vocab_mapping", target.name) if strategy.uses_vocab_mapping else None,
+        vocab_mapping=artifacts.load_current(VOCAB_MAPPING, target.name) if strategy.uses_vocab_mapping else None,
         start_from=None if entry.start_from is None else workspace.registry.resolve_path(entry.start_from),
     )
 
 
 def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     """The asset `{strategy}_draft`."""
-    name = of_strategy(strategy.name).draft
+    names = of_strategy(strategy.name)
 
     @asset(
         group=GROUP,
         kinds=["pytorch", "safetensors"],
-        name=name,
+        name=names.draft,
         description=f"A trained draft model. {strategy.description}",
         code_version="2",
         deps=[
-            "target_model",
-            "recipe",
-            "tokenized_train",
-            "training_features",
-            "vocab_mapping",
-            "heldout_responses",
-            "heldout_eval_features",
+            TARGET_MODEL,
+            names.recipe,
+            TOKENIZED_TRAIN,
+            TRAINING_FEATURES,
+            *([VOCAB_MAPPING] if strategy.uses_vocab_mapping else []),
+            HELDOUT_RESPONSES,
+            HELDOUT_FEATURES,
         ],
         optional=True,
         pool=GPU_POOL,
@@ -169,7 +177,7 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         artifact = obtained(
             context,
             workspace,
-            inputs.identity(strategy),
+            inputs.identity(strategy).to_json(),
             build,
             # A retry of a training that was to start over goes on from what that has done.
             start_over=config.start_over and context.retry_number == 0,
@@ -251,7 +259,9 @@ def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
         made = workspace.artifacts.load_current(name, target)
         with clear_errors():
             outcome = workspace.registry.load_target(target).gates.loss_falls
-        return told(context, loss_verdict(made.summary, made.identity["start_from"] is not None, severity_of(outcome)))
+        return told(
+            context, loss_verdict(made.summary, DraftIdentity.of(made).start_from is not None, severity_of(outcome))
+        )
 
     return loss_falls
 

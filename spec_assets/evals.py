@@ -15,7 +15,7 @@ from draftworks.evaluation.cache.eval_cache import CacheEntry, EvalCache
 from draftworks.evaluation.cache.eval_config import EvalConfig
 from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import of_eval_set
+from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, of_eval_set
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.identity import digest
 from draftworks.storage.records import EvalData
@@ -48,7 +48,7 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
         kinds=["parquet"],
         name=of_eval_set(name).conversations,
         description=f"The conversations of the eval set {name}: validated, without repetitions, never trained on.",
-        deps=["target_model"],
+        deps=[TARGET_MODEL, RECIPE],
         optional=True,
     )
     def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
@@ -81,7 +81,7 @@ def _responses_asset(name: str) -> dg.AssetsDefinition:
         kinds=["pytorch", "parquet"],
         name=of_eval_set(name).responses,
         description=f"The eval set {name}, answered greedily by the target.",
-        deps=["target_model", "recipe", of_eval_set(name).conversations],
+        deps=[TARGET_MODEL, RECIPE, of_eval_set(name).conversations],
         optional=True,
         pool=GPU_POOL,
     )
@@ -109,7 +109,7 @@ def eval_features_asset(name: str) -> dg.AssetsDefinition:
         kinds=["pytorch", "safetensors"],
         name=of_eval_set(name).features,
         description=f"Hidden states of the eval set {name}, which every evaluation of every draft reads; cached by EvalConfig.",
-        deps=["target_model", "recipe", of_eval_set(name).responses],
+        deps=[TARGET_MODEL, RECIPE, of_eval_set(name).responses],
         optional=True,
         pool=GPU_POOL,
     )

@@ -85,13 +85,13 @@ class TellingExecutor(dg.Executor):
         """The plan without the steps of what the run's target does not have, which is on record then."""
         target = plan_context.dagster_run.tags.get(PARTITION_TAG)
         reasons = self._reasons(target)
-        asset_of = {step.key: asset for step in plan.steps if (asset := asset_of_step(step)) is not None}
-        unused = {step: asset for step, asset in asset_of.items() if asset.to_user_string() in reasons}
+        assets_of = {step.key: assets_of_step(step) for step in plan.steps}
+        unused = {asset for assets in assets_of.values() for asset in assets if asset.to_user_string() in reasons}
         if not unused:
             return plan
-        recorded = [Recorded(asset, target, reasons[asset.to_user_string()]) for asset in set(unused.values())]
+        recorded = [Recorded(asset, target, reasons[asset.to_user_string()]) for asset in unused]
         record_unused(plan_context.instance, recorded)
-        used = [key for key in plan.step_keys_to_execute if key not in unused]
+        used = [key for key in plan.step_keys_to_execute if not assets_of[key] or assets_of[key] - unused]
         job = self._job.get_definition()
         return plan.build_subset_plan(used, job, ResolvedRunConfig.build(job, plan_context.dagster_run.run_config))
 
@@ -105,11 +105,11 @@ class TellingExecutor(dg.Executor):
             return {}
 
 
-def asset_of_step(step: Any) -> dg.AssetKey | None:
-    """The asset that a step makes or checks; None where that is not one asset."""
+def assets_of_step(step: Any) -> set[dg.AssetKey]:
+    """The assets that a step makes or checks."""
     properties = [output.properties for output in step.step_outputs]
     keys = {found.asset_key or (found.asset_check_key and found.asset_check_key.asset_key) for found in properties}
-    return next(iter(keys)) if len(keys) == 1 else None
+    return keys - {None}
 
 
 @contextmanager

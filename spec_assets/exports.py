@@ -11,9 +11,9 @@ from draftworks.config.run_files import ExportRun, TargetFiles
 from draftworks.config.strategies import StrategySpec
 from draftworks.export.names import CARD, DRAFT_FOLDER, GATE_MEANINGS, READABLE
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import of_strategy
+from draftworks.storage.asset_names import TARGET_MODEL, of_strategy
 from draftworks.storage.identity import digest, file_digest
-from draftworks.storage.records import ReportIdentity
+from draftworks.storage.records import ExportIdentity, ReportIdentity
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (
@@ -34,14 +34,15 @@ GROUP = "exports"
 
 def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     """The asset `{strategy}_export`. It comes after the report, whose model card goes beside the weights."""
+    names = of_strategy(strategy.name)
     formats = ", ".join(spec.name for spec in strategy.exports)
 
     @asset(
         group=GROUP,
         kinds=["safetensors"],
-        name=of_strategy(strategy.name).export,
+        name=names.export,
         description=f"The {strategy.name} draft as servers load it, a folder for each format that can hold it: {formats}.",
-        deps=["target_model", "recipe", of_strategy(strategy.name).draft, of_strategy(strategy.name).report],
+        deps=[TARGET_MODEL, names.export_recipe, names.draft, names.report],
         optional=True,
     )
     def export(
@@ -100,7 +101,7 @@ def export_metadata(artifact: Artifact) -> dict[str, Any]:
         "formats": table(("format", "dtype", "size", "loaded by", "folder"), rows),
         "serving": dg.MetadataValue.md("\n\n".join(_serving(artifact))),
         "weights_digest": artifact.summary["weights_digest"],
-        "model_card": artifact.identity["card"] is not None,
+        "model_card": ExportIdentity.of(artifact).card is not None,
     }
     refused = artifact.summary["refused"]
     return metadata | ({"left_out": table(("format", "why"), refused.items())} if refused else {})

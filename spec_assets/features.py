@@ -9,6 +9,7 @@ from draftworks.config.run_files import CaptureRun
 from draftworks.errors import StoreError
 from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
+from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, TRAINING_FEATURES
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtained, shown
@@ -29,8 +30,8 @@ VERIFICATIONS = ("rows_equal_tokens", "finite", "features_as_captured", "head_eq
 @asset(
     group=GROUP,
     kinds=["pytorch", "safetensors"],
-    deps=["target_model", "recipe", "tokenized_train"],
-    check_specs=[dg.AssetCheckSpec(VERIFIED, asset="training_features", blocking=True, description=VERIFIED_MEANS)],
+    deps=[TARGET_MODEL, RECIPE, TOKENIZED_TRAIN],
+    check_specs=[dg.AssetCheckSpec(VERIFIED, asset=TRAINING_FEATURES, blocking=True, description=VERIFIED_MEANS)],
     pool=GPU_POOL,
 )
 def training_features(
@@ -40,7 +41,7 @@ def training_features(
     target = context.partition_key
     spec = workspace.registry.load_target(target)
     files = workspace.target_files(target)
-    tokens = workspace.artifacts.load_current("tokenized_train", target)
+    tokens = workspace.artifacts.load_current(TOKENIZED_TRAIN, target)
     taps = collect_taps(spec, files.num_layers)
     store = workspace.feature_store(files)
 
@@ -70,7 +71,7 @@ def training_features(
         "capture": spec.capture.identity(),
     }
     artifact = obtained(context, workspace, identity, build, still_good=still_stored)
-    check = verified(artifact, check_name=VERIFIED, asset_key="training_features")
+    check = verified(artifact, check_name=VERIFIED, asset_key=TRAINING_FEATURES)
     return shown(context, artifact, features_metadata(artifact), [check])
 
 

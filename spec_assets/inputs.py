@@ -2,13 +2,11 @@
 marks as stale exactly what was made from something else."""
 
 import os
-from typing import Any
 
 import dagster as dg
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.strategies import resolve_strategy
 from draftworks.data.sources import find_files
 from draftworks.errors import ConfigError
 from draftworks.preflight.cached_examination import examine_before_run
@@ -16,9 +14,7 @@ from draftworks.preflight.compatibility import check_requirements
 from draftworks.preflight.findings import Findings
 from draftworks.preflight.machine import check_machine
 from draftworks.sglang.families import list_sglang_remarks
-from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.identity import digest
-from draftworks.targets.registry import apply_overrides, resolve_recipe
 from draftworks.targets.weights import check_target_weights
 from resources.dead_runs import release_dead_runs
 from resources.workspace import Workspace
@@ -79,33 +75,6 @@ def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Mater
             "files": dg.MetadataValue.json([os.path.relpath(path, registry.root) for path in files]),
             "bytes": sum(path.stat().st_size for path in files),
         },
-    )
-
-
-@asset(group=GROUP, kinds=["yaml"])
-def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
-    """Every option of the target with defaults filled in: data, responses, capture, strategies and their training.
-
-    Also looks at what the run itself overrides, so that a mistake there is found before anything is captured.
-    """
-    target = workspace.registry.load_target(context.partition_key)
-    config: dict[str, Any] = dict(context.run.run_config)
-    ops = config.get("ops", {})
-    configs = {name: ops.get(of_strategy(name).draft, {}).get("config", {}) for name in target.strategies}
-    overridden = {}
-    for name, entry in target.strategies.items():
-        overrides = (configs[name].get("options", {}), configs[name].get("training", {}))
-        overridden[name] = apply_overrides(target.name, resolve_strategy(name), entry, *overrides)
-    if any(configs.values()):
-        files = workspace.target_files(target.name)
-        changed = target.model_copy(update={"strategies": overridden})
-        check_requirements(changed, files, workspace.registry)
-        require_sound_target(context, workspace, changed, files)
-    for name in target.evals:
-        workspace.registry.load_eval_set(name)
-    options = resolve_recipe(target, workspace.registry)
-    return dg.MaterializeResult(
-        data_version=dg.DataVersion(digest(options)), metadata={"options": dg.MetadataValue.json(options)}
     )
 
 

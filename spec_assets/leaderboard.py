@@ -12,7 +12,7 @@ from filelock import FileLock
 from draftworks.config.strategies import StrategySpec
 from draftworks.fleet.leaderboard import Fleet, Standing
 from draftworks.fleet.leaderboard_views import MARKDOWN, PLOT, markdown, save
-from draftworks.storage.asset_names import of_strategy
+from draftworks.storage.asset_names import LEADERBOARD, of_strategy
 from draftworks.storage.identity import digest
 from resources.dead_runs import end_with_run_process
 from resources.workspace import Workspace
@@ -20,7 +20,7 @@ from spec_assets.common import OWNERS, clear_errors
 from spec_assets.metadata import picture
 from spec_assets.reports import GROUP
 
-NAME = "leaderboard"
+NAME = LEADERBOARD
 RESULT = "result"
 DESCRIPTION = (
     "Where every draft of every target stands: acceptance, age, the best there ever was, what its numbers and the "

@@ -15,10 +15,10 @@ from draftworks.export.names import CARD
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.fleet.model_card import CardSubject, model_card, page_of
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import of_eval_set, of_strategy
+from draftworks.storage.asset_names import EVALUATION_RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, of_eval_set, of_strategy
 from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import LastHidden, digest
-from draftworks.storage.records import Limits, ReportIdentity
+from draftworks.storage.records import DraftIdentity, Limits, ReportIdentity
 from draftworks.targets.registry import HELDOUT
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
@@ -43,7 +43,7 @@ def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefin
         description=f"Acceptance of the {strategy.name} draft on every eval set, rung by rung, beside the same draft "
         "untrained and a bigram table.",
         code_version="3",
-        deps=["target_model", "recipe", "tokenized_train", "vocab_mapping", draft_name, *eval_assets],
+        deps=[TARGET_MODEL, EVALUATION_RECIPE, TOKENIZED_TRAIN, draft_name, *eval_assets],
         optional=True,
         pool=GPU_POOL,
     )
@@ -89,12 +89,12 @@ class ReportSubject:
             strategy,
             target,
             draft=draft,
-            train_tokens=workspace.artifacts.load_current("tokenized_train", target.name),
+            train_tokens=workspace.artifacts.load_current(TOKENIZED_TRAIN, target.name),
         )
 
     def streams(self, workspace: Workspace) -> list[str]:
         """What of the captured features is read: the draft's own, and `last` for the agreement of the labels."""
-        files, options = workspace.target_files(self.target.name), self.draft.identity["options"]
+        files, options = workspace.target_files(self.target.name), DraftIdentity.of(self.draft).options
         typed = self.strategy.parse_options(options, where=f"options of {self.draft.path}")
         return list(dict.fromkeys([*self.strategy.list_features(files.num_layers, typed), LAST]))
 
@@ -117,7 +117,7 @@ class ReportSubject:
             out=out,
             target=files,
             strategy=self.strategy.name,
-            options=self.draft.identity["options"],
+            options=DraftIdentity.of(self.draft).options,
             draft=self.draft.path,
             train_tokens=self.train_tokens.path,
             heldout=feature_set(workspace, self.target.name, name),
@@ -130,7 +130,7 @@ class ReportSubject:
             max_length=self.target.max_length,
             micro_batch_size=training.micro_batch_size,
             device=training.device,
-            seed=self.draft.identity["training"]["seed"],
+            seed=DraftIdentity.of(self.draft).seed,
         )
 
     def publish_card(self, workspace: Workspace, out: Path) -> None:

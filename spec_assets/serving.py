@@ -13,9 +13,9 @@ from draftworks.config.strategies import StrategySpec
 from draftworks.errors import ConfigError
 from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.storage.artifacts import Artifact, BuildResult
-from draftworks.storage.asset_names import of_eval_set, of_strategy
+from draftworks.storage.asset_names import EVALUATION_RECIPE, HELDOUT_RESPONSES, TARGET_MODEL, of_strategy
 from draftworks.storage.identity import digest
-from draftworks.storage.records import ReportIdentity
+from draftworks.storage.records import ExportIdentity, ReportIdentity
 from draftworks.targets.registry import HELDOUT
 from resources.sglang_server import SGLangServer
 from resources.torch_launcher import TorchLauncher
@@ -51,7 +51,13 @@ def serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         name=names.serving,
         description=f"The exported {strategy.name} draft at work in a live SGLang server: tokens accepted per pass of the "
         "target, from the server's own counters, beside the walk over the same answers.",
-        deps=["target_model", "recipe", of_eval_set(HELDOUT).responses, *names[:-1]],
+        deps=[
+            TARGET_MODEL,
+            EVALUATION_RECIPE,
+            HELDOUT_RESPONSES,
+            names.report,
+            names.export,
+        ],
         optional=True,
         pool=GPU_POOL,
     )
@@ -108,13 +114,13 @@ class ServedDraft:
         if export is None or report is None:
             missing = names.export if export is None else names.report
             raise NothingToDo(f"target {target.name} has no {missing} yet")
-        measured = ReportIdentity.of(report)
-        if export.identity["draft"] != measured.draft_identity:
+        measured, exported = ReportIdentity.of(report), ExportIdentity.of(export)
+        if exported.draft != measured.draft_identity:
             raise ConfigError(
-                f"target {target.name}: the export is of draft {export.identity['draft']}, the report of draft "
+                f"target {target.name}: the export is of draft {exported.draft}, the report of draft "
                 f"{measured.draft_identity}: expected the same. Run the job train_{strategy.name}"
             )
-        answers = workspace.artifacts.load_current(of_eval_set(HELDOUT).responses, target.name).data_version
+        answers = workspace.artifacts.load_current(HELDOUT_RESPONSES, target.name).data_version
         if measured.heldout is None or (measured.heldout.answers, measured.limits) != (answers, limits_of(target)):
             raise ConfigError(
                 f"target {target.name}: the report is of other held-out answers or limits than there are now, so its walk "
@@ -148,7 +154,7 @@ class ServedDraft:
             target=workspace.target_files(target.name),
             command=self.command,
             draft=self.export.path / self.format,
-            tokens=workspace.artifacts.load_current(of_eval_set(HELDOUT).responses, target.name).path / TOKENS_FOLDER,
+            tokens=workspace.artifacts.load_current(HELDOUT_RESPONSES, target.name).path / TOKENS_FOLDER,
             report=report,
             draft_tokens=ReportSummary.load(report).draft_tokens,
             serving=evaluation.serving,

@@ -19,12 +19,13 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.data.sources import dataset_version, find_files
 from draftworks.errors import DraftworksError
 from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.asset_names import CONVERSATIONS, HELDOUT_RESPONSES, RESPONSES, TOKENIZED_TRAIN
 from draftworks.storage.identity import FileDigests, canonical_json
+from draftworks.storage.records import DraftIdentity
 from draftworks.targets.registry import Registry, apply_overrides
 
 OVERRIDES = "overrides"
 """In a draft's summary: the options and training settings that its run gave instead of the registry's."""
-UNSAID = object()
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class TrainedFor:
     artifacts: ArtifactStore
     digests: FileDigests
 
+    @property
+    def made_from(self) -> DraftIdentity:
+        return DraftIdentity.of(self.draft)
+
     def changes(self) -> tuple[Change, ...]:
         """What is not as it was, in words; empty where the draft is of what is there. What its record does not say, or
         cannot be looked at now, is named as not known.
@@ -63,27 +68,27 @@ class TrainedFor:
         return tuple({change.what: change for change in found}.values())
 
     def _weights(self) -> Iterator[Change]:
-        trained_for = self.draft.identity.get("target", UNSAID)
-        if trained_for is UNSAID:
+        trained_for = self.made_from.target
+        if trained_for is None:
             yield Change("weights of the target: not known, its record does not say for which it was trained")
         elif trained_for != self.files.digest:
-            yield Change("weights of the target", self._first_seen("heldout_responses", "target", self.files.digest))
+            yield Change("weights of the target", self._first_seen(HELDOUT_RESPONSES, "target", self.files.digest))
 
     def _data(self) -> Iterator[Change]:
-        tokens = self._current("tokenized_train")
-        trained_on = self.draft.identity.get("tokens", UNSAID)
-        if trained_on is UNSAID:
+        tokens = self._current(TOKENIZED_TRAIN)
+        trained_on = self.made_from.tokens
+        if trained_on is None:
             yield Change("training data: not known, its record does not say on which it was trained")
         elif tokens is not None and tokens.data_version != trained_on:
             yield Change("training data", tokens.created)
-        answers = self._current("responses")
+        answers = self._current(RESPONSES)
         if answers is not None and answers.identity.get("tokenizer") != self.files.tokenizer_digest:
             yield Change("tokenizer or chat template")
         yield from self._files()
 
     def _files(self) -> Iterator[Change]:
         """New data that nobody has prepared yet."""
-        prepared = self._current("conversations")
+        prepared = self._current(CONVERSATIONS)
         try:
             spec = self.registry.load_dataset(self.target.dataset)
             now = dataset_version(spec, self.registry.root, self.digests)
@@ -100,7 +105,7 @@ class TrainedFor:
             yield Change(f"recipe: {', '.join(differing)}", self._later([entry]))
 
     def _data_settings(self) -> Iterator[str]:
-        prepared, answers = self._current("conversations"), self._current("responses")
+        prepared, answers = self._current(CONVERSATIONS), self._current(RESPONSES)
         if prepared is not None:
             yield from _differing("data", prepared.identity.get("data"), self.target.data.identity())
         if answers is not None:
@@ -110,19 +115,19 @@ class TrainedFor:
             yield from _differing("responses", answers.identity.get("responses"), self.target.responses.identity())
 
     def _settings(self) -> Iterator[str]:
-        recorded = self.draft.identity
-        strategy = resolve_strategy(recorded.get("strategy", self.draft.asset.removesuffix("_draft")))
+        recorded = self.made_from
+        strategy = resolve_strategy(recorded.strategy)
         entry = self.target.strategies[strategy.name]
         overrides = self.draft.summary.get(OVERRIDES, {})
         chosen = apply_overrides(
             self.target.name, strategy, entry, overrides.get("options", {}), overrides.get("training", {})
         )
         options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}").identity()
-        yield from _differing("options", recorded.get("options"), options)
-        yield from _differing("training", recorded.get("training"), chosen.training.identity())
+        yield from _differing("options", recorded.options, options)
+        yield from _differing("training", recorded.training, chosen.training.identity())
         start = entry.start_from
         began = None if start is None else read_draft_config(self.registry.resolve_path(start)).weights_digest
-        if recorded.get("start_from") != began:
+        if recorded.start_from != began:
             yield "start_from"
 
     def _current(self, asset: str) -> Artifact | None:

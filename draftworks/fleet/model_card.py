@@ -21,6 +21,7 @@ from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
 from draftworks.evaluation.strategy_metrics import select_strategy_metrics
 from draftworks.storage.artifacts import Artifact
+from draftworks.storage.records import DraftIdentity
 
 FENCE = "---\n"
 
@@ -42,8 +43,12 @@ class CardSubject:
     changes: Sequence[str] = ()
 
     @property
+    def made_from(self) -> DraftIdentity:
+        return DraftIdentity.of(self.draft)
+
+    @property
     def strategy(self) -> str:
-        return self.draft.identity["strategy"]
+        return self.made_from.strategy
 
     @property
     def base(self) -> str:
@@ -108,12 +113,12 @@ def _target(subject: CardSubject) -> str:
 
 
 def _strategy(subject: CardSubject) -> str:
-    options = {name: "default" if value is None else value for name, value in subject.draft.identity["options"].items()}
+    options = {name: "default" if value is None else value for name, value in subject.made_from.options.items()}
     return _section("Strategy", resolve_strategy(subject.strategy).description, _pairs(options, "option"))
 
 
 def _training(subject: CardSubject) -> str:
-    identity, summary = subject.draft.identity, subject.draft.summary
+    summary = subject.draft.summary
     rows = {
         "data set": subject.dataset.name,
         "what it is": subject.dataset.description or "not said",
@@ -124,7 +129,7 @@ def _training(subject: CardSubject) -> str:
         "loss": f"{_number(summary['first_loss'])} at first, {_number(summary['last_loss'])} at last",
         **{f"held-out {name}": _numbers(value) for name, value in select_strategy_metrics(summary["heldout"]).items()},
     }
-    settings = {name: value for name, value in identity["training"].items() if value is not None}
+    settings = {name: value for name, value in subject.made_from.training.items() if value is not None}
     return _section("Training", _pairs(rows), _pairs(settings, "setting"))
 
 
@@ -171,7 +176,7 @@ def _limits(subject: CardSubject) -> str:
         "Made for the target above and its tokenizer. With another model, a fine-tuned one too, acceptance has to be measured anew.",
         "Measured on the eval sets above: other tasks and languages are accepted at other rates.",
     ]
-    vocabulary = subject.draft.identity["options"].get("draft_vocab_size")
+    vocabulary = subject.made_from.options.get("draft_vocab_size")
     if vocabulary is not None and vocabulary < subject.target.vocab_size:
         limits.append(
             f"Proposes {vocabulary:,} of the target's {subject.target.vocab_size:,} tokens, the others never."
@@ -187,14 +192,14 @@ def _limits(subject: CardSubject) -> str:
 
 def _provenance(subject: CardSubject) -> str:
     """Digests by which everything that went in is found again."""
-    identity = subject.draft.identity
+    made_from = subject.made_from
     rows = {
         "draft weights": subject.draft.data_version,
         "draft, by all that it was made from": subject.draft.path.name,
-        "target weights": identity["target"],
-        "training tokens": identity["tokens"],
-        "training features": identity["features"],
-        "vocabulary mapping": identity["vocab_mapping"],
+        "target weights": made_from.target,
+        "training tokens": made_from.tokens,
+        "training features": made_from.features,
+        "vocabulary mapping": made_from.vocab_mapping,
     }
     for report in subject.reports:
         for name in ("eval_tokens", "eval_features"):

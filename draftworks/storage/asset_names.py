@@ -7,12 +7,15 @@ from typing import NamedTuple
 TARGET_MODEL = "target_model"
 DATASET = "dataset"
 RECIPE = "recipe"
+EVALUATION_RECIPE = "evaluation_recipe"
 CONVERSATIONS = "conversations"
 RESPONSES = "responses"
 TOKENIZED_TRAIN = "tokenized_train"
 VOCAB_MAPPING = "vocab_mapping"
 TRAINING_FEATURES = "training_features"
 LEADERBOARD = "leaderboard"
+HELDOUT_RESPONSES = "heldout_responses"
+HELDOUT_FEATURES = "heldout_eval_features"
 
 
 class StrategyAssets(NamedTuple):
@@ -22,6 +25,8 @@ class StrategyAssets(NamedTuple):
     report: str
     export: str
     serving: str
+    recipe: str
+    export_recipe: str
 
 
 class EvalSetAssets(NamedTuple):
@@ -34,6 +39,11 @@ class EvalSetAssets(NamedTuple):
 
 def of_strategy(strategy: str) -> StrategyAssets:
     return StrategyAssets(*(f"{strategy}_{kind}" for kind in StrategyAssets._fields))
+
+
+def strategy_of_draft(asset: str) -> str:
+    """Return the strategy of an asset `{strategy}_draft`."""
+    return asset.removesuffix("_draft")
 
 
 def of_eval_set(name: str) -> EvalSetAssets:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from draftworks.errors import StoreError
 from draftworks.storage.artifacts import ArtifactStore
+from draftworks.storage.asset_names import HELDOUT_FEATURES, TRAINING_FEATURES
 
-CAPTURED = ("training_features", "heldout_eval_features")
+CAPTURED = (TRAINING_FEATURES, HELDOUT_FEATURES)
 """Assets whose records name the weights from which a target's features were captured."""
 ADOPTED = "adopted"
 """Folder in a store with one file for each named store whose features were linked into it."""

@@ -4,10 +4,11 @@ that their records lack is read as None, which equals no current value."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from draftworks.storage.artifacts import Artifact
+from draftworks.storage.asset_names import strategy_of_draft
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,63 @@ class Limits:
 
     def to_json(self) -> list[int]:
         return [self.max_new_tokens, self.max_length]
+
+
+@dataclass(frozen=True)
+class DraftIdentity:
+    """What a draft was made from: options of strategy and training as JSON, otherwise digests and content versions.
+
+    Attributes:
+        start_from: digest of the weights that it began with; None for random ones.
+        target: digest of the target's weights.
+        tokens: content version of the training tokens.
+        features: digest of the content versions of the streams that were read.
+    """
+
+    strategy: str
+    options: Mapping[str, Any]
+    start_from: str | None
+    training: Mapping[str, Any]
+    target: str | None
+    tokens: str | None
+    features: str | None
+    vocab_mapping: str | None
+    heldout: EvalData | None
+
+    @property
+    def seed(self) -> int:
+        return self.training["seed"]
+
+    def to_json(self) -> dict[str, Any]:
+        assert self.heldout is not None
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**plain, "heldout": self.heldout.to_json()}
+
+    @classmethod
+    def of(cls, draft: Artifact) -> DraftIdentity:
+        found: dict[str, Any] = dict.fromkeys(each.name for each in fields(cls)) | draft.identity
+        strategy = found["strategy"] or strategy_of_draft(draft.asset)
+        known = {each.name: found[each.name] for each in fields(cls)}
+        heldout = None if found["heldout"] is None else EvalData.from_json(found["heldout"])
+        defaults = {"options": found["options"] or {}, "training": found["training"] or {}}
+        return cls(**{**known, **defaults, "strategy": strategy, "heldout": heldout})
+
+
+@dataclass(frozen=True)
+class ExportIdentity:
+    """Which draft was exported, and whether with a model card.
+
+    Attributes:
+        draft: digest of what the draft was made from.
+        card: digest of the model card's file; None where there is none.
+    """
+
+    draft: str
+    card: str | None
+
+    @classmethod
+    def of(cls, export: Artifact) -> ExportIdentity:
+        return cls(export.identity["draft"], export.identity["card"])
 
 
 @dataclass(frozen=True)

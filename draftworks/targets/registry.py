@@ -201,13 +201,21 @@ def resolve_recipe(target: TargetSpec, registry: Registry) -> dict[str, Any]:
         "evals": sorted(target.evals),
         "evaluation": target.evaluation.identity(),
         "strategies": {
-            name: {
-                "options": resolve_strategy(name).parse_options(entry.options, f"target {target.name}").identity(),
-                "training": entry.training.identity(),
-                "start_from": entry.start_from
-                and read_draft_config(registry.resolve_path(entry.start_from)).weights_digest,
-                "export": entry.export.model_dump(),
-            }
+            name: {**training_options(target, name, registry), "export": entry.export.model_dump()}
             for name, entry in target.strategies.items()
         },
+    }
+
+
+def training_options(target: TargetSpec, strategy: str, registry: Registry) -> dict[str, Any]:
+    """Options of one strategy of a target and of its training as JSON, with the defaults filled in.
+
+    Raises:
+        StoreError: the draft to begin from is not there.
+    """
+    entry = target.strategies[strategy]
+    return {
+        "options": resolve_strategy(strategy).parse_options(entry.options, f"target {target.name}").identity(),
+        "training": entry.training.identity(),
+        "start_from": entry.start_from and read_draft_config(registry.resolve_path(entry.start_from)).weights_digest,
     }

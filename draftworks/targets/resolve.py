@@ -44,9 +44,7 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
     tokenizer_revision = spec.tokenizer_revision if spec.tokenizer else spec.revision
     tokenizer = _locate(tokenizer, tokenizer_revision, registry, f"target {spec.name}: tokenizer")
     template = _locate_template(spec, registry)
-    config = _read_model_config(model, spec.revision, f"target {spec.name}")
-    if any(config.get(name) is None for name in _NEEDED):  # only then: it imports transformers, also in a sensor's tick
-        config = _fill_defaults(model, spec.revision, config)
+    config = _complete_config(spec, model)
     context = _require_integer(config, model, "max_position_embeddings")
     if spec.max_length > context:
         raise ConfigError(
@@ -74,6 +72,23 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
         context=context,
         num_heads=_read_num_heads(config),
     )
+
+
+def read_num_layers(spec: TargetSpec, registry: Registry) -> int:
+    """Return the number of decoder layers of a target's model, without a look at its weights.
+
+    Raises:
+        ConfigError: a path that is absent or not a model directory, or a config without the usual fields.
+    """
+    model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
+    return _require_integer(_complete_config(spec, model), model, "num_hidden_layers")
+
+
+def _complete_config(spec: TargetSpec, model: str) -> dict[str, Any]:
+    config = _read_model_config(model, spec.revision, f"target {spec.name}")
+    if any(config.get(name) is None for name in _NEEDED):  # only then: it imports transformers, also in a sensor's tick
+        config = _fill_defaults(model, spec.revision, config)
+    return config
 
 
 def digest_target_files(target: TargetFiles) -> TargetFiles:

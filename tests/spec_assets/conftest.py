@@ -12,6 +12,7 @@ import dagster as dg
 import pyarrow.parquet as pq
 import pytest
 from forking_launcher import forking_launcher_for
+from recorded_reads import recorded_reads
 
 from resources.launchers import launcher_for
 from spec_assets.definitions import build_definitions
@@ -113,6 +114,8 @@ class FinishedSite:
     site: Site
     result: dg.ExecuteInProcessResult
     instance: dg.DagsterInstance
+    reads: dict[str, set[str]]
+    """By asset: which others it looked at while it was made."""
 
 
 @pytest.fixture(scope="session")
@@ -120,6 +123,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Fin
     """`everything` has run once, training on two ranks. Tests must not change it: they copy it."""
     site = new_site(tmp_path_factory.mktemp("site"), tiny_folder, processes=2)
     instance = dg.DagsterInstance.ephemeral()
-    result = site.run(instance=instance, torchrun=True)
+    with recorded_reads() as reads:
+        result = site.run(instance=instance, torchrun=True)
     assert result.success, [e.message for e in result.all_events if e.is_failure]
-    return FinishedSite(site, result, instance)
+    return FinishedSite(site, result, instance, reads)

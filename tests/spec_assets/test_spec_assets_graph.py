@@ -9,6 +9,7 @@ import time
 
 import dagster as dg
 import pyarrow.parquet as pq
+import pytest
 from filelock import FileLock
 
 from draftworks.export.names import GATE_MEANINGS
@@ -26,7 +27,8 @@ MADE = {
     "eagle3_report",
     "eagle3_export",
 }
-INPUTS = {"target_model", "dataset", "recipe"}
+RECIPES = {"recipe", "evaluation_recipe", "eagle3_recipe", "eagle3_export_recipe"}
+INPUTS = {"target_model", "dataset", *RECIPES}
 OF_ALL_TARGETS = {"leaderboard"}
 CHECKS = {
     ("tokenized_train", "supervised_share"),
@@ -121,11 +123,18 @@ def test_features_that_were_deleted_are_captured_again(finished, tmp_path):
     assert features.summary["captured_samples"] > 40
 
 
-def test_assets_that_read_an_input_depend_on_it_directly(finished):
+OWN_RECIPE = {
+    "eagle3_draft": "eagle3_recipe",
+    "eagle3_report": "evaluation_recipe",
+    "eagle3_export": "eagle3_export_recipe",
+}
+
+
+@pytest.mark.parametrize("name", sorted(MADE))
+def test_an_asset_depends_on_what_it_reads_directly_and_on_nothing_else(finished, name):
     graph = finished.site.definitions().resolve_asset_graph()
-    for name in MADE:
-        parents = {key.to_user_string() for key in graph.get(dg.AssetKey(name)).parent_keys}
-        assert "recipe" in parents, name
+    parents = {key.to_user_string() for key in graph.get(dg.AssetKey(name)).parent_keys}
+    assert parents == finished.reads[name] | {OWN_RECIPE.get(name, "recipe")}
 
 
 def test_everything_in_the_graph_is_described(finished):

@@ -1,0 +1,119 @@
+"""Recipes: the options of a target, one asset for each group of assets that reads the same of them.
+
+Dagster marks an asset as stale when the data version of one it depends on changes. With one version for all options, a
+changed learning rate of one strategy would mark everything of all of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import dagster as dg
+
+from draftworks.config.registry_files import TargetSpec
+from draftworks.config.strategies import StrategySpec, resolve_strategy
+from draftworks.preflight.compatibility import check_requirements, collect_taps, resolve_draft_vocab_size
+from draftworks.storage.asset_names import EVALUATION_RECIPE, RECIPE, of_strategy
+from draftworks.storage.identity import digest
+from draftworks.targets.registry import Registry, apply_overrides, training_options
+from draftworks.targets.resolve import read_num_layers
+from resources.workspace import Workspace
+from spec_assets.common import OWNERS, guarded
+from spec_assets.inputs import GROUP, require_sound_target
+
+DATA = """Options of data, answers and capture with defaults filled in, and what the strategies together ask of them: taps
+and the size of a reduced vocabulary. Its step also checks the whole entry of the target and what the run itself overrides,
+so that a mistake there is found before anything is captured."""
+EVALUATION = "How drafts of the target are measured: its eval sets, settings of the evaluation, where answers end."
+
+
+def recipe_assets(strategies: Sequence[StrategySpec]) -> dg.AssetsDefinition:
+    """`recipe`, `evaluation_recipe`, and of each strategy `{strategy}_recipe` and `{strategy}_export_recipe`, in one step.
+
+    A target has those of the strategies that it uses.
+    """
+    specs = [_spec(RECIPE, DATA), _spec(EVALUATION_RECIPE, EVALUATION)]
+    for strategy in strategies:
+        names = of_strategy(strategy.name)
+        specs.append(_spec(names.recipe, f"Options of the {strategy.name} draft and of its training."))
+        if strategy.exports:
+            specs.append(_spec(names.export_recipe, f"In which formats the {strategy.name} draft is exported."))
+
+    @dg.multi_asset(name=RECIPE, specs=specs, can_subset=True)
+    def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> Iterator[dg.MaterializeResult]:
+        yield from guarded(_resolve_recipes)(context, workspace)
+
+    return recipe
+
+
+def _spec(name: str, description: str) -> dg.AssetSpec:
+    return dg.AssetSpec(
+        name,
+        description=description,
+        group_name=GROUP,
+        kinds={"yaml"},
+        owners=OWNERS,
+        code_version="2",
+        skippable=True,
+    )
+
+
+def _resolve_recipes(context: dg.AssetExecutionContext, workspace: Workspace) -> list[dg.MaterializeResult]:
+    target = workspace.registry.load_target(context.partition_key)
+    _check_overrides(context, workspace, target)
+    for name in target.evals:
+        workspace.registry.load_eval_set(name)
+    return [
+        dg.MaterializeResult(
+            asset_key=name,
+            data_version=dg.DataVersion(digest(options)),
+            metadata={"options": dg.MetadataValue.json(options)},
+        )
+        for name, options in recipes(target, workspace.registry).items()
+        if dg.AssetKey(name) in context.selected_asset_keys
+    ]
+
+
+def _check_overrides(context: dg.AssetExecutionContext, workspace: Workspace, target: TargetSpec) -> None:
+    """Raise ConfigError if an option of the entry or an override in the run config is wrong."""
+    config: dict[str, Any] = dict(context.run.run_config)
+    ops = config.get("ops", {})
+    configs = {name: ops.get(of_strategy(name).draft, {}).get("config", {}) for name in target.strategies}
+    overridden = {}
+    for name, entry in target.strategies.items():
+        overrides = (configs[name].get("options", {}), configs[name].get("training", {}))
+        overridden[name] = apply_overrides(target.name, resolve_strategy(name), entry, *overrides)
+    if any(configs.values()):
+        files = workspace.target_files(target.name)
+        changed = target.model_copy(update={"strategies": overridden})
+        check_requirements(changed, files, workspace.registry)
+        require_sound_target(context, workspace, changed, files)
+
+
+def recipes(target: TargetSpec, registry: Registry) -> dict[str, dict[str, Any]]:
+    """The options of each recipe asset that a target has, by asset name.
+
+    Raises:
+        ConfigError: the model is not there, or two strategies ask of it what cannot be together.
+        StoreError: a draft to begin from is not there.
+    """
+    found: dict[str, dict[str, Any]] = {
+        RECIPE: {
+            "max_length": target.max_length,
+            "data": target.data.identity(),
+            "responses": target.responses.identity(),
+            "capture": target.capture.identity(),
+            "taps": collect_taps(target, read_num_layers(target, registry)),
+            "draft_vocab_size": resolve_draft_vocab_size(target),
+        },
+        EVALUATION_RECIPE: {
+            "evals": sorted(target.evals),
+            "evaluation": target.evaluation.identity(),
+            "max_new_tokens": target.responses.max_new_tokens,
+            "max_length": target.max_length,
+        },
+    }
+    for strategy, entry in target.strategies.items():
+        names = of_strategy(strategy)
+        found[names.recipe] = training_options(target, strategy, registry)
+        found[names.export_recipe] = entry.export.model_dump()
+    return found

@@ -1,0 +1,139 @@
+"""Which steps of a run would find everything made. They run in the process of the run: to begin one takes longer than they do.
+
+A step is asked by calling the function of its asset with a store that builds nothing. Whatever it cannot tell at once (a digest
+that is not remembered, an error) counts as work, which a process of its own does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dagster as dg
+
+from draftworks.preflight.cached_examination import is_examined
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.asset_names import DATASET, LEADERBOARD, RECIPE, TARGET_MODEL
+from draftworks.storage.identity import FileDigests
+from draftworks.targets.weights import is_checked
+from resources.workspace import Workspace
+from spec_assets.inputs import data_versions
+
+log = logging.getLogger(__name__)
+
+
+class Answer(Exception):
+    """Ends the function of an asset where it would obtain its result."""
+
+    def __init__(self, unchanged: bool) -> None:
+        self.unchanged = unchanged
+
+
+class NotRemembered(Exception):
+    """A file would have to be read for its digest."""
+
+
+class RememberedDigests(FileDigests):
+    """Digests of files that were read before and are as they were."""
+
+    def of_file(self, path: Path) -> str:
+        if not self.remembers(path):
+            raise NotRemembered(path)
+        return super().of_file(path)
+
+
+class AskedStore(ArtifactStore):
+    """Results as they are. Instead of obtaining one, it answers whether the current one is of the identity and whole."""
+
+    def obtain(self, asset: str, target: str, identity: dict[str, Any], *_: Any, **options: Any) -> Artifact:
+        raise Answer(self.is_current(asset, target, identity, options.get("still_good")))
+
+
+class AskedWorkspace(Workspace):
+    @cached_property
+    def artifacts(self) -> ArtifactStore:
+        return AskedStore(self.var, self.digests.of_file)
+
+    @cached_property
+    def digests(self) -> FileDigests:
+        return RememberedDigests(self.var / "digests.json")
+
+
+def unchanged_steps(
+    plan: Any, job: dg.JobDefinition, target: str, run_config: Mapping[str, Any], root: Path
+) -> list[str]:
+    """Keys of the steps that make nothing, and before which nothing is made, in an order in which they can be executed.
+
+    Args:
+        root: folder of the registry.
+    """
+    workspace = AskedWorkspace(registry_root=str(root))
+    before, found = plan.get_executable_step_deps(), list[str]()
+    configured = run_config.get("ops", {})
+    for step in plan.get_steps_to_execute_in_topo_order():
+        if (
+            before[step.key] <= set(found)
+            and step.key not in configured
+            and _is_unchanged(step, job, workspace, target)
+        ):
+            found.append(step.key)
+    return found
+
+
+def _is_unchanged(step: Any, job: dg.JobDefinition, workspace: AskedWorkspace, target: str) -> bool:
+    definition = job.asset_layer.get_assets_def_for_node(step.node_handle)
+    if definition is None or not definition.keys:  # a check looks at the result of a step that is among those already
+        return True
+    ask = INPUTS.get(step.key)
+    try:
+        return _answer(definition, workspace, target) if ask is None else ask(workspace, target)
+    except Exception as error:
+        log.debug("%s is executed in a process of its own: %r", step.key, error)
+        return False
+
+
+def _answer(definition: dg.AssetsDefinition, workspace: AskedWorkspace, target: str) -> bool:
+    function = inspect.unwrap(definition.op.compute_fn.decorated_fn)
+    context = SimpleNamespace(
+        asset_key=definition.key, assets_def=definition, partition_key=target, log=log, retry_number=0
+    )
+    given = {"context": context, "workspace": workspace}
+    parameters = inspect.signature(function).parameters
+    if "config" in parameters:
+        given["config"] = parameters["config"].annotation()
+    try:
+        function(**{name: given.get(name) for name in parameters})
+    except Answer as answer:
+        return answer.unchanged
+    return False
+
+
+def _is_known_target(workspace: AskedWorkspace, name: str) -> bool:
+    """Whether the target's files were digested and examined already, together with its data."""
+    target, registry = workspace.registry.load_target(name), workspace.registry
+    files = workspace.target_files(name)
+    examined = is_examined(target, files, registry, data_versions(workspace, target), workspace.target_checks)
+    return examined and is_checked(files, target.capture.backend, workspace.weight_checks)
+
+
+def _is_known_dataset(workspace: AskedWorkspace, name: str) -> bool:
+    registry = workspace.registry
+    return bool(workspace.dataset_version(registry.load_dataset(registry.load_target(name).dataset)))
+
+
+def _is_light(workspace: AskedWorkspace, name: str) -> bool:
+    return True
+
+
+INPUTS: dict[str, Callable[[AskedWorkspace, str], bool]] = {
+    TARGET_MODEL: _is_known_target,
+    DATASET: _is_known_dataset,
+    RECIPE: _is_light,
+    LEADERBOARD: _is_light,
+}
+"""Steps that keep no result with an identity."""
