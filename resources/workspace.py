@@ -34,7 +34,7 @@ class Workspace(dg.ConfigurableResource):
 
     @cached_property
     def artifacts(self) -> ArtifactStore:
-        return ArtifactStore(self.var)
+        return ArtifactStore(self.var, self.digests)
 
     @cached_property
     def digests(self) -> FileDigests:
@@ -44,6 +44,11 @@ class Workspace(dg.ConfigurableResource):
     def weight_checks(self) -> Path:
         """Where it is kept that weights belong to their configuration; keys are content."""
         return self.var / "weight_checks"
+
+    @property
+    def target_checks(self) -> Path:
+        """Where verdicts on targets and the first rows of their data are kept; keys are content."""
+        return self.var / "target_checks"
 
     def target_files(self, target: str) -> TargetFiles:
         """Files, digests and shape of a target, looked at now: what counts is what is there."""

@@ -11,6 +11,10 @@ from typing import Any, cast
 
 import dagster as dg
 from dagster._core.errors import DagsterUserCodeProcessError
+from dagster._core.events import EngineEventData
+from dagster._core.execution.api import ExecuteRunWithPlanIterable
+from dagster._core.execution.context_creation_job import PlanExecutionContextManager
+from dagster._core.executor.in_process import inprocess_execution_iterator
 from dagster._core.system_config.objects import ResolvedRunConfig
 from dagster_shared.error import SerializableErrorInfo
 
@@ -18,6 +22,7 @@ from draftworks.errors import ConfigError, DraftworksError
 from draftworks.targets.registry import Registry
 from spec_assets.course import Course
 from spec_assets.run_record import ended_with_record
+from spec_assets.unchanged import unchanged_steps
 from spec_assets.unused import Recorded, record_unused, unused_assets
 
 PARTITION_TAG = "dagster/partition"
@@ -71,7 +76,7 @@ class TellingExecutor(dg.Executor):
         course = Course()
         try:
             with ended_with_record(plan_context.instance, plan_context.run_id):
-                for event in self._inner.execute(plan_context, self._used_part(plan_context, execution_plan)):
+                for event in self._execute_used(plan_context, self._used_part(plan_context, execution_plan)):
                     course.note(event)
                     yield event
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
@@ -80,6 +85,32 @@ class TellingExecutor(dg.Executor):
         reason = course.why_failed()
         if reason is not None:
             plan_context.log.error(reason)
+
+    def _execute_used(self, plan_context: Any, plan: Any) -> Iterator[dg.DagsterEvent]:
+        """What finds everything made, in this process; then what is left, by the inner executor."""
+        target, job = plan_context.dagster_run.tags.get(PARTITION_TAG), self._job.get_definition()
+        unchanged: list[str] = []
+        if target is not None:
+            unchanged = unchanged_steps(plan, job, target, plan_context.dagster_run.run_config, self._registry.root)
+        stopped: set[str] = set()
+        if unchanged:
+            for event in execute_here(plan_context, self._subset(plan_context, plan, unchanged)):
+                if event.is_step_failure:
+                    stopped.add(event.step_key)
+                yield event
+        before = plan.get_executable_step_deps()
+        left = []
+        for step in plan.get_steps_to_execute_in_topo_order():
+            if before[step.key] & stopped:
+                stopped.add(step.key)
+            elif step.key not in unchanged:
+                left.append(step.key)
+        if left:
+            yield from self._inner.execute(plan_context, self._subset(plan_context, plan, left))
+
+    def _subset(self, plan_context: Any, plan: Any, steps: Sequence[str]) -> Any:
+        job = self._job.get_definition()
+        return plan.build_subset_plan(steps, job, ResolvedRunConfig.build(job, plan_context.dagster_run.run_config))
 
     def _used_part(self, plan_context: Any, plan: Any) -> Any:
         """The plan without the steps of what the run's target does not have, which is on record then."""
@@ -92,8 +123,7 @@ class TellingExecutor(dg.Executor):
         recorded = [Recorded(asset, target, reasons[asset.to_user_string()]) for asset in unused]
         record_unused(plan_context.instance, recorded)
         used = [key for key in plan.step_keys_to_execute if not assets_of[key] or assets_of[key] - unused]
-        job = self._job.get_definition()
-        return plan.build_subset_plan(used, job, ResolvedRunConfig.build(job, plan_context.dagster_run.run_config))
+        return self._subset(plan_context, plan, used)
 
     def _reasons(self, target: str | None) -> dict[str, str]:
         """By asset, why the target does not have it; nothing for an entry that cannot be read: its first step says so."""
@@ -103,6 +133,24 @@ class TellingExecutor(dg.Executor):
             return unused_assets(self._registry.load_target(target), self._registry)
         except DraftworksError:
             return {}
+
+
+def execute_here(plan_context: Any, plan: Any) -> Iterator[dg.DagsterEvent]:
+    """Execute the steps of a plan one after the other in this process, as Dagster's in-process executor does."""
+    data = EngineEventData.in_process(os.getpid(), plan.step_keys_to_execute)
+    yield dg.DagsterEvent.engine_event(
+        plan_context, "Executing in this process the steps that find everything made", data
+    )
+    context = PlanExecutionContextManager(
+        job=plan_context.job,
+        retry_mode=plan_context.retry_mode,
+        execution_plan=plan,
+        run_config=plan_context.run_config,
+        dagster_run=plan_context.dagster_run,
+        instance=plan_context.instance,
+        raise_on_error=False,
+    )
+    yield from ExecuteRunWithPlanIterable(plan, inprocess_execution_iterator, context)
 
 
 def assets_of_step(step: Any) -> set[dg.AssetKey]:

@@ -78,17 +78,22 @@ def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Mater
     )
 
 
+def data_versions(workspace: Workspace, target: TargetSpec) -> dict[str, str]:
+    """Return the content digest of every data set of a target and of its eval sets, by name."""
+    registry = workspace.registry
+    names = dict.fromkeys([target.dataset, *(registry.load_eval_set(name).dataset for name in target.evals)])
+    return {name: workspace.dataset_version(registry.load_dataset(name)) for name in names}
+
+
 def require_sound_target(
     context: dg.AssetExecutionContext, workspace: Workspace, target: TargetSpec, files: TargetFiles
 ) -> None:
     """ConfigError for what would fail later: values that nobody can mean, drafts that cannot be built or served, data
     without a usable row. What is odd is in the log."""
-    registry = workspace.registry
-    names = dict.fromkeys([target.dataset, *(registry.load_eval_set(name).dataset for name in target.evals)])
-    data = {name: workspace.dataset_version(registry.load_dataset(name)) for name in names}
+    registry, data = workspace.registry, data_versions(workspace, target)
     places = Findings()  # of this machine: another may be the one that captures, and this run may need none of it
     check_machine(target, registry, places)
-    findings = examine_before_run(target, files, registry, data, workspace.var / "target_checks")
+    findings = examine_before_run(target, files, registry, data, workspace.target_checks)
     for one in (*places.found, *(each for each in findings if each.severity == "warning")):
         context.log.warning(one.text)
     errors = [one.text for one in findings if one.severity == "error"]

@@ -57,7 +57,7 @@ class AskedStore(ArtifactStore):
 class AskedWorkspace(Workspace):
     @cached_property
     def artifacts(self) -> ArtifactStore:
-        return AskedStore(self.var, self.digests.of_file)
+        return AskedStore(self.var, self.digests)
 
     @cached_property
     def digests(self) -> FileDigests:
@@ -89,7 +89,8 @@ def _is_unchanged(step: Any, job: dg.JobDefinition, workspace: AskedWorkspace, t
     definition = job.asset_layer.get_assets_def_for_node(step.node_handle)
     if definition is None or not definition.keys:  # a check looks at the result of a step that is among those already
         return True
-    ask = INPUTS.get(step.key)
+    names = {key.to_user_string() for key in definition.keys}
+    ask = next((asked for name, asked in INPUTS.items() if name in names), None)
     try:
         return _answer(definition, workspace, target) if ask is None else ask(workspace, target)
     except Exception as error:

@@ -6,13 +6,14 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatureStore, SampleRef
 from draftworks.features.shared_dir_store import SharedDirFeatureStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FEATURE = "feature"
 FEW_KEYS = 1000

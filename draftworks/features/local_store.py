@@ -14,13 +14,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatureStore, SampleRef
 from draftworks.features.shards import ShardHeader, ShardReader, ShardWriter, read_header, staging_owner_is_dead
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FOREIGN_STAGING_AGE_S = 24 * 3600.0
 """Age at which a staging file of another host counts as crashed; its process cannot be checked from here."""

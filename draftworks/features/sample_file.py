@@ -15,16 +15,15 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from io import BufferedIOBase, BufferedReader
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
 from draftworks.features.sealing import AuthPolicy
 from draftworks.storage.identity import canonical_json
 from draftworks.storage.regular_files import parse_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SAMPLE_SCHEMA = "draftworks.sample.1"
 MAX_HEADER_BYTES = 64 << 20
@@ -57,6 +56,8 @@ def write_sample(
     path: Path, sample_id: str, generation: int, tensors: Mapping[str, Tensor], policy: AuthPolicy
 ) -> None:
     """Write a sample file at `path`; syncing and publishing are the store's part."""
+    from safetensors.torch import save_file
+
     own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     record = {
         "schema": SAMPLE_SCHEMA,
@@ -109,6 +110,8 @@ def read_tensor(stream: BufferedReader, header: SampleHeader, name: str) -> Tens
     Raises:
         StoreError: its bytes are not those that were stored.
     """
+    import torch
+
     record, span = header.tensors[name], header.spans[name]
     content = bytearray(span.stop - span.start)
     stream.seek(span.start)
@@ -148,4 +151,6 @@ def _header_bytes(stream: BufferedIOBase) -> bytes:
 
 
 def _sha256(tensor: Tensor) -> str:
+    import torch
+
     return sha256(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()

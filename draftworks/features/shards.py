@@ -18,17 +18,17 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from draftworks.errors import StoreError
 from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import MAX_HEADER_BYTES, open_regular, parse_json, require_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SHARD_SCHEMA = "draftworks.shard.1"
 CHECKSUM_LENGTH = 16
@@ -83,6 +83,8 @@ class ShardHeader:
 
 def tensor_checksum(tensor: Tensor) -> str:
     """Return the start of the SHA-256 of a tensor's bytes in row-major order."""
+    import torch
+
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return sha256(flat.numpy().data).hexdigest()[:CHECKSUM_LENGTH]
 
@@ -183,6 +185,8 @@ class ShardWriter:
             "checksums": json.dumps({key: entry.checksum for key, entry in entries.items()}),
         }
         final = self._folder / f"{name}.safetensors"
+        from safetensors.torch import save_file
+
         try:
             with publish_file(final, self._staging / staging_name()) as staged:
                 save_file(self._tensors, staged, metadata=metadata)

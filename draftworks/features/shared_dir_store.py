@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureSpec, FeatureStore, SampleRef
@@ -21,6 +20,9 @@ from draftworks.features.sample_folder import SampleFolder, SampleLocation, age_
 from draftworks.features.sealing import AuthPolicy
 from draftworks.storage.atomic import fsync
 from draftworks.storage.regular_files import open_regular
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

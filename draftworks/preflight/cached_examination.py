@@ -30,10 +30,7 @@ def examine_before_run(
         data: data version of every data set of the target and of its eval sets, by name.
         remembered: folder of kept verdicts, by content of entry, files and data.
     """
-    versions = [version(library) for library in _LIBRARIES]
-    sets = {name: registry.load_dataset(name).model_dump(mode="json") for name in data}
-    looked_at = [target.model_dump(mode="json"), files.model_dump(mode="json"), sets, dict(data)]
-    path = remembered / f"{digest([REVISION, versions, looked_at])}.json"
+    path = _verdict(target, files, registry, data, remembered)
     known = _read_cached(path)
     if known is not None:
         return known
@@ -47,6 +44,22 @@ def examine_before_run(
     if not findings.errors:
         publish_json(path, [asdict(each) for each in findings.found])
     return tuple(findings.found)
+
+
+def is_examined(
+    target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], remembered: Path
+) -> bool:
+    """Whether `examine_before_run` would only read its verdict."""
+    return _read_cached(_verdict(target, files, registry, data, remembered)) is not None
+
+
+def _verdict(
+    target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], remembered: Path
+) -> Path:
+    versions = [version(library) for library in _LIBRARIES]
+    sets = {name: registry.load_dataset(name).model_dump(mode="json") for name in data}
+    looked_at = [target.model_dump(mode="json"), files.model_dump(mode="json"), sets, dict(data)]
+    return remembered / f"{digest([REVISION, versions, looked_at])}.json"
 
 
 def _read_cached(path: Path) -> tuple[Finding, ...] | None:

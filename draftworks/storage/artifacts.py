@@ -18,7 +18,7 @@ from typing import Any
 from draftworks.errors import StoreError
 from draftworks.storage.atomic import publish_json, replace_folder
 from draftworks.storage.file_lock import hold_lock
-from draftworks.storage.identity import digest
+from draftworks.storage.identity import FileDigests, digest, file_digest
 from draftworks.storage.manifest import FileManifest, list_files
 from draftworks.storage.names import require_name
 from draftworks.storage.regular_files import read_json
@@ -66,9 +66,9 @@ class Artifact:
     hit: bool = False
     """Whether the result existed already and nothing was built."""
 
-    def find_damage(self) -> str | None:
+    def find_damage(self, digest_of: Callable[[Path], str] = file_digest) -> str | None:
         """Return a description of the first file that differs from the record; None if all match."""
-        return FileManifest.of_digests(self.files).find_damage(self.path)
+        return FileManifest.of_digests(self.files, digest_of).find_damage(self.path)
 
 
 Check = Callable[[Artifact], bool]
@@ -76,9 +76,14 @@ Check = Callable[[Artifact], bool]
 
 @dataclass(frozen=True)
 class ArtifactStore:
-    """All results in one root folder."""
+    """All results in one root folder.
+
+    Attributes:
+        digests: of files of results that were read before and are as they were.
+    """
 
     root: Path
+    digests: FileDigests = field(default_factory=FileDigests, compare=False)
 
     def obtain(
         self,
@@ -112,6 +117,11 @@ class ArtifactStore:
                     artifact = self._build(final, asset, target, identity, build, start_over)
         publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
         return artifact
+
+    def is_current(self, asset: str, target: str, identity: dict[str, Any], still_good: Check | None = None) -> bool:
+        """Whether the newest result is of this identity and whole, so that `obtain` would change nothing."""
+        newest, wanted = self.find(asset, target), self._locate(asset, target) / digest(identity)
+        return newest is not None and newest.path == wanted and self._find_intact(wanted, still_good) is not None
 
     def load_current(self, asset: str, target: str) -> Artifact:
         """Return the newest result of an asset for a target.
@@ -155,7 +165,7 @@ class ArtifactStore:
             return None
         try:
             artifact = replace(self._read(final), hit=True)
-            problem = artifact.find_damage()
+            problem = artifact.find_damage(self.digests.of_file)
         except StoreError as error:
             artifact, problem = None, str(error)
         if artifact is None or problem is not None:
@@ -200,7 +210,9 @@ class ArtifactStore:
         }
         publish_json(partial / RECORD, record)
         replace_folder(partial, final, aside=final.with_name(final.name + REPLACED))
-        return self._read(final)
+        made = self._read(final)
+        made.find_damage(self.digests.of_file)  # remembers the digests: who finds it made need not read it
+        return made
 
     def _read(self, folder: Path) -> Artifact:
         try:

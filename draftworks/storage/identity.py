@@ -55,12 +55,11 @@ class FileDigests:
     def __init__(self, cache_file: Path | None = None) -> None:
         self.cache_file = cache_file
         self._known: dict[str, str] = {}
-        if cache_file is not None and cache_file.exists():
-            try:
-                loaded = read_json(cache_file)
-                self._known = loaded if isinstance(loaded, dict) else {}
-            except (OSError, ValueError):
-                self._known = {}
+        self._load()
+
+    def remembers(self, path: Path) -> bool:
+        """Whether the digest of the file as it is now is known without reading it."""
+        return _make_stamp(path) in self._known
 
     def of_file(self, path: Path) -> str:
         """Return the digest of the file as it is now; it is not cached if the file changed while it was read."""
@@ -76,9 +75,21 @@ class FileDigests:
             self._save()
         return found
 
+    def _load(self) -> None:
+        """Add what other processes have remembered since."""
+        if self.cache_file is None or not self.cache_file.exists():
+            return
+        try:
+            loaded = read_json(self.cache_file)
+        except (OSError, ValueError):
+            return
+        if isinstance(loaded, dict):
+            self._known = {**loaded, **self._known}
+
     def _save(self) -> None:
         if self.cache_file is None:
             return
+        self._load()
         try:
             with publish_file(self.cache_file) as staging:
                 staging.write_text(json.dumps(self._known))

@@ -33,9 +33,9 @@ class FileManifest:
         return cls({name: FileRecord(path.stat().st_size, digest_of(path)) for name, path in paths.items()}, digest_of)
 
     @classmethod
-    def of_digests(cls, digests: Mapping[str, str]) -> FileManifest:
+    def of_digests(cls, digests: Mapping[str, str], digest_of: Callable[[Path], str] = file_digest) -> FileManifest:
         """A manifest that was stored as digests by name, without sizes."""
-        return cls({name: FileRecord(None, digest) for name, digest in digests.items()})
+        return cls({name: FileRecord(None, digest) for name, digest in digests.items()}, digest_of)
 
     @property
     def digests(self) -> dict[str, str]:

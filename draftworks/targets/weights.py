@@ -92,6 +92,11 @@ def check_target_weights(target: TargetFiles, backend: str = "hf", remembered: P
     return found
 
 
+def is_checked(target: TargetFiles, backend: str, remembered: Path) -> bool:
+    """Whether `check_target_weights` would only read its verdict."""
+    return _read_verdict(remembered / f"{_make_verdict_key(target, backend)}.json") is not None
+
+
 def require_loaded(target: TargetFiles, model: PreTrainedModel, loading: Mapping[str, Any]) -> None:
     """StoreError unless every weight came from the files and every tensor of the files went into the model.
 

@@ -39,7 +39,7 @@ CHANGES: dict[str, tuple[str, Any, set[str]]] = {
     "vocabulary": ("strategies.eagle3.options.draft_vocab_size", 128, {*DATA_AND_FEATURES, "eagle3_draft"}),
     "evaluation": (
         "evaluation.resamples",
-        77,
+        177,
         {of_strategy(strategy)[kind] for strategy in STRATEGIES for kind in (1, 3)},
     ),
     "what decides no result": ("strategies.eagle3.training.log_every", 3, set()),

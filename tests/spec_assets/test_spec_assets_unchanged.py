@@ -1,0 +1,142 @@
+"""What finds everything made runs in the run's own process, and only that: work has a process, which ends with the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import yaml
+from filelock import FileLock
+from test_spec_assets_command_line import ROOT
+from test_spec_assets_killed_run import commands_of, start, wait_until
+
+JOB = ("job", "execute", "-j", "everything", "--tags", '{"dagster/partition": "small"}')
+CONSOLE = ("-c", str(ROOT / "jobs" / "console.yaml"))
+
+
+@pytest.fixture(scope="module")
+def made(finished, tmp_path_factory) -> Any:
+    """A site on which everything is made and was looked at once, and a Dagster home. Tests change it only where they say so."""
+    site = finished.site.copy(tmp_path_factory.mktemp("unchanged"))
+    home = site.root / "dagster_home"
+    home.mkdir()
+    shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)
+    assert finish(site, home).returncode == 0
+    return site
+
+
+def finish(site: Any, home: Path) -> subprocess.CompletedProcess:
+    run = start(site, home, *JOB, *CONSOLE)
+    return subprocess.CompletedProcess(run.args, run.wait(280))
+
+
+def last_run(home: Path) -> tuple[dg.DagsterRun, list[dg.DagsterEvent]]:
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        (run,) = instance.get_runs(limit=1)
+        events = [log.dagster_event for log in instance.all_logs(run.run_id)]
+    return run, [event for event in events if event is not None]
+
+
+def steps(events: list[dg.DagsterEvent], kind: str) -> set[str]:
+    return {str(event.step_key) for event in events if event.event_type_value == kind}
+
+
+def home_of(site: Any) -> Path:
+    return site.root / "dagster_home"
+
+
+def test_a_run_that_finds_everything_made_begins_no_process(made):
+    assert finish(made, home_of(made)).returncode == 0
+    run, events = last_run(home_of(made))
+    assert run.is_success
+    assert steps(events, "STEP_WORKER_STARTING") == set()
+    assert steps(events, "STEP_SUCCESS") >= {
+        "target_model",
+        "recipe",
+        "eagle3_export",
+        "eagle3_export_gates",
+        "ranking.rank",
+    }
+    caches = {event.materialization.metadata["cache"].value for event in events if is_result(event)}
+    assert caches == {"hit"}
+
+
+def is_result(event: dg.DagsterEvent) -> bool:
+    return event.event_type_value == "ASSET_MATERIALIZATION" and "cache" in event.materialization.metadata
+
+
+def test_work_and_what_comes_after_it_has_processes_and_what_it_does_not_touch_has_none(made):
+    damaged = next((made.var / "eagle3_export").rglob("model.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert finish(made, home_of(made)).returncode == 0
+    _, events = last_run(home_of(made))
+    assert steps(events, "STEP_WORKER_STARTING") == {"eagle3_export", "eagle3_export_gates"}
+    assert steps(events, "STEP_SUCCESS") > {"eagle3_draft", "eagle3_report", "eagle3_export_gates"}
+
+
+@pytest.fixture
+def entry(made) -> Iterator[dict[str, Any]]:
+    """The target's entry, as it will be for the runs of a test and not after it."""
+    text = made.target_file.read_text()
+    changed = yaml.safe_load(text)
+    yield changed
+    made.target_file.write_text(text)
+
+
+def finish_twice(site: Any, entry: dict[str, Any]) -> list[dg.DagsterEvent]:
+    """Events of the second run: the first examines the new entry, and has processes for that and all after it."""
+    site.target_file.write_text(yaml.safe_dump(entry))
+    for _ in range(2):
+        assert finish(site, home_of(site)).returncode == 1
+    return last_run(home_of(site))[1]
+
+
+def test_nothing_is_made_behind_a_check_that_failed_in_the_process_of_the_run(made, entry):
+    entry["data"]["min_supervised_share"] = 0.999
+    entry["strategies"]["eagle3"]["training"]["lr"] = 0.001
+    events = finish_twice(made, entry)
+    assert steps(events, "STEP_FAILURE") == {"tokenized_train", "heldout_responses"}
+    assert steps(events, "STEP_WORKER_STARTING") == set()
+    assert not steps(events, "STEP_START") & {"training_features", "eagle3_draft", "eagle3_report"}
+
+
+def test_a_gate_that_fails_in_the_process_of_the_run_fails_it(made, entry):
+    entry["gates"] = {"answers_finished": "error"}
+    entry["responses"]["max_new_tokens"] = 24
+    events = finish_twice(made, entry)
+    assert "responses" in steps(events, "STEP_FAILURE")
+    assert steps(events, "STEP_WORKER_STARTING") == set()
+
+
+@pytest.fixture
+def waiting(made) -> Iterator[subprocess.Popen]:
+    """A run whose last step waits, in the run's own process, for a lock that somebody else holds."""
+    with FileLock(made.var / "leaderboard" / ".lock"):
+        run = start(made, home_of(made), *JOB, *CONSOLE)
+        assert wait_until(lambda: "ranking.rank" in steps(last_run(home_of(made))[1], "STEP_START"), 120)
+        yield run
+        if run.poll() is None:
+            run.kill()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_that_works_in_its_own_process(made, waiting, sent):
+    waiting.send_signal(sent)
+    assert waiting.wait(30) != 0
+    run, _ = last_run(home_of(made))
+    assert run.is_finished
+    assert not run.is_success
+    assert commands_of(home_of(made)) == []
+
+
+def test_a_killed_run_that_worked_in_its_own_process_leaves_nothing(made, waiting):
+    os.kill(waiting.pid, signal.SIGKILL)
+    waiting.wait(30)
+    assert wait_until(lambda: commands_of(home_of(made)) == [], 30)
