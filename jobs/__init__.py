@@ -1,4 +1,4 @@
-"""What can be run: asset jobs by selection, one partition (target model) at a time."""
+"""Asset jobs, each run for one partition (target model) at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ SERVING = dg.AssetSelection.groups("serving")
 
 
 def all_jobs(evals: Sequence[str]) -> list:
-    """`resolve`, `prepare`, `train_{strategy}` for each strategy, `evaluate`, `serve`, `leaderboard` and `everything`."""
+    """`resolve`, `prepare`, `train_{strategy}` for each strategy, `evaluate`, `serve`, `leaderboard` and
+    `everything`."""
     prepare = INPUTS | dg.AssetSelection.groups("data", "features")
     eval_data = [asset for name in ["heldout", *evals] for asset in of_eval_set(name)[1:]]
     evaluate = INPUTS | dg.AssetSelection.groups("reports") | dg.AssetSelection.assets(*eval_data)

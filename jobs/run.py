@@ -1,8 +1,8 @@
-"""Runs a job for one target in this process, as `dagster job execute` does, with short lines, and nothing after the reason:
+"""Runs a job for one target in this process, as `dagster job execute` does, with short log lines and the cause last:
 
     python -m jobs.run everything --target tiny -c overrides.yaml
 
-What people call is `draftworks run`, which looks at the names first.
+Users call `draftworks run`, which checks the names first.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ CONSOLE = Path(__file__).with_name("console.yaml")
 LOCATION = "spec_assets.definitions"
 FAILED, MISUSED = 1, 2
 UNUSED_GATES = "dagster._core.execution.plan.active"
-"""Warns of every gate that was skipped with what it would look at, in words of a broken one."""
+"""Logger that warns of every check that is skipped with its asset, as if it were broken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Execute a job. Returns the exit code: 0, 1 if the run failed (its last lines say why), 2 if it could not begin."""
+    """Execute a job. Returns the exit code: 0, 1 if the run failed (its last lines say why), 2 if it could not
+    begin."""
     asked = _parser().parse_args(arguments)
     location = ["-m", LOCATION] if asked.file is None else ["-f", str(asked.file)]
     command = ["job", "execute", *location, "-j", asked.job, "-c", str(CONSOLE)]
@@ -61,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _steps_silenced() -> Iterator[None]:
-    """Without what programs print: the run page and var/runs have it, and here it would come between the lines of the run."""
+    """Discard stdout of programs, which would interleave with the run's lines. The run page and var/runs have it."""
     sys.stdout.flush()
     kept = os.dup(1)
     with open(os.devnull, "w") as nothing:

@@ -1,9 +1,7 @@
-"""Runs whose process was killed: their steps end, and what they held is given back.
-
-Dagster's daemon ends runs that it started itself. A run that a terminal or CI started has nobody who looks after it: when
-its process is killed, its steps would go on unwatched, and its pool slots would stay taken, so that every later run
-waits for them for ever.
-"""
+"""Runs whose process was killed: ends their steps and releases their pool slots.
+ Dagster's daemon monitors runs that it started itself, but no run that a terminal or CI started. If the process of
+such a run is killed, its steps would continue, and its pool slots would stay taken, so that every later run waits for
+ever."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ _LOOK_INTERVAL_S = 0.2
 
 
 def end_with_run_process(context: dg.OpExecutionContext | dg.AssetExecutionContext) -> None:
-    """From now on, the end of the process that runs the run interrupts this step, as the run's cancellation would.
+    """Interrupt this step when the process of its run ends, as a cancellation of the run would.
 
     For the process of a step, which is a child of the run's. The step then has its launcher's grace to end its job, and
     a further `SIGINT`, or the grace's end, leaves nothing of it. The run is tagged with its process, so that others can
@@ -56,7 +54,8 @@ def _watch(parent: multiprocessing.process.BaseProcess) -> None:
 
 @dataclass(frozen=True)
 class DeadRuns:
-    """Ids of runs that were found dead, and of unfinished ones that hold pool slots and may be dead, but not seen from here."""
+    """Ids of runs that were found dead, and of unfinished ones that hold pool slots and may be dead, but not seen
+    from here."""
 
     released: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -93,12 +92,12 @@ def release_dead_runs(instance: dg.DagsterInstance, wait_s: float = 30.0) -> Dea
 
 
 def _any_alive(instance: dg.DagsterInstance, run_id: str) -> bool:
-    """Whether a process that the run's events name lives: those of its steps, which are where the run's was."""
+    """Whether a process that the run's events name is alive."""
     return any(process is not None and lives(process) for process in _named_processes(instance, run_id))
 
 
 def _named_processes(instance: dg.DagsterInstance, run_id: str) -> Iterator[psutil.Process | None]:
-    """One for each event that names a pid; None for one that has ended, also when another has its pid by now."""
+    """Yield the process of each event that names a pid; None if it has ended, also if its pid is in use again."""
     for entry in instance.all_logs(run_id, of_type=_SAYS_A_PID):
         data = entry.get_dagster_event().event_specific_data
         pid = data.metadata.get("pid") if isinstance(data, EngineEventData) else None

@@ -1,4 +1,4 @@
-"""Why a job failed, in the words of the rank that failed first."""
+"""dagster Failures of jobs, from the error files of their ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from resources.log_tail import TAIL_LINES, last_lines
 from resources.torch_job import JobStatus, RunDir, TorchJob
 
 
-def failure_of_job(job: TorchJob, files: RunDir, status: JobStatus, metadata: Mapping[str, Any]) -> dg.Failure:
-    """The failure of a job that ended badly.
+def describe_job_failure(job: TorchJob, files: RunDir, status: JobStatus, metadata: Mapping[str, Any]) -> dg.Failure:
+    """Return the failure of a job that exited with an error.
 
     Its description is the first failed rank's message with the traceback; for a user's error the message alone, and no
     retries; if no rank left an error file (killed, or died before it could), the last lines of the log.
@@ -35,14 +35,14 @@ def failure_of_job(job: TorchJob, files: RunDir, status: JobStatus, metadata: Ma
     return dg.Failure(f"{_headline(first)}\n\n{first.traceback}", metadata)
 
 
-def words_of_interrupted(files: RunDir) -> str:
-    """What the first interrupted rank of a cancelled job said, such as which step is saved; empty if none got to speak."""
+def read_interruption(files: RunDir) -> str:
+    """Return the message of the first interrupted rank, such as which step is saved; empty if no rank left one."""
     ranks = sorted(_read_failures(files), key=lambda failure: failure.time_ns)
     return next((failure.message for failure in ranks if failure.interrupted), "")
 
 
-def failure_of_report(job: TorchJob, reports: int, metadata: Mapping[str, Any]) -> dg.Failure:
-    """The failure of a job that succeeded without exactly one report: nobody knows what it made."""
+def describe_missing_report(job: TorchJob, reports: int, metadata: Mapping[str, Any]) -> dg.Failure:
+    """Return the failure of a job that exited 0 but did not send exactly one report."""
     found = "without a report" if reports == 0 else f"after {reports} reports"
     return dg.Failure(
         f"{job.module} exited 0 {found}, but exactly one is expected: rank 0 sends it, once, when its work is complete.",
@@ -51,8 +51,8 @@ def failure_of_report(job: TorchJob, reports: int, metadata: Mapping[str, Any]) 
     )
 
 
-def failure_of_time_limit(job: TorchJob, limit_s: float, metadata: Mapping[str, Any]) -> dg.Failure:
-    """The failure of a job that had to be cancelled."""
+def describe_time_limit(job: TorchJob, limit_s: float, metadata: Mapping[str, Any]) -> dg.Failure:
+    """Return the failure of a job that was cancelled at its time limit."""
     return dg.Failure(
         f"{job.module} ran over its time limit of {limit_s:g} s and was cancelled. Raise the limit, or give it"
         " less to do.",
@@ -61,14 +61,15 @@ def failure_of_time_limit(job: TorchJob, limit_s: float, metadata: Mapping[str, 
     )
 
 
-def failure_of_stall(
+def describe_stall(
     job: TorchJob,
     files: RunDir,
     limit_s: float,
     ranks: Sequence[tuple[HeartbeatRecord, str]],
     metadata: Mapping[str, Any],
 ) -> dg.Failure:
-    """The failure of a job that stood still and was ended; `ranks` come with the states of their processes."""
+    """Return the failure of a job that was ended because it made no progress. `ranks` are pairs of last pulse and
+    process state."""
     told = [
         f"rank {pulse.rank} (pid {pulse.pid}, {state}), which last said: {pulse.said}\n  "
         + "\n  ".join(pulse.where or ("(place unknown)",))
@@ -85,13 +86,13 @@ def failure_of_stall(
 
 
 def _read_failures(files: RunDir) -> list[RankFailure]:
-    """Every rank's failure; torchrun's own if no rank has one."""
+    """Return the failures of all ranks; that of torchrun if no rank left one."""
     ranks = [RankFailure.read(path) for path in files.ranks.rglob("error.json")]
     return [failure for failure in ranks or [RankFailure.read(files.error)] if failure is not None]
 
 
 def _last_words(files: RunDir) -> str:
-    """The end of the log up to torchrun's line on who failed; its own traceback, longer than what we show, is left out."""
+    """Return the end of the log up to torchrun's line on the failed rank, without torchrun's own long traceback."""
     lines = last_lines(files.log, 10 * TAIL_LINES)
     verdict = next((number for number, line in enumerate(lines) if "failed (exitcode: " in line), len(lines))
     return "\n".join(lines[: verdict + 1][-TAIL_LINES:]) or "(it printed nothing)"

@@ -1,4 +1,4 @@
-"""Which launcher a deployment uses."""
+"""The launcher of a deployment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from resources.local_launcher import LocalLauncher
 from resources.torch_launcher import TorchLauncher
 
 
-def launcher_for(spec: LauncherSpec) -> TorchLauncher:
+def make_launcher(spec: LauncherSpec) -> TorchLauncher:
     return LocalLauncher(
         grace_s=spec.grace_s, threads=spec.threads, stall_limit_s=spec.stall_limit_s, time_limit_s=spec.time_limit_s
     )

@@ -1,4 +1,4 @@
-"""torchrun jobs as child processes of the step that asks for them."""
+"""The launcher that runs torchrun as a child process of the step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from resources.torch_launcher import TorchLauncher
 # torchrun kills a stuck worker itself after this share of the grace, so that it can still end in an orderly way.
 _TORCHRUN_SHARE_OF_GRACE = 0.7
 _STACKS_S = 1.0
-"""What ranks have to print their stacks, before they are ended."""
+"""Seconds that ranks have to print their stacks before they are ended."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ class LocalJob:
 class LocalLauncher(TorchLauncher):
     """Runs jobs on this machine. They never outlive the process that launched them, not even when that is killed.
 
-    The kernel's word of the parent's death follows the *thread* that launched: call `run` from the thread that runs the
-    op (Dagster's executors use the main thread), not from a helper thread. On systems other than Linux a SIGKILL of the
-    Dagster process leaves torchrun running.
-    """
+    The kernel signals the death of the *thread* that launched (PR_SET_PDEATHSIG): call `run` from the thread that
+    runs the op (Dagster's executors use the main thread), not from a helper thread. On systems other than Linux a
+    SIGKILL of the Dagster process leaves torchrun running."""
 
     grace_s: float = Field(default=10.0, ge=0, description="Seconds a cancelled job has before it is killed.")
     threads: int | None = Field(
@@ -78,7 +77,7 @@ class LocalLauncher(TorchLauncher):
         return LocalJob(torchrun, ProcessTree(torchrun.pid, mark), folder)
 
     def poll(self, handle: LocalJob) -> JobStatus:
-        """torchrun's state. When it has ended, so has whatever it left behind: ranks that save, if it was killed."""
+        """Return the state of torchrun. If it has ended, end ranks that it left behind, such as after a kill."""
         code = handle.torchrun.poll()
         if code is None:
             return JobStatus(JobState.RUNNING)
@@ -87,7 +86,7 @@ class LocalLauncher(TorchLauncher):
         return JobStatus(JobState.SUCCEEDED if code == 0 else JobState.FAILED, code)
 
     def cancel(self, handle: LocalJob) -> None:
-        """SIGTERM, the grace, then SIGKILL of the whole tree."""
+        """Send SIGTERM to the process tree, wait for the grace, then send SIGKILL."""
         survivors = handle.tree.end(self.grace_s)
         handle.torchrun.poll()
         handle.folder.cleanup()
@@ -95,7 +94,8 @@ class LocalLauncher(TorchLauncher):
             dg.get_dagster_logger().error(f"these processes cannot be killed, look after them: {survivors}")
 
     def ask_for_stacks(self, handle: LocalJob, ranks: Sequence[HeartbeatRecord]) -> list[str]:
-        """SIGUSR1 to each rank: a handler in C prints the stacks of all threads, even of one stuck in native code."""
+        """Send SIGUSR1 to each rank: a handler in C prints the stacks of all threads, also of one stuck in native
+        code."""
         ours = {process.pid: process for process in handle.tree.scan()}
         states = [_asked(ours.get(rank.pid)) for rank in ranks]
         time.sleep(_STACKS_S)
@@ -111,7 +111,7 @@ def _share_of_cores(processes: int) -> int:
 
 
 def _asked(rank: psutil.Process | None) -> str:
-    """Its state in the kernel's words, after it was asked for its stacks."""
+    """Send SIGUSR1 to a rank and return the state of its process."""
     try:
         if rank is None:
             return "gone"

@@ -1,4 +1,4 @@
-"""A job's log file, copied to the run page while it grows."""
+"""Copies a job's growing log file to the compute log of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a process lives, so that nobody looks for its id in another machine, boot or container."""
+"""Machine, boot and pid namespace of a process: a pid means something only there."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 import psutil
 
 _FIRST_NAMESPACE = "pid:[4026531836]"
-"""Of every Linux machine: what is outside all containers."""
+"""The initial pid namespace of every Linux machine, outside all containers."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A process table.
+    """Identifies one process table.
 
     Attributes:
-        machine: its id, empty where it has none.
+        machine: /etc/machine-id, empty if there is none.
         boot: id of the kernel's start; containers of one machine share it.
-        namespace: of process ids; empty on systems that have none.
+        namespace: the pid namespace; empty on systems without one.
     """
 
     host: str
@@ -40,7 +40,7 @@ class Place:
         return cls(socket.gethostname(), machine, boot, namespace)
 
     def is_before_restart_of(self, other: Place) -> bool:
-        """Whether this is the other one's machine before it was started again: nothing of here lives."""
+        """Whether this is the same machine before a reboot, so that no process of here can live."""
         same = (self.host, self.machine, self.namespace) == (other.host, other.machine, other.namespace)
         return same and bool(self.machine) and self.namespace == _FIRST_NAMESPACE and self.boot != other.boot
 
@@ -50,8 +50,8 @@ class RunProcess:
     """The process that runs a Dagster run.
 
     Attributes:
-        run_id: of its run: tags are copied to the run of a retry.
-        started: since when, in the kernel's count, so that a reused id is told from it.
+        run_id: the run. Dagster copies tags to the run of a retry, so the tag alone does not say it.
+        started: start time of the process, to recognise a reused pid.
     """
 
     run_id: str
@@ -78,7 +78,7 @@ class RunProcess:
         return json.dumps(asdict(self))
 
     def is_dead(self) -> bool | None:
-        """None if it cannot be told from here."""
+        """Whether the process is gone; None if this machine or container cannot know."""
         here = Place.here()
         if self.place.is_before_restart_of(here):
             return True

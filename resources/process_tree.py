@@ -1,4 +1,4 @@
-"""All processes of one job, found and ended, whatever sessions they moved to and whoever started them."""
+"""Finds and ends all processes of one job, in whatever session they are."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ProcessTree:
         return sorted(self._known, key=lambda process: process != self._root)
 
     def end(self, grace_s: float) -> list[psutil.Process]:
-        """SIGTERM, `grace_s` for an orderly end, then SIGKILL. Returns what even that did not end (normally nothing).
+        """Send SIGTERM, wait up to `grace_s`, then send SIGKILL. Return the processes that still live (normally none).
 
         An interrupt while waiting for the orderly end skips the rest of the grace, kills, and passes on.
         """
@@ -70,7 +70,7 @@ class ProcessTree:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it is there and more than a zombie."""
+    """Whether a process runs and is no zombie."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

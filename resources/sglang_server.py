@@ -1,4 +1,4 @@
-"""The SGLang servers of a deployment, as steps see them: how programs start one, and what it said."""
+"""How programs start the SGLang servers of a deployment, and where the servers' logs are."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _TOLD_BYTES = 8 << 10
 
 
 class SGLangServer(dg.ConfigurableResource):
-    """How servers are started and waited for. The program that a step launches owns its server: it starts it on a free port
-    of the loopback interface, waits until it is healthy, and ends it with itself, however it ends.
+    """How servers are started and waited for. The program that a step launches owns its server: it starts it on a
+    free port of the loopback interface, waits until it is healthy, and ends it with itself, however it ends.
 
     How much of a GPU's memory a server takes and how many GPUs is said where it is used, in the target's YAML.
     """
@@ -39,8 +39,9 @@ class SGLangServer(dg.ConfigurableResource):
         return folder / LOG_NAME
 
     @contextmanager
-    def told(self, context: dg.AssetExecutionContext, folder: Path) -> Iterator[None]:
-        """After a failure or a cancellation the end of the server's log is in the run's log; after a success, where it is."""
+    def log_output_of_server(self, context: dg.AssetExecutionContext, folder: Path) -> Iterator[None]:
+        """After a failure or a cancellation the end of the server's log is in the run's log; after a success, where
+        it is."""
         log = self.log(folder)
         try:
             yield

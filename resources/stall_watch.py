@@ -1,4 +1,4 @@
-"""Jobs that stand still: no rank makes progress, or one does not run at all."""
+"""Detects jobs without progress, from the heartbeats of their ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from draftworks.programs.heartbeat import FILE, HeartbeatRecord
 
 _LONGEST_GAP_S = 10.0
-"""Of the time between two looks that counts: when we were suspended ourselves, so may the job have been."""
+"""Longest time between two polls that counts: if this process was suspended, the job may have been as well."""
 _START_S = 600.0
-"""Before their first pulse, while Python loads its libraries, ranks have at least as long."""
+"""Least time before a rank's first pulse, while Python imports libraries."""
 
 
 @dataclass
 class _Rank:
-    """A rank's last pulse, and when on the watch's clock it last changed."""
+    """A rank's last pulse, and when it last changed on the watch's clock."""
 
     pulse: HeartbeatRecord
     wrote_s: float
@@ -45,7 +45,8 @@ class StallWatch:
     _logged_s: float = 0.0
 
     def stalled(self) -> list[HeartbeatRecord] | None:
-        """The ranks of a job that stands still, those to look at first; None for a healthy job. Look often."""
+        """Return the ranks of a job without progress, the most suspicious first; None for a healthy job. Call it
+        often."""
         now = self.clock()
         self._elapsed_s += min(now - (now if self._looked_at is None else self._looked_at), _LONGEST_GAP_S)
         self._looked_at = now

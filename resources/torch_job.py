@@ -1,4 +1,4 @@
-"""A torchrun job as values: what to run, how it is, where its files are."""
+"""A torchrun job, its state, and its files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftworks.errors import ConfigError
 
 ONE_NODE = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1")
 ONE_NODE_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Without it torchrun has a TCP store for the ranks all the same; with it they make one, on loopback."""
+"""Without it torchrun opens a TCP store for the ranks on all addresses; with it the ranks open one on loopback."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TorchJob:
 
 
 class JobState(Enum):
-    """How a job is. An engine that queues knows `PENDING`; a time limit counts from `RUNNING`."""
+    """State of a job. `PENDING` is for launchers that queue; a time limit counts from `RUNNING`."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -75,7 +75,7 @@ class JobStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class RunDir:
-    """The files of one attempt. No attempt shares them with another, so no old error becomes a new cause."""
+    """The folder of one attempt. Attempts share no files, so an old error file is never taken for a new one."""
 
     path: Path
 

@@ -1,4 +1,4 @@
-"""Running a torchrun job from an asset: what to run is a `TorchJob`, where it runs is a `TorchLauncher`."""
+"""Runs torchrun jobs for assets: a `TorchJob` says what to run, a `TorchLauncher` where."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pydantic import Field
 from draftworks.distributed.stop_signals import defer_interrupt
 from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.job_failure import (
-    failure_of_job,
-    failure_of_report,
-    failure_of_stall,
-    failure_of_time_limit,
-    words_of_interrupted,
+    describe_job_failure,
+    describe_missing_report,
+    describe_stall,
+    describe_time_limit,
+    read_interruption,
 )
 from resources.log_tail import LogTail
 from resources.stall_watch import StallWatch
@@ -29,14 +29,14 @@ from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
 
 @dataclass(frozen=True)
 class JobResult:
-    """What the program reported, and what the launcher knows of the run: engine, job id, log path, seconds."""
+    """The program's report, and the launcher's metadata: engine, job id, log path, seconds."""
 
     report: dict[str, Any]
     metadata: dict[str, Any]
 
 
 class _MessagesOfRank0(dg.PipesFileMessageReader):
-    """Reads the messages of one writer. Saying so spares every job a warning: Dagster calls its own property a preview."""
+    """Reads the messages of one writer. The attribute avoids a PreviewWarning of Dagster for every job."""
 
     @property
     def expected_writer_count(self) -> int:
@@ -67,7 +67,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
 
     @abstractmethod
     def poll(self, handle: Any) -> JobStatus:
-        """How the job is, without waiting."""
+        """Return the job's status without waiting."""
 
     @abstractmethod
     def cancel(self, handle: Any) -> None:
@@ -75,7 +75,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
 
     @abstractmethod
     def describe(self, handle: Any) -> dict[str, str | int]:
-        """Engine and job id, for metadata."""
+        """Return engine and job id, for metadata."""
 
     def ask_for_stacks(self, handle: Any, ranks: Sequence[HeartbeatRecord]) -> list[str]:
         """Make the ranks print their stacks into the job's log where that is possible; the state of each process."""
@@ -116,7 +116,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         messages = session.get_custom_messages()
         reports = [message["report"] for message in messages if isinstance(message, dict) and "report" in message]
         if len(reports) != 1:
-            raise failure_of_report(job, len(reports), metadata)
+            raise describe_missing_report(job, len(reports), metadata)
         return JobResult(report=reports[0], metadata=metadata)
 
     def _run_to_end(
@@ -124,9 +124,8 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
     ) -> dict[str, Any]:
         """Submit, wait and copy the log; returns the metadata of a success.
 
-        An interrupt of the step is taken between two looks at the job, so that it cancels the job once: a second one
-        within moments, as schedulers send it, does not take the ranks' grace to save away.
-        """
+        An interrupt of the step is handled between two polls, so that it cancels the job once: a second interrupt
+        within moments, as schedulers send it, does not shorten the ranks' grace for saving."""
         started = time.monotonic()
         tail = LogTail(files.log, self.log_limit_mb << 20)
         with defer_interrupt() as pass_on_interrupt:
@@ -138,7 +137,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
                 pass_on_interrupt()
             except dg.DagsterExecutionInterruptedError:
                 self.cancel(handle)
-                raise dg.DagsterExecutionInterruptedError(words_of_interrupted(files)) from None
+                raise dg.DagsterExecutionInterruptedError(read_interruption(files)) from None
             except BaseException:
                 self.cancel(handle)
                 raise
@@ -146,7 +145,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
                 tail.finish()
         metadata["seconds"] = round(time.monotonic() - started, 2)
         if status.state is not JobState.SUCCEEDED:
-            raise failure_of_job(job, files, status, metadata)
+            raise describe_job_failure(job, files, status, metadata)
         return metadata
 
     def _wait(
@@ -167,10 +166,10 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
             if status.state is JobState.RUNNING and running_since is None:
                 running_since = now
             if limit_s and running_since is not None and now - running_since > limit_s:
-                raise failure_of_time_limit(job, limit_s, metadata)
+                raise describe_time_limit(job, limit_s, metadata)
             if running_since is not None and (stalled := watch.stalled()) is not None:
                 states = self.ask_for_stacks(handle, stalled)
-                raise failure_of_stall(job, files, watch.limit_s, list(zip(stalled, states, strict=True)), metadata)
+                raise describe_stall(job, files, watch.limit_s, list(zip(stalled, states, strict=True)), metadata)
             tail.copy()
             time.sleep(self.poll_interval_s)
         return status

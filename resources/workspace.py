@@ -20,7 +20,7 @@ from draftworks.targets.resolve import resolve_target
 
 
 class Workspace(dg.ConfigurableResource):
-    """A registry and everything that is made from it. Nothing is read before an asset asks."""
+    """A registry and the results made from it. Everything is read on first use."""
 
     registry_root: str = Field(description="Folder with targets/, datasets/ and deployment.yaml.")
 
@@ -42,24 +42,25 @@ class Workspace(dg.ConfigurableResource):
 
     @property
     def weight_checks(self) -> Path:
-        """Where it is kept that weights belong to their configuration; keys are content."""
+        """Folder of the verdicts of `check_target_weights`; keys are content."""
         return self.var / "weight_checks"
 
     @property
     def target_checks(self) -> Path:
-        """Where verdicts on targets and the first rows of their data are kept; keys are content."""
+        """Folder of the verdicts of `examine_before_run`; keys are content."""
         return self.var / "target_checks"
 
     def target_files(self, target: str) -> TargetFiles:
-        """Files, digests and shape of a target, looked at now: what counts is what is there."""
+        """Return files, digests and shape of a target as they are now."""
         return resolve_target(self.registry.load_target(target), self.registry, self.digests)
 
     def dataset_version(self, dataset: DatasetSpec) -> str:
-        """Content digest of a data set's files as they are now."""
+        """Return the content digest of a data set's files as they are now."""
         return dataset_version(dataset, self.registry.root, self.digests)
 
     def feature_store(self, files: TargetFiles) -> StoreSpec:
-        """The store of a target's weights; keys are content, so every run, strategy and target of these weights shares it.
+        """The store of a target's weights; keys are content, so every run, strategy and target of these weights
+        shares it.
 
         Raises:
             StoreError: features that are kept below the target's name cannot be taken over.
@@ -70,27 +71,28 @@ class Workspace(dg.ConfigurableResource):
 
     @property
     def sglang(self) -> SGLangSpec:
-        """Where SGLang is. The path is not resolved: a virtual environment's Python is a link, and known by its place."""
+        """Settings of SGLang. Links in the path of its Python are not resolved: a virtual environment is found by
+        that path."""
         sglang = self.registry.load_deployment().sglang
         return sglang.model_copy(update={"python": os.path.abspath(self.registry.root / sglang.python)})
 
     def python_of(self, capture: CaptureSpec) -> Path | None:
-        """The Python of the programs that load a target's engine; None is the one that runs this."""
+        """Return the interpreter of programs that load a target's engine; None for the current one."""
         return Path(self.sglang.python) if capture.inside_sglang else None
 
     @property
     def loop_cache(self) -> Path:
-        """Where measurements of rung 4 are kept; keys are content, so every target, draft and report shares it."""
+        """Folder of measurements of rung 4; keys are content, so all targets, drafts and reports share it."""
         return self.var / "loop_cache"
 
     def answers(self, files: TargetFiles) -> Path:
-        """Where the answers of a target's weights are kept, one conversation a record, for this run and later ones."""
+        """Return the folder of answers of a target's weights, one record per conversation, for all runs."""
         return self.var / "answers" / files.digest
 
     def earlier_answers(self, files: TargetFiles) -> list[Path]:
-        """Files of answers of these weights that earlier versions kept below the names of targets."""
+        """Return files of answers of these weights that earlier versions kept below the names of targets."""
         return find_answers(self.var / "answers", files.digest)
 
     def run_folder(self, run_id: str, step: str) -> Path:
-        """Where a launched job of a run keeps its run file, messages and log."""
+        """Return the folder of run file, messages and log of a launched job."""
         return self.var / "runs" / run_id / step

@@ -1,8 +1,6 @@
-"""What starts by itself: sensors and schedules.
-
-Off by default. `automation: true` in registry/deployment.yaml starts the re-evaluation, by changes and by time; each of
-them can also be switched on and off in the UI, which then counts.
-"""
+"""Sensors and schedules.
+ They are off by default. `automation: true` in registry/deployment.yaml starts the re-evaluation by changes and by
+time. A switch in the UI takes precedence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices that a target's inputs are no longer what was last recorded, and asks for them to be resolved again."""
+"""The sensor that requests the job `resolve` for targets whose inputs have changed."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,8 @@ from resources.workspace import Workspace
 
 
 def registry_sensor(targets: Sequence[str]) -> dg.SensorDefinition:
-    """The sensor over the targets that the code location knows as partitions: one added since would be an unknown one."""
+    """Return the sensor over the targets that are partitions of the code location; a target added later needs a
+    reload."""
 
     @dg.sensor(
         name="registry_sensor",
@@ -22,15 +23,15 @@ def registry_sensor(targets: Sequence[str]) -> dg.SensorDefinition:
         description="Resolves a target again when its weights, tokenizer, data files or options have changed.",
     )
     def resolve(context: dg.SensorEvaluationContext, workspace: Workspace) -> dg.SensorResult | dg.SkipReason:
-        return moved_targets(context, workspace, targets)
+        return request_moved(context, workspace, targets)
 
     return resolve
 
 
-def moved_targets(
+def request_moved(
     context: dg.SensorEvaluationContext, workspace: Workspace, targets: Sequence[str]
 ) -> dg.SensorResult | dg.SkipReason:
-    """Requests `resolve` for each target whose weights, tokenizer, data files or options have changed.
+    """Request `resolve` for each target whose weights, tokenizer, data files or options have changed.
 
     Digests are remembered by size, mtime, inode and ctime, so that a tick reads no weights that did not change.
     """
@@ -57,7 +58,7 @@ def moved_targets(
 
 
 def inputs_digest(workspace: Workspace, target: str) -> str:
-    """One digest over everything a user gives for a target."""
+    """Return one digest of all inputs of a target."""
     registry = workspace.registry
     spec = registry.load_target(target)
     files = workspace.target_files(target)

@@ -1,4 +1,4 @@
-"""What all asset modules share: the decorator, how a result is shown, and how a program is launched."""
+"""Shared by all asset modules: the asset decorator, results as Dagster records them, and the launch of programs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from resources.dead_runs import end_with_run_process
 from resources.torch_job import TorchJob
 from resources.torch_launcher import JobResult, TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.course import described
-from spec_assets.metadata import legible, short_path
-from spec_assets.unused import unused_assets
+from spec_assets.metadata import round_figures, shorten_path
+from spec_assets.run_problems import describe_check
+from spec_assets.unused import find_unused_assets
 
 OWNERS = ["team:drafts"]
 
@@ -43,12 +43,13 @@ def asset(
     A DraftworksError becomes a failure with its message and no retry, and the step does not outlive its run's process.
 
     Args:
-        optional: not every target has it: it may raise `NothingToDo`. Then it yields nothing and the run stays green, and
-            what depends on it, its checks too, is skipped.
+        optional: the asset may raise `NothingToDo` for a target that has none. It then yields nothing, the run
+            succeeds,
+            and Dagster skips its checks and all assets that depend on it.
     """
 
     def decorate(function: Callable[..., dg.MaterializeResult]) -> dg.AssetsDefinition:
-        checked = guarded(function)
+        checked = guard(function)
         return dg.asset(
             group_name=group,
             kinds=set(kinds),
@@ -61,8 +62,9 @@ def asset(
     return decorate
 
 
-def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of an asset: its DraftworksErrors become failures, and it ends with the process of the run."""
+def guard(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an asset's function: DraftworksErrors become dagster Failures, and the step ends when the run's process
+    ends."""
 
     @functools.wraps(function)
     def call(context: dg.AssetExecutionContext, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +76,7 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _or_nothing(function: Callable[..., dg.MaterializeResult]) -> Callable[..., Any]:
-    """A generator, since only that can leave out its output."""
+    """Wrap an asset's function as a generator, the only form in which Dagster lets an asset yield no output."""
 
     @functools.wraps(function)
     def generate(
@@ -103,29 +105,29 @@ def clear_errors() -> Generator[None, None, None]:
         raise dg.Failure(description=str(full), allow_retries=False) from error
 
 
-def target_of(context: dg.AssetExecutionContext, workspace: Workspace) -> TargetSpec:
-    """The target of this step, for the assets that not every target has.
+def require_target(context: dg.AssetExecutionContext, workspace: Workspace) -> TargetSpec:
+    """Return the target of this step, for an asset that not every target has.
 
     Raises:
-        NothingToDo: this one has not. Our own executor does not come here for it; Dagster's others do.
+        NothingToDo: the target has no such asset. Only Dagster's other executors reach this; ours leaves the step out.
     """
     target = workspace.registry.load_target(context.partition_key)
-    reason = unused_assets(target, workspace.registry).get(context.asset_key.to_user_string())
+    reason = find_unused_assets(target, workspace.registry).get(context.asset_key.to_user_string())
     if reason is not None:
         raise NothingToDo(reason)
     return target
 
 
-def eval_names_of(target: TargetSpec) -> list[str]:
-    """`heldout` and the named sets of a target."""
+def list_eval_names(target: TargetSpec) -> list[str]:
+    """Return `heldout` and the names of the target's other eval sets."""
     return [HELDOUT, *target.evals]
 
 
-def draft_of(workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> Artifact:
-    """The newest draft, for what is made from one.
+def require_draft(workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> Artifact:
+    """Return the newest draft of a strategy.
 
     Raises:
-        NothingToDo: there is none yet: to measure what exists is no reason to fail for what does not.
+        NothingToDo: there is none yet. The job `evaluate` measures the drafts that exist and does not fail for others.
     """
     draft = workspace.artifacts.find(of_strategy(strategy.name).draft, target.name)
     if draft is None:
@@ -134,10 +136,12 @@ def draft_of(workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -
 
 
 @contextmanager
-def retried(context: dg.AssetExecutionContext, times: int, delay_s: float = 5.0) -> Generator[None, None, None]:
-    """Ask for the step to be tried again after a failure that a retry can mend: a rank that was killed, a pre-emption.
+def retry_on_failure(
+    context: dg.AssetExecutionContext, times: int, delay_s: float = 5.0
+) -> Generator[None, None, None]:
+    """Request a retry of the step after a failure that a retry can fix, such as a killed rank or a pre-emption.
 
-    Not a `RetryPolicy`: with one, Dagster takes a cancelled run for a failed step and tries it again.
+    A `RetryPolicy` would also retry steps of a cancelled run, which Dagster takes for failed ones.
     """
     try:
         yield
@@ -150,16 +154,16 @@ def retried(context: dg.AssetExecutionContext, times: int, delay_s: float = 5.0)
         raise dg.RetryRequested(max_retries=times, seconds_to_wait=delay_s) from failure
 
 
-def obtained(
+def obtain_result(
     context: dg.AssetExecutionContext,
     workspace: Workspace,
     identity: dict[str, Any],
     build: Callable[[Path], BuildResult],
     **options: Any,
 ) -> Artifact:
-    """The result of this step's asset for this partition; its code version is part of the identity.
+    """Return the result of this step's asset and partition from the artifact store; build it if there is none.
 
-    Options are those of `ArtifactStore.obtain`.
+    The code version of the asset is part of the identity. Options are those of `ArtifactStore.obtain`.
     """
     spec = context.assets_def.get_asset_spec(context.asset_key)
     return workspace.artifacts.obtain(
@@ -171,47 +175,47 @@ def obtained(
     )
 
 
-def shown(
+def report_result(
     context: dg.AssetExecutionContext,
     artifact: Artifact,
     metadata: Mapping[str, Any],
     checks: Iterable[dg.AssetCheckResult] = (),
 ) -> dg.MaterializeResult:
-    """A published result as Dagster sees it: content version, where it is, what a person wants to know."""
+    """Return Dagster's record of a published result: data version, identity, path, and metadata for people."""
     context.log.info("unchanged, nothing to do" if artifact.hit else f"made in {artifact.seconds:.1f} s")
-    checks = [told(context, check) for check in checks]
+    checks = [report_check(context, check) for check in checks]
     return dg.MaterializeResult(
         data_version=dg.DataVersion(artifact.data_version),
         metadata={
-            **legible(metadata),
+            **round_figures(metadata),
             "cache": "hit" if artifact.hit else "built",
             "identity": artifact.path.name,
-            "path": short_path(artifact),
+            "path": shorten_path(artifact),
             "seconds_to_build": round(artifact.seconds, 1),
         },
         check_results=checks,
     )
 
 
-def told(
+def report_check(
     context: dg.AssetExecutionContext | dg.AssetCheckExecutionContext, check: dg.AssetCheckResult
 ) -> dg.AssetCheckResult:
-    """The result of a check, its failure also in the log: Dagster's own line says only that some check failed."""
-    check = check._replace(metadata=legible(check.metadata))
+    """Return a check's result with rounded figures; write a failure to the log, since Dagster logs no reason."""
+    check = check._replace(metadata=round_figures(check.metadata))
     if not check.passed:
         log = context.log.error if check.severity is dg.AssetCheckSeverity.ERROR else context.log.warning
         name = check.check_name or context.op_execution_context.op_handle.name
-        log(f"check {name} failed: {described(check)}")
+        log(f"check {name} failed: {describe_check(check)}")
     return check
 
 
-def severity_of(outcome: Outcome) -> dg.AssetCheckSeverity:
-    """Of a check that fails, by what `gates` of a target says of it."""
+def to_severity(outcome: Outcome) -> dg.AssetCheckSeverity:
+    """Return the severity of a failed check from the target's `gates` entry."""
     return dg.AssetCheckSeverity.ERROR if outcome == "error" else dg.AssetCheckSeverity.WARN
 
 
-def checked_partition(context: dg.AssetCheckExecutionContext) -> str:
-    """The target whose asset a check looks at: that of the run."""
+def read_partition(context: dg.AssetCheckExecutionContext) -> str:
+    """Return the name of the target that this run, and so the check, is for."""
     return context.op_execution_context.partition_key
 
 
@@ -225,10 +229,12 @@ def launch(
     device: str,
     python: Path | None = None,
 ) -> JobResult:
-    """Run `draftworks.programs.{program}` on a run file, wherever the launcher runs things.
+    """Write the run file, run `draftworks.programs.{program}` on it with the launcher, and return its report.
 
     Args:
-        python: that of SGLang's environment, for programs that run SGLang in their own process; ConfigError if it cannot.
+        python: interpreter of SGLang's environment, for programs that run SGLang in their own process. ConfigError if
+            it
+            cannot run them.
     """
     folder = workspace.run_folder(context.run.run_id, context.op_execution_context.op_handle.name)
     path = run.save(folder / "run.yaml")

@@ -1,4 +1,4 @@
-"""One short line per event on the terminal: time, step, message. The UI and the event log keep everything."""
+"""The logger of terminals: one line per event with time, step and message. The event log has everything."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, TextIO
 
 import dagster as dg
 
-from spec_assets.course import INTERRUPTED, MEANT_FOR_A_PERSON, innermost
+from spec_assets.run_problems import INTERRUPTED, MEANT_FOR_A_PERSON, describe_innermost
 
 LONGEST_FAILURE = 300
 
 
 class ShortFormatter(logging.Formatter):
-    """`18:43:36  eagle3_draft          step=40/480 loss=2.31`; a step's failure is a line, and the run's is told whole."""
+    """`18:43:36  eagle3_draft          step=40/480 loss=2.31`; a failed step is one line, a failed run the whole
+    message."""
 
     def format(self, record: logging.LogRecord) -> str:
         meta = getattr(record, "dagster_meta", {})
@@ -27,9 +28,9 @@ class ShortFormatter(logging.Formatter):
 
 
 def _failure(record: logging.LogRecord) -> str | None:
-    """What a failing step or run is said to fail of; None for what is no failure.
+    """Return the message of a failure event, None for other events.
 
-    Of a step one line: the run's process says it whole at the end (`spec_assets.executor`).
+    Of a step it is one line: the run's process logs the whole cause at the end (`spec_assets.executor`).
     """
     event = getattr(record, "dagster_event", None)
     data = getattr(event, "event_specific_data", None)
@@ -40,17 +41,17 @@ def _failure(record: logging.LogRecord) -> str | None:
         return "interrupted"
     if event.is_step_failure:
         told = getattr(getattr(data, "user_failure_data", None), "description", None)
-        lines = (told or innermost(error).splitlines()[-1]).splitlines()
+        lines = (told or describe_innermost(error).splitlines()[-1]).splitlines()
         return f"failed: {lines[0][:LONGEST_FAILURE]}{' ...' if lines[1:] or lines[0][LONGEST_FAILURE:] else ''}"
     if not event.is_failure:
         return None
-    cause = innermost(error)
+    cause = describe_innermost(error)
     return cause if error.cls_name in MEANT_FOR_A_PERSON else f"{event.message}\n{cause}"
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Not what the run's last word says better (which steps failed, which were not executed for that, that it was
-    interrupted), nor the steps that are skipped because what they would look at is not there."""
+    """Whether to print the record. Left out is what the run's last message repeats (failed steps, steps that were not
+    executed, an interruption), and checks that were skipped with their asset."""
     message = getattr(record, "dagster_meta", {}).get("orig_message") or record.getMessage()
     event = getattr(record, "dagster_event", None)
     data = getattr(event, "event_specific_data", None)
@@ -81,12 +82,11 @@ def console(init_context: dg.InitLoggerContext) -> logging.Logger:
 
 
 def terminal() -> TextIO:
-    """This process's stderr as it is now, a line a write.
+    """Return this process's current stderr as a line-buffered stream.
 
-    While a step runs Dagster turns stderr into a file, and a `tail` copies that to the terminal until it is ended together
-    with the step: under load before it has copied the last lines, which are the ones that say why. A logger is made before
-    that, and its own copy of the descriptor stays what it was.
-    """
+    While a step runs Dagster turns stderr into a file, and a `tail` copies that to the terminal until it is ended
+    together with the step: under load before it has copied the last lines, which have the cause. A logger is made
+    before that, and keeps its own copy of the descriptor."""
     try:
         descriptor = os.dup(sys.stderr.fileno())
     except (OSError, io.UnsupportedOperation):  # stderr is not a file: a test's capture, a notebook

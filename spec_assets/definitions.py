@@ -9,7 +9,7 @@ import dagster as dg
 from draftworks.config.strategies import available_strategies, resolve_strategy
 from draftworks.targets.registry import HELDOUT, Registry
 from jobs import all_jobs
-from resources.launchers import launcher_for
+from resources.launchers import make_launcher
 from resources.sglang_server import SGLangServer
 from resources.workspace import Workspace
 from sensors import all_schedules, all_sensors
@@ -20,7 +20,7 @@ from spec_assets.evals import eval_features_asset, eval_features_check, eval_set
 from spec_assets.executor import executor
 from spec_assets.exports import export_asset, export_checks
 from spec_assets.leaderboard import leaderboard_asset
-from spec_assets.partitions import partitioned, partitioned_checks, target_partitions
+from spec_assets.partitions import partition_assets, partition_checks, target_partitions
 from spec_assets.recipes import recipe_assets
 from spec_assets.report_checks import report_checks
 from spec_assets.reports import report_asset
@@ -29,8 +29,8 @@ from spec_assets.serving import serving_asset, serving_check
 REGISTRY = Path(__file__).resolve().parents[1] / "registry"
 MODULES = [inputs, data, features]
 PRELOADED = ["spec_assets.definitions", "dagster._core.storage.sqlite_storage"]
-"""What the process of every step begins with: this module, all that it imports, and Dagster's own storage, which is half of what
-a step that finds everything made would otherwise spend."""
+"""What the process of every step begins with: this module, all that it imports, and Dagster's own storage, which is
+half of what a step that finds everything made would otherwise spend."""
 
 
 def build_definitions(registry_root: Path) -> dg.Definitions:
@@ -58,14 +58,14 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
     ]
     workspace = Workspace(registry_root=str(registry_root))
     return dg.Definitions(
-        assets=[*partitioned(assets, targets), leaderboard_asset(strategies)],
-        asset_checks=partitioned_checks(checks, targets),
+        assets=[*partition_assets(assets, targets), leaderboard_asset(strategies)],
+        asset_checks=partition_checks(checks, targets),
         jobs=all_jobs(evals),
         sensors=all_sensors(registry),
         schedules=all_schedules(registry),
         resources={
             "workspace": workspace,
-            "launcher": launcher_for(registry.load_deployment().launcher),
+            "launcher": make_launcher(registry.load_deployment().launcher),
             "sglang": SGLangServer(**workspace.sglang.model_dump()),
         },
         executor=executor(registry, preload=PRELOADED),
@@ -74,8 +74,8 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
 
 
 def free_eval_names(registry: Registry) -> list[str]:
-    """Their assets are named after them, so a name that is taken gets none. `draftworks check` and the targets that list it
-    say so."""
+    """Their assets are named after them, so a name that is taken gets none. `draftworks check` and the targets that
+    list it say so."""
     return [name for name in registry.list_eval_sets() if name != HELDOUT]
 
 

@@ -1,4 +1,4 @@
-"""Drafts: one asset per strategy of the registry, made by a factory; a target that does not use a strategy yields nothing."""
+"""Draft assets, one per strategy. A target that does not use a strategy has none of its draft."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,19 +31,19 @@ from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (
     asset,
-    checked_partition,
     clear_errors,
     launch,
-    obtained,
-    retried,
-    severity_of,
-    shown,
-    target_of,
-    told,
+    obtain_result,
+    read_partition,
+    report_check,
+    report_result,
+    require_target,
+    retry_on_failure,
+    to_severity,
 )
-from spec_assets.evals import eval_data, feature_set
-from spec_assets.features import GPU_POOL, current_features, stream_versions
-from spec_assets.metadata import acceptance_figures, human_bytes, picture, short_path, table
+from spec_assets.evals import locate_feature_set, read_eval_data
+from spec_assets.features import GPU_POOL, require_features, select_stream_versions
+from spec_assets.metadata import embed_picture, format_bytes, format_table, select_acceptance, shorten_path
 
 GROUP = "drafts"
 LOSS_FALLS = "loss_falls"
@@ -69,11 +69,12 @@ class DraftConfig(dg.Config):
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """Everything a draft is made of, resolved.
+    """Resolved inputs of a draft.
 
     Attributes:
-        feature_versions: of the streams that this strategy reads, as in `heldout_data`: a tap that another strategy
-            needs beside them is no reason to train again.
+        feature_versions: content versions of the streams that this strategy reads, by name, as in `heldout_data`. A
+            tap that
+            only another strategy reads is not in it, so it does not cause a new training.
     """
 
     files: TargetFiles
@@ -105,30 +106,34 @@ class DraftInputs:
         )
 
     def vocab_file(self) -> Path | None:
-        """A draft that others began keeps the vocabulary that its head was made for."""
+        """Return the vocabulary mapping's file: that of the draft to start from, if there is one, since its head was
+        made for it."""
         if self.vocab_mapping is None:
             return None
         return (self.start_from or self.vocab_mapping.path) / VOCAB_FILE
 
 
-def draft_inputs(workspace: Workspace, strategy: StrategySpec, target: TargetSpec, config: DraftConfig) -> DraftInputs:
-    """Resolve the inputs of a draft; clear errors for unknown options and for assets that do not exist yet."""
+def resolve_draft_inputs(
+    workspace: Workspace, strategy: StrategySpec, target: TargetSpec, config: DraftConfig
+) -> DraftInputs:
+    """Return the inputs of a draft. Raises ConfigError for unknown options, StoreError for assets that do not exist
+    yet."""
     entry = target.strategies[strategy.name]
     chosen = apply_overrides(target.name, strategy, entry, config.options, config.training)
     artifacts: ArtifactStore = workspace.artifacts
     files = workspace.target_files(target.name)
     options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
     streams = strategy.list_features(files.num_layers, options)
-    train_features = current_features(workspace, TRAINING_FEATURES, target.name)
+    train_features = require_features(workspace, TRAINING_FEATURES, target.name)
     return DraftInputs(
         files=files,
         options=chosen.options,
         training=chosen.training,
         train_tokens=artifacts.load_current(TOKENIZED_TRAIN, target.name),
         train_features=train_features,
-        feature_versions=stream_versions(train_features, streams),
-        heldout=feature_set(workspace, target.name, HELDOUT),
-        heldout_data=eval_data(workspace, target.name, HELDOUT, streams),
+        feature_versions=select_stream_versions(train_features, streams),
+        heldout=locate_feature_set(workspace, target.name, HELDOUT),
+        heldout_data=read_eval_data(workspace, target.name, HELDOUT, streams),
         vocab_mapping=artifacts.load_current(VOCAB_MAPPING, target.name) if strategy.uses_vocab_mapping else None,
         start_from=None if entry.start_from is None else workspace.registry.resolve_path(entry.start_from),
     )
@@ -162,19 +167,19 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         workspace: Workspace,
         launcher: dg.ResourceParam[TorchLauncher],
     ) -> dg.MaterializeResult:
-        target = target_of(context, workspace)
-        inputs = draft_inputs(workspace, strategy, target, config)
+        target = require_target(context, workspace)
+        inputs = resolve_draft_inputs(workspace, strategy, target, config)
 
         def build(out: Path) -> BuildResult:
-            run = train_run(out, strategy.name, inputs, workspace.feature_store(inputs.files))
+            run = build_train_run(out, strategy.name, inputs, workspace.feature_store(inputs.files))
             training = inputs.training
-            with retried(context, times=config.retries):
+            with retry_on_failure(context, times=config.retries):
                 job = launch(context, launcher, workspace, "train", run, training.processes, training.device)
             overrides = {"options": config.options, "training": config.training}
             summary = {**job.report, **({OVERRIDES: overrides} if any(overrides.values()) else {})}
             return BuildResult(summary["weights_digest"], summary, own_digests=(CHECKPOINTS_FOLDER,))
 
-        artifact = obtained(
+        artifact = obtain_result(
             context,
             workspace,
             inputs.identity(strategy).to_json(),
@@ -183,12 +188,12 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             start_over=config.start_over and context.retry_number == 0,
             rebuild=config.start_over,
         )
-        return shown(context, artifact, draft_metadata(artifact))
+        return report_result(context, artifact, describe_draft(artifact))
 
     return draft
 
 
-def train_run(out: Path, strategy: str, inputs: DraftInputs, store: StoreSpec) -> TrainRun:
+def build_train_run(out: Path, strategy: str, inputs: DraftInputs, store: StoreSpec) -> TrainRun:
     return TrainRun(
         out=out,
         target=inputs.files,
@@ -203,8 +208,8 @@ def train_run(out: Path, strategy: str, inputs: DraftInputs, store: StoreSpec) -
     )
 
 
-def draft_metadata(artifact: Artifact) -> dict[str, Any]:
-    """Figures of the training, the published draft's held-out evaluation, checkpoints, and the curves as a picture."""
+def describe_draft(artifact: Artifact) -> dict[str, Any]:
+    """Return metadata of a draft: training figures, held-out evaluation, checkpoints, and curves as a picture."""
     summary = artifact.summary
     figures = (
         "steps",
@@ -224,24 +229,24 @@ def draft_metadata(artifact: Artifact) -> dict[str, Any]:
             if best is None
             else {"best_score": best["score"], "best_metric": best["metric"], "best_step": best["step"]}
         ),
-        "checkpoints": checkpoints_table(artifact),
-        "resume_history": table(("from step", "ranks", "started"), map(session_row, summary["sessions"])),
-        "peak_memory": human_bytes(summary["peak_rss_bytes"]),
-        **acceptance_figures(summary["heldout"]),
+        "checkpoints": tabulate_checkpoints(artifact),
+        "resume_history": format_table(("from step", "ranks", "started"), map(session_row, summary["sessions"])),
+        "peak_memory": format_bytes(summary["peak_rss_bytes"]),
+        **select_acceptance(summary["heldout"]),
         **format_rates_by_position(summary["heldout"]),
         **select_strategy_metrics(summary["heldout"]),
         "heldout": dg.MetadataValue.json(summary["heldout"]),
-        "curves": picture(artifact.path / "training.png", "loss and acceptance while training"),
+        "curves": embed_picture(artifact.path / "training.png", "loss and acceptance while training"),
     }
 
 
-def checkpoints_table(artifact: Artifact) -> dg.MarkdownMetadataValue:
-    """What is left to go on from, or to look at."""
+def tabulate_checkpoints(artifact: Artifact) -> dg.MarkdownMetadataValue:
+    """Return a table of the checkpoints that were kept."""
     rows = [
-        (c["step"], human_bytes(c["bytes"]), c["ranks"], short_path(artifact, CHECKPOINTS_FOLDER, c["name"]).value)
+        (c["step"], format_bytes(c["bytes"]), c["ranks"], shorten_path(artifact, CHECKPOINTS_FOLDER, c["name"]).value)
         for c in artifact.summary["checkpoints"]
     ]
-    return table(("step", "size", "ranks", "folder"), rows)
+    return format_table(("step", "size", "ranks", "folder"), rows)
 
 
 def session_row(session: dict[str, Any]) -> tuple[Any, ...]:
@@ -250,28 +255,29 @@ def session_row(session: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
-    """A step of its own, so that it is skipped with the draft of a target that does not use the strategy."""
+    """Return the check `loss_falls`, as a step of its own: it is skipped when the draft is skipped."""
     name = of_strategy(strategy.name).draft
 
     @dg.asset_check(asset=name, name=LOSS_FALLS, blocking=True, description="Training loss ends below where it began.")
     def loss_falls(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
-        target = checked_partition(context)
+        target = read_partition(context)
         made = workspace.artifacts.load_current(name, target)
         with clear_errors():
             outcome = workspace.registry.load_target(target).gates.loss_falls
-        return told(
-            context, loss_verdict(made.summary, DraftIdentity.of(made).start_from is not None, severity_of(outcome))
+        return report_check(
+            context, judge_loss(made.summary, DraftIdentity.of(made).start_from is not None, to_severity(outcome))
         )
 
     return loss_falls
 
 
-def loss_verdict(
+def judge_loss(
     summary: dict[str, Any], continued: bool, severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR
 ) -> dg.AssetCheckResult:
-    """Whether the loss fell. A training that goes on from a draft begins where there may be little left to fall, and never
-    publishes something worse than that: there it is a warning, which stops nothing.
-    """
+    """Check that the training loss fell.
+
+    A training that starts from another draft (`continued`) gets only a warning: its loss may be low from the start,
+    and it never publishes a worse draft."""
     first, last, steps = summary["first_loss"], summary["last_loss"], summary["steps"]
     if steps == 0:
         return _verdict(True, "published as it began: no step was asked for")

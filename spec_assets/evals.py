@@ -1,4 +1,4 @@
-"""Eval sets: what drafts are measured on. `heldout` is split off a target's own conversations; others are named in registry/evals/."""
+"""Eval set assets. `heldout` is split off a target's own conversations; the others are files in registry/evals/."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -21,24 +21,25 @@ from draftworks.storage.identity import digest
 from draftworks.storage.records import EvalData
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, checked_partition, launch, obtained, shown, target_of, told
-from spec_assets.data import Conversations, answered, greedy, supervised_share
+from spec_assets.common import asset, launch, obtain_result, read_partition, report_check, report_result, require_target
+from spec_assets.data import Conversations, answer_conversations, ask_greedily, check_supervised_share
 from spec_assets.features import (
     GPU_POOL,
     VERIFIED,
     VERIFIED_MEANS,
-    current_features,
-    features_metadata,
-    stream_versions,
-    verified,
+    describe_features,
+    judge_verification,
+    require_features,
+    select_stream_versions,
 )
-from spec_assets.metadata import rejections, summary_figures
+from spec_assets.metadata import describe_rejections, select_figures
 
 CAPTURE_REPORT = "capture.json"
 
 
 def eval_set_assets(name: str) -> list[dg.AssetsDefinition]:
-    """What a named set has that `heldout` gets from the target's conversations: `{eval}_set` and `{eval}_responses`."""
+    """Return `{eval}_set` and `{eval}_responses` of a named set; `heldout` has these from the target's
+    conversations."""
     return [_set_asset(name), _responses_asset(name)]
 
 
@@ -52,7 +53,7 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
         optional=True,
     )
     def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
-        target = target_of(context, workspace)
+        target = require_target(context, workspace)
         registry = workspace.registry
         spec = registry.load_eval_set(name)
         dataset, files = registry.load_dataset(spec.dataset), workspace.target_files(target.name)
@@ -69,8 +70,8 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
             "max_rejected_share": target.data.max_rejected_share,
             "vocab_size": files.vocab_size,
         }
-        artifact = obtained(context, workspace, identity, build)
-        return shown(context, artifact, {**summary_figures(artifact), **rejections(artifact)})
+        artifact = obtain_result(context, workspace, identity, build)
+        return report_result(context, artifact, {**select_figures(artifact), **describe_rejections(artifact)})
 
     return conversations
 
@@ -88,15 +89,15 @@ def _responses_asset(name: str) -> dg.AssetsDefinition:
     def responses(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
     ) -> dg.MaterializeResult:
-        target = target_of(context, workspace)
+        target = require_target(context, workspace)
         source = Conversations(
             workspace.artifacts.load_current(of_eval_set(name).conversations, target.name), EVAL_PART, name
         )
-        artifact = answered(context, workspace, launcher, source, greedy(target, source))
-        check = supervised_share(artifact, of_eval_set(name).responses, target)
+        artifact = answer_conversations(context, workspace, launcher, source, ask_greedily(target, source))
+        check = check_supervised_share(artifact, of_eval_set(name).responses, target)
         if not check.passed:
             raise DataError(f"eval set {name}: {check.description}")
-        return shown(context, artifact, {**summary_figures(artifact), **rejections(artifact)})
+        return report_result(context, artifact, {**select_figures(artifact), **describe_rejections(artifact)})
 
     return responses
 
@@ -116,16 +117,16 @@ def eval_features_asset(name: str) -> dg.AssetsDefinition:
     def features(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
     ) -> dg.MaterializeResult:
-        target = target_of(context, workspace)
+        target = require_target(context, workspace)
         subject = EvalSubject.of(workspace, target, name)
 
         def build(out: Path) -> BuildResult:
-            return _recorded(subject.entry(context, launcher))
+            return _to_built(subject.entry(context, launcher))
 
-        artifact = obtained(
+        artifact = obtain_result(
             context, workspace, subject.identity, build, still_good=lambda _: subject.is_cached(subject.inputs)
         )
-        return shown(context, artifact, {**features_metadata(artifact), **_cache_metadata(workspace, artifact)})
+        return report_result(context, artifact, {**describe_features(artifact), **_describe_cache(workspace, artifact)})
 
     return features
 
@@ -140,15 +141,15 @@ def eval_features_check(name: str) -> dg.AssetChecksDefinition:
         description=VERIFIED_MEANS,
     )
     def features_verified(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
-        result = verified(workspace.artifacts.load_current(asset_name, checked_partition(context)))
-        return told(context, result)
+        result = judge_verification(workspace.artifacts.load_current(asset_name, read_partition(context)))
+        return report_check(context, result)
 
     return features_verified
 
 
 @dataclass(frozen=True)
 class EvalSubject:
-    """One eval set of one target, resolved: what its features are made from, and under which key they are cached."""
+    """One eval set of one target: what its features are made from, and the key under which they are cached."""
 
     workspace: Workspace
     target: TargetSpec
@@ -168,9 +169,8 @@ class EvalSubject:
 
     @property
     def config(self) -> EvalConfig:
-        """Paths are names, as in `var` and in the registry: a checkout that is moved keeps its cache, and content that has
-        changed under the same name shows in `inputs`.
-        """
+        """The cache key. Its paths are relative names, so that a moved checkout keeps its cache; `inputs` has the
+        content."""
         return EvalConfig(
             eval_data_path=f"{self.responses.asset}/{self.target.name}",
             target_model_path=self.target.model,
@@ -184,7 +184,7 @@ class EvalSubject:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Content digests: an entry made from other content under the same paths is made again."""
+        """Content digests by name. A cache entry that was made from other content is made again."""
         return {
             "eval_data": self.responses.data_version,
             "target": self.files.digest,
@@ -201,14 +201,14 @@ class EvalSubject:
         return self.workspace.feature_store(self.files)
 
     def is_cached(self, inputs: Mapping[str, str] | None = None) -> bool:
-        """Whether the cache has an entry, made from these inputs if they are given, whose features are all in the store."""
+        """Whether the cache has an entry (of these inputs, if given) whose features are all in the store."""
         from draftworks.features.presence import holds_feature_set
 
         known = EvalCache.for_config(self.config).try_get(self.config, inputs)
         return known is not None and holds_feature_set(self.store, known)
 
     def entry(self, context: dg.AssetExecutionContext, launcher: TorchLauncher) -> CacheEntry:
-        """Found in the cache, or captured: only what the feature store does not hold."""
+        """Return the cache entry; capture features that are not in the store if there is none."""
         config, store = self.config, self.store
         cache = EvalCache.for_config(config)
         if not self.is_cached() and cache.invalidate(config):
@@ -235,29 +235,29 @@ class EvalSubject:
         return entry
 
 
-def feature_set(workspace: Workspace, target: str, name: str) -> FeatureSet:
-    """Tokens and cached features of an eval set, as programs read them.
+def locate_feature_set(workspace: Workspace, target: str, name: str) -> FeatureSet:
+    """Return the paths of an eval set's tokens and cached features, for a run file.
 
     Raises:
         StoreError: not materialized yet, or for other weights.
     """
     responses = workspace.artifacts.load_current(of_eval_set(name).responses, target)
-    features = current_features(workspace, of_eval_set(name).features, target)
+    features = require_features(workspace, of_eval_set(name).features, target)
     return FeatureSet(tokens=responses.path / TOKENS_FOLDER, features=_entry_path(workspace, features))
 
 
-def eval_data(workspace: Workspace, target: str, name: str, streams: Iterable[str]) -> EvalData:
-    """Content versions of an eval set as it is now.
+def read_eval_data(workspace: Workspace, target: str, name: str, streams: Iterable[str]) -> EvalData:
+    """Return the content versions of an eval set as it is now.
 
     Raises:
         StoreError: not materialized yet or for other weights, or a stream was not captured.
     """
     responses = workspace.artifacts.load_current(of_eval_set(name).responses, target)
-    features = current_features(workspace, of_eval_set(name).features, target)
-    return EvalData(responses.data_version, stream_versions(features, streams))
+    features = require_features(workspace, of_eval_set(name).features, target)
+    return EvalData(responses.data_version, select_stream_versions(features, streams))
 
 
-def _recorded(entry: CacheEntry) -> BuildResult:
+def _to_built(entry: CacheEntry) -> BuildResult:
     report = json.loads((entry.path / CAPTURE_REPORT).read_text())
     found = {
         "eval_cache": "hit" if entry.hit else "produced",
@@ -270,7 +270,7 @@ def _entry_path(workspace: Workspace, features: Artifact) -> Path:
     return EvalCache(workspace.var).root / features.identity["eval_cache_key"]
 
 
-def _cache_metadata(workspace: Workspace, artifact: Artifact) -> dict[str, Any]:
+def _describe_cache(workspace: Workspace, artifact: Artifact) -> dict[str, Any]:
     reason = artifact.summary["rebuilt_because"]
     return {
         "eval_cache": "hit" if artifact.hit else artifact.summary["eval_cache"],

@@ -1,5 +1,6 @@
-"""How a run's steps are executed: each in a process of its own. What is wrong with the run as a whole is said before the
-first of them begins, and why it failed after the last.
+"""The executor of runs: steps whose results exist run in the run's process, all others in a process each.
+
+It rejects a run without a valid target before the first step, and logs the first cause of a failed run after the last.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from dagster_shared.error import SerializableErrorInfo
 
 from draftworks.errors import ConfigError, DraftworksError
 from draftworks.targets.registry import Registry
-from spec_assets.course import Course
-from spec_assets.run_record import ended_with_record
-from spec_assets.unchanged import unchanged_steps
-from spec_assets.unused import Recorded, record_unused, unused_assets
+from spec_assets.run_problems import RunProblems
+from spec_assets.run_record import end_with_record
+from spec_assets.unchanged import find_unchanged_steps
+from spec_assets.unused import UnusedAsset, find_unused_assets, record_unused
 
 PARTITION_TAG = "dagster/partition"
 HOME = "DAGSTER_HOME"
@@ -34,24 +35,25 @@ UNRECORDED = (
 
 
 def executor(registry: Registry, preload: Sequence[str]) -> dg.ExecutorDefinition:
-    """Steps begin as copies of a process that has imported Dagster and `preload`, which saves each of them seconds."""
+    """Return the executor. Step processes are forked from one that has imported `preload`, which saves seconds in
+    each."""
     create = dg.multiprocess_executor.executor_creation_fn
     assert create is not None
     telling = dg.ExecutorDefinition(
         name=dg.multiprocess_executor.name,
         config_schema=cast(Any, dg.multiprocess_executor.config_schema),
         requirements=dg.multiprocess_executor.get_requirements,
-        executor_creation_fn=lambda context: TellingExecutor(create(context), context.job, registry),
+        executor_creation_fn=lambda context: RunExecutor(create(context), context.job, registry),
     )
     return telling.configured({"max_concurrent": 2, "start_method": {"forkserver": {"preload_modules": list(preload)}}})
 
 
-class TellingExecutor(dg.Executor):
-    """Another executor, and words around it: a run that cannot work is refused, and a failed one ends with its first cause.
+class RunExecutor(dg.Executor):
+    """Wraps another executor: rejects a run that cannot work, leaves out unused steps, and logs the cause of a failed
+    run.
 
-    Only the process of the run can say that reliably: what a step's process prints passes through a `tail` that Dagster
-    ends together with the step, whether or not it has copied everything.
-    """
+    Only the run's process can log the cause reliably: the output of a step's process passes through a `tail`, which
+    Dagster ends together with the step even if it has not copied everything."""
 
     def __init__(self, inner: dg.Executor, job: Any, registry: Registry) -> None:
         self._inner = inner
@@ -67,36 +69,39 @@ class TellingExecutor(dg.Executor):
         return self._inner.step_dependency_config
 
     def execute(self, plan_context: Any, execution_plan: Any) -> Iterator[dg.DagsterEvent]:
-        """The events of the inner executor; none if the run names no target, or one that the registry does not have."""
+        """Yield the events of the run's steps. Raises if the run names no target, or one that is not in the
+        registry."""
         if self._job.get_definition().partitions_def is not None:
-            with refused_in_a_line():
+            with refuse_in_one_line():
                 check_partition(self._registry, plan_context.dagster_run.tags)
         if not os.environ.get(HOME):
             plan_context.log.warning(UNRECORDED)
-        course = Course()
+        problems = RunProblems()
         try:
-            with ended_with_record(plan_context.instance, plan_context.run_id):
+            with end_with_record(plan_context.instance, plan_context.run_id):
                 for event in self._execute_used(plan_context, self._used_part(plan_context, execution_plan)):
-                    course.note(event)
+                    problems.note(event)
                     yield event
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
-            plan_context.log.warning(course.what_is_left())
+            plan_context.log.warning(problems.describe_interruption())
             raise
-        reason = course.why_failed()
+        reason = problems.describe_failure()
         if reason is not None:
             plan_context.log.error(reason)
 
     def _execute_used(self, plan_context: Any, plan: Any) -> Iterator[dg.DagsterEvent]:
-        """What finds everything made, in this process; then what is left, by the inner executor."""
+        """Execute the unchanged steps in this process, then the other steps with the inner executor."""
         target, job = plan_context.dagster_run.tags.get(PARTITION_TAG), self._job.get_definition()
         unchanged: list[str] = []
         if target is not None:
-            unchanged = unchanged_steps(plan, job, target, plan_context.dagster_run.run_config, self._registry.root)
+            unchanged = find_unchanged_steps(
+                plan, job, target, plan_context.dagster_run.run_config, self._registry.root
+            )
         stopped: set[str] = set()
         if unchanged:
             for event in execute_here(plan_context, self._subset(plan_context, plan, unchanged)):
                 if event.is_step_failure:
-                    stopped.add(event.step_key)
+                    stopped.add(event.step_key or "")
                 yield event
         before = plan.get_executable_step_deps()
         left = []
@@ -113,24 +118,25 @@ class TellingExecutor(dg.Executor):
         return plan.build_subset_plan(steps, job, ResolvedRunConfig.build(job, plan_context.dagster_run.run_config))
 
     def _used_part(self, plan_context: Any, plan: Any) -> Any:
-        """The plan without the steps of what the run's target does not have, which is on record then."""
+        """Return the plan without the steps of unused assets, and record these assets as unused."""
         target = plan_context.dagster_run.tags.get(PARTITION_TAG)
         reasons = self._reasons(target)
         assets_of = {step.key: assets_of_step(step) for step in plan.steps}
         unused = {asset for assets in assets_of.values() for asset in assets if asset.to_user_string() in reasons}
         if not unused:
             return plan
-        recorded = [Recorded(asset, target, reasons[asset.to_user_string()]) for asset in unused]
+        recorded = [UnusedAsset(asset, target, reasons[asset.to_user_string()]) for asset in unused]
         record_unused(plan_context.instance, recorded)
         used = [key for key in plan.step_keys_to_execute if not assets_of[key] or assets_of[key] - unused]
         return self._subset(plan_context, plan, used)
 
     def _reasons(self, target: str | None) -> dict[str, str]:
-        """By asset, why the target does not have it; nothing for an entry that cannot be read: its first step says so."""
+        """Return the reason for each unused asset; nothing if the entry cannot be read, which its first step
+        reports."""
         if target is None:
             return {}
         try:
-            return unused_assets(self._registry.load_target(target), self._registry)
+            return find_unused_assets(self._registry.load_target(target), self._registry)
         except DraftworksError:
             return {}
 
@@ -154,15 +160,15 @@ def execute_here(plan_context: Any, plan: Any) -> Iterator[dg.DagsterEvent]:
 
 
 def assets_of_step(step: Any) -> set[dg.AssetKey]:
-    """The assets that a step makes or checks."""
+    """Return the keys of the assets that a step makes or checks."""
     properties = [output.properties for output in step.step_outputs]
     keys = {found.asset_key or (found.asset_check_key and found.asset_check_key.asset_key) for found in properties}
     return keys - {None}
 
 
 @contextmanager
-def refused_in_a_line() -> Iterator[None]:
-    """A refusal ends the run with its message alone: the place in this file where it was raised tells nobody anything."""
+def refuse_in_one_line() -> Iterator[None]:
+    """Re-raise a ConfigError so that Dagster shows its message without a traceback of this file."""
     try:
         yield
     except ConfigError as error:

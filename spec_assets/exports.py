@@ -1,4 +1,4 @@
-"""Exports: a draft in the formats of servers, with gates that no wrong file passes."""
+"""Export assets: a draft in the formats of servers, and the checks of these files."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,16 +18,16 @@ from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (
     asset,
-    checked_partition,
-    draft_of,
     launch,
-    obtained,
-    shown,
-    target_of,
-    told,
+    obtain_result,
+    read_partition,
+    report_check,
+    report_result,
+    require_draft,
+    require_target,
 )
 from spec_assets.gates import check_export_gates
-from spec_assets.metadata import human_bytes, short_path, table
+from spec_assets.metadata import format_bytes, format_table, shorten_path
 
 GROUP = "exports"
 
@@ -48,8 +48,8 @@ def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     def export(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
     ) -> dg.MaterializeResult:
-        target = target_of(context, workspace)
-        draft = draft_of(workspace, strategy, target)
+        target = require_target(context, workspace)
+        draft = require_draft(workspace, strategy, target)
         files, settings = workspace.target_files(target.name), target.strategies[strategy.name].export
         check_export_gates(workspace, strategy, target)
         card = card_of(workspace, strategy, draft)
@@ -60,16 +60,16 @@ def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             made = job.report["formats"]
             return BuildResult(digest({name: result["digest"] for name, result in made.items()}), job.report)
 
-        artifact = obtained(context, workspace, export_identity(strategy, draft, files, settings, card), build)
+        artifact = obtain_result(context, workspace, export_identity(strategy, draft, files, settings, card), build)
         for name, reason in artifact.summary["refused"].items():
             context.log.warning(f"not exported as {name}: {reason}")
-        return shown(context, artifact, export_metadata(artifact))
+        return report_result(context, artifact, describe_export(artifact))
 
     return export
 
 
 def card_of(workspace: Workspace, strategy: StrategySpec, draft: Artifact) -> Path | None:
-    """The model card of the draft; None if its report is still that of another draft."""
+    """Return the path of the draft's model card; None if the newest report is of another draft."""
     report = workspace.artifacts.find(of_strategy(strategy.name).report, draft.target)
     if report is None or ReportIdentity.of(report).draft_identity != draft.path.name:
         return None
@@ -79,7 +79,8 @@ def card_of(workspace: Workspace, strategy: StrategySpec, draft: Artifact) -> Pa
 def export_identity(
     strategy: StrategySpec, draft: Artifact, files: TargetFiles, settings: ExportSettings, card: Path | None
 ) -> dict[str, Any]:
-    """Also where the target is, since some formats lead the server to it, and which formats there are."""
+    """Return the identity of an export. The target's path is in it, since some formats name it, and so are all known
+    formats."""
     return {
         "draft": draft.path.name,
         "weights": draft.data_version,
@@ -90,21 +91,22 @@ def export_identity(
     }
 
 
-def export_metadata(artifact: Artifact) -> dict[str, Any]:
-    """What was written where, for whom, and how to serve it."""
+def describe_export(artifact: Artifact) -> dict[str, Any]:
+    """Return metadata of an export: formats with sizes and folders, commands to serve it, and formats that were left
+    out."""
     made: dict[str, Any] = artifact.summary["formats"]
     rows = [
-        (name, result["dtype"], human_bytes(result["nbytes"]), result["loaders"], short_path(artifact, name).value)
+        (name, result["dtype"], format_bytes(result["nbytes"]), result["loaders"], shorten_path(artifact, name).value)
         for name, result in made.items()
     ]
     metadata: dict[str, Any] = {
-        "formats": table(("format", "dtype", "size", "loaded by", "folder"), rows),
+        "formats": format_table(("format", "dtype", "size", "loaded by", "folder"), rows),
         "serving": dg.MetadataValue.md("\n\n".join(_serving(artifact))),
         "weights_digest": artifact.summary["weights_digest"],
         "model_card": ExportIdentity.of(artifact).card is not None,
     }
     refused = artifact.summary["refused"]
-    return metadata | ({"left_out": table(("format", "why"), refused.items())} if refused else {})
+    return metadata | ({"left_out": format_table(("format", "why"), refused.items())} if refused else {})
 
 
 def _serving(artifact: Artifact) -> Iterator[str]:
@@ -114,7 +116,7 @@ def _serving(artifact: Artifact) -> Iterator[str]:
 
 
 def export_checks(strategy: StrategySpec) -> dg.AssetChecksDefinition:
-    """A check for each gate, over all formats, in one step, which is skipped with the export of a target that has none."""
+    """Return one step with a check for each gate over all formats. It is skipped when the export is skipped."""
     name = of_strategy(strategy.name).export
     specs = [
         dg.AssetCheckSpec(gate, asset=name, blocking=True, description=meaning)
@@ -123,16 +125,16 @@ def export_checks(strategy: StrategySpec) -> dg.AssetChecksDefinition:
 
     @dg.multi_asset_check(name=f"{name}_gates", specs=specs)
     def gates(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> Iterator[dg.AssetCheckResult]:
-        made = workspace.artifacts.load_current(name, checked_partition(context)).summary["formats"]
+        made = workspace.artifacts.load_current(name, read_partition(context)).summary["formats"]
         for gate in GATE_MEANINGS:
-            yield told(context, gate_result(name, gate, made))
+            yield report_check(context, judge_gate(name, gate, made))
 
     return gates
 
 
-def gate_result(asset_name: str, gate: str, made: dict[str, Any]) -> dg.AssetCheckResult:
-    """One gate over all formats. Where the files could not be read, no other gate was looked at, and none is
-    passed; nor where there are no files."""
+def judge_gate(asset_name: str, gate: str, made: dict[str, Any]) -> dg.AssetCheckResult:
+    """Return the result of one gate over all formats. It fails if nothing was exported, or if files could not be
+    read, since then no other gate was checked."""
     found = {name: _gate_of(result, gate) for name, result in made.items()}
     failed = {name: one for name, one in found.items() if not one["passed"]}
     described = failed or found

@@ -1,4 +1,4 @@
-"""Features: the target's hidden states at every tap that any of its strategies needs, in one content-addressed store."""
+"""Feature assets: hidden states of the target at all taps that its strategies need, in one content-addressed store."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,8 +12,8 @@ from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, TRAINING_FEATURES
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, launch, obtained, shown
-from spec_assets.metadata import human_bytes
+from spec_assets.common import asset, launch, obtain_result, report_result
+from spec_assets.metadata import format_bytes
 
 GROUP = "features"
 GPU_POOL = "gpu"
@@ -70,13 +70,13 @@ def training_features(
         "taps": taps,
         "capture": spec.capture.identity(),
     }
-    artifact = obtained(context, workspace, identity, build, still_good=still_stored)
-    check = verified(artifact, check_name=VERIFIED, asset_key=TRAINING_FEATURES)
-    return shown(context, artifact, features_metadata(artifact), [check])
+    artifact = obtain_result(context, workspace, identity, build, still_good=still_stored)
+    check = judge_verification(artifact, check_name=VERIFIED, asset_key=TRAINING_FEATURES)
+    return report_result(context, artifact, describe_features(artifact), [check])
 
 
-def current_features(workspace: Workspace, asset_name: str, target: str) -> Artifact:
-    """The newest features of an asset.
+def require_features(workspace: Workspace, asset_name: str, target: str) -> Artifact:
+    """Return the newest features of an asset.
 
     Raises:
         StoreError: there are none, or they were captured from other weights than the target has now.
@@ -91,8 +91,8 @@ def current_features(workspace: Workspace, asset_name: str, target: str) -> Arti
     return features
 
 
-def stream_versions(features: Artifact, names: Iterable[str]) -> dict[str, str]:
-    """Content versions of the streams that a strategy reads, by name: what other strategies need beside them is not its own.
+def select_stream_versions(features: Artifact, names: Iterable[str]) -> dict[str, str]:
+    """Return the content versions of the streams that one strategy reads, by name.
 
     Raises:
         StoreError: a stream was not captured.
@@ -107,23 +107,24 @@ def stream_versions(features: Artifact, names: Iterable[str]) -> dict[str, str]:
     return {name: known[name] for name in names}
 
 
-def features_metadata(artifact: Artifact) -> dict:
+def describe_features(artifact: Artifact) -> dict:
     summary = artifact.summary
     return {
         "dagster/row_count": summary["samples"],
         "tokens": summary["tokens"],
         "captured_samples": summary["captured_samples"],
         "failed_samples": summary.get("failed_samples", 0),
-        "captured_bytes": human_bytes(summary["captured_bytes"]),
-        "bytes": human_bytes(summary["bytes"]),
+        "captured_bytes": format_bytes(summary["captured_bytes"]),
+        "bytes": format_bytes(summary["bytes"]),
         "bytes_per_token": summary["bytes_per_token"],
         "tokens_per_second": summary["tokens_per_second"],
         "streams": ", ".join(summary["streams"]),
     }
 
 
-def verified(artifact: Artifact, **options: str) -> dg.AssetCheckResult:
-    """What a few samples, read back from the store and captured again, showed. Options: of `AssetCheckResult`."""
+def judge_verification(artifact: Artifact, **options: str) -> dg.AssetCheckResult:
+    """Return the check of the samples that were read back and captured again. Options are those of
+    `AssetCheckResult`."""
     verification = artifact.summary["verification"]
     probe = artifact.summary.get(
         "probe", {"probe": "not compared with the target's own weights: captured before they were"}

@@ -1,4 +1,5 @@
-"""Checks that the registry can make gates (`gates:` of a target): they fail the run, and what does not pass is not exported.
+"""Checks that the registry can make gates (`gates:` of a target): they fail the run, and what does not pass is not
+exported.
 
 Not by Dagster's blocking checks: those would keep the leaderboard from being made too, and let through whoever
 materializes only the export.
@@ -15,32 +16,32 @@ from draftworks.config.strategies import StrategySpec
 from draftworks.errors import DraftworksError
 from draftworks.storage.asset_names import of_strategy
 from resources.workspace import Workspace
-from spec_assets.common import told
-from spec_assets.reports import scores
+from spec_assets.common import report_check
+from spec_assets.reports import read_scores
 
 BEATS_BASELINES = "beats_baselines"
 NOT_WORSE = "not_worse"
 
 
 class GateClosed(DraftworksError):
-    """Something is not made because it did not pass a gate."""
+    """Raised where a failed gate stops an export."""
 
 
-def gated(
+def yield_gated(
     context: dg.AssetCheckExecutionContext, target: TargetSpec, gate: str, result: dg.AssetCheckResult
 ) -> Iterator[dg.AssetCheckResult]:
-    """The result of a check, and then the failure of its step where the target makes it a gate.
+    """Yield the result of a check; then fail the step if the target makes this check a gate.
 
     Raises:
         GateClosed: the check failed, and `gates` says error.
     """
     closed = not result.passed and getattr(target.gates, gate) == "error"
-    yield told(context, result._replace(severity=dg.AssetCheckSeverity.ERROR) if closed else result)
+    yield report_check(context, result._replace(severity=dg.AssetCheckSeverity.ERROR) if closed else result)
     if closed:
-        raise GateClosed(refusal(target, gate, result))
+        raise GateClosed(explain_refusal(target, gate, result))
 
 
-def refusal(target: TargetSpec, gate: str, result: dg.AssetCheckResult) -> str:
+def explain_refusal(target: TargetSpec, gate: str, result: dg.AssetCheckResult) -> str:
     return (
         f"target {target.name}: check {gate} failed, which fails the run (gates.{gate}: error): {result.description}. Train a "
         f"better draft, or set gates.{gate} to warn"
@@ -48,7 +49,7 @@ def refusal(target: TargetSpec, gate: str, result: dg.AssetCheckResult) -> str:
 
 
 def check_export_gates(workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> None:
-    """Look at the report of the draft that is to be exported; gates that only warn let everything through.
+    """Check the gates of the report before its draft is exported; gates that only warn are not checked.
 
     Raises:
         GateClosed: the report does not pass one of them.
@@ -58,12 +59,12 @@ def check_export_gates(workspace: Workspace, strategy: StrategySpec, target: Tar
         if getattr(target.gates, gate) == "error":
             result = judge(workspace, of_strategy(strategy.name).report, target.name)
             if not result.passed:
-                raise GateClosed(f"not exported. {refusal(target, gate, result)}")
+                raise GateClosed(f"not exported. {explain_refusal(target, gate, result)}")
 
 
-def beats_baselines(workspace: Workspace, report: str, target: str) -> dg.AssetCheckResult:
-    """Whether the draft of a report accepts more than what costs nothing. A draft in the making may lose to a table."""
-    found = scores(workspace.artifacts.load_current(report, target))
+def judge_baselines(workspace: Workspace, report: str, target: str) -> dg.AssetCheckResult:
+    """Compare the trained draft with its baselines: itself untrained, and a bigram table."""
+    found = read_scores(workspace.artifacts.load_current(report, target))
     drafts = dict(found)
     trained = drafts.pop("trained")
     best = max(drafts, key=lambda name: drafts[name])
@@ -75,8 +76,8 @@ def beats_baselines(workspace: Workspace, report: str, target: str) -> dg.AssetC
     )
 
 
-def not_worse(workspace: Workspace, report: str, target: str) -> dg.AssetCheckResult:
-    """Whether the draft of a report is accepted no less than the one it replaces."""
+def judge_against_replaced(workspace: Workspace, report: str, target: str) -> dg.AssetCheckResult:
+    """Compare the draft with the one that it replaces, on the prompts that both were measured on."""
     from draftworks.evaluation.report.comparison import compare_with_replaced_draft
 
     found = compare_with_replaced_draft(workspace.artifacts, report, target)
@@ -89,7 +90,7 @@ def not_worse(workspace: Workspace, report: str, target: str) -> dg.AssetCheckRe
 
 
 REPORT_JUDGES: dict[str, Callable[[Workspace, str, str], dg.AssetCheckResult]] = {
-    BEATS_BASELINES: beats_baselines,
-    NOT_WORSE: not_worse,
+    BEATS_BASELINES: judge_baselines,
+    NOT_WORSE: judge_against_replaced,
 }
-"""What a report is judged by before its draft is exported."""
+"""Checks of a report that can be gates of its export, by name."""

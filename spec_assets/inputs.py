@@ -1,5 +1,5 @@
-"""Inputs: what a user gives. Cheap, part of every job; their data versions are digests of content, so that the UI
-marks as stale exactly what was made from something else."""
+"""Input assets: the target's files and its data set. They are cheap and part of every job. Data versions are content
+digests, so that Dagster marks assets as stale that were made from other content."""
 
 import os
 
@@ -78,7 +78,7 @@ def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Mater
     )
 
 
-def data_versions(workspace: Workspace, target: TargetSpec) -> dict[str, str]:
+def read_data_versions(workspace: Workspace, target: TargetSpec) -> dict[str, str]:
     """Return the content digest of every data set of a target and of its eval sets, by name."""
     registry = workspace.registry
     names = dict.fromkeys([target.dataset, *(registry.load_eval_set(name).dataset for name in target.evals)])
@@ -88,9 +88,9 @@ def data_versions(workspace: Workspace, target: TargetSpec) -> dict[str, str]:
 def require_sound_target(
     context: dg.AssetExecutionContext, workspace: Workspace, target: TargetSpec, files: TargetFiles
 ) -> None:
-    """ConfigError for what would fail later: values that nobody can mean, drafts that cannot be built or served, data
-    without a usable row. What is odd is in the log."""
-    registry, data = workspace.registry, data_versions(workspace, target)
+    """Raise ConfigError for what would fail later: implausible values, drafts that cannot be built or served, data
+    without a usable row. Warnings go to the log."""
+    registry, data = workspace.registry, read_data_versions(workspace, target)
     places = Findings()  # of this machine: another may be the one that captures, and this run may need none of it
     check_machine(target, registry, places)
     findings = examine_before_run(target, files, registry, data, workspace.target_checks)

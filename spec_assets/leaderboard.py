@@ -17,7 +17,7 @@ from draftworks.storage.identity import digest
 from resources.dead_runs import end_with_run_process
 from resources.workspace import Workspace
 from spec_assets.common import OWNERS, clear_errors
-from spec_assets.metadata import picture
+from spec_assets.metadata import embed_picture
 from spec_assets.reports import GROUP
 
 NAME = LEADERBOARD
@@ -32,9 +32,9 @@ MOST_ROWS = 100  # shown in the UI: every run keeps its own copy in the event lo
 def leaderboard_asset(strategies: Iterable[StrategySpec]) -> dg.AssetsDefinition:
     """The asset `leaderboard`, unpartitioned: in a job of one target it comes after the reports of that target.
 
-    A graph whose one op takes all reports as *one* input: an asset with a dependency on each would be skipped as soon as the
-    target does not use one of the strategies. The graph is not named after the asset, since the job is.
-    """
+    It is a graph whose one op takes all reports as *one* input: an asset with a dependency on each report would be
+    skipped if the target does not use one of the strategies. The graph has another name than the asset, since a job
+    has that name."""
     reports = [of_strategy(strategy.name).report for strategy in strategies]
 
     @dg.graph(name="ranking", ins={name: dg.GraphIn() for name in reports}, out=dg.GraphOut())
@@ -67,11 +67,11 @@ def rank(context: dg.OpExecutionContext, workspace: Workspace) -> dg.Materialize
         return dg.MaterializeResult(
             asset_key=NAME,
             data_version=dg.DataVersion(digest([asdict(standing) for standing in standings])),
-            metadata=leaderboard_metadata(standings, folder),
+            metadata=describe_leaderboard(standings, folder),
         )
 
 
-def leaderboard_metadata(standings: list[Standing], folder: Path) -> dict[str, Any]:
+def describe_leaderboard(standings: list[Standing], folder: Path) -> dict[str, Any]:
     measured = [standing.latest.created for standing in standings if standing.latest is not None]
     bars, hidden = folder / PLOT, len(standings) - MOST_ROWS
     more = f"\n{hidden:,} more in {folder / MARKDOWN}\n" if hidden > 0 else ""
@@ -81,7 +81,7 @@ def leaderboard_metadata(standings: list[Standing], folder: Path) -> dict[str, A
         "stale": sum(bool(standing.stale_against) for standing in standings),
         "stale_drafts": sum(bool(standing.draft_changes) for standing in standings),
         "without_a_report": sum(standing.latest is None for standing in standings),
-        **({"acceptance": picture(bars, NAME)} if bars.exists() else {}),
+        **({"acceptance": embed_picture(bars, NAME)} if bars.exists() else {}),
         **({"newest_report": dg.MetadataValue.timestamp(max(measured))} if measured else {}),
         "path": dg.MetadataValue.path(folder.relative_to(folder.parents[1])),
     }

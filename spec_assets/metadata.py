@@ -1,4 +1,4 @@
-"""Small helpers that turn figures and files into what the Dagster UI shows."""
+"""Figures, tables, pictures and paths as metadata for the Dagster UI."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from draftworks.evaluation.report.markdown_tables import render_table
 from draftworks.storage.artifacts import Artifact
 
 DIGITS = 4
-"""Of a figure: more than anything here is measured with. What identifies something is text, and kept whole."""
+"""Significant digits of a float in metadata. Identifiers are text and are not rounded."""
 MOST_REASONS = 5
 SIMULATED, WALK, LOOP = "eval/simulated_acc_len", "eval/rung3_walk_acc_len", "eval/rung4_loop_t0_acc_len"
 
 
-def legible(value: Any) -> Any:
-    """A figure with the digits it deserves, also inside of lists, mappings and Dagster's own values; anything else as it is."""
+def round_figures(value: Any) -> Any:
+    """Round floats to DIGITS significant digits, also inside lists, mappings and Dagster's metadata values."""
     if isinstance(value, bool):
         return value
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if abs(value) < 10**DIGITS else float(round(value))
     if isinstance(value, dg.FloatMetadataValue):
-        return dg.MetadataValue.float(legible(value.value))
+        return dg.MetadataValue.float(round_figures(value.value))
     if isinstance(value, dg.JsonMetadataValue):
-        return dg.MetadataValue.json(legible(value.data))
+        return dg.MetadataValue.json(round_figures(value.data))
     if isinstance(value, Mapping):
-        return {key: legible(each) for key, each in value.items()}
-    return [legible(each) for each in value] if isinstance(value, list) else value
+        return {key: round_figures(each) for key, each in value.items()}
+    return [round_figures(each) for each in value] if isinstance(value, list) else value
 
 
-def short_path(artifact: Artifact, *below: str) -> dg.PathMetadataValue:
-    """Where a result, or something in it, lies: from the folder of all results on, since a whole path fills the page."""
+def shorten_path(artifact: Artifact, *below: str) -> dg.PathMetadataValue:
+    """Return the path of a result, or of something in it, relative to the folder of all results."""
     return dg.MetadataValue.path(artifact.path.relative_to(artifact.path.parents[3]).joinpath(*below))
 
 
-def human_bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
@@ -50,20 +50,21 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def summary_figures(artifact: Artifact) -> dict[str, Any]:
-    """The scalar figures of a result's summary; digests and schema numbers are for machines."""
+def select_figures(artifact: Artifact) -> dict[str, Any]:
+    """Return the scalar entries of a result's summary, without digests and schema numbers."""
     hidden = {"schema", "digest", "file_digest"}
     return {k: v for k, v in artifact.summary.items() if k not in hidden and isinstance(v, (str, int, float))}
 
 
-def acceptance_figures(metrics: Mapping[str, Any], suffix: str = "") -> dict[str, float]:
-    """Accepted draft tokens per pass by rung, those that were measured, as plain figures: Dagster draws these over time."""
+def select_acceptance(metrics: Mapping[str, Any], suffix: str = "") -> dict[str, float]:
+    """Return accepted draft tokens per pass for each rung that was measured; Dagster plots such floats over time."""
     rungs = {"simulated_acc_len": SIMULATED, "walk_acc_len": WALK, "loop_acc_len": LOOP}
     return {f"{name}{suffix}": metrics[key] for name, key in rungs.items() if metrics.get(key) is not None}
 
 
-def rejections(artifact: Artifact) -> dict[str, Any]:
-    """Why rows or conversations were rejected, most frequent reasons first, each with its first case; nothing if none was."""
+def describe_rejections(artifact: Artifact) -> dict[str, Any]:
+    """Return a table of the reasons for which rows or conversations were rejected, each with its first case; {} if
+    none was."""
     from draftworks.data.conversations import QUARANTINE_FILE
 
     path = artifact.path / QUARANTINE_FILE
@@ -76,7 +77,7 @@ def rejections(artifact: Artifact) -> dict[str, Any]:
     if not counts:
         return {}
     rows = [(reason, count, *_case(first[reason])) for reason, count in counts.most_common(MOST_REASONS)]
-    return {"rejected_because": table(("reason", "count", "first", "it begins"), rows)}
+    return {"rejected_because": format_table(("reason", "count", "first", "it begins"), rows)}
 
 
 def _case(entry: Mapping[str, Any]) -> tuple[str, str]:
@@ -84,12 +85,12 @@ def _case(entry: Mapping[str, Any]) -> tuple[str, str]:
     return where, entry.get("excerpt", "")
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> dg.MarkdownMetadataValue:
-    """A Markdown table."""
+def format_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> dg.MarkdownMetadataValue:
+    """Return a Markdown table."""
     return dg.MetadataValue.md(render_table([dict(zip(columns, row)) for row in rows], columns))
 
 
-def picture(path: Path, title: str) -> dg.MarkdownMetadataValue:
-    """A PNG file as Markdown that the UI renders in place."""
+def embed_picture(path: Path, title: str) -> dg.MarkdownMetadataValue:
+    """Return a PNG file as Markdown with the image inside."""
     encoded = base64.b64encode(path.read_bytes()).decode()
     return dg.MetadataValue.md(f"![{title}](data:image/png;base64,{encoded})")

@@ -11,22 +11,24 @@ from draftworks.targets.registry import Registry
 
 
 def target_partitions(registry: Registry) -> dg.StaticPartitionsDefinition:
-    """Only file names are read here: an entry with an error is a partition whose first step says what is wrong."""
+    """Return a partition for each file name. An entry with an error is a partition too, and its first step reports
+    the error."""
     return dg.StaticPartitionsDefinition(registry.list_targets())
 
 
-def partitioned(assets: list[dg.AssetsDefinition], targets: dg.PartitionsDefinition) -> list[dg.AssetsDefinition]:
-    """The same assets, each partitioned by target, and so are the checks that they run themselves."""
+def partition_assets(assets: list[dg.AssetsDefinition], targets: dg.PartitionsDefinition) -> list[dg.AssetsDefinition]:
+    """Return the assets with their own checks, partitioned by target."""
     mapped = dg.map_asset_specs(lambda spec: spec.replace_attributes(partitions_def=targets), assets)
-    return partitioned_checks(mapped, targets)
+    return partition_checks(mapped, targets)
 
 
-def partitioned_checks(
+def partition_checks(
     made: Iterable[dg.AssetsDefinition], targets: dg.PartitionsDefinition
 ) -> list[dg.AssetsDefinition]:
-    """The same definitions, the checks of each partitioned by target: otherwise the last target's result is everybody's.
+    """Return the definitions with their checks partitioned by target; otherwise all targets share the newest check
+    result.
 
-    Dagster calls partitions of checks a preview, once for each of them.
+    Dagster warns once for each check that partitions of checks are a preview.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dg.PreviewWarning)
@@ -34,7 +36,8 @@ def partitioned_checks(
 
 
 def _with_checks_of(made: dg.AssetsDefinition, targets: dg.PartitionsDefinition) -> dg.AssetsDefinition:
-    """Dagster has `map_asset_specs`, and nothing like it for checks: this is how its own `with_attributes` replaces them."""
+    """Dagster has `map_asset_specs`, and nothing like it for checks: this is how its own `with_attributes` replaces
+    them."""
     specs = {name: _of(spec, targets) for name, spec in made.node_check_specs_by_output_name.items()}
     if not specs:
         return made

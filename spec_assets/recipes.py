@@ -14,10 +14,10 @@ from draftworks.config.strategies import StrategySpec, resolve_strategy
 from draftworks.preflight.compatibility import check_requirements, collect_taps, resolve_draft_vocab_size
 from draftworks.storage.asset_names import EVALUATION_RECIPE, RECIPE, of_strategy
 from draftworks.storage.identity import digest
-from draftworks.targets.registry import Registry, apply_overrides, training_options
+from draftworks.targets.registry import Registry, apply_overrides, resolve_training_options
 from draftworks.targets.resolve import read_num_layers
 from resources.workspace import Workspace
-from spec_assets.common import OWNERS, guarded
+from spec_assets.common import OWNERS, guard
 from spec_assets.inputs import GROUP, require_sound_target
 
 DATA = """Options of data, answers and capture with defaults filled in, and what the strategies together ask of them: taps
@@ -27,7 +27,8 @@ EVALUATION = "How drafts of the target are measured: its eval sets, settings of 
 
 
 def recipe_assets(strategies: Sequence[StrategySpec]) -> dg.AssetsDefinition:
-    """`recipe`, `evaluation_recipe`, and of each strategy `{strategy}_recipe` and `{strategy}_export_recipe`, in one step.
+    """`recipe`, `evaluation_recipe`, and of each strategy `{strategy}_recipe` and `{strategy}_export_recipe`, in one
+    step.
 
     A target has those of the strategies that it uses.
     """
@@ -40,7 +41,7 @@ def recipe_assets(strategies: Sequence[StrategySpec]) -> dg.AssetsDefinition:
 
     @dg.multi_asset(name=RECIPE, specs=specs, can_subset=True)
     def recipe(context: dg.AssetExecutionContext, workspace: Workspace) -> Iterator[dg.MaterializeResult]:
-        yield from guarded(_resolve_recipes)(context, workspace)
+        yield from guard(_resolve_recipes)(context, workspace)
 
     return recipe
 
@@ -68,7 +69,7 @@ def _resolve_recipes(context: dg.AssetExecutionContext, workspace: Workspace) ->
             data_version=dg.DataVersion(digest(options)),
             metadata={"options": dg.MetadataValue.json(options)},
         )
-        for name, options in recipes(target, workspace.registry).items()
+        for name, options in resolve_recipes(target, workspace.registry).items()
         if dg.AssetKey(name) in context.selected_asset_keys
     ]
 
@@ -89,7 +90,7 @@ def _check_overrides(context: dg.AssetExecutionContext, workspace: Workspace, ta
         require_sound_target(context, workspace, changed, files)
 
 
-def recipes(target: TargetSpec, registry: Registry) -> dict[str, dict[str, Any]]:
+def resolve_recipes(target: TargetSpec, registry: Registry) -> dict[str, dict[str, Any]]:
     """The options of each recipe asset that a target has, by asset name.
 
     Raises:
@@ -114,6 +115,6 @@ def recipes(target: TargetSpec, registry: Registry) -> dict[str, dict[str, Any]]
     }
     for strategy, entry in target.strategies.items():
         names = of_strategy(strategy)
-        found[names.recipe] = training_options(target, strategy, registry)
+        found[names.recipe] = resolve_training_options(target, strategy, registry)
         found[names.export_recipe] = entry.export.model_dump()
     return found

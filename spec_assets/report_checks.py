@@ -1,4 +1,4 @@
-"""What is asked of a report: steps of their own, so that they are skipped with the report of a target that has none."""
+"""Checks of reports, as steps of their own: they are skipped when the report is skipped."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,9 +7,9 @@ import dagster as dg
 from draftworks.config.strategies import StrategySpec
 from draftworks.storage.asset_names import of_strategy
 from resources.workspace import Workspace
-from spec_assets.common import checked_partition, clear_errors, told
-from spec_assets.gates import BEATS_BASELINES, NOT_WORSE, REPORT_JUDGES, gated
-from spec_assets.reports import changes_of_draft
+from spec_assets.common import clear_errors, read_partition, report_check
+from spec_assets.gates import BEATS_BASELINES, NOT_WORSE, REPORT_JUDGES, yield_gated
+from spec_assets.reports import list_draft_changes
 
 DRAFT_IS_CURRENT = "draft_is_current"
 
@@ -21,30 +21,30 @@ MEANINGS = {
 
 
 def report_checks(strategy: StrategySpec) -> Sequence[dg.AssetChecksDefinition]:
-    """The checks of `{strategy}_report`. The draft is there, and its report is worth reading: they end a run only where the
-    target says so (`gates`)."""
+    """Return the checks of `{strategy}_report`. They fail a run only if the target's `gates` say so."""
     report = of_strategy(strategy.name).report
     return [*gate_checks(report), _draft_is_current(strategy, report)]
 
 
 def gate_checks(report: str) -> list[dg.AssetChecksDefinition]:
-    """The checks of a report that a target's `gates` can turn into errors or leave out."""
+    """Return the checks of a report that a target's `gates` can turn into errors."""
     return [_report_check(report, name) for name in REPORT_JUDGES]
 
 
 def _report_check(report: str, name: str) -> dg.AssetChecksDefinition:
     @dg.asset_check(asset=report, name=name, description=MEANINGS[name])  # pyright: ignore[reportArgumentType] - a generator
     def check(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> Iterator[dg.AssetCheckResult]:
-        target = checked_partition(context)
+        target = read_partition(context)
         with clear_errors():
             result = REPORT_JUDGES[name](workspace, report, target)
-            yield from gated(context, workspace.registry.load_target(target), name, result)
+            yield from yield_gated(context, workspace.registry.load_target(target), name, result)
 
     return check
 
 
 def _draft_is_current(strategy: StrategySpec, report: str) -> dg.AssetChecksDefinition:
-    """A warning: numbers that were measured a minute ago may be of a draft that was trained for weights that are gone."""
+    """Return the check `draft_is_current`, a warning: a new report may be of a draft that was trained for other
+    weights."""
 
     @dg.asset_check(
         asset=report,
@@ -52,10 +52,10 @@ def _draft_is_current(strategy: StrategySpec, report: str) -> dg.AssetChecksDefi
         description="The draft was trained for the target, the data and the recipe that are there now; if not, train it again.",
     )
     def draft_is_current(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
-        target = checked_partition(context)
+        target = read_partition(context)
         with clear_errors():
             draft = workspace.artifacts.load_current(of_strategy(strategy.name).draft, target)
-            changes = changes_of_draft(workspace, draft, workspace.registry.load_target(target))
+            changes = list_draft_changes(workspace, draft, workspace.registry.load_target(target))
         result = dg.AssetCheckResult(
             passed=not changes,
             severity=dg.AssetCheckSeverity.WARN,
@@ -63,6 +63,6 @@ def _draft_is_current(strategy: StrategySpec, report: str) -> dg.AssetChecksDefi
             if not changes
             else f"changed since it was trained: {'; '.join(changes)}. Run the job train_{strategy.name}",
         )
-        return told(context, result)
+        return report_check(context, result)
 
     return draft_is_current

@@ -1,4 +1,4 @@
-"""Reports: what a draft is worth, next to drafts that cost nothing."""
+"""Report assets: acceptance of each draft on the eval sets, beside baselines."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from draftworks.config.strategies import StrategySpec
 from draftworks.evaluation.report.summary import ReportSummary
 from draftworks.export.names import CARD
 from draftworks.fleet.leaderboard import Fleet
-from draftworks.fleet.model_card import CardSubject, model_card, page_of
+from draftworks.fleet.model_card import CardSubject, model_card, strip_front_matter
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import EVALUATION_RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, of_eval_set, of_strategy
 from draftworks.storage.atomic import publish_file
@@ -22,10 +22,18 @@ from draftworks.storage.records import DraftIdentity, Limits, ReportIdentity
 from draftworks.targets.registry import HELDOUT
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import asset, draft_of, eval_names_of, launch, obtained, shown, target_of
-from spec_assets.evals import eval_data, feature_set
+from spec_assets.common import (
+    asset,
+    launch,
+    list_eval_names,
+    obtain_result,
+    report_result,
+    require_draft,
+    require_target,
+)
+from spec_assets.evals import locate_feature_set, read_eval_data
 from spec_assets.features import GPU_POOL
-from spec_assets.metadata import acceptance_figures, picture
+from spec_assets.metadata import embed_picture, select_acceptance
 
 GROUP = "reports"
 LAST = LastHidden().name
@@ -50,31 +58,31 @@ def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefin
     def report(
         context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
     ) -> dg.MaterializeResult:
-        target = target_of(context, workspace)
+        target = require_target(context, workspace)
         subject = ReportSubject.of(workspace, strategy, target)
 
         def build(out: Path) -> BuildResult:
             training = target.strategies[strategy.name].training
             reports: dict[str, Any] = {}
-            for name in eval_names_of(target):
+            for name in list_eval_names(target):
                 run = subject.run(workspace, name, out / name)
                 job = launch(context, launcher, workspace, "evaluate", run, training.processes, training.device)
                 reports[name] = job.report
             subject.publish_card(workspace, out)
             summary = {**reports[HELDOUT], "evals": reports}
             return BuildResult(
-                data_version=digest({name: figures(found) for name, found in reports.items()}), summary=summary
+                data_version=digest({name: drop_clocks(found) for name, found in reports.items()}), summary=summary
             )
 
-        artifact = obtained(context, workspace, subject.identity(workspace).to_json(), build)
-        return shown(context, artifact, report_metadata(artifact))
+        artifact = obtain_result(context, workspace, subject.identity(workspace).to_json(), build)
+        return report_result(context, artifact, describe_report(artifact))
 
     return report
 
 
 @dataclass(frozen=True)
 class ReportSubject:
-    """A draft and what it is measured with, resolved."""
+    """A draft with what its report is made from."""
 
     strategy: StrategySpec
     target: TargetSpec
@@ -83,8 +91,8 @@ class ReportSubject:
 
     @classmethod
     def of(cls, workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> "ReportSubject":
-        """Raises NothingToDo where the strategy has no draft yet."""
-        draft = draft_of(workspace, strategy, target)
+        """Return the subject for the newest draft. Raises NothingToDo if the strategy has none yet."""
+        draft = require_draft(workspace, strategy, target)
         return cls(
             strategy,
             target,
@@ -93,21 +101,23 @@ class ReportSubject:
         )
 
     def streams(self, workspace: Workspace) -> list[str]:
-        """What of the captured features is read: the draft's own, and `last` for the agreement of the labels."""
+        """Return the names of the streams that are read: the draft's own, and `last` for label agreement."""
         files, options = workspace.target_files(self.target.name), DraftIdentity.of(self.draft).options
         typed = self.strategy.parse_options(options, where=f"options of {self.draft.path}")
         return list(dict.fromkeys([*self.strategy.list_features(files.num_layers, typed), LAST]))
 
     def identity(self, workspace: Workspace) -> ReportIdentity:
         streams = self.streams(workspace)
-        measured = {name: eval_data(workspace, self.target.name, name, streams) for name in eval_names_of(self.target)}
+        measured = {
+            name: read_eval_data(workspace, self.target.name, name, streams) for name in list_eval_names(self.target)
+        }
         return ReportIdentity(
             draft=self.draft.data_version,
             draft_identity=self.draft.path.name,
             heldout=measured.pop(HELDOUT),
             evals=measured,
             evaluation=self.target.evaluation.identity(),
-            limits=limits_of(self.target),
+            limits=read_limits(self.target),
             bigram_tokens=self.train_tokens.data_version,
         )
 
@@ -120,7 +130,7 @@ class ReportSubject:
             options=DraftIdentity.of(self.draft).options,
             draft=self.draft.path,
             train_tokens=self.train_tokens.path,
-            heldout=feature_set(workspace, self.target.name, name),
+            heldout=locate_feature_set(workspace, self.target.name, name),
             eval_set=name,
             store=workspace.feature_store(files),
             vocab_mapping=self.draft.path / VOCAB_FILE if self.strategy.uses_vocab_mapping else None,
@@ -134,45 +144,47 @@ class ReportSubject:
         )
 
     def publish_card(self, workspace: Workspace, out: Path) -> None:
-        """The model card, from the reports in `out`."""
-        reports = [ReportSummary.load(out / name) for name in eval_names_of(self.target)]
+        """Write the model card from the reports in `out`."""
+        reports = [ReportSummary.load(out / name) for name in list_eval_names(self.target)]
         files, dataset = workspace.target_files(self.target.name), workspace.registry.load_dataset(self.target.dataset)
         with publish_file(out / CARD) as staging:
-            changes = changes_of_draft(workspace, self.draft, self.target)
+            changes = list_draft_changes(workspace, self.draft, self.target)
             staging.write_text(model_card(CardSubject(self.draft, reports, files, dataset, changes)), encoding="utf-8")
 
 
-def limits_of(target: TargetSpec) -> Limits:
+def read_limits(target: TargetSpec) -> Limits:
     return Limits(target.responses.max_new_tokens, target.max_length)
 
 
-def changes_of_draft(workspace: Workspace, draft: Artifact, target: TargetSpec) -> tuple[str, ...]:
-    """What is not as it was when a draft was trained, in words."""
+def list_draft_changes(workspace: Workspace, draft: Artifact, target: TargetSpec) -> tuple[str, ...]:
+    """Return, in words, what has changed since a draft was trained."""
     fleet = Fleet(workspace.registry, workspace.artifacts, workspace.digests)
-    return fleet.changes_of_draft(draft, target, workspace.target_files(target.name))
+    return fleet.list_draft_changes(draft, target, workspace.target_files(target.name))
 
 
-def report_metadata(artifact: Artifact) -> dict:
-    """The held-out report first, then those of the named sets."""
+def describe_report(artifact: Artifact) -> dict:
+    """Return metadata of a report: the held-out set first, then the other eval sets."""
     shown_reports: dict[str, Any] = {}
     for name, report in artifact.summary["evals"].items():
         suffix = "" if name == HELDOUT else f"_{name}"
-        shown_reports |= acceptance_figures(report["drafts"]["trained"], suffix)
+        shown_reports |= select_acceptance(report["drafts"]["trained"], suffix)
         folder = artifact.path / name
         shown_reports[f"report{suffix}"] = dg.MetadataValue.md((folder / "report.md").read_text())
-        shown_reports[f"acceptance{suffix}"] = picture(folder / "acceptance.png", f"acceptance on {name}")
-    shown_reports["model_card"] = dg.MetadataValue.md(page_of((artifact.path / CARD).read_text(encoding="utf-8")))
-    return {**shown_reports, **{f"simulated_acc_len_{draft}": score for draft, score in scores(artifact).items()}}
+        shown_reports[f"acceptance{suffix}"] = embed_picture(folder / "acceptance.png", f"acceptance on {name}")
+    shown_reports["model_card"] = dg.MetadataValue.md(
+        strip_front_matter((artifact.path / CARD).read_text(encoding="utf-8"))
+    )
+    return {**shown_reports, **{f"simulated_acc_len_{draft}": score for draft, score in read_scores(artifact).items()}}
 
 
-def figures(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What was measured of every draft, without clocks: equal for equal content."""
+def drop_clocks(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the metrics of every draft without measured speeds, which differ between equal runs."""
     return {
         draft: {name: value for name, value in metrics.items() if not name.endswith("speed_up")}
         for draft, metrics in report["drafts"].items()
     }
 
 
-def scores(artifact: Artifact) -> dict[str, float]:
-    """Held-out simulated_acc_len (rung 1) of the draft and of what it is compared with."""
+def read_scores(artifact: Artifact) -> dict[str, float]:
+    """Return held-out simulated_acc_len (rung 1) of the trained draft and of its baselines, by name."""
     return {name: metrics["eval/simulated_acc_len"] for name, metrics in artifact.summary["drafts"].items()}

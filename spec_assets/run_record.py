@@ -1,7 +1,8 @@
-"""A run whose record says that it is over has no process any more.
+"""Ends the process of a run whose record in Dagster says that the run is over.
 
 A UI reaches a run through the code server that launched it. Where that server is gone, it can only mark the run as
-cancelled ("force termination"), and the daemon can only give it up; neither reaches the process. So the process looks.
+cancelled ("force termination"), and the daemon can only mark it as failed. Neither reaches the process, so the process
+checks its own record.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ LOOK_EVERY_S = 5.0
 
 
 def interrupt_this_process() -> None:
-    """As Ctrl-C does: Dagster ends the run's steps, and they end their jobs."""
+    """Send SIGINT to this process: Dagster then ends the run's steps, and each step ends its job."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
 @contextmanager
-def ended_with_record(
+def end_with_record(
     instance: dg.DagsterInstance,
     run_id: str,
     end: Callable[[], None] = interrupt_this_process,
     every_s: float = LOOK_EVERY_S,
 ) -> Iterator[None]:
-    """Call `end` once if the record of a run is finished or deleted while the body is still at work."""
+    """Call `end` once if the run's record is finished or deleted while the body of the `with` still runs."""
     over = threading.Event()
 
     def look() -> None:
         while not over.wait(every_s):
             try:
                 run = instance.get_run_by_id(run_id)
-            except Exception:  # a storage that cannot be reached now says nothing about the run
+            except Exception:  # the storage may be unreachable for a while
                 continue
             if (run is None or run.is_finished) and not over.is_set():
                 end()

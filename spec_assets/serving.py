@@ -1,4 +1,4 @@
-"""Serving checks: what a live SGLang server accepts of an exported draft, beside the walk that predicted it (rung 6)."""
+"""Serving assets: acceptance of an exported draft in a live SGLang server (rung 6), compared with the walk (rung 3)."""
 
 import os
 from collections.abc import Iterator
@@ -23,22 +23,22 @@ from resources.workspace import Workspace
 from spec_assets.common import (
     NothingToDo,
     asset,
-    checked_partition,
     clear_errors,
     launch,
-    obtained,
-    shown,
-    target_of,
+    obtain_result,
+    read_partition,
+    report_result,
+    require_target,
 )
 from spec_assets.features import GPU_POOL
-from spec_assets.gates import gated
-from spec_assets.metadata import table
-from spec_assets.reports import limits_of
+from spec_assets.gates import yield_gated
+from spec_assets.metadata import format_table
+from spec_assets.reports import read_limits
 
 GROUP = "serving"
 AGREES_WITH_WALK = "agrees_with_walk"
 SERVER = "SGLang"
-"""The server among those that an export has a command for."""
+"""Key of the server in the commands of an export."""
 
 
 def serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
@@ -67,31 +67,31 @@ def serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         launcher: dg.ResourceParam[TorchLauncher],
         sglang: SGLangServer,
     ) -> dg.MaterializeResult:
-        target = target_of(context, workspace)
+        target = require_target(context, workspace)
         subject = ServedDraft.of(workspace, strategy, target)
         settings = target.evaluation.serving
 
         def build(out: Path) -> BuildResult:
             logs = workspace.run_folder(context.run.run_id, context.op_execution_context.op_handle.name) / "server"
             run = subject.run(workspace, sglang, out, logs)
-            with sglang.told(context, logs):
+            with sglang.log_output_of_server(context, logs):
                 job = launch(context, launcher, workspace, "serve", run, processes=1, device=settings.device)
             summary = {**job.report, "log": str(sglang.log(logs))}
             counted = {name: summary[name] for name in ("acceptance", "answers", "same_answers")}
             return BuildResult(digest(counted), summary)
 
-        artifact = obtained(context, workspace, subject.identity(workspace), build)
-        return shown(context, artifact, serving_metadata(artifact))
+        artifact = obtain_result(context, workspace, subject.identity(workspace), build)
+        return report_result(context, artifact, describe_serving(artifact))
 
     return serving
 
 
 class ServedDraft:
-    """An exported draft, the report that its walk is in, and how the target is to be served.
+    """An exported draft with the report of its walk, and how it is to be served.
 
     Attributes:
         format: the export format.
-        command: how people are told to serve it.
+        command: the command line that the export's metadata shows.
     """
 
     def __init__(self, target: TargetSpec, export: Artifact, report: Artifact, format_name: str) -> None:
@@ -121,7 +121,7 @@ class ServedDraft:
                 f"{measured.draft_identity}: expected the same. Run the job train_{strategy.name}"
             )
         answers = workspace.artifacts.load_current(HELDOUT_RESPONSES, target.name).data_version
-        if measured.heldout is None or (measured.heldout.answers, measured.limits) != (answers, limits_of(target)):
+        if measured.heldout is None or (measured.heldout.answers, measured.limits) != (answers, read_limits(target)):
             raise ConfigError(
                 f"target {target.name}: the report is of other held-out answers or limits than there are now, so its walk "
                 "cannot be compared with. Run the job evaluate first"
@@ -167,8 +167,8 @@ class ServedDraft:
         )
 
 
-def serving_metadata(artifact: Artifact) -> dict[str, Any]:
-    """Both rungs side by side, how fast it was, and where the server's log is."""
+def describe_serving(artifact: Artifact) -> dict[str, Any]:
+    """Return metadata: both rungs, speed, and the path of the server's log."""
     found, walk = artifact.summary, artifact.summary["walk"]
     accepted = found["acceptance"]
     rows = [
@@ -176,7 +176,7 @@ def serving_metadata(artifact: Artifact) -> dict[str, Any]:
         ("server minus walk (3)", f"{walk['difference']:+.4f}", "", ""),
     ]
     return {
-        "rungs": table(("rung", "accepted draft tokens per pass", "tokens per pass", "passes"), rows),
+        "rungs": format_table(("rung", "accepted draft tokens per pass", "tokens per pass", "passes"), rows),
         found["metric"]: accepted["micro"],
         "difference_from_walk": walk["difference"],
         "equal_count_for_count": f"{walk['equal']} of {walk['prompts']} samples",
@@ -195,7 +195,7 @@ def _figure(value: float | None) -> str:
 
 
 def serving_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
-    """A warning where the live server accepts something else than the walk said it would: of one of them something is wrong."""
+    """Return the check `agrees_with_walk`, a warning unless the target makes it a gate."""
     name = of_strategy(strategy.name).serving
 
     @dg.asset_check(  # pyright: ignore[reportArgumentType] - Dagster takes a generator, its type does not say so
@@ -204,15 +204,15 @@ def serving_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
         description="The live server (rung 6) accepts per pass what the walk (rung 3) accepts on the same answers.",
     )
     def agrees_with_walk(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> Iterator[dg.AssetCheckResult]:
-        target = checked_partition(context)
+        target = read_partition(context)
         with clear_errors():
-            result = agreement_result(workspace.artifacts.load_current(name, target).summary)
-            yield from gated(context, workspace.registry.load_target(target), AGREES_WITH_WALK, result)
+            result = judge_agreement(workspace.artifacts.load_current(name, target).summary)
+            yield from yield_gated(context, workspace.registry.load_target(target), AGREES_WITH_WALK, result)
 
     return agrees_with_walk
 
 
-def agreement_result(summary: dict[str, Any]) -> dg.AssetCheckResult:
+def judge_agreement(summary: dict[str, Any]) -> dg.AssetCheckResult:
     walk = summary["walk"]
     interval = walk["interval"]
     return dg.AssetCheckResult(

@@ -1,8 +1,7 @@
-"""Which steps of a run would find everything made. They run in the process of the run: to begin one takes longer than they do.
-
-A step is asked by calling the function of its asset with a store that builds nothing. Whatever it cannot tell at once (a digest
-that is not remembered, an error) counts as work, which a process of its own does.
-"""
+"""Finds the steps of a run whose results exist already. They run in the run's process, since a new process costs more.
+ The function of the asset is called with an artifact store that does not build: it reports whether the current result
+is of the identity that the function computed. If that cannot be told at once (a file would have to be read for its
+digest, an error), the step gets a process of its own."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from draftworks.storage.asset_names import DATASET, LEADERBOARD, RECIPE, TARGET_
 from draftworks.storage.identity import FileDigests
 from draftworks.targets.weights import is_checked
 from resources.workspace import Workspace
-from spec_assets.inputs import data_versions
+from spec_assets.inputs import read_data_versions
 
 log = logging.getLogger(__name__)
 
 
-class Answer(Exception):
+class Probed(Exception):
     """Ends the function of an asset where it would obtain its result."""
 
     def __init__(self, unchanged: bool) -> None:
@@ -47,45 +46,45 @@ class RememberedDigests(FileDigests):
         return super().of_file(path)
 
 
-class AskedStore(ArtifactStore):
-    """Results as they are. Instead of obtaining one, it answers whether the current one is of the identity and whole."""
+class ProbeStore(ArtifactStore):
+    """Results as they are. Instead of obtaining one, it answers whether the current one is of the identity and
+    whole."""
 
     def obtain(self, asset: str, target: str, identity: dict[str, Any], *_: Any, **options: Any) -> Artifact:
-        raise Answer(self.is_current(asset, target, identity, options.get("still_good")))
+        raise Probed(self.is_current(asset, target, identity, options.get("still_good")))
 
 
-class AskedWorkspace(Workspace):
+class ProbeWorkspace(Workspace):
+    """The workspace that the functions of assets get: it builds nothing and reads no large file."""
+
     @cached_property
     def artifacts(self) -> ArtifactStore:
-        return AskedStore(self.var, self.digests)
+        return ProbeStore(self.var, self.digests)
 
     @cached_property
     def digests(self) -> FileDigests:
         return RememberedDigests(self.var / "digests.json")
 
 
-def unchanged_steps(
+def find_unchanged_steps(
     plan: Any, job: dg.JobDefinition, target: str, run_config: Mapping[str, Any], root: Path
 ) -> list[str]:
-    """Keys of the steps that make nothing, and before which nothing is made, in an order in which they can be executed.
+    """Return the keys of the unchanged steps that come after unchanged steps only, in topological order.
 
     Args:
         root: folder of the registry.
     """
-    workspace = AskedWorkspace(registry_root=str(root))
+    workspace = ProbeWorkspace(registry_root=str(root))
     before, found = plan.get_executable_step_deps(), list[str]()
-    configured = run_config.get("ops", {})
+    if run_config.get("ops"):  # overrides, which the first step examines
+        return []
     for step in plan.get_steps_to_execute_in_topo_order():
-        if (
-            before[step.key] <= set(found)
-            and step.key not in configured
-            and _is_unchanged(step, job, workspace, target)
-        ):
+        if before[step.key] <= set(found) and _is_unchanged(step, job, workspace, target):
             found.append(step.key)
     return found
 
 
-def _is_unchanged(step: Any, job: dg.JobDefinition, workspace: AskedWorkspace, target: str) -> bool:
+def _is_unchanged(step: Any, job: dg.JobDefinition, workspace: ProbeWorkspace, target: str) -> bool:
     definition = job.asset_layer.get_assets_def_for_node(step.node_handle)
     if definition is None or not definition.keys:  # a check looks at the result of a step that is among those already
         return True
@@ -98,8 +97,9 @@ def _is_unchanged(step: Any, job: dg.JobDefinition, workspace: AskedWorkspace, t
         return False
 
 
-def _answer(definition: dg.AssetsDefinition, workspace: AskedWorkspace, target: str) -> bool:
-    function = inspect.unwrap(definition.op.compute_fn.decorated_fn)
+def _answer(definition: dg.AssetsDefinition, workspace: ProbeWorkspace, target: str) -> bool:
+    compute: Any = definition.op.compute_fn
+    function = inspect.unwrap(compute.decorated_fn)
     context = SimpleNamespace(
         asset_key=definition.key, assets_def=definition, partition_key=target, log=log, retry_number=0
     )
@@ -109,32 +109,33 @@ def _answer(definition: dg.AssetsDefinition, workspace: AskedWorkspace, target: 
         given["config"] = parameters["config"].annotation()
     try:
         function(**{name: given.get(name) for name in parameters})
-    except Answer as answer:
+    except Probed as answer:
         return answer.unchanged
     return False
 
 
-def _is_known_target(workspace: AskedWorkspace, name: str) -> bool:
+def _is_known_target(workspace: ProbeWorkspace, name: str) -> bool:
     """Whether the target's files were digested and examined already, together with its data."""
     target, registry = workspace.registry.load_target(name), workspace.registry
     files = workspace.target_files(name)
-    examined = is_examined(target, files, registry, data_versions(workspace, target), workspace.target_checks)
+    examined = is_examined(target, files, registry, read_data_versions(workspace, target), workspace.target_checks)
     return examined and is_checked(files, target.capture.backend, workspace.weight_checks)
 
 
-def _is_known_dataset(workspace: AskedWorkspace, name: str) -> bool:
+def _is_known_dataset(workspace: ProbeWorkspace, name: str) -> bool:
     registry = workspace.registry
     return bool(workspace.dataset_version(registry.load_dataset(registry.load_target(name).dataset)))
 
 
-def _is_light(workspace: AskedWorkspace, name: str) -> bool:
+def _is_always(workspace: ProbeWorkspace, name: str) -> bool:
+    """For steps that cost less than a process."""
     return True
 
 
-INPUTS: dict[str, Callable[[AskedWorkspace, str], bool]] = {
+INPUTS: dict[str, Callable[[ProbeWorkspace, str], bool]] = {
     TARGET_MODEL: _is_known_target,
     DATASET: _is_known_dataset,
-    RECIPE: _is_light,
-    LEADERBOARD: _is_light,
+    RECIPE: _is_always,
+    LEADERBOARD: _is_always,
 }
 """Steps that keep no result with an identity."""

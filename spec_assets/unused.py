@@ -1,9 +1,8 @@
-"""What a target does not have: the drafts of strategies that it does not use, eval sets that it does not list, what it wants no
-export, server or vocabulary of.
-
-Dagster asks for one partitions definition for all assets of a job, so every asset has a partition for every target. A run
-leaves those out that its target does not have (`spec_assets.executor`), and records once that nothing is missing there.
-"""
+"""Assets that a target does not use: of other strategies and eval sets, and exports, serving checks or a vocabulary
+mapping that it does not ask for.
+ Dagster asks for one partitions definition for all assets of a job, so every asset has a partition for every target.
+A run leaves those out that its target does not have (`spec_assets.executor`), and records once that nothing is
+missing there."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from draftworks.storage.asset_names import VOCAB_MAPPING, of_eval_set, of_strate
 from draftworks.targets.registry import HELDOUT, Registry
 
 UNUSED = "unused"
-"""Of the record that stands in for a result: its data version, and the key of the reason in its metadata."""
+"""Data version of the record of an unused asset, and the metadata key of its reason."""
 
 
-def unused_assets(target: TargetSpec, registry: Registry) -> dict[str, str]:
-    """The assets that a target does not have, by name, each with the reason."""
+def find_unused_assets(target: TargetSpec, registry: Registry) -> dict[str, str]:
+    """Return the reason why an asset is unused, by name of each asset that the target does not use."""
     found: dict[str, str] = {}
     for name in registry.list_eval_sets():
         if name != HELDOUT and name not in target.evals:
@@ -60,16 +59,17 @@ def _reduces_vocabulary(target: TargetSpec) -> bool:
         return True
 
 
-class Recorded(NamedTuple):
-    """One asset of one target that is not used."""
+class UnusedAsset(NamedTuple):
+    """An asset that a target does not use."""
 
     asset: dg.AssetKey
     target: str
     reason: str
 
 
-def record_unused(instance: dg.DagsterInstance, unused: Iterable[Recorded]) -> None:
-    """Record where there is nothing to make, so that no partition counts as missing; only what is not recorded yet."""
+def record_unused(instance: dg.DagsterInstance, unused: Iterable[UnusedAsset]) -> None:
+    """Record unused assets as materialized, so that their partitions are not missing. What is recorded already is
+    left."""
     for one in unused:
         if _reason_on_record(instance, one) == one.reason:
             continue
@@ -84,7 +84,7 @@ def record_unused(instance: dg.DagsterInstance, unused: Iterable[Recorded]) -> N
         )
 
 
-def _reason_on_record(instance: dg.DagsterInstance, one: Recorded) -> object:
+def _reason_on_record(instance: dg.DagsterInstance, one: UnusedAsset) -> object:
     of_partition = dg.AssetRecordsFilter(one.asset, asset_partitions=[one.target])
     for record in instance.fetch_materializations(of_partition, limit=1).records:
         made = record.asset_materialization

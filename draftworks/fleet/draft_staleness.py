@@ -1,6 +1,7 @@
-"""Whether a draft was trained for what is there now: its target's weights and tokenizer, training data, recipe. Torch-free.
+"""Staleness of drafts: changes of the target's weights, tokenizer, training data or options since the training.
+Torch-free.
 
-A report may be new and the draft old: `staleness` says which reports are not of what is there, this which drafts are not.
+A report may be new and its draft old: `staleness` is about reports, this module about drafts.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from draftworks.storage.records import DraftIdentity
 from draftworks.targets.registry import Registry, apply_overrides
 
 OVERRIDES = "overrides"
-"""In a draft's summary: the options and training settings that its run gave instead of the registry's."""
+"""Key of a draft's summary: options and training settings of the run config that replaced those of the registry."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is not as it was when a draft was trained.
+    """One change since a draft was trained.
 
     Attributes:
-        since: seconds since the epoch at which the newer one is first seen; None where nobody knows.
+        since: when the newer one was first seen, in seconds since the epoch; None if not known.
     """
 
     what: str
@@ -46,8 +47,8 @@ class Change:
 
 
 @dataclass(frozen=True)
-class TrainedFor:
-    """A draft, and what a training of its target would be made from now."""
+class DraftComparison:
+    """A draft, and what a training for its target would use now."""
 
     draft: Artifact
     target: TargetSpec
@@ -61,9 +62,8 @@ class TrainedFor:
         return DraftIdentity.of(self.draft)
 
     def changes(self) -> tuple[Change, ...]:
-        """What is not as it was, in words; empty where the draft is of what is there. What its record does not say, or
-        cannot be looked at now, is named as not known.
-        """
+        """Return all changes since the training; empty if there is none. What cannot be compared is listed as not
+        known."""
         found = [*self._weights(), *self._data(), *self._recipe()]
         return tuple({change.what: change for change in found}.values())
 
@@ -87,7 +87,7 @@ class TrainedFor:
         yield from self._files()
 
     def _files(self) -> Iterator[Change]:
-        """New data that nobody has prepared yet."""
+        """Yield a change if the data files are newer than the prepared conversations."""
         prepared = self._current(CONVERSATIONS)
         try:
             spec = self.registry.load_dataset(self.target.dataset)
@@ -142,13 +142,13 @@ class TrainedFor:
         return min(made, default=None)
 
     def _later(self, paths: list[Path]) -> float | None:
-        """When the newest of the files was written, if that was after the training."""
+        """Return the modification time of the newest file if it is later than the training."""
         newest = max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
         return newest if newest > self.draft.created else None
 
 
 def _differing(group: str, recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) -> Iterator[str]:
-    """Settings with another value than was recorded; one that is newer than the record had no value then."""
+    """Yield settings whose value differs from the recorded one. A setting that the record does not have is left out."""
     as_recorded = json.loads(canonical_json(dict(now)))
     for name, before in (recorded or {}).items():
         if name in now and as_recorded[name] != before:

@@ -1,6 +1,6 @@
-"""Where every draft of the fleet stands: acceptance, interval, age, the best there ever was, what it is stale against.
+"""The leaderboard: acceptance, interval, age, best value and staleness of every draft of every target.
 
-Reads records only, never features or weights, and imports no torch: a thousand targets take seconds.
+It reads records only, no features or weights, and imports no torch: a thousand targets take seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import DraftworksError
 from draftworks.evaluation.report.summary import TRAINED, ReportSummary, RungScore
-from draftworks.fleet.draft_staleness import TrainedFor
+from draftworks.fleet.draft_staleness import DraftComparison
 from draftworks.fleet.staleness import Subject
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_eval_set, of_strategy
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one published report says of its draft.
+class ReportScore:
+    """The main score of one published report.
 
     Attributes:
         created: seconds since the epoch.
@@ -44,20 +44,21 @@ class Measured:
 
 @dataclass(frozen=True)
 class Standing:
-    """One strategy of one target; or a target whose registry entry cannot be read, with no strategy.
+    """Leaderboard row of one strategy of one target, or of a target whose registry entry cannot be read (strategy
+    empty).
 
     Attributes:
-        latest: the newest report; None where there is none that can be read.
+        latest: the newest report; None if there is none that can be read.
         best: the report with the highest value of the same metric, among all that were ever published.
-        stale_against: what is not as it was for the newest report, in words.
-        draft_changes: what is not as it was when the draft was trained, in words; a new report does not change that.
-        problem: why there is no `latest`, or why it is not known what it is stale against.
+        stale_against: in words, what has changed since the newest report.
+        draft_changes: in words, what has changed since the draft was trained. A new report does not change that.
+        problem: why there is no `latest`, or why staleness is not known.
     """
 
     target: str
     strategy: str
-    latest: Measured | None = None
-    best: Measured | None = None
+    latest: ReportScore | None = None
+    best: ReportScore | None = None
     stale_against: tuple[str, ...] = ()
     draft_changes: tuple[str, ...] = ()
     problem: str | None = None
@@ -69,7 +70,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Everything that standings are read from."""
+    """Registry and results that the leaderboard is read from."""
 
     registry: Registry
     artifacts: ArtifactStore
@@ -81,7 +82,7 @@ class Fleet:
         return cls(registry, ArtifactStore(var), FileDigests(var / "digests.json"))
 
     def standings(self) -> list[Standing]:
-        """Every strategy of every target, the most accepted first, those without a value last."""
+        """Return every strategy of every target, the highest acceptance first, those without a value last."""
         found = [standing for name in self.registry.list_targets() for standing in self._of_target(name)]
         return sorted(found, key=lambda one: (one.value is None, -(one.value or 0), one.target, one.strategy))
 
@@ -103,30 +104,31 @@ class Fleet:
         if report is None:
             problem = "no draft yet" if draft is None else "no report of its draft yet: run the job `evaluate`"
             return Standing(target.name, strategy, problem=problem)
-        latest = measured(report)
-        best = best_of(latest, self.artifacts.list_all(report.asset, target.name))
+        latest = read_measured(report)
+        best = find_best(latest, self.artifacts.list_all(report.asset, target.name))
         try:
             files = resolve_target(target, self.registry, self.digests)
             stale_against = self._stale_against(target, files, {} if draft is None else {strategy: draft})
-            draft_changes = () if draft is None else self.changes_of_draft(draft, target, files)
+            draft_changes = () if draft is None else self.list_draft_changes(draft, target, files)
         except DraftworksError as error:
             return Standing(target.name, strategy, latest, best, problem=str(error))
         return Standing(target.name, strategy, latest, best, stale_against, draft_changes)
 
-    def changes_of_draft(self, draft: Artifact, target: TargetSpec, files: TargetFiles) -> tuple[str, ...]:
-        """What is not as it was when a draft was trained, in words."""
-        trained_for = TrainedFor(draft, target, files, self.registry, self.artifacts, self.digests)
+    def list_draft_changes(self, draft: Artifact, target: TargetSpec, files: TargetFiles) -> tuple[str, ...]:
+        """Return, in words, what has changed since a draft was trained."""
+        trained_for = DraftComparison(draft, target, files, self.registry, self.artifacts, self.digests)
         return tuple(map(str, trained_for.changes()))
 
     def _stale_against(self, target: TargetSpec, files: TargetFiles, drafts: dict[str, Artifact]) -> tuple[str, ...]:
-        """Of the built-in eval set only: what is shown was measured on nothing else."""
+        """Return what has changed since the report, for the set `heldout` only, on which the shown score was
+        measured."""
         responses = {HELDOUT: self.artifacts.find(of_eval_set(HELDOUT).responses, target.name)}
         subject = Subject(files, drafts, responses, sources={})
         return tuple(subject.changes(self.artifacts))
 
 
-def measured(report: Artifact) -> Measured:
-    """The walk, which is the nearest to serving that needs no target; without one, simulated_acc_len.
+def read_measured(report: Artifact) -> ReportScore:
+    """Return the main score of a report: the walk (rung 3), or simulated_acc_len if there is no walk.
 
     Raises:
         StoreError: the report is damaged, or of another schema.
@@ -134,19 +136,19 @@ def measured(report: Artifact) -> Measured:
     summary = ReportSummary.load(report.path / HELDOUT)
     walks = [score for score in summary.select_scores(TRAINED, WALK_RUNG) if score.value is not None]
     score = (walks or summary.select_scores(TRAINED, SIMULATED_RUNG))[0]
-    return Measured(summary.eval_set, score, summary.created.timestamp(), ReportIdentity.of(report).draft)
+    return ReportScore(summary.eval_set, score, summary.created.timestamp(), ReportIdentity.of(report).draft)
 
 
-def best_of(latest: Measured, reports: Sequence[Artifact]) -> Measured:
-    """The highest of the same metric, since others do not compare; of equals the earliest."""
+def find_best(latest: ReportScore, reports: Sequence[Artifact]) -> ReportScore:
+    """Return the highest score of the same metric; of equal scores the earliest."""
     comparable = [found for found in map(_readable, reports) if found and found.score.metric == latest.score.metric]
     return max([latest, *comparable], key=lambda found: (found.score.value, -found.created))
 
 
-def _readable(report: Artifact) -> Measured | None:
-    """None for a report of another schema, or a damaged one: that is no reason to show nothing."""
+def _readable(report: Artifact) -> ReportScore | None:
+    """Return the main score of a report; None if it is damaged or of another schema."""
     try:
-        return measured(report)
+        return read_measured(report)
     except DraftworksError as error:
         log.info("not among the best: %s", error)
         return None

@@ -1,4 +1,4 @@
-"""The leaderboard as programs read it (a table in Parquet) and as people do: markdown, lines of a terminal, a picture."""
+"""The leaderboard as Parquet, Markdown, cells for a terminal, and a bar chart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftworks.evaluation.report.markdown_tables import render_table
-from draftworks.fleet.leaderboard import Measured, Standing
+from draftworks.fleet.leaderboard import ReportScore, Standing
 from draftworks.storage.atomic import publish_file
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ CAPTION = (
 
 
 def save(folder: Path, standings: Sequence[Standing], now: float) -> None:
-    """Write all forms into `folder`, each atomically; without a value in it there is no picture."""
+    """Write Parquet, Markdown and chart into `folder`, each atomically. Without any value there is no chart."""
     with publish_file(folder / TABLE) as staging:
         frame(standings, now).to_parquet(staging)
     with publish_file(folder / MARKDOWN) as staging:
@@ -44,7 +44,8 @@ def save(folder: Path, standings: Sequence[Standing], now: float) -> None:
 
 
 def frame(standings: Sequence[Standing], now: float) -> pd.DataFrame:
-    """A row for each standing. `now` in seconds since the epoch; `draft` is a data version."""
+    """Return a data frame with a row per standing. `now` is in seconds since the epoch; column `draft` is a data
+    version."""
     import pandas as pd
 
     columns = ("target", "strategy", "eval_set", "metric", "value", "low", "high", "confidence", "prompts")
@@ -69,13 +70,13 @@ def _row(standing: Standing, now: float) -> dict[str, Any]:
         names = ("metric", "value", "low", "high", "confidence", "prompts")
         row |= {name: getattr(latest.score, name) for name in names}
         row |= {"eval_set": latest.eval_set, "draft": latest.draft, "measured": latest.created}
-        row |= {"age_s": now - latest.created, "age": readable_age(now - latest.created)}
+        row |= {"age_s": now - latest.created, "age": format_age(now - latest.created)}
         row |= {"best": best.score.value, "best_measured": best.created}
     return row
 
 
 def cells(standing: Standing, now: float | None = None) -> dict[str, str]:
-    """A row as a person reads it: with its age at `now`, or without, for what is looked at later, with when it was measured."""
+    """Return the texts of one row: with the age at `now`, or with the date of the measurement if `now` is None."""
     latest, best = standing.latest, standing.best
     return {
         "target": standing.target,
@@ -93,18 +94,19 @@ def cells(standing: Standing, now: float | None = None) -> dict[str, str]:
 def _when(created: float | None, now: float | None) -> dict[str, str]:
     if now is None:
         return {"measured": "" if created is None else f"{datetime.fromtimestamp(created, UTC):%Y-%m-%d %H:%M} UTC"}
-    return {"age": "" if created is None else readable_age(now - created)}
+    return {"age": "" if created is None else format_age(now - created)}
 
 
 def markdown(standings: Sequence[Standing]) -> str:
-    """The table, in the order given, and what its numbers are."""
+    """Return a Markdown table in the order given, with the caption."""
     if not standings:
         return "No target in the registry.\n"
     return f"{render_table(map(cells, standings))}\n\n{CAPTION}\n"
 
 
 def plot(standings: Sequence[Standing]) -> bytes | None:
-    """A bar with its interval for each of the first drafts that have a value, coloured by metric; None without one."""
+    """Return a PNG with a bar and interval for each of the first MOST_BARS drafts with a value; None if there is
+    none."""
     from draftworks.evaluation.report.plots import COLOURS, label_axes, make_figure, render_png
 
     measured = {f"{one.target} · {one.strategy}": one.latest for one in standings if one.latest is not None}
@@ -130,19 +132,19 @@ def plot(standings: Sequence[Standing]) -> bytes | None:
     return render_png(figure)
 
 
-def readable_age(seconds: float) -> str:
-    """In its largest unit: 7300 -> '2 h'. A clock that is behind makes no negative age."""
+def format_age(seconds: float) -> str:
+    """Return an age in its largest unit: 7300 -> '2 h'. Negative ages, from clocks that differ, are shown as 0."""
     whole = max(int(seconds), 0)
     unit, length = next(((unit, length) for unit, length in AGES if whole >= length), AGES[-1])
     return f"{whole // length} {unit}"
 
 
-def _has_interval(measured: Measured) -> bool:
-    """Over one prompt an interval has no width, which would look like certainty."""
+def _has_interval(measured: ReportScore) -> bool:
+    """Whether to show the interval: over one prompt it has no width, which would look exact."""
     return measured.score.low is not None and measured.score.prompts != 1
 
 
-def _with_interval(measured: Measured) -> str:
+def _with_interval(measured: ReportScore) -> str:
     score = measured.score
     return f"{score.value:.2f}" + (f" ({score.low:.2f}–{score.high:.2f})" if _has_interval(measured) else "")
 
@@ -152,7 +154,7 @@ def _day(created: float) -> str:
 
 
 def _stale(standing: Standing) -> str:
-    """What the numbers and what the draft is stale against, or the first line of why that is not known."""
+    """Return what has changed since report and training, or the first line of the problem."""
     reasons = [f"numbers: {', '.join(standing.stale_against)}"] if standing.stale_against else []
     if standing.draft_changes:
         reasons.append(f"draft: {', '.join(standing.draft_changes)}")

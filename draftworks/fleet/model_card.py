@@ -1,6 +1,6 @@
-"""The README.md that goes with a draft: what it is of, how it was made, what it is worth and how that was measured.
+"""The model card of a draft: target, training, acceptance, and how that was measured.
 
-Generated from lineage alone, so the same draft, reports and target give the same text. Torch-free.
+It is generated from records alone, so that equal draft, reports and target give equal text. Torch-free.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FENCE = "---\n"
 
 @dataclass(frozen=True)
 class CardSubject:
-    """A draft and what a card says of it.
+    """A draft and what its card is made from.
 
     Attributes:
         reports: by eval set, the main one first.
         dataset: what the draft was trained on.
-        changes: what is not as it was when the draft was trained, in words.
+        changes: in words, what has changed since the draft was trained.
     """
 
     draft: Artifact
@@ -52,24 +52,25 @@ class CardSubject:
 
     @property
     def base(self) -> str:
-        """The hub id, or the name of a target that lies in a folder: where that is concerns nobody else."""
+        """The hub id, or the name of a target in a local folder, whose path is private."""
         return self.target.name if self.target.revision is None else self.target.model
 
 
 def model_card(subject: CardSubject) -> str:
-    """Front matter as the Hugging Face hub reads it, and a page for people."""
+    """Return the card: front matter for the Hugging Face hub, then the page."""
     parts = [_front_matter(subject), _introduction(subject), _target(subject), _strategy(subject), _training(subject)]
     parts += [_acceptance(subject), _rungs(subject), _measuring(subject), _limits(subject), _provenance(subject)]
     return "\n\n".join(parts) + "\n"
 
 
-def page_of(card: str) -> str:
-    """A card without its front matter, which is for programs."""
+def strip_front_matter(card: str) -> str:
+    """Return a card without its front matter."""
     return card.removeprefix(FENCE).partition(FENCE)[2].lstrip()
 
 
 def _front_matter(subject: CardSubject) -> str:
-    """`base_model` is for hub ids only: the hub takes every name for one of its own."""
+    """Return the YAML front matter. `base_model` is set for hub ids only, since the hub takes any name for one of its
+    own."""
     metrics = dict.fromkeys(score.metric for report in subject.reports for score in _lengths(report))
     values: dict[str, Any] = {} if subject.target.revision is None else {"base_model": subject.target.model}
     values |= {"tags": ["speculative-decoding", "draft-model", subject.strategy], "metrics": list(metrics)}
@@ -134,7 +135,7 @@ def _training(subject: CardSubject) -> str:
 
 
 def _acceptance(subject: CardSubject) -> str:
-    """A table per eval set: a row per metric, a column per draft."""
+    """Return a table per eval set with a row per metric and a column per draft."""
     return _section("Acceptance", *chain.from_iterable(map(_acceptance_on, subject.reports)))
 
 
@@ -174,7 +175,7 @@ def _measuring(subject: CardSubject) -> str:
 def _limits(subject: CardSubject) -> str:
     limits = [
         "Made for the target above and its tokenizer. With another model, a fine-tuned one too, acceptance has to be measured anew.",
-        "Measured on the eval sets above: other tasks and languages are accepted at other rates.",
+        "ReportScore on the eval sets above: other tasks and languages are accepted at other rates.",
     ]
     vocabulary = subject.made_from.options.get("draft_vocab_size")
     if vocabulary is not None and vocabulary < subject.target.vocab_size:
@@ -191,7 +192,7 @@ def _limits(subject: CardSubject) -> str:
 
 
 def _provenance(subject: CardSubject) -> str:
-    """Digests by which everything that went in is found again."""
+    """Return the digests of everything that the draft and its reports were made from."""
     made_from = subject.made_from
     rows = {
         "draft weights": subject.draft.data_version,
@@ -208,7 +209,7 @@ def _provenance(subject: CardSubject) -> str:
 
 
 def _lengths(report: ReportSummary) -> list[RungScore]:
-    """The trained draft on the rungs that count tokens."""
+    """Return the scores of the trained draft on rungs that count tokens."""
     return [score for score in report.scores if score.draft == TRAINED and score.rung > 0]
 
 
@@ -242,7 +243,7 @@ def _prompts(report: ReportSummary) -> str:
 
 
 def _share(share: float | None) -> str:
-    """Rounded down, so that nothing but all of them is called 100%."""
+    """Return a percentage, rounded down, so that only 1.0 is 100%."""
     return "not known" if share is None else f"{int(share * 10_000) / 100:.2f}%"
 
 
@@ -251,7 +252,7 @@ def _number(value: float | None) -> str:
 
 
 def _numbers(value: float | list[float]) -> str:
-    """One, or one per position."""
+    """Return one number, or one per position."""
     return ", ".join(map(_number, value)) if isinstance(value, list) else _number(value)
 
 

@@ -1,8 +1,6 @@
-"""Which reports of a target were made from something else than what is there now. Torch-free, reads records only.
-
-Dagster's own staleness is not transitive and is never shown for many targets at once, so this compares the
-identities that results carry, at any number of targets.
-"""
+"""Staleness of reports: changes of target, eval data or draft since the newest report. Torch-free, reads records only.
+ Dagster's own staleness is not transitive and is not shown for many targets at once, so this module compares the
+identities of results."""
 
 from __future__ import annotations
 
@@ -35,13 +33,13 @@ class Subject:
 
     @property
     def identity(self) -> str:
-        """Equal for two evaluations that would come to the same."""
+        """Digest that is equal for two evaluations with equal results."""
         drafts = {name: [draft.data_version, draft.path.name] for name, draft in self.drafts.items()}
         made = [drafts, {name: _version(artifact) for name, artifact in self.responses.items()}]
         return digest([self.files.digest, self.files.tokenizer_digest, self.sources, made])
 
     def changes(self, artifacts: ArtifactStore) -> list[str]:
-        """What is not as it was for the newest reports, in words; empty when every report is of what is there."""
+        """Return, in words, what has changed since the newest reports; empty if nothing has."""
         found: list[str] = []
         for name in self.responses:
             found += self._changes_of_eval_set(name, artifacts)
@@ -68,7 +66,7 @@ class Subject:
         return found
 
 
-def published_drafts(artifacts: ArtifactStore, target: TargetSpec) -> dict[str, Artifact]:
+def find_published_drafts(artifacts: ArtifactStore, target: TargetSpec) -> dict[str, Artifact]:
     """The newest draft of every strategy that the target uses, where there is one."""
     found = {strategy: artifacts.find(of_strategy(strategy).draft, target.name) for strategy in target.strategies}
     return {strategy: draft for strategy, draft in found.items() if draft is not None}
@@ -79,13 +77,14 @@ def _version(artifact: Artifact | None) -> str | None:
 
 
 def _is_of(report: Artifact, draft: Artifact) -> bool:
-    """Weights alone do not say it: a draft published as it began may have the weights of another, and other options."""
+    """Whether a report is of this draft: equal weights are not enough, since drafts with other options may share
+    them."""
     of = ReportIdentity.of(report)
     return (of.draft, of.draft_identity) == (draft.data_version, draft.path.name)
 
 
 def _measured_on(report: Artifact, name: str, responses: Artifact | None, features: Artifact | None) -> bool:
-    """Whether a report is of these answers of an eval set, and of these features as far as its draft reads them."""
+    """Whether a report was measured on these answers and on these features, as far as its draft reads them."""
     of = ReportIdentity.of(report)
     measured = of.heldout if name == HELDOUT else of.evals.get(name)
     if measured is None or responses is None or features is None:

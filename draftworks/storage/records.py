@@ -50,7 +50,7 @@ class DraftIdentity:
     """
 
     strategy: str
-    options: Mapping[str, Any]
+    options: dict[str, Any]
     start_from: str | None
     training: Mapping[str, Any]
     target: str | None

@@ -201,13 +201,13 @@ def resolve_recipe(target: TargetSpec, registry: Registry) -> dict[str, Any]:
         "evals": sorted(target.evals),
         "evaluation": target.evaluation.identity(),
         "strategies": {
-            name: {**training_options(target, name, registry), "export": entry.export.model_dump()}
+            name: {**resolve_training_options(target, name, registry), "export": entry.export.model_dump()}
             for name, entry in target.strategies.items()
         },
     }
 
 
-def training_options(target: TargetSpec, strategy: str, registry: Registry) -> dict[str, Any]:
+def resolve_training_options(target: TargetSpec, strategy: str, registry: Registry) -> dict[str, Any]:
     """Options of one strategy of a target and of its training as JSON, with the defaults filled in.
 
     Raises:

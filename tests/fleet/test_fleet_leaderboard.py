@@ -144,7 +144,7 @@ def test_over_one_prompt_no_interval_is_shown(fleet):
     ("seconds", "text"), [(-5, "0 s"), (59, "59 s"), (61, "1 min"), (7300, "2 h"), (86_400 * 40, "40 d")]
 )
 def test_an_age_is_in_its_largest_unit(seconds, text):
-    assert views.readable_age(seconds) == text
+    assert views.format_age(seconds) == text
 
 
 def test_the_command_line_prints_every_row_as_it_is(motley):

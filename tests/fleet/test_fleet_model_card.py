@@ -12,7 +12,7 @@ import yaml
 from draftworks.config.registry_files import DatasetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.evaluation.report.summary import ReportSummary, RungScore
-from draftworks.fleet.model_card import CardSubject, model_card, page_of
+from draftworks.fleet.model_card import CardSubject, model_card, strip_front_matter
 from draftworks.storage.artifacts import Artifact
 
 REVISION = "b968826d9c46dd6066d109eabc6255188de91218"
@@ -105,8 +105,8 @@ def test_the_front_matter_is_what_the_hub_reads():
 
 
 def test_the_page_is_the_card_without_its_front_matter():
-    assert page_of(CARD).startswith("# eagle3 draft of Acme/Model-8B\n")
-    assert CARD.endswith(page_of(CARD))
+    assert strip_front_matter(CARD).startswith("# eagle3 draft of Acme/Model-8B\n")
+    assert CARD.endswith(strip_front_matter(CARD))
 
 
 def test_a_target_in_a_folder_is_named_and_its_place_is_not():
@@ -173,7 +173,7 @@ def test_a_reduced_vocabulary_is_a_limit():
 
 
 def test_a_stale_draft_says_so_before_anything_else():
-    page = page_of(model_card(replace(SUBJECT, changes=["weights of the target (since 2026-05-02)"])))
+    page = strip_front_matter(model_card(replace(SUBJECT, changes=["weights of the target (since 2026-05-02)"])))
     assert "**This draft is stale.**" in page[: page.index("## Target")]
     assert "* weights of the target (since 2026-05-02)" in page
     assert "stale" not in CARD

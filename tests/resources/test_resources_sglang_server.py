@@ -18,7 +18,7 @@ def run_with(folder: Path, fails: bool) -> list[str]:
 
     @dg.asset
     def serving(context: dg.AssetExecutionContext, sglang: SGLangServer) -> None:
-        with sglang.told(context, folder):
+        with sglang.log_output_of_server(context, folder):
             sglang.log(folder).write_text("".join(f"line {number}\n" for number in range(9000)) + "out of memory\n")
             if fails:
                 raise dg.Failure("no answer")
@@ -45,7 +45,7 @@ def test_after_a_success_one_line_says_where_the_servers_log_is(tmp_path):
 def test_a_server_that_never_started_has_no_log_to_tell(tmp_path):
     @dg.asset
     def serving(context: dg.AssetExecutionContext, sglang: SGLangServer) -> None:
-        with sglang.told(context, tmp_path / "absent"):
+        with sglang.log_output_of_server(context, tmp_path / "absent"):
             pass
 
     assert dg.materialize([serving], resources={"sglang": SGLangServer(python="/nowhere")}).success

@@ -14,7 +14,7 @@ from dagster._core.scheduler.instigation import InstigatorStatus
 from fleets import Fleet
 
 from draftworks.targets.registry import Registry
-from sensors.schedules import Cadence, cadences, was_switched_off
+from sensors.schedules import Cadence, is_switched_off, read_cadences
 from spec_assets.definitions import build_definitions
 
 NIGHTLY = {"cron": "0 3 * * *"}
@@ -67,7 +67,7 @@ def test_targets_with_the_same_times_share_a_schedule(fleet):
     times = [NIGHTLY, {"cron": "0  3 * * *"}, {**NIGHTLY, "cron_timezone": "Europe/Berlin"}, {"cron": "0 4 * * mon"}]
     for number, evaluation in enumerate(times):
         fleet.add(f"t{number}", evaluation=evaluation)
-    assert cadences(Registry(fleet.registry)) == {
+    assert read_cadences(Registry(fleet.registry)) == {
         Cadence("0 3 * * *", "UTC"): ["t0", "t1"],
         Cadence("0 3 * * *", "Europe/Berlin"): ["t2"],
         Cadence("0 4 * * mon", "UTC"): ["t3"],
@@ -147,7 +147,7 @@ def test_an_entry_that_breaks_after_loading_is_left_out_of_the_tick(nightly):
 
 def test_a_broken_entry_is_in_no_schedule_and_hides_no_other(nightly, caplog):
     nightly.target_file("one").write_text("model: [\nevaluation: {cron: 0 3 * * *}\n")
-    assert cadences(Registry(nightly.registry)) == {Cadence("0 3 * * *", "UTC"): ["new", "two"]}
+    assert read_cadences(Registry(nightly.registry)) == {Cadence("0 3 * * *", "UTC"): ["new", "two"]}
     assert "target one is in no schedule" in caplog.text
     assert "one.yaml: not valid YAML" in caplog.text
 
@@ -181,8 +181,8 @@ def test_what_was_switched_off_under_a_former_name_stays_off_until_it_is_switche
     def switch(name: str, status: InstigatorStatus) -> None:
         states.append(SimpleNamespace(instigator_name=name, status=status))
 
-    assert not was_switched_off(instance, cadence)
+    assert not is_switched_off(instance, cadence)
     switch(cadence.former_name, InstigatorStatus.STOPPED)
-    assert was_switched_off(instance, cadence)
+    assert is_switched_off(instance, cadence)
     switch(cadence.schedule_name, InstigatorStatus.RUNNING)
-    assert not was_switched_off(instance, cadence)
+    assert not is_switched_off(instance, cadence)

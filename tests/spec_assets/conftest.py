@@ -14,7 +14,7 @@ import pytest
 from forking_launcher import forking_launcher_for
 from recorded_reads import recorded_reads
 
-from resources.launchers import launcher_for
+from resources.launchers import make_launcher
 from spec_assets.definitions import build_definitions
 
 TARGET = """
@@ -62,8 +62,8 @@ class Site:
         self, job: str = "everything", partition: str = "small", *, torchrun: bool = False, **options
     ) -> dg.ExecuteInProcessResult:
         """Run a job in this process. Its programs run under torchrun if asked, else without the time that its start takes."""
-        launcher = launcher_for if torchrun else forking_launcher_for
-        with mock.patch("spec_assets.definitions.launcher_for", launcher):
+        launcher = make_launcher if torchrun else forking_launcher_for
+        with mock.patch("spec_assets.definitions.make_launcher", launcher):
             found = self.definitions().resolve_job_def(job)
         return found.execute_in_process(partition_key=partition, raise_on_error=False, **options)
 

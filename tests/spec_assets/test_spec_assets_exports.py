@@ -13,7 +13,7 @@ import pytest
 from draftworks.config.strategies import resolve_strategy
 from draftworks.export.names import GATE_MEANINGS
 from draftworks.storage.artifacts import ArtifactStore
-from spec_assets.exports import export_checks, gate_result
+from spec_assets.exports import export_checks, judge_gate
 
 FORMATS = ["sglang_eagle3", "speculators_eagle3"]
 
@@ -108,7 +108,7 @@ def one(name: str, passed: bool, **figures: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("wrong", ["good", "bad"])
 def test_one_wrong_format_fails_the_gate_and_is_named(wrong: str):
     made = {name: {"gates": [one("finite", name != wrong, largest=2.0)]} for name in ("good", "bad")}
-    result = gate_result("eagle3_export", "finite", made)
+    result = judge_gate("eagle3_export", "finite", made)
     assert not result.passed
     assert result.severity is dg.AssetCheckSeverity.ERROR
     assert result.description == f"{wrong}: finite looked at"
@@ -116,13 +116,13 @@ def test_one_wrong_format_fails_the_gate_and_is_named(wrong: str):
 
 def test_a_gate_that_was_not_looked_at_is_not_passed():
     made = {"sglang_eagle3": {"gates": [one("readable", False)]}}
-    assert not gate_result("eagle3_export", "same_logits", made).passed
-    assert "`readable` was not passed" in gate_result("eagle3_export", "same_logits", made).description
+    assert not judge_gate("eagle3_export", "same_logits", made).passed
+    assert "`readable` was not passed" in judge_gate("eagle3_export", "same_logits", made).description
 
 
 @pytest.mark.parametrize("gate", GATE_MEANINGS)
 def test_no_gate_is_passed_where_nothing_was_exported(gate: str):
-    result = gate_result("eagle3_export", gate, {})
+    result = judge_gate("eagle3_export", gate, {})
     assert not result.passed
     assert result.description == "nothing was exported"
 

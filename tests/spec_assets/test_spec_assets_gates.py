@@ -14,7 +14,7 @@ from draftworks.errors import ConfigError
 from draftworks.storage.artifacts import Artifact
 from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
-from spec_assets.data import answers_finished
+from spec_assets.data import check_answers_finished
 from spec_assets.gates import NOT_WORSE, GateClosed, check_export_gates
 from spec_assets.report_checks import gate_checks
 
@@ -108,6 +108,6 @@ def test_answers_that_are_mostly_cut_are_told(cut, passed):
     summary = {"samples": 415, "unfinished_answers": cut}
     made = Artifact("responses", "t", Path("/nowhere"), {}, "v", summary, {}, 0.0, 0.0)
     target = TargetSpec(name="t", model="m", dataset="d")
-    check = answers_finished(made, "responses", target)
+    check = check_answers_finished(made, "responses", target)
     assert (check.passed, check.severity) == (passed, dg.AssetCheckSeverity.WARN)
     assert check.description.startswith(f"{cut} of 415 answers were cut off by responses.max_new_tokens (")

@@ -10,7 +10,7 @@ import dagster as dg
 import pytest
 
 from draftworks.storage.artifacts import Artifact
-from spec_assets.metadata import acceptance_figures, legible, rejections, short_path, table
+from spec_assets.metadata import describe_rejections, format_table, round_figures, select_acceptance, shorten_path
 
 
 def artifact(path: Path) -> Artifact:
@@ -22,39 +22,39 @@ def artifact(path: Path) -> Artifact:
     [(1.1810344827586208, 1.181), (0.00123456, 0.001235), (19876.54321, 19877.0), (0.0, 0.0), (-2.30000001, -2.3)],
 )
 def test_a_figure_has_the_digits_it_deserves(value, shown):
-    assert legible(value) == shown
-    assert legible(dg.MetadataValue.float(value)).value == shown
-    assert legible(dg.MetadataValue.json({"a": [value]})).data == {"a": [shown]}
+    assert round_figures(value) == shown
+    assert round_figures(dg.MetadataValue.float(value)).value == shown
+    assert round_figures(dg.MetadataValue.json({"a": [value]})).data == {"a": [shown]}
 
 
 @pytest.mark.parametrize("exact", [123456789, "0123456789abcdef", True, None])
 def test_counts_and_identities_are_whole(exact):
-    assert legible(exact) is exact
+    assert round_figures(exact) is exact
 
 
 def test_a_path_begins_at_the_folder_of_results():
     made = artifact(Path("/a/very/long/way/var/eagle3_draft/tiny/0123"))
-    assert short_path(made).value == "var/eagle3_draft/tiny/0123"
-    assert short_path(made, "checkpoints", "step1").value == "var/eagle3_draft/tiny/0123/checkpoints/step1"
+    assert shorten_path(made).value == "var/eagle3_draft/tiny/0123"
+    assert shorten_path(made, "checkpoints", "step1").value == "var/eagle3_draft/tiny/0123/checkpoints/step1"
 
 
 def test_rungs_that_were_measured_are_figures_of_their_own():
     metrics = {"eval/simulated_acc_len": 1.2, "eval/rung3_walk_acc_len": 1.1, "eval/rung4_loop_t0_acc_len": None}
-    assert acceptance_figures(metrics, "_code") == {"simulated_acc_len_code": 1.2, "walk_acc_len_code": 1.1}
+    assert select_acceptance(metrics, "_code") == {"simulated_acc_len_code": 1.2, "walk_acc_len_code": 1.1}
 
 
 def test_rejected_rows_are_told_with_why_how_many_and_the_first(tmp_path):
-    assert rejections(artifact(tmp_path)) == {}
+    assert describe_rejections(artifact(tmp_path)) == {}
     rows = [
         {"file": "/data/chats.jsonl", "line": line, "reason": "no answer", "excerpt": "a | b\nc"} for line in (3, 9)
     ]
     rows.append({"sample_id": "5ab", "reason": "no room for an answer", "excerpt": "How do I"})
     (tmp_path / "quarantine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = rejections(artifact(tmp_path))["rejected_because"].value
+    text = describe_rejections(artifact(tmp_path))["rejected_because"].value
     lines = re.sub(" +", " ", text).splitlines()
     assert lines[2] == "| no answer | 2 | chats.jsonl:3 | a \\| b c |"
     assert lines[3] == "| no room for an answer | 1 | 5ab | How do I |"
 
 
 def test_a_cell_cannot_break_its_table():
-    assert len(table(("a", "b"), [("x|y", "first\nsecond")]).value.splitlines()) == 3
+    assert len(format_table(("a", "b"), [("x|y", "first\nsecond")]).value.splitlines()) == 3

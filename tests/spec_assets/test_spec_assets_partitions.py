@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import dagster as dg
 import pytest
 
-from spec_assets.partitions import partitioned, partitioned_checks
+from spec_assets.partitions import partition_assets, partition_checks
 
 TARGETS = dg.StaticPartitionsDefinition(["bad", "odd", "good"])
 """`bad` fails the check that blocks, `odd` those that block nothing."""
@@ -38,8 +38,8 @@ def of_all_targets() -> None: ...
 @pytest.fixture
 def definitions() -> dg.Definitions:
     return dg.Definitions(
-        assets=[*partitioned([made, after], TARGETS), of_all_targets],
-        asset_checks=partitioned_checks([beside, many], TARGETS),
+        assets=[*partition_assets([made, after], TARGETS), of_all_targets],
+        asset_checks=partition_checks([beside, many], TARGETS),
         jobs=[dg.define_asset_job("everything", dg.AssetSelection.all())],
     )
 

@@ -10,7 +10,7 @@ import pytest
 from test_spec_assets_command_line import ROOT
 from test_spec_assets_killed_run import commands_of, start, wait_until
 
-from spec_assets.run_record import ended_with_record
+from spec_assets.run_record import end_with_record
 
 
 class Storage:
@@ -41,7 +41,7 @@ def test_a_record_that_is_over_ends_the_run_once(last: dg.DagsterRun | None) -> 
         calls.append(1)
         ended.set()
 
-    with ended_with_record(Storage(STARTED, OSError("locked"), last), "r", end, every_s=0.01):
+    with end_with_record(Storage(STARTED, OSError("locked"), last), "r", end, every_s=0.01):
         assert ended.wait(20)
     assert calls == [1]
 
@@ -49,7 +49,7 @@ def test_a_record_that_is_over_ends_the_run_once(last: dg.DagsterRun | None) -> 
 def test_a_run_that_goes_on_is_left_alone() -> None:
     storage, looked = Storage(STARTED), threading.Event()
     storage.get_run_by_id = lambda run_id: looked.set() or STARTED
-    with ended_with_record(storage, "r", lambda: pytest.fail("ended"), every_s=0.01):
+    with end_with_record(storage, "r", lambda: pytest.fail("ended"), every_s=0.01):
         assert looked.wait(20)
 
 

@@ -20,7 +20,7 @@ from draftworks.evaluation.report.comparison import read_walk
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.targets.registry import HELDOUT
 from spec_assets.definitions import REGISTRY, build_definitions
-from spec_assets.serving import agreement_result
+from spec_assets.serving import judge_agreement
 
 SERVING = "evaluation: {{serving: {{prompts: {prompts}, compute_dtype: float32, device: cpu{more}}}}}\n"
 
@@ -129,7 +129,7 @@ def test_a_server_that_we_do_not_start_cannot_be_given_a_draft(finished, tmp_pat
 def test_another_acceptance_than_the_walks_is_a_warning():
     interval = {"low": -1.5, "high": -0.9, "confidence": 0.95}
     walk = {"difference": -1.2, "interval": interval, "prompts": 9, "equal": 0, "allowed": 0.1, "agrees": False}
-    result = agreement_result({"walk": walk, "same_answers": 8, "answers": 9})
+    result = judge_agreement({"walk": walk, "same_answers": 8, "answers": 9})
     assert (result.passed, result.severity) == (False, dg.AssetCheckSeverity.WARN)
     assert "-1.200 accepted tokens per pass (-1.500 to -0.900) against the walk, on 9 samples" in result.description
 

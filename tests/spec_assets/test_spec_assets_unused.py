@@ -9,7 +9,7 @@ from test_spec_assets_command_line import execute
 from draftworks.config.strategies import available_strategies
 from draftworks.storage.asset_names import of_strategy
 from draftworks.targets.registry import Registry
-from spec_assets.unused import UNUSED, Recorded, record_unused, unused_assets
+from spec_assets.unused import UNUSED, UnusedAsset, find_unused_assets, record_unused
 
 OTHERS = sorted(set(available_strategies()) - {"eagle3"})
 EVERYTHING_OF_OTHERS = {name for strategy in OTHERS for name in of_strategy(strategy)}
@@ -21,7 +21,7 @@ PLANNED = (dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED, dg.DagsterEventTyp
 def unused_of(site, more: str = "", change: tuple[str, str] = ("", "")) -> dict[str, str]:
     site.target_file.write_text(site.target_file.read_text().replace(*change) + more)
     registry = Registry(site.registry)
-    return unused_assets(registry.load_target("small"), registry)
+    return find_unused_assets(registry.load_target("small"), registry)
 
 
 def test_a_target_lacks_all_of_the_strategies_that_it_does_not_use_and_nothing_of_its_own_but_serving(site):
@@ -57,7 +57,7 @@ def test_a_target_without_strategies_has_no_vocabulary(site):
 
 
 def test_it_is_recorded_once_for_each_reason():
-    one = Recorded(dg.AssetKey("domino_draft"), "small", "not used")
+    one = UnusedAsset(dg.AssetKey("domino_draft"), "small", "not used")
     with dg.DagsterInstance.ephemeral() as instance:
         for reason in ("not used", "not used", "used no more"):
             record_unused(instance, [one._replace(reason=reason)])

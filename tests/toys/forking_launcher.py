@@ -9,7 +9,7 @@ import psutil
 from forked_ranks import ForkedRanks
 
 from draftworks.config.registry_files import LauncherSpec
-from resources.launchers import launcher_for
+from resources.launchers import make_launcher
 from resources.local_launcher import LocalJob, LocalLauncher
 from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
 
@@ -57,5 +57,5 @@ class ForkingLauncher(LocalLauncher):
 
 
 def forking_launcher_for(spec: LauncherSpec) -> ForkingLauncher:
-    """The launcher of a deployment, in place of `resources.launchers.launcher_for`."""
-    return ForkingLauncher(**launcher_for(spec).model_dump(exclude={"poll_interval_s"}))
+    """The launcher of a deployment, in place of `resources.launchers.make_launcher`."""
+    return ForkingLauncher(**make_launcher(spec).model_dump(exclude={"poll_interval_s"}))

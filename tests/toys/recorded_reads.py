@@ -66,5 +66,5 @@ def recorded_reads() -> Iterator[dict[str, set[str]]]:
         patch.setattr(Workspace, "target_files", noted(Workspace.target_files, TARGET_MODEL))
         patch.setattr(Workspace, "dataset_version", noted(Workspace.dataset_version, DATASET))
         # Words of the model card on a draft's age. They decide no result: a report whose draft has aged is not made again.
-        patch.setattr(reports, "changes_of_draft", unnoted(reports.changes_of_draft))
+        patch.setattr(reports, "list_draft_changes", unnoted(reports.list_draft_changes))
         yield found

@@ -1,4 +1,4 @@
-"""The course of a run in the words a person needs at its end: what failed first and why, or what an interruption left."""
+"""Collects the failures and interruptions of a run from its events, for the message at its end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MEANT_FOR_A_PERSON = {kind.__name__ for kind in (DraftworksError, *DraftworksErr
 KEPT = "What is finished is kept. Run the same job again: it goes on from there."
 
 
-class Course:
-    """What a run's events say of failures, in the order in which they came."""
+class RunProblems:
+    """Failed steps, failed checks and interrupted steps of one run, in the order of their events."""
 
     def __init__(self) -> None:
         self._causes: dict[str, str] = {}
@@ -22,21 +22,21 @@ class Course:
         self._checks: dict[str, list[str]] = {}
 
     def note(self, event: dg.DagsterEvent) -> None:
-        """Take in one event of the run."""
+        """Record one event of the run."""
         step = event.step_key or ""
         if event.event_type is dg.DagsterEventType.ASSET_CHECK_EVALUATION:
             check = event.asset_check_evaluation_data
             if not check.passed and check.severity is dg.AssetCheckSeverity.ERROR and check.blocking:
-                self._checks.setdefault(step, []).append(f"check {check.check_name} failed: {described(check)}")
+                self._checks.setdefault(step, []).append(f"check {check.check_name} failed: {describe_check(check)}")
         elif event.is_step_failure:
             data = event.step_failure_data
             if _is_interruption(data.error):
-                self._interrupted[step] = said_of_interruption(data.error)
+                self._interrupted[step] = read_interruption(data.error)
             else:
-                self._causes[step] = "\n".join(self._checks.get(step, [])) or cause_of(data)
+                self._causes[step] = "\n".join(self._checks.get(step, [])) or describe_cause(data)
 
-    def why_failed(self) -> str | None:
-        """The first cause, whole, with its step's name; None where no step failed."""
+    def describe_failure(self) -> str | None:
+        """Return the first failure in full, with its step; None if no step failed."""
         if not self._causes:
             return None
         first, cause = next(iter(self._causes.items()))
@@ -44,30 +44,30 @@ class Course:
         others = f"{len(self._causes)} steps failed, later than this one: {', '.join(more)}\n" if more else ""
         return f"{others}{first} failed: {cause}"
 
-    def what_is_left(self) -> str:
-        """After an interruption: what the steps that were at work have saved, and how to go on."""
+    def describe_interruption(self) -> str:
+        """Return what the interrupted steps have saved, and how to continue."""
         said = [f"{step}: {words}." for step, words in self._interrupted.items() if words]
         return " ".join(["interrupted.", *said, KEPT])
 
 
-def described(check: Any) -> str:
-    """A check's description, or its figures where it has none."""
+def describe_check(check: Any) -> str:
+    """Return a check's description; if it has none, its metadata as text."""
     figures = ", ".join(f"{key}: {value.value}" for key, value in (check.metadata or {}).items())
     return check.description or figures
 
 
-def cause_of(failure: Any) -> str:
-    """Why a step failed, from its `StepFailureData`: our own description where there is one, else the traceback.
+def describe_cause(failure: Any) -> str:
+    """Return why a step failed, from its `StepFailureData`: the description of its dagster Failure, else the traceback.
 
-    The innermost error comes last, so that the last line says what it was.
+    The innermost error is last, so that the last line names it.
     """
     told = getattr(failure.user_failure_data, "description", None)
-    return told or innermost(failure.error)
+    return told or describe_innermost(failure.error)
 
 
-def innermost(error: Any) -> str:
-    """The traceback and message of the error that began it, from Dagster's `SerializableErrorInfo`; the message alone of what
-    is meant for a person."""
+def describe_innermost(error: Any) -> str:
+    """Return traceback and message of the innermost cause of a `SerializableErrorInfo`; of a DraftworksError the
+    message alone."""
     while error is not None and error.cause is not None:
         error = error.cause
     if error is None:
@@ -78,8 +78,8 @@ def innermost(error: Any) -> str:
     return f"{frames and f'Traceback (most recent call last):{chr(10)}{frames}'}{error.message}".rstrip()
 
 
-def said_of_interruption(error: Any) -> str:
-    """What the interrupted step said for itself; empty if it had nothing to say."""
+def read_interruption(error: Any) -> str:
+    """Return the message of an interrupted step, such as which training step is saved; empty if it has none."""
     _, _, words = error.message.strip().partition(f"{INTERRUPTED}: ")
     return words
 

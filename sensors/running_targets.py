@@ -1,4 +1,4 @@
-"""Which targets somebody is at work on: what starts by itself leaves those alone, whoever started it."""
+"""Targets with a run that is queued or running. Sensors and schedules skip them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ UNDER_WAY = [
 ]
 
 
-def runs_under_way(instance: dg.DagsterInstance, besides: Collection[str] = ()) -> dict[str, dg.DagsterRun]:
-    """By target, a run that is queued or working on it.
+def find_runs_under_way(instance: dg.DagsterInstance, besides: Collection[str] = ()) -> dict[str, dg.DagsterRun]:
+    """Return a queued or running run for each target that has one.
 
     Args:
         besides: jobs that do not count.
@@ -25,6 +25,6 @@ def runs_under_way(instance: dg.DagsterInstance, besides: Collection[str] = ()) 
     return {run.tags[PARTITION_TAG]: run for run in runs if PARTITION_TAG in run.tags and run.job_name not in besides}
 
 
-def told(run: dg.DagsterRun) -> str:
-    """A run by its name, for a line of a log."""
+def describe_run(run: dg.DagsterRun) -> str:
+    """Return id, job and status of a run for a log line."""
     return f"run {run.run_id[:8]} of {run.job_name} is {run.status.value.lower()}"

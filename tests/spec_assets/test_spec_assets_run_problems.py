@@ -6,14 +6,14 @@ import dagster as dg
 import pytest
 
 from draftworks.errors import DataError
-from spec_assets.course import KEPT, Course
+from spec_assets.run_problems import KEPT, RunProblems
 
 
-def course_of(*assets: dg.AssetsDefinition, checks=()) -> Course:
-    course = Course()
+def problems_of(*assets: dg.AssetsDefinition, checks=()) -> RunProblems:
+    problems = RunProblems()
     for event in dg.materialize([*assets, *checks], raise_on_error=False).all_events:
-        course.note(event)
-    return course
+        problems.note(event)
+    return problems
 
 
 @dg.asset
@@ -40,19 +40,19 @@ def meant_for_a_person():
 
 
 def test_a_run_that_succeeds_has_no_cause():
-    assert course_of(sound).why_failed() is None
+    assert problems_of(sound).describe_failure() is None
 
 
 def test_our_own_description_is_told_without_a_traceback():
-    told = course_of(described).why_failed()
+    told = problems_of(described).describe_failure()
     assert told == "described failed: chats.jsonl: expected a key messages, found text. Rename it"
-    assert course_of(meant_for_a_person).why_failed() == (
+    assert problems_of(meant_for_a_person).describe_failure() == (
         "meant_for_a_person failed: no row of chats.jsonl has a key messages"
     )
 
 
 def test_an_unexpected_error_ends_with_the_one_that_began_it():
-    told = course_of(unexpected).why_failed()
+    told = problems_of(unexpected).describe_failure()
     assert told.splitlines()[0] == "unexpected failed: Traceback (most recent call last):"
     assert told.splitlines()[-1] == "KeyError: 'inner'"
     assert "dagster/_core" not in told
@@ -63,7 +63,7 @@ def test_of_several_failures_the_first_is_told_last():
     def later():
         raise dg.Failure("also bad")
 
-    told = course_of(described, later).why_failed()
+    told = problems_of(described, later).describe_failure()
     first = "described" if told.splitlines()[-1].startswith("described") else "later"
     assert (
         told.splitlines()[0]
@@ -81,7 +81,7 @@ def test_a_failed_gate_is_told_with_its_description(severity, blocking, fails):
             passed=False, severity=dg.AssetCheckSeverity[severity], description="loss went from 1.0 to 2.0. Lower lr"
         )
 
-    told = course_of(sound, checks=[loss_falls]).why_failed()
+    told = problems_of(sound, checks=[loss_falls]).describe_failure()
     assert (told is not None) == fails
     assert not fails or told.endswith("check loss_falls failed: loss went from 1.0 to 2.0. Lower lr")
 
@@ -91,13 +91,13 @@ def test_an_interrupted_step_is_no_failure_and_says_what_it_saved():
     def eagle3_draft():
         raise dg.DagsterExecutionInterruptedError("interrupted by SIGTERM after step 13; its checkpoint is saved")
 
-    course = Course()
+    problems = RunProblems()
     job = dg.Definitions(assets=[eagle3_draft], jobs=[dg.define_asset_job("all", "*")]).resolve_job_def("all")
     with dg.DagsterInstance.ephemeral() as instance:
         result = job.execute_in_process(raise_on_error=False, instance=instance)
         for event in result.all_events:
-            course.note(event)
-    assert course.why_failed() is None
-    told = course.what_is_left()
+            problems.note(event)
+    assert problems.describe_failure() is None
+    told = problems.describe_interruption()
     assert "eagle3_draft: interrupted by SIGTERM after step 13; its checkpoint is saved. " in told
     assert told.endswith(KEPT)
