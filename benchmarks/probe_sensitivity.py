@@ -101,7 +101,7 @@ def main() -> None:
     results = [measure(dtype) for dtype in DTYPES]
     for result in results:
         print(
-            f"{result['dtype']}: noise in one layer is noticed from {result['smallest noticed']} of its weights' deviation"
+            f"{result['dtype']}: noise in one layer is noticed from {result['smallest noticed']} of its weights' spread"
         )
         for name, row in result["streams"].items():
             shown = "  ".join(f"{key} {value:.2g}" for key, value in row.items() if value is not None)

@@ -1,6 +1,6 @@
-"""Generates docs/reference/ from the code: `python -m tools.docs_reference`; `--check` lists the pages that are outdated.
+"""Generates docs/reference/ from the code: `python -m tools.docs_reference`; `--check` lists the outdated pages.
 
-Registry keys come from the types that validate them, commands from the typer application, assets from the code location.
+Registry keys come from the types that validate them, commands from the typer app, assets from the code location.
 """
 
 from __future__ import annotations

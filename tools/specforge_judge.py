@@ -4,11 +4,12 @@ Runs in an environment of its own (`make specforge-env`), so it imports nothing 
 
     TORCHDYNAMO_DISABLE=1 .venv-specforge/bin/python tools/specforge_judge.py REQUEST.json
 
-REQUEST.json is a list of cases, `{"name", "strategy", "folder", "saved", "inputs", "answer", "model", "batches"}`. The draft in
-`folder` is built by SpecForge's own `AutoDraftModel` and, where `saved` is a path, written there by its `save_pretrained`. `inputs`
-is a safetensors file with the target's `embedding` and `head` (V, H), and the tensors of every batch as `{number}.{name}`. SpecForge's
-training model, made with the keywords `model`, and its strategy run on each of the `batches`; `answer` is a JSON file that gets
-the loss of each, the model's sums by name, and the result of SpecForge's Evaluator over all of them.
+REQUEST.json is a list of cases, `{"name", "strategy", "folder", "saved", "inputs", "answer", "model", "batches"}`. The
+draft in `folder` is built by SpecForge's own `AutoDraftModel` and, where `saved` is a path, written there by its
+`save_pretrained`. `inputs` is a safetensors file with the target's `embedding` and `head` (V, H), and the tensors of
+every batch as `{number}.{name}`. SpecForge's training model, made with the keywords `model`, and its strategy run on
+each of the `batches`; `answer` is a JSON file that gets the loss of each, the model's sums by name, and the result of
+SpecForge's Evaluator over all of them.
 
 SpecForge's loss is a Triton kernel, which does not run on a CPU; its reference formula in SpecForge is used instead.
 """

@@ -4,10 +4,11 @@ Runs in an environment of its own (`make speculators-env`), so it imports nothin
 
     .venv-speculators/bin/python tools/speculators_logits.py REQUEST.json ANSWER.json
 
-REQUEST.json is a list of cases, `{"name", "folder", "attention": "eager" | "sdpa", "inputs", "logits", "saved"}`. `inputs` is
-a safetensors file with `features` (n, taps · H), `next_tokens` (n,) and `drawn` (k,). `logits` is the file that gets the logits
-(k, V_d) of the draft steps that drew those tokens and, with a confidence head, `confidence` (k,). Both are null to load only.
-`saved`, or null, is a folder in which the library saves the loaded model. ANSWER.json maps names to a `Verdict`.
+REQUEST.json is a list of cases, `{"name", "folder", "attention": "eager" | "sdpa", "inputs", "logits", "saved"}`.
+`inputs` is a safetensors file with `features` (n, taps · H), `next_tokens` (n,) and `drawn` (k,). `logits` is the file
+that gets the logits (k, V_d) of the draft steps that drew those tokens and, with a confidence head, `confidence` (k,).
+Both are null to load only. `saved`, or null, is a folder in which the library saves the loaded model. ANSWER.json maps
+names to a `Verdict`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ EAGER_TV = resolve_loss_config("tv", "eager")["tv"][0]
 
 @dataclass
 class Verdict:
-    """Differences between the file and the loaded model. A folder is right if there is no error and the lists are empty.
+    """Differences between the file and the loaded model. A folder is right if `error` is None and the lists are empty.
 
     Attributes:
         error: the error that the library raised.

@@ -4,8 +4,9 @@ Runs in an environment of its own (`make speculators-env`), so it imports nothin
 
     .venv-speculators/bin/python tools/speculators_train.py TARGET FOLDER [FLAG ...]
 
-Writes random features of TARGET into FOLDER/data and trains on them for one epoch, with the FLAGs of `speculators train`; its
-checkpoints are in FOLDER/checkpoints. The library asks for an accelerator in three places, which are patched to the CPU.
+Writes random features of TARGET into FOLDER/data and trains on them for one epoch, with the FLAGs of `speculators
+train`; its checkpoints are in FOLDER/checkpoints. The library asks for an accelerator in three places, which are
+patched to the CPU.
 """
 
 from __future__ import annotations

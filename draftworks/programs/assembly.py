@@ -107,8 +107,8 @@ def require_same_dtype(train: Samples, held_out: Samples) -> None:
     found, expected = held_out.manifest.identity.get("dtype"), train.manifest.identity.get("dtype")
     if found != expected:
         raise StoreError(
-            f"{held_out.manifest.store}: held-out features are {found}, training features {expected}: expected the same. "
-            "Capture both with one capture.dtype"
+            f"{held_out.manifest.store}: held-out features are {found}, training features {expected}: expected the "
+            "same. Capture both with one capture.dtype"
         )
 
 
@@ -208,6 +208,6 @@ def get_pack_limits(training: TrainingSpec) -> PackLimits | None:
 def make_empty_heldout_error(heldout: FeatureSet) -> DataError:
     """Make the error of a held-out set without a token that a draft could be measured on."""
     return DataError(
-        f"{heldout.tokens}: the held-out set has no supervised token that a draft can be measured on: expected at least "
-        "one answer of two or more tokens. Use other held-out data"
+        f"{heldout.tokens}: the held-out set has no supervised token that a draft can be measured on: expected an "
+        "answer of two or more tokens. Use other held-out data"
     )

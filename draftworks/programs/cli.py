@@ -163,8 +163,9 @@ def build_acceptance_table(strategy: str, report: Artifact) -> Table:
     positions = max(len(metrics["eval/per_position_acc"]) for metrics in drafts.values())
     table = Table(title=f"{strategy}: held-out acceptance", title_justify="left", caption_justify="left")
     table.caption = (
-        f"accepted draft tokens per pass of the target, {report.summary['draft_tokens']} proposed: simulated (rung 1 of the "
-        "acceptance ladder), replayed greedy serving (rung 3), real decoding (rung 4); acc_i: accuracy at position i (rung 0)"
+        f"accepted draft tokens per pass of the target, {report.summary['draft_tokens']} proposed: simulated (rung 1 of "
+        "the acceptance ladder), replayed greedy serving (rung 3), real decoding (rung 4); acc_i: accuracy at position i "
+        "(rung 0)"
     )
     rungs = {"simulated": "eval/simulated_acc_len", "walk": WALK_METRIC, "loop": LOOP_METRIC}
     for column in ("draft", *rungs, *(f"acc_{position + 1}" for position in range(positions))):

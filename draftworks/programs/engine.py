@@ -87,6 +87,6 @@ def _find_place(target: TargetSpec) -> tuple[int, Path]:
     place = urlsplit(server.url)
     if place.hostname not in (LOOPBACK, "localhost") or place.port is None or place.path.strip("/"):
         raise ConfigError(
-            f"{where}.url: expected http://{LOOPBACK}:PORT, found {server.url}: start a server of another machine on that machine"
+            f"{where}.url: expected http://{LOOPBACK}:PORT, found {server.url}: start a server of another machine there"
         )
     return place.port, Path(server.spool)

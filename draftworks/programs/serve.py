@@ -157,8 +157,8 @@ def _ask_all(
     proposed = read_verified_tokens(info) - 1
     if proposed != run.draft_tokens:
         raise EngineError(
-            f"SGLang proposes {proposed} tokens per pass, the walk that it is compared with {run.draft_tokens}: expected "
-            "the same. Leave evaluation.draft_tokens out for a draft whose own config sets how many it proposes"
+            f"SGLang proposes {proposed} tokens per pass, the walk that it is compared with {run.draft_tokens}: "
+            "expected the same. Leave evaluation.draft_tokens out for a draft whose own config sets how many it proposes"
         )
 
     def answer(prompt: ServerPrompt):
@@ -212,8 +212,8 @@ def _require_cpu_support(run: ServeRun) -> None:
 def _format_result(live: _ServerRun, compared: WalkAgreement) -> str:
     served, paired = live.served, compared.paired
     return (
-        f"{served.tokens} tokens in {served.passes} passes (rung 6), {served.identical_answers} of {served.answers} answers are the eval "
-        f"set's own; {paired.difference:+.3f} accepted tokens per pass against the walk (rung 3) on {paired.prompts} "
+        f"{served.tokens} tokens in {served.passes} passes (rung 6), {served.identical_answers} of {served.answers} "
+        f"answers are the eval set's own; {paired.difference:+.3f} accepted tokens per pass against the walk (rung 3) on {paired.prompts} "
         f"samples, {compared.equal_samples} of them equal count for count"
     )
 

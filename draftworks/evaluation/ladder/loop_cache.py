@@ -28,7 +28,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class LoopIdentity:
-    """Everything that decides the result of a loop at one temperature; neither the report nor the machine is part of it.
+    """Everything that decides the result of a loop at one temperature; the report and the machine are not part of it.
 
     Attributes:
         weights_digest: of the draft; `strategy` and `options` are its other parts.

@@ -64,7 +64,7 @@ class LoopMeasurement:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], prompts: tuple[PromptAcceptance, ...]) -> LoopMeasurement:
-        """Read what `to_json` returned. Other entries are ignored; old reports have no differences and no `occasion`."""
+        """Read the values of `to_json`. Others are ignored; old reports have no differences and no `occasion`."""
         differences, context = values.get("differences"), values.get("occasion")
         return cls(
             prompts=prompts,

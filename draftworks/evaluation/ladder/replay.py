@@ -29,7 +29,7 @@ class ReplayResult:
     """Rungs 2 and 3 of one sample. Tokens after the end of an answer are neither accepted nor emitted.
 
     Attributes:
-        first_answer: trace of the walk over the first answer, the one that rung 4 decodes; None if it was not asked for.
+        first_answer: trace of the walk over the first answer, which rung 4 decodes; None if it was not asked for.
     """
 
     blocks: PromptAcceptance

@@ -6,8 +6,8 @@ RUNG_MEANINGS = {
     0: "How often the draft's token at a position is the target's own argmax, teacher-forced.",
     1: "a1 + a1 a2 + a1 a2 a3 + … of these accuracies: what would be accepted if positions were independent.",
     2: "The accepted prefix of a proposal, counted jointly, at every position of the answers.",
-    3: "The walk: greedy serving replayed from stored features. It visits only the positions at which a server asks the draft, "
-    "jumping by what was accepted.",
-    4: "Decoding with draft and target for real, beside plain decoding. The speed-up is of one prompt at a time on the machine "
-    "that evaluated.",
+    3: "The walk: greedy serving replayed from stored features. It visits only the positions at which a server asks the "
+    "draft, jumping by what was accepted.",
+    4: "Decoding with draft and target for real, beside plain decoding. The speed-up is of one prompt at a time on the "
+    "machine that evaluated.",
 }

@@ -49,8 +49,8 @@ class ReplacedDraftComparison:
         low, high = self.paired.interval.low, self.paired.interval.high
         verdict = "fewer are accepted" if self.is_worse else "more are accepted" if low > 0 else "no clear difference"
         return (
-            f"{self.paired.difference:+.3f} accepted tokens per pass ({low:+.3f} to {high:+.3f}) compared with the draft "
-            f"before it, on {self.paired.prompts} prompts measured with both: {verdict}"
+            f"{self.paired.difference:+.3f} accepted tokens per pass ({low:+.3f} to {high:+.3f}) compared with the "
+            f"draft before it, on {self.paired.prompts} prompts measured with both: {verdict}"
         )
 
     def to_json(self) -> dict[str, Any]:

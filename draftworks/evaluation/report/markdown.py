@@ -59,7 +59,8 @@ def _format_speed_ups(report: Report) -> list[str]:
     """Return the speed-ups of the trained draft, one text per temperature."""
     loops = [found for found in report.findings if found.draft == TRAINED and found.rung == 4]
     return [
-        f"{_format_speed_up(loop.speed_up)} as fast as plain decoding ({_describe_decoding(loop.temperature)}, {loop.acceptance.prompts:,} prompts)"
+        f"{_format_speed_up(loop.speed_up)} as fast as plain decoding "
+        f"({_describe_decoding(loop.temperature)}, {loop.acceptance.prompts:,} prompts)"
         for loop in loops
     ]
 
@@ -150,8 +151,8 @@ def _render_exactness(report: Report) -> str:
     if share >= 1:
         return "Rungs 2 and 3 are exact: every answer token is the target's own argmax."
     return (
-        f"> **Warning: rungs 2 and 3 are not exact here.** Of the answer tokens {_format_share(share)} are the target's own argmax,"
-        " and all have to be: regenerate the answers greedily with this target."
+        f"> **Warning: rungs 2 and 3 are not exact here.** Of the answer tokens {_format_share(share)} are the target's "
+        "own argmax, and all have to be: regenerate the answers greedily with this target."
     )
 
 
@@ -225,7 +226,8 @@ def render_loops(drafts: Mapping[str, DraftMeasurement]) -> str:
 def _render_timing(loops: Iterable[LoopMeasurement]) -> str:
     """Return when and where each loop was timed; a cached loop keeps its earlier timing."""
     parts = [
-        f"{_describe_decoding(loop.temperature)} on {loop.timing_context.device}, {loop.timing_context.date:%Y-%m-%d %H:%M %Z}"
+        f"{_describe_decoding(loop.temperature)} on {loop.timing_context.device}, "
+        f"{loop.timing_context.date:%Y-%m-%d %H:%M %Z}"
         for loop in loops
         if loop.timing_context is not None
     ]

@@ -1,4 +1,4 @@
-"""Plots of a report as PNG bytes, without a display. Colours are Okabe and Ito's, which are safe for colour blindness."""
+"""Plots of a report as PNG bytes, without a display. The colours are Okabe and Ito's, safe for colour blindness."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_loops_of_layers_that_sum_up_are_counted_anew(name: str, family_target: 
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_the_walk_equals_the_real_loop(name: str, make: MakeDraft, family_target: MakeTarget, tiny_folder: Path):
-    """Count for count; but the gated delta rule of transformers is fp32 whatever the model is, so a near tie may fall either way."""
+    """Count for count, but for near ties: the gated delta rule of transformers is fp32 whatever the model's dtype is."""
     target = family_target(name)
     answers = greedy_answers(tiny_folder, prompts=4, max_new_tokens=24, model=loaded(target))
     ladder = build_ladder(answers, target, steps=30, make=make)

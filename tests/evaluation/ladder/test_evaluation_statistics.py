@@ -1,4 +1,4 @@
-"""Bootstrap intervals: what they contain, what they depend on, how often they cover; paired comparison of two drafts."""
+"""Bootstrap intervals: what they contain, depend on, and how often they cover; paired comparison of two drafts."""
 
 from __future__ import annotations
 
