@@ -213,8 +213,8 @@ def _format_result(live: _ServerRun, compared: WalkAgreement) -> str:
     served, paired = live.served, compared.paired
     return (
         f"{served.tokens} tokens in {served.passes} passes (rung 6), {served.identical_answers} of {served.answers} "
-        f"answers are the eval set's own; {paired.difference:+.3f} accepted tokens per pass against the walk (rung 3) on {paired.prompts} "
-        f"samples, {compared.equal_samples} of them equal count for count"
+        f"answers are the eval set's own; {paired.difference:+.3f} accepted tokens per pass against the walk (rung 3) on "
+        f"{paired.prompts} samples, {compared.equal_samples} of them equal count for count"
     )
 
 

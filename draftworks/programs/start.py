@@ -32,7 +32,7 @@ def run(
     config: Annotated[list[Path] | None, typer.Option("--config", "-c", help="Run config (YAML); any number.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Python file of another code location.")] = None,
 ) -> None:
-    """Run a job for one target, in a terminal or in CI. If it fails, the last lines say why, and the exit code is 1."""
+    """Run a job for one target, in a terminal or in CI. If it fails, the last lines say why; exit code not 0."""
     try:
         if target is not None and file is None:
             Registry(CHECKOUT / "registry").find_target_file(target)
