@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from capture_toys import OneLayerOff
+from forked_ranks import ForkedRanks
 
 from draftworks.capture.engine import load_engine
 from draftworks.config.registry_files import CaptureSpec
@@ -46,11 +45,11 @@ def test_an_engine_that_is_not_the_target_stores_nothing(tmp_path: Path, tiny_ta
 
 def test_two_ranks_capture_one_set(tmp_path: Path, tiny_target: TargetFiles):
     run = capture_run(tmp_path, tiny_target)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "draftworks.programs.capture", str(run.save(tmp_path / "capture.yaml"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout[done.stdout.index("{\n") :])
+    run_file, log = run.save(tmp_path / "capture.yaml"), tmp_path / "capture.log"
+    ranks = ForkedRanks.start("draftworks.programs.capture", [str(run_file)], 2, tmp_path / "ranks", log)
+    assert ranks.wait() == [0, 0], log.read_text()
+    output = log.read_text()
+    report = json.loads(output[output.index("{\n") : output.rindex("}") + 1])
     assert report["captured_samples"] == report["samples"] == 12
     assert report["probe"]["probe_compared"] == "hf2, last"
     assert report["data_version"] == read_feature_set(run.out).data_version
