@@ -1,4 +1,4 @@
-"""A trained draft as every export begins with it: the canonical checkpoint and the target it is for."""
+"""The input of every export: a canonical draft checkpoint and the target that it was trained for."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from draftworks.storage.manifest import FileManifest
 
 @dataclass(frozen=True)
 class CanonicalDraft:
-    """A draft as `draft_io` stores it.
+    """A draft folder as `draft_io` writes it, with its target.
 
     Attributes:
-        folder: where it lies.
-        record: its config.json.
+        record: the folder's config.json.
         weights: by name, floating point tensors in fp32.
-        target: the target's files; `parts` is what the draft takes of it.
+        target: the target's files.
+        parts: the sizes, embedding and head of the target, which the draft uses.
     """
 
     folder: Path
@@ -41,10 +41,10 @@ class CanonicalDraft:
 
     @classmethod
     def load(cls, folder: Path, target: TargetFiles, parts: TargetParts | None = None) -> CanonicalDraft:
-        """Read a draft folder and check that it is whole and of this target.
+        """Read a draft folder and verify its digest and its target.
 
         Raises:
-            StoreError: not a draft, damaged, or of another target.
+            StoreError: not a draft folder, damaged, or of another target.
         """
         record = read_draft_config(folder)
         if record.target_digest != target.digest:
@@ -62,7 +62,7 @@ class CanonicalDraft:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What the strategy says of this draft: its options and sizes."""
+        """The strategy's own section of config.json: options and sizes."""
         return self.record.draft
 
     @property
@@ -73,8 +73,8 @@ class CanonicalDraft:
     def taps(self) -> tuple[LayerTap, ...]:
         return self.spec.taps(self.target.num_layers, self.options)
 
-    def refusals(self, wanted: Iterable[str] | None = None) -> dict[str, str]:
-        """Formats that cannot hold this draft so that a server computes the same, with the reason."""
+    def find_refusals(self, wanted: Iterable[str] | None = None) -> dict[str, str]:
+        """Return the reason for each format in which a server would compute another draft, by name of the format."""
         refused = self.spec.find_refusals(self.options, self.taps, wanted)
         names = [export.name for export in self.spec.exports] if wanted is None else wanted
         scale = self.parts.embedding_scale
@@ -83,7 +83,7 @@ class CanonicalDraft:
 
     @property
     def vocab(self) -> VocabMapping | None:
-        """The reduced vocabulary, of a strategy that has one."""
+        """The reduced vocabulary; None for a strategy without one."""
         if not self.spec.uses_vocab_mapping:
             return None
         try:
@@ -91,8 +91,8 @@ class CanonicalDraft:
         except KeyError as error:
             raise StoreError(f"{self.folder / WEIGHTS}: tensor {error} is missing. Train the draft again") from error
 
-    def strategy(self, dtype: torch.dtype = torch.float32) -> DraftStrategy:
-        """The draft at work, computing in fp32 with weights that were rounded to `dtype`, the target's too.
+    def build_strategy(self, dtype: torch.dtype = torch.float32) -> DraftStrategy:
+        """Build the strategy with these weights, rounded to `dtype` like the target's; it computes in fp32.
 
         Raises:
             StoreError: tensors are missing, unexpected or of another shape.
@@ -110,11 +110,11 @@ class CanonicalDraft:
 
 
 def round_target(parts: TargetParts, dtype: torch.dtype) -> TargetParts:
-    """A target whose embedding and head are in `dtype`; still one tensor where it ties them."""
+    """Return the target with embedding and head in `dtype`; tied ones stay one tensor."""
     embedding = parts.embedding.to(dtype)
     return replace(parts, embedding=embedding, head=embedding if parts.tied else parts.head.to(dtype))
 
 
 def round_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating point tensor in `dtype`, contiguous; others (ids, flags) as they are."""
+    """Return a floating point tensor in `dtype`, any other tensor (ids, flags) in its own; contiguous."""
     return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype).contiguous()

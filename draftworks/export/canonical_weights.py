@@ -1,4 +1,4 @@
-"""From the tensors of another system's file to those of the canonical checkpoint, every one accounted for."""
+"""Convert the tensors of another system's checkpoint to those of the canonical one; none is ignored."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TARGETS_OWN = ("verifier_norm.weight", "verifier_lm_head.weight")
 def convert_weights(
     checkpoint: Checkpoint, export_format: ExportFormat, shape: DraftShape, parts: TargetParts
 ) -> dict[str, Tensor]:
-    """The draft's own tensors under our names, floating point ones in fp32, which loses nothing.
+    """Return the draft's own tensors under canonical names, floating point ones in fp32 (without loss).
 
-    An embedding or a head in the file must be the target's, unless the draft has its own. A draft that says all of the target's
-    tokens may lack `d2t` and `t2d`, and also its head: it has the target's then.
+    An embedding or a head in the file must equal the target's, unless the draft has its own. A draft with the target's full
+    vocabulary may lack `d2t` and `t2d`, and also its head: the target's is used then.
 
     Raises:
         StoreError: tensors are missing, unknown, of another shape, not finite, or contradict each other.
@@ -55,7 +55,7 @@ def _rename(checkpoint: Checkpoint, export_format: ExportFormat) -> dict[str, Te
 
 
 def _take_out_targets(folder: Path, named: dict[str, Tensor], shape: DraftShape, parts: TargetParts) -> None:
-    """A draft that shares the target's embedding or head would be another one with one that it has learned."""
+    """Remove copies of the target's tensors from `named`. Raises StoreError if one that the draft should share differs."""
     for name in _TARGETS_OWN:
         named.pop(name, None)
     shared = {} if shape.own_embedding else {EMBEDDING: parts.embedding}
@@ -70,13 +70,13 @@ def _take_out_targets(folder: Path, named: dict[str, Tensor], shape: DraftShape,
 
 
 def _equal_rounded(first: Tensor, second: Tensor) -> bool:
-    """Equal in the coarser of the two dtypes."""
+    """Return whether both are equal when rounded to the coarser of their dtypes."""
     coarser = min((first.dtype, second.dtype), key=lambda dtype: torch.finfo(dtype).bits)
     return torch.equal(first.to(coarser), second.to(coarser))
 
 
 def _complete_vocabulary(folder: Path, named: dict[str, Tensor], shape: DraftShape, parts: TargetParts) -> None:
-    """What a file may leave out because it follows from the rest."""
+    """Add to `named` the vocabulary tensors that a file may leave out because they follow from the others."""
     if shape.draft_vocab_size == shape.vocab_size:
         named.setdefault("d2t", torch.zeros(shape.vocab_size, dtype=torch.int64))
         named.setdefault("t2d", torch.ones(shape.vocab_size, dtype=torch.bool))
@@ -86,9 +86,9 @@ def _complete_vocabulary(folder: Path, named: dict[str, Tensor], shape: DraftSha
 
 
 def _mark_members(folder: Path, d2t: Tensor, vocab_size: int) -> Tensor:
-    """`t2d` of a file that has only `d2t`."""
+    """Return `t2d` for a file that has only `d2t`."""
     if d2t.numel() > 1 and bool((d2t.diff() > 0).all()):
-        # As offsets they would say that no two tokens of the draft's vocabulary are neighbours.
+        # As offsets they would mean that no two ids of the draft's vocabulary are adjacent.
         raise StoreError(f"{folder}: d2t holds the target's ids themselves; expected offsets, target id = i + d2t[i]")
     return torch.isin(torch.arange(vocab_size), d2t + torch.arange(d2t.numel()))
 

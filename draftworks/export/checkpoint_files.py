@@ -1,4 +1,4 @@
-"""A checkpoint folder of other software: config.json, and safetensors in one file or in shards. Nothing is unpickled."""
+"""Read a checkpoint folder of other software: config.json, and safetensors in one file or in shards. No pickle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a folder holds."""
+    """The config and all tensors of a checkpoint folder."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Checkpoint:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Everything in a folder. Raises StoreError for files that are missing, damaged, or contradict the index."""
+    """Read a checkpoint folder. Raises StoreError for files that are missing, damaged, or contradict the index."""
     config = read_object(folder / CONFIG)
     if not (folder / INDEX).exists():
         return Checkpoint(folder, config, _read(folder / WEIGHTS))
@@ -52,7 +52,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises StoreError."""
+    """Read a JSON object. Raises StoreError if the file is missing, unreadable or something else."""
     try:
         value = read_json(path)
     except FileNotFoundError:

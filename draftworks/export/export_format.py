@@ -1,8 +1,8 @@
-"""What a format of other software must say of itself, so that drafts are written in it, checked and read back.
+"""The interface of export formats: what is needed to write drafts in a format of other software, check and import them.
 
-A format is one small class: which tensors under which names, which config.json, and what a config.json of it means.
-Writing, gates and importing are the same for all of them. The `ExportSpec` of its strategy leads here, and says how the
-format counts layers and who reads it independently.
+A format is one small class: the names of the tensors, the config.json, and the meaning of a config.json. Writing, gates and
+importing are the same for all formats. The `ExportSpec` of a strategy names the class, how the format counts layers, and
+its independent reader.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class DraftShape:
-    """A draft as a config.json describes it, in our terms: what decides its sizes and what it computes.
+    """What a config.json describes, in our terms: everything that decides the sizes and the computation of a draft.
 
     Attributes:
         taps: layers of the target that `fc` reads, in its order.
-        draft_vocab_size: tokens that its head predicts; None where the target's own head does.
+        draft_vocab_size: ids that its head predicts; None where the target's head is used.
         rope: rope parameters in the form of transformers 5.
-        options: options of the strategy that change what the draft computes, all of them.
-        own_embedding: whether its embedding is its own, and not the target's.
+        options: all options of the strategy that change the computation.
+        own_embedding: whether the draft has an embedding of its own instead of the target's.
     """
 
     strategy: str
@@ -52,14 +52,14 @@ class DraftShape:
     own_embedding: bool = False
 
     def describe_differences(self, other: DraftShape) -> list[str]:
-        """What is not the same in `other`, a text each: `name: expected ours, found theirs`."""
+        """Return a text `name: expected ours, found theirs` for each field that differs in `other`."""
         return describe_changes(asdict(self), asdict(other))
 
 
 class ExportFormat(ABC):
-    """A format in which drafts of one strategy can be written.
+    """A file format for drafts of one strategy.
 
-    All methods that take a `config` are given a config.json of this format, which may be anybody's.
+    Methods that take a `config` get any config.json of this format, not only ours.
     """
 
     name: str
@@ -67,57 +67,57 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def describe(self, draft: CanonicalDraft) -> DraftShape:
-        """Our own draft in the terms in which `shape` describes an export."""
+        """Return the shape that `shape` must read from an export of this draft."""
 
     @abstractmethod
     def loaders(self, draft: CanonicalDraft) -> str:
-        """Who loads the export of this draft, and from which version on: a sentence."""
+        """Return a sentence: which software loads the export of this draft, from which version on."""
 
     @abstractmethod
     def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        """By server, the command line that serves the target with the draft in `folder`."""
+        """Return the command line that serves the target with the draft in `folder`, by server."""
 
     @abstractmethod
     def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
-        """What the file holds, by the format's names, in the precision of the source."""
+        """Return the tensors to write under the format's names, in the precision of the canonical checkpoint."""
 
     @abstractmethod
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        """config.json, without the provenance."""
+        """Return the config.json to write, without the provenance."""
 
     @abstractmethod
     def recognises(self, config: Mapping[str, Any]) -> bool:
-        """Whether a config.json is of this format."""
+        """Return whether a config.json is of this format."""
 
     @abstractmethod
     def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
-        """What a config.json says.
+        """Return what a config.json describes.
 
         Raises:
-            ConfigError: a key is missing, or it says what no draft here can be.
+            ConfigError: a key is missing, or it describes a draft that no strategy here can be.
         """
 
     def remarks(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
-        """What who imports such a checkpoint should know of how it was read: a sentence each."""
+        """Return sentences for the user who imports such a checkpoint: how ambiguous keys were read."""
         return []
 
     @abstractmethod
     def expected_tensors(self, shape: DraftShape) -> Shapes:
-        """Names and shapes of the tensors that a loader needs for such a draft, and no others."""
+        """Return names and shapes of exactly the tensors that a loader needs for such a draft."""
 
     @abstractmethod
     def canonical_name(self, name: str) -> str:
-        """From the name of a tensor in this format, or in a near relative, to that in the canonical checkpoint.
+        """Return the canonical name of a tensor with this name in the format or in a variant of it.
 
-        A name that it does not know stays as it is, for the importer to refuse.
+        An unknown name is returned unchanged; the importer refuses it.
         """
 
 
 def list_formats(strategy: str) -> list[str]:
-    """Formats in which a strategy's drafts can be written."""
+    """Return the names of a strategy's export formats."""
     return [spec.name for spec in resolve_strategy(strategy).exports]
 
 
 def load_format(strategy: str, name: str) -> ExportFormat:
-    """The format of that name. Raises ConfigError where the strategy has none such."""
+    """Return a strategy's format by name. Raises ConfigError if there is none."""
     return load_dotted(resolve_strategy(strategy).export(name).factory)()

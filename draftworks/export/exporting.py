@@ -1,4 +1,4 @@
-"""Write a draft in a server's format, all or nothing, and see whether it came out right."""
+"""Write a draft in a server's format atomically and run the gates over the written files."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from draftworks.storage.identity import digest, file_digest
 
 @dataclass(frozen=True)
 class ExportResult:
-    """An exported folder.
+    """The outcome of one export.
 
     Attributes:
-        digest: of config.json and the weights: what a server loads.
-        loaders: who loads it, from which version on.
-        commands: by server, the command line to serve the target with it; `DRAFT_FOLDER` stands for its path.
+        digest: of config.json and the weights, which is what a server loads.
+        loaders: which software loads it, from which version on.
+        commands: the command line that serves the target with it, by server; `DRAFT_FOLDER` stands for its path.
     """
 
     format: str
@@ -47,7 +47,7 @@ class ExportResult:
         return all(gate.passed for gate in self.gates)
 
     def to_json(self) -> dict[str, Any]:
-        """Without the path: a result is moved to its place when it is whole."""
+        """Return JSON-able values without the path: a result is moved to its place when it is complete."""
         values = asdict(self)
         del values["path"]
         return values | {"passed": self.passed}
@@ -55,7 +55,7 @@ class ExportResult:
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """Formats to export in, and why the others cannot hold the draft, by name."""
+    """The formats to export in, and for each of the others the reason why it cannot hold the draft."""
 
     chosen: tuple[str, ...]
     refused: dict[str, str]
@@ -64,23 +64,23 @@ class FormatChoice:
 def export_draft(
     draft: CanonicalDraft, format_name: str, out: Path, dtype: Dtype = "bfloat16", card: str = ""
 ) -> ExportResult:
-    """Write one format into `out`, which is complete or absent, and run its gates over what was written.
+    """Write one format into `out`, which is complete or absent, and run the gates over the written files.
 
-    A draft that does not pass a gate stays where it is, for a person to look at; see `ExportResult.passed`.
+    An export that fails a gate is kept for inspection; see `ExportResult.passed`.
 
     Args:
         out: replaced if it exists.
-        card: a model card, which becomes the first part of README.md.
+        card: a model card, the first part of README.md.
 
     Raises:
-        ConfigError: no such format, or a server could not compute in it what this draft does.
+        ConfigError: no such format, or servers that read it would compute another draft.
         StoreError: the draft's weights do not fit its configuration.
     """
     export_format = load_format(draft.record.strategy, format_name)
-    for reason in draft.refusals([format_name]).values():
+    for reason in draft.find_refusals([format_name]).values():
         raise build_refusal_error(draft, format_name, reason)
     torch_dtype = getattr(torch, dtype)
-    strategy = draft.strategy(torch_dtype)
+    strategy = draft.build_strategy(torch_dtype)
     with publish_folder(out) as staging:
         _write(staging, export_format, draft, torch_dtype)
         (staging / CARD).write_text(render_readme(export_format, draft, card), encoding="utf-8")
@@ -97,14 +97,14 @@ def export_draft(
 
 
 def choose_formats(draft: CanonicalDraft, wanted: Sequence[str] | None = None) -> FormatChoice:
-    """All formats that can hold the draft, or exactly those `wanted`; at least one.
+    """Return all formats that can hold the draft, or exactly those `wanted`; at least one.
 
     Raises:
         ConfigError: a wanted format does not exist for this strategy, or cannot hold this draft; or none can, or none
             is wanted.
     """
     names = list_formats(draft.record.strategy) if wanted is None else list(wanted)
-    refused = draft.refusals(names)
+    refused = draft.find_refusals(names)
     for name, reason in refused.items():
         if wanted is not None:
             raise build_refusal_error(draft, name, reason)
@@ -115,9 +115,9 @@ def choose_formats(draft: CanonicalDraft, wanted: Sequence[str] | None = None) -
 
 
 def build_refusal_error(draft: CanonicalDraft, format_name: str, reason: str) -> ConfigError:
-    """Names the formats that would do."""
+    """Return the error for a format that cannot hold the draft; its text names those that can."""
     strategy = draft.record.strategy
-    refused = draft.refusals()
+    refused = draft.find_refusals()
     others = [name for name in list_formats(strategy) if name not in refused]
     advice = (
         f"It can be exported as {', '.join(others)}" if others else "No format can hold it: train without this option"
@@ -126,7 +126,7 @@ def build_refusal_error(draft: CanonicalDraft, format_name: str, reason: str) ->
 
 
 def build_nothing_error(draft: CanonicalDraft, refused: Mapping[str, str]) -> ConfigError:
-    """An export without a single file would pass every gate."""
+    """Return the error where no format is left: an export without a file would pass every gate."""
     if not refused:
         known = ", ".join(list_formats(draft.record.strategy)) or "none"
         return ConfigError(
@@ -141,7 +141,7 @@ def build_nothing_error(draft: CanonicalDraft, refused: Mapping[str, str]) -> Co
 
 
 def describe_provenance(draft: CanonicalDraft) -> dict[str, Any]:
-    """What the exported weights are, by digests, and the options that no format has a key for."""
+    """Return where the exported weights are from: digests, and the options that no format has a key for."""
     return {
         "draftworks": version("draftworks"),
         "strategy": draft.record.strategy,

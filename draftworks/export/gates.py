@@ -1,11 +1,12 @@
-"""Whether exported files are what a server needs: every silent failure of the loaders is a gate here that does not pass.
+"""Gates over an exported folder: one check for each kind of error that the loaders of servers do not report.
 
-Loaders fill what is missing, skip what they do not know and read ids as they understand them, without a word; so the
-files are read back and compared with the canonical draft before anybody is given them.
+Loaders initialise missing tensors, skip unknown ones and misread ids without an error. So the files are read back and
+compared with the canonical draft before they are handed out.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,13 +21,14 @@ from draftworks.errors import DraftworksError, StoreError
 from draftworks.export.canonical import CanonicalDraft, round_tensor
 from draftworks.export.checkpoint_files import read_checkpoint
 from draftworks.export.export_format import DraftShape, ExportFormat
-from draftworks.export.names import READABLE
+from draftworks.export.names import PROVENANCE, READABLE
 from draftworks.export.same_logits import compare_with_reader
 from draftworks.export.server_configs import build_server_configs
+from draftworks.storage.changes import describe_changes
 
 
 def find_vocabulary_problem(d2t: Tensor, t2d: Tensor, vocab_size: int) -> str | None:
-    """What is wrong with a reduced vocabulary; None for offsets that lead to the ascending ids that `t2d` marks.
+    """Return what is wrong with a reduced vocabulary; None if d2t leads to the ascending ids that `t2d` marks.
 
     Args:
         d2t: (V_d,) int64, target id = draft id + d2t[draft id].
@@ -55,7 +57,7 @@ LOGITS_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class GateResult:
-    """A gate and whether the export passed it. `figures` are JSON-able."""
+    """The outcome of one gate, by name. `figures` are JSON-able."""
 
     name: str
     passed: bool
@@ -65,7 +67,7 @@ class GateResult:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a gate found."""
+    """The outcome of one gate function."""
 
     passed: bool
     description: str
@@ -74,10 +76,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class ExportedDraft:
-    """An exported folder beside the draft that it was made from. What cannot be read raises when it is asked for.
+    """An exported folder beside the draft that it was made from. Properties raise if the files cannot be read as a draft.
 
     Attributes:
-        strategy: the canonical draft at work, its weights rounded to `dtype`.
+        strategy: built from the canonical draft with weights rounded to `dtype`.
     """
 
     folder: Path
@@ -90,12 +92,12 @@ class ExportedDraft:
 
     @property
     def shape(self) -> DraftShape:
-        """What its config.json says."""
+        """The shape that its config.json describes."""
         return self.export_format.shape(self.config, self.draft.target)
 
     @property
     def expected_shape(self) -> DraftShape:
-        """What it should say."""
+        """The shape that it must describe."""
         return self.export_format.describe(self.draft)
 
     def tensor(self, name: str) -> Tensor:
@@ -107,10 +109,10 @@ class ExportedDraft:
 def check_export(
     folder: Path, export_format: ExportFormat, draft: CanonicalDraft, strategy: DraftStrategy, dtype: torch.dtype
 ) -> tuple[GateResult, ...]:
-    """All gates over an exported folder, in order. A bad export never raises.
+    """Run all gates over an exported folder, in order. A bad export fails gates and never raises.
 
     Args:
-        strategy: `draft.strategy(dtype)`.
+        strategy: `draft.build_strategy(dtype)`.
     """
     try:
         found = read_checkpoint(folder)
@@ -118,20 +120,21 @@ def check_export(
         return (GateResult(READABLE, False, str(error)),)
     export = ExportedDraft(folder, export_format, draft, strategy, dtype, found.config, found.tensors)
     readable = GateResult(READABLE, True, f"{len(found.tensors)} tensors and config.json", {"bytes": found.nbytes})
-    return (readable, *(_judged(name, gate, export) for name, gate in GATES.items()))
+    return (readable, *(run_gate(name, export) for name in GATES))
 
 
-def _judged(name: str, gate: Callable[[ExportedDraft], Verdict], export: ExportedDraft) -> GateResult:
+def run_gate(name: str, export: ExportedDraft) -> GateResult:
+    """Run one of `GATES`. An exception that a bad export causes is a failure of the gate."""
     try:
-        verdict = gate(export)
-    except (DraftworksError, ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
+        verdict = GATES[name](export)
+    except (DraftworksError, ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         text = str(error) if isinstance(error, DraftworksError) else f"{type(error).__name__}: {error}"
         verdict = Verdict(False, text)
     return GateResult(name, verdict.passed, verdict.description, verdict.figures)
 
 
 def _key_set(export: ExportedDraft) -> Verdict:
-    """By what the draft is, not by what config.json says of it, which has a gate of its own."""
+    """Compare with the draft's own shape; whether config.json describes it is another gate's matter."""
     expected = export.export_format.expected_tensors(export.expected_shape)
     missing, extra = sorted(expected.keys() - export.tensors.keys()), sorted(export.tensors.keys() - expected.keys())
     if missing or extra:
@@ -150,7 +153,7 @@ def _shapes(export: ExportedDraft) -> Verdict:
 
 
 def _tensors_equal(export: ExportedDraft) -> Verdict:
-    """Bit for bit, dtype included."""
+    """Compare all tensors with the draft's own, bit for bit and by dtype."""
     expected = export.export_format.tensors(export.draft)
     wrong = [
         name
@@ -175,7 +178,7 @@ def _finite(export: ExportedDraft) -> Verdict:
 def _vocabulary(export: ExportedDraft) -> Verdict:
     shape = export.expected_shape
     if "d2t" not in export.export_format.expected_tensors(shape):
-        return Verdict(True, "says all of the target's tokens: no mapping")
+        return Verdict(True, "the target's full vocabulary: no mapping")
     problem = find_vocabulary_problem(export.tensor("d2t"), export.tensor("t2d"), shape.vocab_size)
     if problem:
         return Verdict(False, problem)
@@ -202,10 +205,10 @@ def _layer_ids(export: ExportedDraft) -> Verdict:
 
 
 def _config(export: ExportedDraft) -> Verdict:
-    wrong = export.expected_shape.describe_differences(export.shape)
-    dtype = str(export.dtype).removeprefix("torch.")
-    if export.config.get("dtype") != dtype:
-        wrong.append(f"dtype: expected {dtype}, found {export.config.get('dtype')}")
+    """Compare what the format reads in config.json, and every key: some choose a class or a mode of servers only."""
+    written = json.loads(json.dumps(export.export_format.config(export.draft, export.dtype)))
+    found = {key: value for key, value in export.config.items() if key != PROVENANCE}
+    wrong = export.expected_shape.describe_differences(export.shape) or describe_changes(written, found)
     return Verdict(not wrong, "; ".join(wrong) or "config.json describes the draft: sizes, norms, rope and options")
 
 
@@ -242,7 +245,7 @@ GATES: dict[str, Callable[[ExportedDraft], Verdict]] = {
 
 
 def _equal_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """Also where both are not a number in the same place: that is for another gate."""
+    """Return whether both are the same bits. NaN in the same place is the same: `finite` is another gate."""
     return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(_bits(ours), _bits(theirs))
 
 

@@ -1,4 +1,4 @@
-"""Options of our strategies for a draft that another system trained."""
+"""Derive the options under which our strategies build a draft that another system trained."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from draftworks.storage.identity import LayerTap
 
 
 def derive_options(shape: DraftShape, parts: TargetParts, hints: Mapping[str, Any], where: str) -> Any:
-    """Typed options under which our strategy builds a draft of this shape.
+    """Return the typed options under which our strategy builds a draft of this shape.
 
-    A size that is the strategy's default for the target is left to it.
+    Sizes that equal the strategy's default for the target are not set.
 
     Args:
-        hints: options of the original training, where the checkpoint names them; what `shape` says comes first. Names that
-            are no options any more are passed over.
+        hints: options of the original training, where the checkpoint has them; `shape` has precedence. Unknown names
+            are ignored.
 
     Raises:
         ConfigError: a value that the strategy does not take.
@@ -59,7 +59,7 @@ def _sizes(shape: DraftShape, parts: TargetParts) -> dict[str, Any]:
 def _default_taps(
     spec: StrategySpec, values: Mapping[str, Any], num_layers: int, where: str
 ) -> tuple[LayerTap, ...] | None:
-    """None where a target of this depth has no default taps."""
+    """Return the strategy's default taps; None for a target that is not deep enough for them."""
     options = spec.parse_options(dict(values), where=where)
     try:
         return spec.taps(num_layers, options)

@@ -1,4 +1,4 @@
-"""From a checkpoint of other software to a draft of ours, to be measured or trained further."""
+"""Import a checkpoint of other software as a canonical draft, to be evaluated or trained further."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ImportedDraft:
     """A canonical draft made from a checkpoint of `format`; the folder holds its vocabulary mapping too.
 
     Attributes:
-        remarks: how the checkpoint was read where it could mean two things.
+        remarks: how ambiguous keys of the checkpoint were read.
     """
 
     folder: Path
@@ -94,7 +94,7 @@ def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means
 
 
 def recognise_format(source: Path, config: Mapping[str, Any]) -> ExportFormat:
-    """The format that a config.json is of. Raises ConfigError where it is none that is known."""
+    """Return the format of a config.json. Raises ConfigError if no format recognises it."""
     formats = [load_format(strategy, name) for strategy in available_strategies() for name in list_formats(strategy)]
     for export_format in formats:
         if export_format.recognises(config):
@@ -105,7 +105,7 @@ def recognise_format(source: Path, config: Mapping[str, Any]) -> ExportFormat:
 
 
 def _require_new(out: Path) -> None:
-    """Publishing replaces what is there, and a person's folder is not ours to replace. A dangling link is there too."""
+    """Raise ConfigError if `out` exists, as a dangling link too: publishing would replace a user's folder."""
     if os.path.lexists(os.path.abspath(out)):
         raise ConfigError(
             f"{out}: expected a path where nothing is yet, found something there that an import would replace: "
@@ -115,7 +115,7 @@ def _require_new(out: Path) -> None:
 
 def _import_own(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
     draft = CanonicalDraft.load(source, target)
-    strategy = draft.strategy()
+    strategy = draft.build_strategy()
     with publish_folder(out) as staging:
         save_draft(staging, strategy, target.digest, provenance=draft.record.provenance)
         _save_vocab(staging, draft.vocab)
@@ -123,7 +123,7 @@ def _import_own(source: Path, target: TargetFiles, out: Path) -> ImportedDraft:
 
 
 def _save_vocab(folder: Path, vocab: VocabMapping | None) -> None:
-    """Beside the draft, for the run files that want it as a file of its own."""
+    """Write the vocabulary mapping beside the draft; run files refer to it as a separate file."""
     if vocab is not None:
         vocab.save(folder / VOCAB_FILE)
 
@@ -131,7 +131,7 @@ def _save_vocab(folder: Path, vocab: VocabMapping | None) -> None:
 def _read_shape(
     source: Path, config: Mapping[str, Any], export_format: ExportFormat, target: TargetFiles
 ) -> DraftShape:
-    """As the format reads it; its errors say where the file is."""
+    """Return the shape that the format reads; errors name the source folder."""
     try:
         return export_format.shape(config, target)
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""Layer ids as each export format counts them. Torch-free: the one place where taps become ids and ids become taps.
+"""Convert taps to the layer ids of an export format and back. Torch-free, and the only place that does it.
 
 Two ways of counting are in use. "Layers passed" is `hf_index` itself; "layer output" is the 0-based number of the layer
-that wrote the stream, one less. A draft whose ids are counted the wrong way loads and runs, on its neighbour's streams.
+that wrote the stream, one less. A draft with ids of the wrong kind loads and runs, on the streams of the next layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from draftworks.storage.identity import LayerTap
 
 @dataclass(frozen=True)
 class _Counting:
-    """A way of counting. The lowest id is 0 in both: no server takes the embeddings by -1."""
+    """The two directions of one way of counting. The lowest id is 0 in both: no server takes -1 for the embeddings."""
 
     to_id: Callable[[LayerTap], int]
     from_id: Callable[[int], LayerTap]
@@ -29,7 +29,7 @@ _COUNTING: dict[LayerCounting, _Counting] = {
 
 
 def to_format(export_format: str, taps: Sequence[LayerTap]) -> list[int]:
-    """Ids of `taps` as `export_format` counts them.
+    """Return the ids of `taps` as `export_format` counts them.
 
     Raises:
         ConfigError: unknown format; taps that do not ascend; the embeddings, where a format has no id for them.
@@ -39,7 +39,7 @@ def to_format(export_format: str, taps: Sequence[LayerTap]) -> list[int]:
 
 
 def from_format(export_format: str, ids: Sequence[int]) -> tuple[LayerTap, ...]:
-    """Taps that `ids` name in `export_format`, in their order.
+    """Return the taps that `ids` name in `export_format`, in their order.
 
     Raises:
         ConfigError: unknown format; ids that are no integers, do not ascend, or are negative.
@@ -49,8 +49,11 @@ def from_format(export_format: str, ids: Sequence[int]) -> tuple[LayerTap, ...]:
 
 
 def _require_ascending(export_format: str, ids: Sequence[int]) -> list[int]:
-    """Servers append streams in the order in which layers run, whatever the order of the ids: only an ascending list
-    says which columns of `fc` belong to which layer."""
+    """Return `ids` if they ascend from 0 or more, else raise ConfigError.
+
+    Servers append streams in the order in which layers run, whatever the order of the ids: only with an ascending list is
+    it clear which columns of `fc` belong to which layer.
+    """
     whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in ids)
     if not ids or not whole or min(ids) < 0 or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
         raise ConfigError(f"{export_format}: layer ids: expected ascending integers from 0, found {list(ids)}")

@@ -1,4 +1,4 @@
-"""Keys of config.json by which all formats describe a decoder layer: sizes, and rope in both spellings."""
+"""Write and read the keys of config.json that describe a decoder layer in all formats: sizes, and rope in both spellings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OUTSIDE_SCALING = ("rope_theta", "partial_rotary_factor")
 
 
 def build_layer_keys(draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-    """Sizes, activation, rope and dtype of the draft's layers, as transformers names them."""
+    """Return the keys for sizes, activation, rope and dtype of the draft's layers, as transformers names them."""
     config = draft.config
     return {
         "hidden_size": config["hidden_size"],
@@ -38,13 +38,13 @@ def build_layer_keys(draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any
 
 
 def build_dtype_keys(dtype: torch.dtype) -> dict[str, str]:
-    """transformers 5 reads the first, version 4 the second."""
+    """Return the dtype under the key of transformers 5 and that of version 4."""
     name = str(dtype).removeprefix("torch.")
     return {"dtype": name, "torch_dtype": name}
 
 
 def build_rope_keys(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rope parameters as transformers 5 spells them, and as version 4 does: a server takes the one it knows."""
+    """Return rope parameters in the spelling of transformers 5 and in that of version 4: a server reads the one it knows."""
     scaling = {name: value for name, value in rope.items() if name not in _OUTSIDE_SCALING}
     plain = rope.get("rope_type", "default") == "default"
     return {
@@ -55,7 +55,7 @@ def build_rope_keys(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Rope parameters of a config.json in either spelling, in that of transformers 5.
+    """Return the rope parameters of a config.json, in either spelling, in that of transformers 5.
 
     Raises:
         ConfigError: none, or two that contradict each other.
@@ -81,17 +81,17 @@ def read_rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def require(config: Mapping[str, Any], key: str, where: str) -> Any:
-    """The value of a key; ConfigError where there is none."""
+    """Return the value of a key. Raises ConfigError if there is none."""
     if config.get(key) is None:
         raise ConfigError(f"{where}: key {key} is missing")
     return config[key]
 
 
 def read_layer_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What `build_layer_keys` wrote, as fields of a `DraftShape`.
+    """Return what `build_layer_keys` writes as fields of a `DraftShape`.
 
     Raises:
-        ConfigError: a key is missing, or an activation or a bias that drafts here do not have.
+        ConfigError: a key is missing, or an activation other than silu, or a bias.
     """
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
@@ -114,10 +114,10 @@ def read_layer_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def list_layer_tensors(prefix: str, shape: DraftShape, inputs: int) -> Shapes:
-    """Of one layer of the Llama family whose q, k and v projections read `inputs` columns.
+    """Return names and shapes of the tensors of one Llama layer whose q, k and v projections have `inputs` columns.
 
     Args:
-        prefix: of the names, with its dot.
+        prefix: of the names, with the dot.
     """
     hidden, wide = shape.hidden_size, shape.intermediate_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

@@ -1,4 +1,4 @@
-"""The README.md beside exported files: what a draft is worth, if that is known, who loads the files, and how."""
+"""The README.md beside exported files: the model card, if there is one, and how servers load the files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from draftworks.export.names import DRAFT_FOLDER
 
 
 def render_readme(export_format: ExportFormat, draft: CanonicalDraft, card: str) -> str:
-    """The model card, or a title where there is none, and a section about this folder."""
+    """Return the text: the model card, or a title where there is none, and a section on serving."""
     lines = [card.rstrip() if card else f"# {draft.record.strategy} draft of {draft.target.name}"]
     lines += ["", "## Serving", "", f"Format `{export_format.name}`. Loaded by: {export_format.loaders(draft)}", ""]
     for server, command in export_format.serve_commands(draft, DRAFT_FOLDER).items():

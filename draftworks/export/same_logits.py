@@ -1,4 +1,4 @@
-"""One draft computed twice: by our own drafter, and from the exported files by a reader that shares no code with it."""
+"""Compare our drafter with an independent reader of the exported files, which shares no code with it."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from draftworks.storage.identity import LayerTap
 def open_export(
     export_format: str, folder: Path, target: TargetTensors, dtype: torch.dtype = torch.float64
 ) -> ExportReader:
-    """The exported draft, checked for everything that loaders pass over in silence.
+    """Open an exported draft with the independent reader of its format.
 
     Args:
         dtype: what to compute in, whatever the file holds.
 
     Raises:
         ConfigError: no such format.
-        StoreError: the files are not a draft of that format for this target.
+        StoreError: a file is missing or unreadable, or lacks a value that the computation needs.
     """
     read = load_dotted(resolve_export(export_format).reader)
     return read(ExportFolder.read(folder), target, dtype)
 
 
 CONTEXTS = (1, 2, 7, 24)
-"""Lengths of the made-up sequences."""
+"""Lengths of the random sequences."""
 _LEAST = 1e-30
-"""Probabilities below are taken for this: fp32 rounds them to nothing or not, as it happens."""
+"""Probabilities are clamped to this: below, fp32 may round them to 0."""
 
 
 @dataclass(frozen=True)
 class LogitsComparison:
-    """Over `compared` log probabilities.
+    """Differences between drafter and reader over `compared` log probabilities.
 
     Attributes:
-        largest: difference.
-        relative: the same in shares of how far the log probabilities of its step range, as rounding errors grow with it.
+        largest: the largest difference.
+        relative: the same, divided by the range of the log probabilities of its step, as rounding errors grow with it.
     """
 
     largest: float
@@ -57,15 +57,15 @@ class LogitsComparison:
 def compare_with_reader(
     folder: Path, export_format: str, draft: CanonicalDraft, strategy: DraftStrategy, dtype: torch.dtype
 ) -> LogitsComparison:
-    """Ask both for the same proposals after random features, always the same, of several lengths.
+    """Compare both on the same proposals after fixed random features of several lengths.
 
-    Both round the target's embedding and head to the export's dtype too: a server of that dtype lends them so.
+    The target's embedding and head are rounded to the export's dtype too, as they are in a server of that dtype.
 
     Args:
         strategy: the draft with weights rounded to `dtype`, computing in fp32.
 
     Raises:
-        StoreError: the files are not a draft of that format for this target.
+        StoreError: as `open_export`.
     """
     parts = round_target(draft.parts, dtype)
     target = TargetTensors(parts.embedding, parts.head, parts.embedding_scale)
@@ -78,7 +78,7 @@ def compare_with_reader(
 
 
 class _Answers(NamedTuple):
-    """Log probabilities (k, V) of the same proposal."""
+    """Log probabilities (k, V) of one proposal, by our drafter and by the reader."""
 
     ours: Tensor
     theirs: Tensor
@@ -87,7 +87,7 @@ class _Answers(NamedTuple):
 def _ask_both(reader: ExportReader, strategy: DraftStrategy, length: int, draft: CanonicalDraft) -> _Answers:
     generator = torch.Generator().manual_seed(length)
     width, vocab = draft.parts.hidden_size, draft.parts.vocab_size
-    # Of every layer: a file that names others than the draft's own gets what a server would give it for them.
+    # Of every layer: a file with wrong layer ids gets the streams that a server would give it.
     layers = [LayerTap(layer).name for layer in range(draft.parts.num_layers)]
     features = {name: torch.randn(length, width, generator=generator) for name in layers}
     tokens = torch.randint(vocab, (length,), generator=generator)

@@ -1,4 +1,4 @@
-"""The configuration classes by which servers read an exported config.json, built of it: a draft that they refuse serves nobody."""
+"""Build the configuration classes by which servers read an exported config.json, to see whether they accept it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from draftworks.errors import ConfigError
 
 LAYER_CONFIG = "transformer_layer_config"
-"""Where speculators' format keeps the configuration of the draft's layers."""
+"""Key of the draft's layer configuration in speculators' format."""
 ELSEWHERE = {"sglang": "not run: make test-sglang", "speculators": "not run: make test-speculators"}
-"""Libraries with classes of their own, which need environments of their own: what is said of them here."""
+"""Libraries whose classes need an environment of their own, with the text that is reported for them."""
 
 
 def build_server_configs(config: Mapping[str, Any]) -> dict[str, str]:
-    """By library, the classes that take this config.json, or that it was not asked.
+    """Return, by library, the classes that accept this config.json, or that the library was not run.
 
-    transformers' classes are those that every server reads a draft with, or begins its own from.
+    Every server reads drafts with transformers' classes or with classes derived from them.
 
     Raises:
-        ConfigError: a class refuses the configuration, or there is none for the model_type that it names.
+        ConfigError: a class refuses the configuration, or there is none for its model_type.
     """
     parts = {"config.json": config, LAYER_CONFIG: config.get(LAYER_CONFIG)}
     built = [_build_config(where, part) for where, part in parts.items() if part and "model_type" in part]

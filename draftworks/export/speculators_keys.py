@@ -1,4 +1,4 @@
-"""Keys of config.json that speculators and vLLM read whatever the algorithm, and how the two find the target."""
+"""Keys of config.json that speculators and vLLM read for every algorithm, and their reference to the target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPECULATORS_VERSION = "0.9.0"
 
 
 def build_speculators_keys(algorithm: str, target: TargetFiles, tokens: int) -> dict[str, Any]:
-    """What speculators and vLLM read before anything else: the algorithm, and the target to load with the draft."""
+    """Return the keys that speculators and vLLM read first: the algorithm, and the target to load with the draft."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -37,12 +37,12 @@ def build_speculators_keys(algorithm: str, target: TargetFiles, tokens: int) -> 
 
 
 def model_path(target: TargetFiles) -> str:
-    """The hub id, or the absolute path of a directory."""
+    """Return the target's hub id, or the absolute path of its directory."""
     return target.model if target.revision is not None else str(Path(target.model).resolve())
 
 
 def read_architectures(target: TargetFiles) -> list[str]:
-    """As the target's config.json says. Raises StoreError where it cannot be read."""
+    """Return `architectures` of the target's config.json. Raises StoreError if it cannot be read."""
     if target.revision is None:
         path: Path | None = Path(target.model) / "config.json"
     else:
@@ -54,7 +54,7 @@ def read_architectures(target: TargetFiles) -> list[str]:
 
 
 def read_proposed_tokens(config: Mapping[str, Any], where: str) -> int:
-    """How many tokens a config.json has servers ask for. Raises ConfigError where it does not say."""
+    """Return the number of tokens that servers are to ask for. Raises ConfigError if config.json does not have it."""
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     tokens = methods[0].get("speculative_tokens")
     if not isinstance(tokens, int):
@@ -68,11 +68,12 @@ def read_proposed_tokens(config: Mapping[str, Any], where: str) -> int:
 def build_vllm_commands(
     draft: CanonicalDraft, folder: str, method: str, tokens: int, parallel: bool = False
 ) -> dict[str, str]:
-    """vLLM takes the target from the draft's config.json, or is told of both.
+    """Return vLLM's command lines: with the draft's folder alone, whose config.json names the target, and with both.
 
     Args:
-        parallel: whether the draft proposes its tokens in one pass, which vLLM's method does not say. Nor does it find the
-            method of such a draft by itself, as one user of 0.28 reports: it takes it for a plain language model, and stops.
+        parallel: whether the draft proposes its tokens in one pass, which is not part of vLLM's method. vLLM does not find
+            the method of such a draft by itself either: as a user of 0.28 reports, it takes it for a plain language model and
+            stops. So there is only the command with both.
     """
     config = {"model": folder, "method": method, "num_speculative_tokens": tokens}
     spelled = json.dumps(config | ({"parallel_drafting": True} if parallel else {}))
@@ -81,5 +82,5 @@ def build_vllm_commands(
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of the speculators library, whose class names others use too."""
+    """Return whether a config.json is of the speculators library, whose class names others use too."""
     return "speculators_model_type" in config

@@ -1,4 +1,4 @@
-"""The embedded target's tensors, something to ask a draft, and the real speculators library to judge exports."""
+"""The embedded target's tensors, inputs of a proposal, and the real speculators library to judge exports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def question(tiny_tensors: TargetTensors) -> Question:
 
 @pytest.fixture(scope="session")
 def speculators_judge(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Case]], dict[str, Findings]]:
-    """What the real library says of folders, by name; one process for all of them, since its import takes seconds."""
+    """Runs the real library on folders and returns its findings by name; in one process, as its import takes seconds."""
     environment = ROOT / ".venv-speculators"
     if not (environment / "ready").exists():
         pytest.skip("no speculators environment: make speculators-env")

@@ -1,4 +1,4 @@
-"""Exports a draft of the plug-in `fused` into its own format, imports it again, and prints what came of it as JSON."""
+"""Exports a draft of the plug-in `fused` into its own format, imports it again, and prints a JSON report of it."""
 
 from __future__ import annotations
 

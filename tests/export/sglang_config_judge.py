@@ -1,4 +1,4 @@
-"""How real SGLang reads the configuration of exported drafts: `sglang_config_judge.py FOLDER …`, under SGLang's own Python.
+"""Builds SGLang's configuration of exported drafts: `sglang_config_judge.py FOLDER …`, under SGLang's own Python.
 
 Prints a JSON list: for each folder what the class that its server builds for a draft model says, or {"refused": reason}.
 """

@@ -1,4 +1,4 @@
-"""What real SGLang makes of exported Domino drafts: `sglang_domino_judge.py FOLDER …`, under SGLang's own Python.
+"""Runs SGLang's code on exported Domino drafts: `sglang_domino_judge.py FOLDER …`, under SGLang's own Python.
 
 Beside each FOLDER lies FOLDER.safetensors with `rows` (n, block, H), `anchors` (n,), `embedding` and `head`. Prints the proposals
 for every folder as JSON.

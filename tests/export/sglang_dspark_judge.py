@@ -1,4 +1,4 @@
-"""What real SGLang makes of exported DSpark drafts: `sglang_dspark_judge.py FOLDER …`, under SGLang's own Python.
+"""Runs SGLang's model on exported DSpark drafts: `sglang_dspark_judge.py FOLDER …`, under SGLang's own Python.
 
 Beside each FOLDER lies FOLDER.safetensors with `embedding`, `head`, and for every question i `features.{i}` (n, taps · H) and
 `anchor.{i}` (1,). SGLang's model loads the files, turns the features into keys and values, and runs the block; its sampler says the
@@ -38,7 +38,7 @@ from transformers import AutoConfig
 
 
 class Cache:
-    """What SGLang writes of the context, by layer: keys and values (n, heads, D)."""
+    """Keys and values (n, heads, D) of the context, by layer, as SGLang writes them."""
 
     def __init__(self) -> None:
         self.written: dict[int, tuple[Tensor, Tensor]] = {}
@@ -127,7 +127,7 @@ def judged(folder: Path) -> dict[str, Any]:
 
 
 def alone_on_a_cpu(folder: str) -> None:
-    """What SGLang's layers ask of the process that they are in."""
+    """Sets up the process state that SGLang's layers need."""
     get_context().override_server_args(device="cpu").install()
     meeting = f"file://{folder}/meeting"
     init_distributed_environment(world_size=1, rank=0, local_rank=0, distributed_init_method=meeting, backend="gloo")

@@ -1,4 +1,4 @@
-"""Asks the real SpecForge, in its own environment, what it makes of drafts and batches."""
+"""Runs the real SpecForge, in its own environment, on drafts and batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SpecForgeCase:
 
 @dataclass(frozen=True)
 class SpecForgeAnswer:
-    """Losses and sums by batch, and its Evaluator's figures; or what it raised."""
+    """SpecForge's losses and sums by batch, and its Evaluator's figures; or its error."""
 
     losses: list[float] = field(default_factory=list)
     sums: list[dict[str, Any]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class SpecForgeAnswer:
 def ask_specforge(
     python: Path, cases: Sequence[SpecForgeCase], embedding: Tensor, head: Tensor, work: Path
 ) -> dict[str, SpecForgeAnswer]:
-    """By name of the case; one process for all of them."""
+    """Returns the answers by name of the case; one process computes all of them."""
     requests = []
     for case in cases:
         tensors = {"embedding": embedding.clone(), "head": head.clone()}

@@ -1,4 +1,4 @@
-"""Asks the real speculators library, in its own environment, what it makes of exported folders."""
+"""Runs the real speculators library, in its own environment, on exported folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "speculators_logits.py"
 
 @dataclass(frozen=True)
 class Question:
-    """What a proposal is made after: features (n, taps · H), next_tokens (n,), and the tokens drawn (k,)."""
+    """Inputs of a proposal: features (n, taps · H), next_tokens (n,), and the tokens drawn (k,)."""
 
     features: Tensor
     next_tokens: Tensor
@@ -58,7 +58,7 @@ class Findings:
 
 
 def judge(python: Path, cases: Sequence[Case], work: Path) -> dict[str, Findings]:
-    """Findings by name of the case."""
+    """Returns the findings by name of the case."""
     request, answer = work / "request.json", work / "answer.json"
     request.write_text(json.dumps([_request(case, work) for case in cases]))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

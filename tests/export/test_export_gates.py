@@ -1,11 +1,11 @@
-"""Whatever a loader would pass over in silence, a gate does not; see the measured failures of the real loaders."""
+"""Gates catch every error in exported files that the loaders of servers do not report."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.checkpoint_files import read_checkpoint
 from draftworks.export.export_format import load_format
 from draftworks.export.exporting import export_draft
-from draftworks.export.gates import GATES, GateResult, check_export
+from draftworks.export.gates import GATES, ExportedDraft, GateResult, check_export, run_gate
 from draftworks.export.names import GATE_MEANINGS, READABLE
 
 Tensors = dict[str, Tensor]
@@ -37,10 +38,11 @@ ALL = (*EAGLES, *BLOCKS)
 
 @dataclass(frozen=True)
 class Exported:
-    """An export that passes, and how to look at a damaged copy of it."""
+    """An export that passes all gates, and the gates over damaged copies of it."""
 
     toys: Toys
     format: str
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def folder(self) -> Path:
@@ -51,9 +53,19 @@ class Exported:
         return self.toys.draft(FORMATS[self.format], name=FORMATS[self.format])
 
     def gates(self, folder: Path) -> dict[str, GateResult]:
-        export_format, dtype = load_format(FORMATS[self.format], self.format), torch.bfloat16
-        strategy = self.draft.strategy(dtype)
-        return {gate.name: gate for gate in check_export(folder, export_format, self.draft, strategy, dtype)}
+        export_format, strategy = load_format(FORMATS[self.format], self.format), self.draft.build_strategy(self.dtype)
+        return {gate.name: gate for gate in check_export(folder, export_format, self.draft, strategy, self.dtype)}
+
+    @cached_property
+    def opened(self) -> ExportedDraft:
+        found, strategy = read_checkpoint(self.folder), self.draft.build_strategy(self.dtype)
+        export_format = load_format(FORMATS[self.format], self.format)
+        values = (export_format, self.draft, strategy, self.dtype, found.config, found.tensors)
+        return ExportedDraft(self.folder, *values)
+
+    def passes(self, gate: str, **changes: Any) -> bool:
+        """Whether a gate passes with another `config` or other `tensors`."""
+        return run_gate(gate, replace(self.opened, **changes)).passed
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +80,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
 
 @dataclass(frozen=True)
 class Damage:
-    """A change of tensors or config.json, and the gate that must see it."""
+    """A change of tensors or config.json, and the gate that must fail."""
 
     name: str
     gate: str
@@ -99,7 +111,7 @@ def as_ids(tensors: Tensors) -> None:
 
 
 def mark_another(tensors: Tensors) -> None:
-    """As many tokens, but one of them another."""
+    """Exchange one of the marked tokens."""
     marked = tensors["t2d"]
     marked[int(marked.nonzero()[0])], marked[int((~marked).nonzero()[0])] = False, True
 
@@ -110,7 +122,7 @@ def swap_taps(tensors: Tensors) -> None:
 
 
 def overflow(tensors: Tensors) -> None:
-    """What becomes of a large weight on its way through fp16."""
+    """A large weight after a cast to fp16."""
     tensors["norm.weight"] = (tensors["norm.weight"].float() * 1e6).half().bfloat16()
 
 
@@ -167,7 +179,7 @@ def in_projector(**values: Any) -> Callable[[Config], Any]:
 
 
 def in_heads(**values: Any) -> Callable[[Config], Any]:
-    """Wherever the format keeps the keys of DSpark's heads."""
+    """Change keys of DSpark's heads in every place where the format has them."""
 
     def change(config: Config) -> None:
         for place in (config, config.get("dflash_config")):
@@ -183,7 +195,7 @@ def exchange_markov(tensors: Tensors) -> None:
 
 
 def reorder_gru(tensors: Tensors) -> None:
-    """Update before reset, as other libraries keep them."""
+    """Update before reset, the order of other libraries."""
     for name in ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0"):
         reset, update, new = tensors[name].chunk(3)
         tensors[name] = torch.cat([update, reset, new])
@@ -239,7 +251,9 @@ DAMAGES = (
     Damage("mask token", "same_logits", (*DFLASH[1:], *PEAGLE), config=having(mask_token_id=3)),
     Damage("anchor sampled from", "config_round_trip", DFLASH[1:], config=having(sample_from_anchor=True)),
     Damage("causal blocks in vLLM", "same_logits", DFLASH[1:], config=having(sliding_window_non_causal=False)),
-    Damage("a null where SGLang asks for the key", "same_logits", EAGLE3[:1], config=having(target_hidden_size=None)),
+    Damage(
+        "a null where SGLang asks for the key", "config_round_trip", EAGLE3[:1], config=having(target_hidden_size=None)
+    ),
     Damage("state of a mask missing", "key_set", PEAGLE, without("mask_hidden")),
     Damage(
         "state of a mask for other taps",
@@ -252,16 +266,16 @@ DAMAGES = (
     Damage("layers with a window", "config_round_trip", SPECULATORS_EAGLES, config=windowed),
     Damage("layers with a window, logits", "same_logits", SPECULATORS_EAGLES, config=windowed),
     Damage("number of proposals", "config_round_trip", PEAGLE, config=proposing(9)),
-    Damage("no proposals", "same_logits", PEAGLE, config=proposing(0)),
+    Damage("no proposals", "config_round_trip", PEAGLE, config=proposing(0)),
     Damage("embedding said to be the target's", "config_round_trip", PEAGLE, config=having(embed_requires_grad=False)),
     Damage("normed residual, logits", "same_logits", SPECULATORS_EAGLES, config=having(norm_before_residual=True)),
-    Damage("one token at a time", "same_logits", PEAGLE, config=having(speculators_model_type="eagle3")),
+    Damage("one token at a time", "config_round_trip", PEAGLE, config=having(speculators_model_type="eagle3")),
     Damage("correction missing", "key_set", DOMINO, without("embed_proj.2.weight")),
     Damage("parts of the GRU in another order", "same_logits", DOMINO, reorder_gru),
     Damage("label shift", "config_round_trip", DOMINO, config=in_projector(shift_label=False)),
     Damage("label shift, logits", "same_logits", DOMINO, config=in_projector(shift_label=False)),
     Damage("what is corrected", "config_round_trip", DOMINO, config=in_projector(pure_draft_prefix_len=0)),
-    Damage("no projector", "same_logits", DOMINO, config=in_projector(projector_type=None)),
+    Damage("no projector", "config_round_trip", DOMINO, config=in_projector(projector_type=None)),
     Damage("two widths of the projector", "config_round_trip", DOMINO, config=having(emb_dim=7)),
     Damage("Markov head missing", "key_set", DSPARK, without("markov_head.markov_w2.weight")),
     Damage("Markov matrices exchanged", "tensors_equal", DSPARK, exchange_markov),
@@ -281,12 +295,13 @@ DAMAGES = (
     ),
     Damage(
         "another class",
-        "same_logits",
+        "config_round_trip",
         EAGLE3[:1] + DFLASH[:1] + DOMINO + DSPARK[:1],
         config=having(architectures=["Llama"]),
     ),
-    Damage("no speculators_config", "same_logits", SPECULATORS, config=without("speculators_config")),
+    Damage("no speculators_config", "config_round_trip", SPECULATORS, config=without("speculators_config")),
     Damage("no config of the layers", "config_round_trip", SPECULATORS, config=without("transformer_layer_config")),
+    Damage("a key by which servers compute otherwise", "config_round_trip", config=having(is_causal=True)),
 )
 
 
@@ -310,6 +325,49 @@ def test_a_silent_failure_is_caught(exports: dict[str, Exported], name: str, dam
     assert not gates[damage.gate].passed
     assert gates[damage.gate].description
     json.dumps([dict(gate.figures) for gate in gates.values()], allow_nan=False)
+
+
+def altered(config: Config) -> Iterator[Config]:
+    """The config with one value, at any depth, removed, null or another one. The provenance is for people."""
+    for key, value in config.items():
+        if key == "provenance":
+            continue
+        yield {name: each for name, each in config.items() if name != key}
+        if isinstance(value, dict):
+            yield from ({**config, key: inner} for inner in altered(value))
+        elif value is not None:
+            yield {**config, key: None}
+            yield {**config, key: another(value)}
+        else:
+            yield {**config, key: 1}
+
+
+def another(value: Any) -> Any:
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    return {int: lambda: value + 1, float: lambda: value * 2 + 1, str: lambda: value + "x", list: lambda: value[1:]}[
+        type(value)
+    ]()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_value_of_config_json_can_be_missing_or_another(exports: dict[str, Exported], name: str):
+    exported = exports[name]
+    assert exported.passes("config_round_trip")
+    changed = list(altered(dict(exported.opened.config)))
+    assert len(changed) > 60
+    for config in changed:
+        assert not exported.passes("config_round_trip", config=config), config
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_tensor_can_be_missing_or_of_another_shape_or_dtype(exports: dict[str, Exported], name: str):
+    exported, tensors = exports[name], dict(exports[name].opened.tensors)
+    for key, tensor in tensors.items():
+        assert not exported.passes("key_set", tensors={one: each for one, each in tensors.items() if one != key})
+        assert not exported.passes("shapes", tensors={**tensors, key: torch.cat([tensor, tensor])})
+        assert not exported.passes("tensors_equal", tensors={**tensors, key: tensor.to(torch.int32)})
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])

@@ -1,4 +1,4 @@
-"""What was exported comes back as the draft it was; relatives from other trainers come in; everything else is refused."""
+"""Imports: our exports come back as the same draft, variants of other trainers are read, everything else is refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_was_exported_comes_back(tmp_path: Path, case: Case, dtype: str):
     assert_same_draft(found, draft, getattr(torch, dtype))
     assert found.config["options"] == draft.config["options"]
     assert (imported.format, imported.strategy) == (case.format, case.strategy)
-    assert found.strategy().drafter() is not None
+    assert found.build_strategy().drafter() is not None
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -84,7 +84,7 @@ def test_a_checkpoint_of_another_trainer_needs_no_provenance(toys: Toys, tmp_pat
     assert_same_draft(CanonicalDraft.load(tmp_path / "imported", toys.target), expected)
 
 
-def test_a_draft_of_our_own_comes_in_as_it_is(toys: Toys, tmp_path: Path):
+def test_a_canonical_draft_is_imported_unchanged(toys: Toys, tmp_path: Path):
     imported = import_draft(toys.folder / "eagle3", toys.target, tmp_path / "imported")
     found, expected = (CanonicalDraft.load(f, toys.target) for f in (tmp_path / "imported", toys.folder / "eagle3"))
     assert (found.record, imported.format) == (expected.record, "draftworks")
@@ -137,7 +137,7 @@ RELATIVES = {
 
 
 @pytest.mark.parametrize("name", RELATIVES)
-def test_relatives_of_a_format_come_in(toys: Toys, tmp_path: Path, name: str):
+def test_variants_of_a_format_are_imported(toys: Toys, tmp_path: Path, name: str):
     source, tensors, config = RELATIVES[name]
     import_draft(
         changed(toys.folder / source, tmp_path / "foreign", tensors, config), toys.target, tmp_path / "imported"
@@ -185,7 +185,7 @@ def test_a_whole_vocabulary_needs_neither_mapping_nor_head(toys: Toys, tmp_path:
     assert not found.weights["d2t"].any()
 
 
-def test_shards_come_in(toys: Toys, tmp_path: Path):
+def test_shards_are_imported(toys: Toys, tmp_path: Path):
     source = shutil.copytree(toys.folder / "zlab_dflash", tmp_path / "sharded")
     weights = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
@@ -337,7 +337,7 @@ def tree(folder: Path) -> dict[Path, bytes]:
 
 @pytest.mark.parametrize("source", ["eagle3", "sglang_eagle3"])
 @pytest.mark.parametrize("out", ["peer", "held", "held/file", ".", "held/..", "new/..", "link"])
-def test_what_is_at_the_new_place_already_is_never_touched(
+def test_an_import_never_replaces_what_exists(
     toys: Toys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, out: str
 ):
     shutil.copytree(toys.folder / source, tmp_path / "peer")

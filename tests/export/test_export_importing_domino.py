@@ -1,4 +1,4 @@
-"""Domino drafts of other trainers come in, wherever they keep the keys of the projector; half a one does not."""
+"""Imports of Domino drafts: the projector's keys may be in either place; an incomplete projector is refused."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_no_draft_here_can_be_is_refused(toys: Toys, tmp_path: Path, name: 
     assert not (tmp_path / "imported").exists()
 
 
-def test_one_that_no_server_takes_can_still_come_in(toys: Toys, tmp_path: Path):
+def test_a_draft_that_no_server_takes_can_still_be_imported(toys: Toys, tmp_path: Path):
     source = changed(toys.folder / "zlab_domino", tmp_path / "foreign", config=projector(pure_draft_prefix_len=0))
     imported = import_draft(source, toys.target, tmp_path / "imported")
     assert imported.options["pure_draft_prefix_len"] == 0

@@ -1,4 +1,4 @@
-"""DSpark drafts of other trainers come in, whatever they call things; what is another draft with DFlash's tensors does not."""
+"""Imports of DSpark drafts in the spellings of several trainers; other drafts with DFlash's tensors are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def specforges_keys(config: Config) -> None:
 
 
 def deepspecs_keys(config: Config) -> None:
-    """All beside each other, and none of what says that this is a relative of DFlash."""
+    """All keys at the top level, without those that mark a variant of DFlash."""
     inside = config.pop("dflash_config")
     config |= {"mask_token_id": inside["mask_token_id"], "target_layer_ids": inside["target_layer_ids"]}
     config |= {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
@@ -101,7 +101,7 @@ def other_head(tensors: Tensors) -> None:
 
 
 def without_markov(tensors: Tensors) -> None:
-    """Nor what the confidence head read of it."""
+    """Without the columns of the confidence head for the Markov embedding too."""
     for name in [name for name in tensors if name.startswith("markov_head.")]:
         del tensors[name]
     tensors["confidence_head.proj.weight"] = tensors["confidence_head.proj.weight"][:, :HIDDEN].contiguous()
@@ -178,7 +178,7 @@ def test_what_no_draft_here_can_be_is_refused(toys: Toys, tmp_path: Path, name: 
     assert not (tmp_path / "imported").exists()
 
 
-def test_one_that_sglang_does_not_take_can_still_come_in(toys: Toys, tmp_path: Path):
+def test_a_draft_that_sglang_does_not_take_can_still_be_imported(toys: Toys, tmp_path: Path):
     bare = toys.draft("dspark", name="bare", markov_rank=0, confidence_with_markov=False)
     export_draft(bare, "speculators_dspark", tmp_path / "exported", "float32")
     imported = import_draft(changed(tmp_path / "exported", tmp_path / "foreign"), toys.target, tmp_path / "imported")
@@ -215,7 +215,7 @@ def test_no_strategy_built_on_dflash_is_taken_for_another(toys: Toys, tmp_path: 
     ],
 )
 def test_the_marks_of_a_strategy_decide_whose_it_is(marks: dict[str, Any], expected: str):
-    """Whether it then is a draft that is known here, its format says."""
+    """The format decides afterwards whether it can be imported."""
     config = {"architectures": ["DFlashDraftModel"], **marks}
     assert recognise_format(Path("peer"), config).name == expected
 

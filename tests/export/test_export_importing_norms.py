@@ -1,4 +1,4 @@
-"""`norm_output` of EAGLE-3 drafts in SGLang's layout: two trainers mean two things by it, and an import says which it took."""
+"""`norm_output` of EAGLE-3 drafts in SGLang's layout: two trainers give it two meanings, and an import reports which it used."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_norm_output_is_what_specforge_means_unless_it_is_said_to_be_sglangs(
         )
 
 
-def test_a_norm_that_was_trained_although_nothing_should_read_it_is_told(toys: Toys, tmp_path: Path):
+def test_a_trained_norm_that_nothing_should_read_is_reported(toys: Toys, tmp_path: Path):
     trained = changed(toys.folder / "sglang_eagle3", tmp_path / "trained", config=having(norm_output=False))
     untouched = changed(trained, tmp_path / "untouched", lambda t: t["norm.weight"].fill_(1))
     told = [

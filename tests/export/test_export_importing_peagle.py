@@ -1,4 +1,4 @@
-"""P-EAGLE drafts of other trainers come in with the embedding they learned; what no draft here computes does not."""
+"""Imports of P-EAGLE drafts keep a trained embedding; what no draft here computes is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def imported(toys: Toys, source: Path, folder: Path) -> CanonicalDraft:
     return CanonicalDraft.load(import_draft(source, toys.target, folder).folder, toys.target)
 
 
-def test_an_embedding_that_was_trained_comes_along(toys: Toys, tmp_path: Path):
+def test_a_trained_embedding_is_imported(toys: Toys, tmp_path: Path):
     source = changed(toys.folder / "own", tmp_path / "foreign")
     found, target = imported(toys, source, tmp_path / "imported"), TargetParts.load(toys.target)
     assert found.options.train_embeddings
@@ -75,7 +75,7 @@ def test_an_embedding_that_was_not_trained_stays_the_targets(toys: Toys, tmp_pat
     ],
     ids=["next-pass", "width-said", "defaults", "layers-without-windows"],
 )
-def test_what_changes_nothing_may_be_said_or_left_out(toys: Toys, tmp_path: Path, config: Callable[[Config], None]):
+def test_keys_that_change_nothing_are_optional(toys: Toys, tmp_path: Path, config: Callable[[Config], None]):
     found = imported(toys, changed(toys.folder / "own", tmp_path / "foreign", config=config), tmp_path / "imported")
     expected = CanonicalDraft.load(toys.folder / "own-draft", toys.target)
     assert_same_draft(found, expected)

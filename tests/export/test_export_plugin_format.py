@@ -1,4 +1,4 @@
-"""A format that another package brings is written, counted, read and imported as ours are, and nothing here knows of it."""
+"""A format of another package is written, checked, read and imported like the built-in ones."""
 
 from __future__ import annotations
 

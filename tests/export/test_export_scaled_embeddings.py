@@ -1,4 +1,4 @@
-"""Targets that scale their embeddings: a block draft reads them so, where its server does; who reads bare rows is refused."""
+"""Targets that scale their embeddings: formats whose servers look up unscaled ones are refused for block drafts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_an_independent_reader_with_the_servers_embeddings_computes_the_same(gem
     result = export_draft(draft, BLOCKS[strategy], gemma.folder / "out", "float32")
     assert result.passed
     bare = replace(draft, parts=replace(draft.parts, embedding_scale=1.0))
-    found = compare_with_reader(gemma.folder / "out", BLOCKS[strategy], bare, draft.strategy(), torch.float32)
+    found = compare_with_reader(gemma.folder / "out", BLOCKS[strategy], bare, draft.build_strategy(), torch.float32)
     assert found.largest > 0.1
 
 
 @pytest.mark.parametrize("strategy", ["dflash", "dspark"])
-def test_formats_whose_loaders_look_up_bare_rows_are_left_out(gemma: Toys, strategy: str):
+def test_formats_whose_loaders_look_up_unscaled_embeddings_are_left_out(gemma: Toys, strategy: str):
     choice = choose_formats(gemma.draft(strategy))
     assert choice.chosen == (BLOCKS[strategy],)
     assert choice.refused == {
@@ -42,12 +42,12 @@ def test_formats_whose_loaders_look_up_bare_rows_are_left_out(gemma: Toys, strat
     }
 
 
-def test_eagle3_reads_bare_rows_as_its_servers_do(gemma: Toys):
+def test_eagle3_reads_unscaled_embeddings_as_its_servers_do(gemma: Toys):
     assert len(choose_formats(gemma.draft("eagle3")).chosen) == 2
     assert export_draft(gemma.draft("eagle3"), "sglang_eagle3", gemma.folder / "out", "float32").passed
 
 
-def test_a_draft_that_was_trained_on_bare_rows_does_not_come_in(gemma: Toys, tmp_path: Path):
+def test_a_draft_that_was_trained_on_unscaled_embeddings_does_not_come_in(gemma: Toys, tmp_path: Path):
     plain = Toys.make(tmp_path / "plain", tied=True)
     export_draft(plain.draft("dflash"), "speculators_dflash", tmp_path / "peer", "float32")
     import_draft(tmp_path / "peer", plain.target, tmp_path / "fits")

@@ -1,4 +1,4 @@
-"""SGLang's own code reads exported Domino drafts and proposes what ours do."""
+"""SGLang's own code reads exported Domino drafts and proposes the same tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def exported(toys: Toys, shift_label: bool) -> list[list[int]]:
     name, generator = f"shift-{shift_label}", torch.Generator().manual_seed(5)
     draft = toys.draft("domino", name=f"draft-{name}", block_size=6, shift_label=shift_label)
     export_draft(draft, "zlab_domino", toys.folder / name, "float32")
-    strategy = draft.strategy()
+    strategy = draft.build_strategy()
     states = torch.randn(50, 6, HIDDEN, generator=generator)
     anchors = torch.randint(VOCAB, (50,), generator=generator)
     with torch.no_grad():

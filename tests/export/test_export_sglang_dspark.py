@@ -1,4 +1,4 @@
-"""SGLang's own model loads exported DSpark drafts, and its sampler proposes what ours do."""
+"""SGLang's own model loads exported DSpark drafts, and its sampler proposes the same tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from export_toys import HIDDEN, VOCAB, Toys
 from safetensors.torch import load_file, save_file
 
 from draftworks.drafts.strategy import DraftStrategy
-from draftworks.drafts.target_parts import TargetParts
-from draftworks.errors import StoreError
+from draftworks.export.canonical import CanonicalDraft
+from draftworks.export.export_format import load_format
 from draftworks.export.exporting import export_draft
+from draftworks.export.gates import check_export
 from draftworks.export.readers.reader import TargetTensors
 from draftworks.export.same_logits import open_export
 
@@ -53,8 +54,8 @@ class Answers:
     theirs: dict[str, dict[str, Any]]
 
 
-def lively(strategy: DraftStrategy) -> DraftStrategy:
-    """With weights so large that neither the mask token nor one word decides what is said."""
+def scale_weights(strategy: DraftStrategy) -> DraftStrategy:
+    """Scale the weights so that neither the mask token nor one token alone decides the proposal."""
     with torch.no_grad():
         for name, weight in strategy.model.named_parameters():
             if "norm" not in name and not name.startswith("confidence_head"):
@@ -64,9 +65,9 @@ def lively(strategy: DraftStrategy) -> DraftStrategy:
 
 def exported(toys: Toys, name: str, options: dict[str, Any]) -> Proposed:
     """Exports a draft with questions beside it, and returns what it proposes itself."""
-    draft = toys.saved(lively(toys.strategy("dspark", **{"block_size": 6, **options})), f"draft-{name}")
+    draft = toys.saved(scale_weights(toys.strategy("dspark", **{"block_size": 6, **options})), f"draft-{name}")
     assert export_draft(draft, "zlab_dspark", toys.folder / name, "float32").passed
-    strategy, generator = draft.strategy(), torch.Generator().manual_seed(5)
+    strategy, generator = draft.build_strategy(), torch.Generator().manual_seed(5)
     target = TargetTensors(draft.parts.embedding.float(), draft.parts.head.float())
     reader = open_export("zlab_dspark", toys.folder / name, target, torch.float32)
     asked, tokens, confidence = {"embedding": target.embedding, "head": target.head}, [], []
@@ -83,8 +84,8 @@ def exported(toys: Toys, name: str, options: dict[str, Any]) -> Proposed:
     return Proposed(tokens, confidence)
 
 
-def silenced(source: Path, folder: Path) -> None:
-    """A copy without `SILENT`, with the same questions."""
+def write_silent_copy(source: Path, folder: Path) -> None:
+    """Write a copy without the tensor `SILENT`, with the same questions."""
     shutil.copytree(source, folder)
     tensors = load_file(source / "model.safetensors")
     del tensors[SILENT]
@@ -96,7 +97,7 @@ def silenced(source: Path, folder: Path) -> None:
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     toys = Toys.make(tmp_path_factory.mktemp("sglang"))
     ours = {name: exported(toys, name, options) for name, options in DRAFTS.items()}
-    silenced(toys.folder / "vanilla", toys.folder / "silent")
+    write_silent_copy(toys.folder / "vanilla", toys.folder / "silent")
     names = [*DRAFTS, "silent"]
     command = [ROOT / ".venv-sglang" / "bin" / "python", JUDGE, *(toys.folder / name for name in names)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -127,8 +128,9 @@ def test_the_heads_decide_what_is_proposed(answers: Answers):
     assert len(set(said)) == len(said)
 
 
-def test_sglang_is_silent_about_a_missing_part_of_the_markov_head_and_the_reader_is_not(answers: Answers):
+def test_sglang_is_silent_about_a_missing_part_of_the_markov_head_and_a_gate_is_not(answers: Answers):
     assert answers.theirs["silent"]["unset"] == [SILENT]
-    parts = TargetParts.load(answers.toys.target)
-    with pytest.raises(StoreError, match=f"missing: {SILENT}"):
-        open_export("zlab_dspark", answers.toys.folder / "silent", TargetTensors(parts.embedding, parts.head))
+    draft = CanonicalDraft.load(answers.toys.folder / "draft-vanilla", answers.toys.target)
+    silent, export_format = answers.toys.folder / "silent", load_format("dspark", "zlab_dspark")
+    gates = check_export(silent, export_format, draft, draft.build_strategy(), torch.float32)
+    assert not {gate.name: gate.passed for gate in gates}["key_set"]

@@ -106,7 +106,7 @@ NORM_OUTPUT = {"norm_output_true": True, "norm_output_false": False}
 
 @dataclass(frozen=True)
 class Judged:
-    """Drafts of ours and what SpecForge says of them, by variant."""
+    """Our drafts and SpecForge's answers, by variant."""
 
     toys: Toys
     folder: Path
@@ -154,7 +154,7 @@ def readable(toys: Toys, variant: Variant, name: str) -> tuple[DraftStrategy, Pa
     assert export.passed, export.gates
     config = json.loads((export.path / "config.json").read_text())
     (export.path / "config.json").write_text(json.dumps(variant.config(config)))
-    return draft.strategy(), export.path
+    return draft.build_strategy(), export.path
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from random_exports import SAYS, speculators_dflash, speculators_dspark, speculators_eagle3, speculators_peagle
+from random_exports import DRAFT_VOCAB, speculators_dflash, speculators_dspark, speculators_eagle3, speculators_peagle
 from speculators_judge import Case
 
 from draftworks.export.same_logits import open_export
@@ -57,8 +57,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-REDUCED = {"dflash_reduced": {"says": SAYS}}
-REDUCED_DSPARK = {"dspark_reduced": {"says": SAYS, "enable_confidence_head": False}}
+REDUCED = {"dflash_reduced": {"draft_vocab": DRAFT_VOCAB}}
+REDUCED_DSPARK = {"dspark_reduced": {"draft_vocab": DRAFT_VOCAB, "enable_confidence_head": False}}
 CASES = (*EAGLE3, *WINDOWED, *PEAGLE, ONE_PASS, *DFLASH, *REDUCED, *DSPARK, *REDUCED_DSPARK, "eagle3_llama3_rope")
 BACK_ENDS = ("eager", "sdpa")
 

@@ -1,4 +1,4 @@
-"""What vLLM has to be told of an export, in its files and on its command line, because it would not find it out."""
+"""Keys and command line arguments that vLLM needs because it does not derive them from the draft."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def toys(tmp_path: Path) -> Toys:
 
 
 def layers_of(toys: Toys, name: str, **options: Any) -> dict[str, Any]:
-    """What the export's config.json says of its decoder layers, which is what vLLM makes its own config of."""
+    """The section of config.json from which vLLM builds its own configuration of the layers."""
     export_draft(toys.draft(FORMATS[name], **options), name, toys.folder / "out")
     return json.loads((toys.folder / "out" / "config.json").read_text())["transformer_layer_config"]
 

@@ -1,4 +1,4 @@
-"""The real speculators library loads what we export and computes what our drafters do; and what it saves comes in again."""
+"""The real speculators library loads our exports and computes the same; what it saves can be imported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def exported(case: Exporting, folder: Path) -> Exported:
     paths = {dtype: toys.folder / dtype for dtype in ("float32", "bfloat16")}
     for dtype, path in paths.items():
         assert export_draft(draft, case.format, path, dtype).passed
-    strategy = draft.strategy()
+    strategy = draft.build_strategy()
     generator = torch.Generator().manual_seed(1)
     features = [torch.randn(ROWS, draft.parts.hidden_size, generator=generator) for _ in draft.taps]
     tokens = torch.randint(draft.parts.vocab_size, (ROWS,), generator=generator)

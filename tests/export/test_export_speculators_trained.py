@@ -1,4 +1,4 @@
-"""What `speculators train` makes of EAGLE-3 by its own defaults comes in, computes what it computed, and goes back as it was."""
+"""A draft that `speculators train` makes by its defaults is imported, computes the same, and is exported unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLAGS = ["--speculator-type", "eagle3", "--draft-vocab-size", "100", "--total-se
 
 
 class Journey(NamedTuple):
-    """A checkpoint of the library, what came in, what went back, and what the library says of the first and the last."""
+    """A checkpoint of the library, its import, the export of that, and the library's findings on first and last."""
 
     trained: Path
     draft: CanonicalDraft
@@ -69,9 +69,9 @@ def with_embedding(trained: Path, embedding: Tensor, folder: Path) -> Path:
     return folder
 
 
-def unrolled(draft: CanonicalDraft, question: Question) -> Tensor:
-    """Logits (k, V_d) of the chain after the question's last row, in the training form, on the drawn tokens."""
-    strategy, rows, steps = draft.strategy(), len(question.features), len(question.drawn)
+def unroll_draft(draft: CanonicalDraft, question: Question) -> Tensor:
+    """Return the training form's logits (k, V_d) for the chain after the question's last position, on the drawn tokens."""
+    strategy, rows, steps = draft.build_strategy(), len(question.features), len(question.drawn)
     tokens = torch.cat([question.next_tokens[:1], question.next_tokens, question.drawn])[None]
     padding = question.features.new_zeros(tokens.shape[1] - rows, question.features.shape[1])
     here = (torch.arange(tokens.shape[1]) == rows - 1)[None]
@@ -90,7 +90,7 @@ def test_the_librarys_defaults_are_options_here(journey: Journey):
 
 
 def test_logits_are_those_of_the_library(journey: Journey, question: Question):
-    ours, theirs = unrolled(journey.draft, question), journey.findings["trained"].logits
+    ours, theirs = unroll_draft(journey.draft, question), journey.findings["trained"].logits
     assert float((ours - theirs).abs().max()) < 1e-5 * float(theirs.abs().max())
 
 

@@ -1,178 +1,164 @@
-"""EAGLE-3 written down as plainly as its formulas: what the fast implementation is compared with."""
+"""Losses and metric sums of EAGLE-3, one position and one step at a time, from the states of its reader.
+
+Training over several steps asks at every position what serving asks there: given the true text up to it and, as its own
+proposals, the true tokens after it, step i is the state of the reader's chain after i tokens.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from reference_readers import eagle3_reader
 from torch import Tensor
+from torch.nn import functional as F
+
+from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
+
+MASKS = [[0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1]]
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
-class Transcribed(NamedTuple):
-    """The loss, differentiable, and by step: mean loss, right proposals, and proposals."""
+class Supervised(NamedTuple):
+    """One supervised position at one step: cross-entropy, acceptance rate α, and whether the first choice is the target's,
+    and the target's in the draft vocabulary."""
+
+    ce: Tensor
+    accepted: Tensor
+    right: bool
+    taught: bool
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The loss, differentiable, and by step: mean losses and supervised positions."""
 
     loss: Tensor
     loss_weight: int
     step_losses: list[float]
-    corrects: list[float]
-    denoms: list[float]
+    supervised: list[list[Supervised]]
+
+    @property
+    def corrects(self) -> list[float]:
+        return [sum(each.right for each in step) for step in self.supervised]
+
+    @property
+    def denoms(self) -> list[float]:
+        return [len(step) for step in self.supervised]
 
 
-def reference_states(w: dict[str, Tensor], cfg, input_ids: Tensor, aux: Tensor, embedding: Tensor, options):
-    """What the head reads at every step, one softmax over S + i columns each. `w` is the draft's state dict."""
-    batch, length = input_ids.shape
-    if options.fc_norm:
-        taps = aux.split(cfg.hidden_size, dim=-1)
-        aux = torch.cat([_norm(x, w[f"fc_norm.{i}.weight"], cfg.rms_norm_eps) for i, x in enumerate(taps)], dim=-1)
-    if options.norm_before_fc:
-        aux = _norm(aux, w["input_norm.weight"], cfg.rms_norm_eps)
-    ids, h = _shift_left(input_ids), aux @ w["fc.weight"].T
-    keys, values, states = [], [], []
-    causal = torch.tensor(
-        [[k <= q and k > q - (options.sliding_window or length) for k in range(length)] for q in range(length)]
-    )
-    for step in range(options.ttt_length):
-        e = _norm(embedding[ids], w["midlayer.input_layernorm.weight"], cfg.rms_norm_eps)
-        normed_state = _norm(h, w["midlayer.hidden_norm.weight"], cfg.rms_norm_eps)
-        h = normed_state if options.norm_before_residual else h
-        x = torch.cat([e, normed_state], dim=-1)
-        q, k, v = (
-            (x @ w[f"midlayer.self_attn.{name}_proj.weight"].T).view(batch, length, -1, cfg.head_dim).transpose(1, 2)
-            for name in "qkv"
-        )
-        q, k = _rope(q, step, cfg), _rope(k, step, cfg)
-        group = q.shape[1] // k.shape[1]
-        keys.append(k.repeat_interleave(group, 1))
-        values.append(v.repeat_interleave(group, 1))
-        block = (q @ keys[0].transpose(-1, -2)).masked_fill(~causal, float("-inf"))
-        columns = [block] + [(q * key).sum(-1, keepdim=True) for key in keys[1:]]
-        a = torch.softmax(torch.cat(columns, -1) / cfg.head_dim**0.5, dim=-1)
-        o = a[..., :length] @ values[0]
-        for j in range(1, step + 1):
-            o = o + a[..., length + j - 1, None] * values[j]
-        h = h + o.transpose(1, 2).reshape(batch, length, -1) @ w["midlayer.self_attn.o_proj.weight"].T
-        m = _norm(h, w["midlayer.post_attention_layernorm.weight"], cfg.rms_norm_eps)
-        gate, up = m @ w["midlayer.mlp.gate_proj.weight"].T, m @ w["midlayer.mlp.up_proj.weight"].T
-        h = h + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
-        normed = _norm(h, w["norm.weight"], cfg.rms_norm_eps)
-        states.append(normed if options.norm_output else h)
-        if options.feedback == "post_norm":
-            h = normed
-        ids = _shift_left(ids)
-    return states
+def reference(strategy: DraftStrategy, samples: list[dict[str, Tensor]]) -> Reference:
+    by_step = [[] for _ in range(strategy.options.ttt_length)]
+    for sample in samples:
+        for step, found in _supervised(strategy, sample):
+            by_step[step].append(found)
+    options = strategy.options
+    if options.loss == "specforge":
+        positions = len(samples) * max(len(sample["input_ids"]) for sample in samples)
+        losses = [_specforge_loss([each for each in step if each.taught], positions, options) for step in by_step]
+        sums, weight = losses, 1
+    else:
+        sums = [
+            sum((_position_loss(each, options) for each in step if each.taught), torch.zeros(())) for step in by_step
+        ]
+        losses = [total / max(len(step), 1) for total, step in zip(sums, by_step)]
+        weight = len(by_step[0])
+    loss = sum(options.step_decay**i * total for i, total in enumerate(sums))
+    return Reference(loss, weight, [float(each.detach()) for each in losses], by_step)
 
 
-def reference_specforge(states, w, loss_mask: Tensor, last: Tensor, head: Tensor, options) -> Transcribed:
-    """SpecForge's loss: teacher of the hidden state shifted left, mask not shifted, mean over all B·S positions; the LK
-    losses by means over the positions where pm is on."""
-    steps, length = len(states), loss_mask.shape[1]
-    mask = loss_mask.to(last.dtype)
-    z = torch.nn.functional.pad(last, (0, 0, 0, 1))[:, 1:] @ head.T
-    t2d, d2t = w["t2d"], w["d2t"]
-    tid, q = z.argmax(-1), torch.softmax(z[..., t2d], -1)
-    whole = torch.exp(z[..., t2d] - torch.logsumexp(z, -1, keepdim=True))
-    pm = t2d[tid].to(last.dtype) * mask
-    q = torch.nn.functional.pad(q, (0, 0, 0, steps), value=1 / q.shape[-1])
-    whole = torch.nn.functional.pad(whole, (0, 0, 0, steps))
-    tid = torch.nn.functional.pad(tid, (0, steps))
-    loss, step_losses, corrects, denoms = 0, [], [], []
-    for i, state in enumerate(states):
-        logits = state @ w["lm_head.weight"].T
-        ploss = -(pm[..., None] * q[:, i : i + length] * torch.log_softmax(logits, -1)).sum(-1).mean()
-        alpha = torch.minimum(whole[:, i : i + length], torch.softmax(logits, -1)).sum(-1)
-        ploss = _specforge_objective(ploss, alpha, pm, options)
-        best = logits.argmax(-1)
-        corrects.append(((best + d2t[best] == tid[:, i : i + length]) * mask).sum().item())
-        denoms.append(mask.sum().item())
-        step_losses.append(float(ploss.detach()))
-        loss = loss + options.step_decay**i * ploss
-        pm, mask = _shift_left(pm), _shift_left(mask)
-    return Transcribed(loss, 1, step_losses, corrects, denoms)
+def _supervised(strategy: DraftStrategy, sample: dict[str, Tensor]) -> list[tuple[int, Supervised]]:
+    reader, options, head = eagle3_reader(strategy), strategy.options, strategy._target.head
+    ids, mask, found = sample["input_ids"], sample["loss_mask"].tolist(), []
+    streams = torch.cat([sample[tap.name] for tap in reader.taps], dim=-1)
+    for position in range(len(ids) - 1):
+        steps = [
+            i for i in range(min(options.ttt_length, len(ids) - 1 - position)) if _counts(mask, position, i, options)
+        ]
+        if not steps:
+            continue
+        known = F.pad(ids[position + 2 : position + 2 + max(steps)], (0, 1))  # the last is not read
+        logits = read_logits(strategy, streams[: position + 1], ids[1 : position + 2], known)
+        for step in steps:
+            z = head @ sample["last"][position + 1 + step]
+            found.append((step, _compare(z, logits[step], reader.vocabulary.ids)))
+    return found
 
 
-def _specforge_objective(ploss: Tensor, alpha: Tensor, pm: Tensor, options) -> Tensor:
+def read_logits(strategy: DraftStrategy, features: Tensor, next_tokens: Tensor, drawn: Tensor) -> Tensor:
+    """Return the reader's logits (k, V_d); without the final norm where the head is to read un-normed states, which no
+    format can hold."""
+    reader = eagle3_reader(strategy)
+    states = reader.states(features, next_tokens, drawn)
+    read = reader.norm(states, "norm") if strategy.options.norm_output else states
+    return read @ reader.weights["lm_head.weight"].T
+
+
+def _counts(mask: list[int], position: int, step: int, options) -> bool:
+    """Token mean: the tokens from position + 1 to the label, position + 2 + step, are all the assistant's. SpecForge: the
+    mask at position + step, off at the last position of a sample."""
+    if options.loss == "specforge":
+        return bool(mask[position + step]) and position + step < len(mask) - 1
+    return position + 2 + step < len(mask) and all(mask[position + 1 : position + 3 + step])
+
+
+def _compare(z: Tensor, logits: Tensor, ids: Tensor) -> Supervised:
+    """From logits of the target (V,) and of the draft (V_d,), whose columns are `ids` of the target."""
+    label = z.argmax()
+    ce = -(z[ids].softmax(-1) * logits.log_softmax(-1)).sum()
+    accepted = torch.minimum(z.softmax(-1)[ids], logits.softmax(-1)).sum()
+    return Supervised(ce, accepted, bool(ids[logits.argmax()] == label), bool((ids == label).any()))
+
+
+def _position_loss(one: Supervised, options) -> Tensor:
     if options.objective == "ce":
-        return ploss
+        return one.ce
     if options.objective == "lk_alpha":
-        return -torch.where(pm > 0, alpha, 1).log().sum() / pm.sum().clamp(min=1)
-    mean = (pm * alpha).sum() / pm.sum().clamp(min=1)
-    share = options.kl_scale * torch.exp(-options.kl_decay * mean.detach())
-    return share * ploss + (1 - share) * (1 - mean) * (pm.sum() > 0)
+        return -one.accepted.log()
+    share = options.kl_scale * torch.exp(-options.kl_decay * one.accepted.detach())
+    return share * one.ce + (1 - share) * (1 - one.accepted)
 
 
-def reference_token_mean(states, w, loss_mask: Tensor, last: Tensor, head: Tensor, options) -> Transcribed:
-    """Row by row: row t at step i predicts token t+2+i if all of t+1 … t+2+i are the assistant's."""
-    steps, (batch, length) = len(states), loss_mask.shape
-    draft_ids = w["t2d"].nonzero().squeeze(1).tolist()
-    loss, rows_at_0 = last.new_zeros(()), 0
-    corrects, denoms, sums = ([0.0] * steps for _ in range(3))
-    for b in range(batch):
-        for i in range(steps):
-            for t in range(length):
-                if t + 2 + i >= length or not loss_mask[b, t + 1 : t + 3 + i].all():
-                    continue
-                rows_at_0 += i == 0
-                denoms[i] += 1
-                z = last[b, t + 1 + i] @ head.T
-                logits = states[i][b, t] @ w["lm_head.weight"].T
-                label = int(z.argmax())
-                corrects[i] += draft_ids[int(logits.argmax())] == label
-                if label in draft_ids:
-                    cost = _row_objective(z, logits, draft_ids, options)
-                    sums[i] += float(cost.detach())
-                    loss = loss + options.step_decay**i * cost
-    means = [total / max(count, 1) for total, count in zip(sums, denoms, strict=True)]
-    return Transcribed(loss, rows_at_0, means, corrects, denoms)
-
-
-def _row_objective(z: Tensor, logits: Tensor, draft_ids: list[int], options) -> Tensor:
-    ce = -(torch.softmax(z[draft_ids], -1) * torch.log_softmax(logits, -1)).sum()
-    alpha = torch.minimum(torch.softmax(z, -1)[draft_ids], torch.softmax(logits, -1)).sum()
+def _specforge_loss(taught: list[Supervised], positions: int, options) -> Tensor:
+    """The CE over all positions of the padded batch; of the LK losses means over the taught ones."""
+    if not taught:
+        return torch.zeros(())
+    ce, accepted = sum(each.ce for each in taught) / positions, torch.stack([each.accepted for each in taught])
     if options.objective == "ce":
         return ce
     if options.objective == "lk_alpha":
-        return -alpha.log()
-    share = options.kl_scale * torch.exp(-options.kl_decay * alpha.detach())
-    return share * ce + (1 - share) * (1 - alpha)
+        return -accepted.log().mean()
+    share = options.kl_scale * torch.exp(-options.kl_decay * accepted.detach().mean())
+    return share * ce + (1 - share) * (1 - accepted.mean())
 
 
-class Acceptance(NamedTuple):
-    """Σ pm·Σ_v min(q̃, softmax z_d) and Σ pm of every step; the same without pm."""
-
-    sums: list[float]
-    denoms: list[int]
-    all_sums: list[float]
-    all_denoms: list[int]
+def run(strategy: DraftStrategy, samples: list[dict[str, Tensor]], training: bool = True) -> StepOutput:
+    batch = strategy.collate(samples, [str(i) for i in range(len(samples))])
+    return strategy.forward_loss(batch, StepContext(training=training))
 
 
-def reference_acceptance(states, w, label_mask: Tensor, last: Tensor, head: Tensor) -> Acceptance:
-    """Row by row: q̃ = exp(z[t2d] − logsumexp(z)), pm on where the row is supervised and the target's argmax in t2d."""
-    sums, all_sums = ([0.0] * len(states) for _ in range(2))
-    denoms, all_denoms = ([0] * len(states) for _ in range(2))
-    for i, b, t in label_mask.nonzero().tolist():
-        z = last[b, t + 1 + i] @ head.T
-        q = torch.exp(z[w["t2d"]] - torch.logsumexp(z, -1))
-        p = torch.softmax(states[i][b, t] @ w["lm_head.weight"].T, -1)
-        accepted = float(torch.minimum(q, p).sum())
-        all_sums[i] += accepted
-        all_denoms[i] += 1
-        if w["t2d"][z.argmax()]:
-            sums[i] += accepted
-            denoms[i] += 1
-    return Acceptance(sums, denoms, all_sums, all_denoms)
+def gradients(strategy: DraftStrategy, loss: Tensor) -> dict[str, Tensor]:
+    named = {name: weight for name, weight in strategy.model.named_parameters() if weight.requires_grad}
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values()), materialize_grads=True)))
 
 
-def _shift_left(x: Tensor) -> Tensor:
-    return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
+def assert_close(found: Tensor, expected, tolerance: float, what: str = "") -> None:
+    expected = torch.as_tensor(expected, dtype=found.dtype)
+    scale = max(1.0, float(expected.detach().abs().max()))
+    assert float((found.detach() - expected.detach()).abs().max()) <= tolerance * scale, what
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
-
-
-def _rope(x: Tensor, offset: int, cfg) -> Tensor:
-    d = cfg.head_dim
-    inverse = (1.0 / float(cfg.rope["rope_theta"]) ** (torch.arange(0, d, 2, dtype=torch.float32) / d)).to(x.dtype)
-    angle = torch.outer(torch.arange(x.shape[2], dtype=x.dtype) + offset, inverse)
-    left, right = x[..., : d // 2], x[..., d // 2 :]
-    return torch.cat([left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()], dim=-1)
+def assert_trains_as_read(strategy: DraftStrategy, samples: list[dict[str, Tensor]]) -> None:
+    """Loss, losses by step, accuracy and every gradient are those of the reference."""
+    tolerance = TOLERANCE[strategy.model.fc.weight.dtype]
+    output, expected = run(strategy, samples), reference(strategy, samples)
+    metric_sums = output.metric_sums
+    assert_close(output.loss_sum, expected.loss, tolerance)
+    assert float(output.loss_weight) == expected.loss_weight
+    assert_close(metric_sums["loss_sums"] / metric_sums["loss_denoms"].clamp(min=1), expected.step_losses, tolerance)
+    assert metric_sums["acc_corrects"].tolist() == expected.corrects
+    assert metric_sums["acc_denoms"].tolist() == expected.denoms
+    wanted = gradients(strategy, expected.loss)
+    for name, found in gradients(strategy, output.loss_sum).items():
+        assert_close(found, wanted[name], tolerance, name)

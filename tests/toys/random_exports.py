@@ -1,4 +1,4 @@
-"""Exported drafts with random weights, written by hand from the format tables: no exporter has a part in them."""
+"""Exported drafts with random weights, written by hand from the format tables, without any exporter."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 2048, 128, 4, 2, 32, 96
 """The first two are those of the embedded target `tiny`, so that the real library can load its parts."""
-SAYS = 48
-"""Tokens of a reduced draft vocabulary."""
+DRAFT_VOCAB = 48
+"""Ids in a reduced draft vocabulary."""
 BLOCK_SIZE, MASK_TOKEN, DFLASH_LAYERS = 6, 2047, 2
 EMB_DIM, GRU_HIDDEN_DIM = 24, 20
 MARKOV_RANK = 12
@@ -71,7 +71,7 @@ def speculators_eagle3(target: Path, embedding: Tensor, **settings: Any) -> Rand
     config = {
         **_speculators_config("eagle3", target, speculative_tokens=4),
         "transformer_layer_config": _layer_config("llama", layers=1),
-        "draft_vocab_size": SAYS,
+        "draft_vocab_size": DRAFT_VOCAB,
         "norm_before_residual": False,
         "norm_before_fc": False,
         "fc_norm": False,
@@ -95,7 +95,7 @@ def speculators_peagle(target: Path, **settings: Any) -> RandomExport:
     config = {
         **_speculators_config("peagle", target, speculative_tokens=NUM_DEPTHS),
         "transformer_layer_config": _layer_config("llama", PEAGLE_LAYERS),
-        "draft_vocab_size": SAYS,
+        "draft_vocab_size": DRAFT_VOCAB,
         "norm_before_residual": False,
         "norm_before_fc": False,
         "fc_norm": False,
@@ -111,20 +111,22 @@ def sglang_eagle3(**settings: Any) -> RandomExport:
     config = {
         **_layer_config("llama", layers=1),
         "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": SAYS,
+        "draft_vocab_size": DRAFT_VOCAB,
         "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
     }
     return RandomExport(config | settings, _eagle3_tensors("midlayer.", settings))
 
 
-def speculators_dflash(target: Path, says: int = VOCAB, window: int | None = None, **settings: Any) -> RandomExport:
+def speculators_dflash(
+    target: Path, draft_vocab: int = VOCAB, window: int | None = None, **settings: Any
+) -> RandomExport:
     tensors = _dflash_tensors()
-    if says != VOCAB:
-        tensors |= {"lm_head.weight": _matrix(says, HIDDEN, seed=90), **draft_vocabulary(says)}
+    if draft_vocab != VOCAB:
+        tensors |= {"lm_head.weight": _matrix(draft_vocab, HIDDEN, seed=90), **draft_vocabulary(draft_vocab)}
     config = {
         **_speculators_config("dflash", target, speculative_tokens=BLOCK_SIZE - 1),
         "transformer_layer_config": _layer_config("qwen3", DFLASH_LAYERS) | _window_config(window),
-        "draft_vocab_size": says,
+        "draft_vocab_size": draft_vocab,
         "block_size": BLOCK_SIZE,
         "mask_token_id": MASK_TOKEN,
         "aux_hidden_state_layer_ids": [2, 4, 5],
@@ -179,9 +181,9 @@ def zlab_dspark(**settings: Any) -> RandomExport:
     )
 
 
-def speculators_dspark(target: Path, says: int = VOCAB, **settings: Any) -> RandomExport:
+def speculators_dspark(target: Path, draft_vocab: int = VOCAB, **settings: Any) -> RandomExport:
     """`settings` are keys of the heads."""
-    heads, backbone = _dspark_heads(settings), speculators_dflash(target, says)
+    heads, backbone = _dspark_heads(settings), speculators_dflash(target, draft_vocab)
     return RandomExport(
         {
             **backbone.config,
@@ -189,16 +191,16 @@ def speculators_dspark(target: Path, says: int = VOCAB, **settings: Any) -> Rand
             **heads,
             "sample_from_anchor": True,
         },
-        {**backbone.tensors, **_dspark_tensors(heads, says)},
+        {**backbone.tensors, **_dspark_tensors(heads, draft_vocab)},
     )
 
 
-def draft_vocabulary(says: int) -> dict[str, Tensor]:
+def draft_vocabulary(draft_vocab: int) -> dict[str, Tensor]:
     """d2t and t2d of some of the target's tokens."""
-    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(80))[:says].sort().values
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(80))[:draft_vocab].sort().values
     members = torch.zeros(VOCAB, dtype=torch.bool)
     members[ids] = True
-    return {"d2t": ids - torch.arange(says), "t2d": members}
+    return {"d2t": ids - torch.arange(draft_vocab), "t2d": members}
 
 
 def _speculators_config(algorithm: str, target: Path, speculative_tokens: int) -> dict[str, Any]:
@@ -248,10 +250,10 @@ def _eagle3_tensors(layer: str, settings: Mapping[str, Any]) -> dict[str, Tensor
     tensors = {
         "fc.weight": _matrix(HIDDEN, 3 * HIDDEN, seed=1),
         "norm.weight": _norm(HIDDEN, seed=2),
-        "lm_head.weight": _matrix(SAYS, HIDDEN, seed=3),
+        "lm_head.weight": _matrix(DRAFT_VOCAB, HIDDEN, seed=3),
         f"{layer}hidden_norm.weight": _norm(HIDDEN, seed=4),
         **_layer_tensors(layer, 2 * HIDDEN, seed=5),
-        **draft_vocabulary(SAYS),
+        **draft_vocabulary(DRAFT_VOCAB),
     }
     if settings.get("norm_before_fc"):
         tensors["input_norm.weight"] = _norm(3 * HIDDEN, seed=60)
@@ -283,11 +285,11 @@ def _dspark_heads(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _dspark_tensors(heads: Mapping[str, Any], says: int) -> dict[str, Tensor]:
+def _dspark_tensors(heads: Mapping[str, Any], draft_vocab: int) -> dict[str, Tensor]:
     rank, tensors = heads["markov_rank"], {}
     if rank:
         tensors["markov_head.markov_w1.weight"] = _matrix(VOCAB, rank, seed=130) * rank**0.5
-        tensors["markov_head.markov_w2.weight"] = _matrix(says, rank, seed=131) * 3
+        tensors["markov_head.markov_w2.weight"] = _matrix(draft_vocab, rank, seed=131) * 3
     if heads["markov_head_type"] == "gated":
         tensors |= _affine("markov_head.gate_proj", rank, HIDDEN + rank, seed=132)
     if heads["markov_head_type"] == "rnn":

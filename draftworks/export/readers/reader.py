@@ -1,4 +1,4 @@
-"""What every reader of an export offers, so that a gate can ask it what our own draft was asked."""
+"""The interface of every reader of an export, by which a gate asks it what our own draft was asked."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from draftworks.errors import ConfigError, StoreError
+from draftworks.errors import StoreError
 from draftworks.export.layer_ids import from_format
-from draftworks.export.readers.files import CONFIG, DraftVocabulary, Expected, ExportFolder
-from draftworks.export.readers.sizes import LayerSizes
+from draftworks.export.readers.files import DraftVocabulary, ExportFolder
 from draftworks.storage.identity import LayerTap
 
 Features = Mapping[str, Tensor] | Tensor
@@ -20,11 +19,11 @@ Features = Mapping[str, Tensor] | Tensor
 
 @dataclass(frozen=True)
 class TargetTensors:
-    """What a server lends the draft: the target's embedding and head, (V, H) each.
+    """The target's embedding and head, (V, H) each, which a server lends the draft.
 
     Attributes:
-        embedding_scale: by what the target multiplies the rows that it looks up. Who asks the target's module to embed gets
-            it too, who takes its matrix does not.
+        embedding_scale: by what the target multiplies looked-up embeddings. A draft that calls the target's embedding
+            module gets scaled ones, a draft that takes its matrix does not.
     """
 
     embedding: Tensor = field(repr=False)
@@ -33,10 +32,13 @@ class TargetTensors:
 
 
 class ExportReader(ABC):
-    """A draft as a server would run it, computed from the exported files alone, plainly and slowly.
+    """A draft as a server runs it, computed from the exported files alone, plainly and slowly.
+
+    It shares no code with what trains, serves or writes the draft, so it is the reference of their tests too. It computes
+    what the files say and checks nothing: wrong files are for the gates.
 
     Attributes:
-        taps: in the order in which the config lists them, which is the order of the columns of `fc`.
+        taps: in the order of the columns of `fc`, which is that of the config.
     """
 
     taps: tuple[LayerTap, ...]
@@ -45,25 +47,25 @@ class ExportReader(ABC):
 
     @abstractmethod
     def logits(self, features: Features, next_tokens: Tensor, drawn: Tensor) -> Tensor:
-        """What each step draws from, (k, V_d), before the softmax. Arguments as for `log_probabilities`."""
+        """Return the logits of a proposal, (k, V_d). Arguments as for `log_probabilities`. Autograd may record it."""
 
     @torch.no_grad()
     def log_probabilities(self, features: Features, next_tokens: Tensor, drawn: Tensor) -> Tensor:
-        """Distributions of a proposal at temperature 1.
+        """Return the distributions of a proposal at temperature 1.
 
         Args:
             features: the target's streams at positions 0 … n-1: by name of the tap, (n, H) each, or side by side in the
                 order of `taps`, (n, taps · H).
             next_tokens: (n,) int64, the token after each of these positions.
-            drawn: (k,) int64, the tokens that the draft proposed, as ids of the target. Step i has seen those before i.
+            drawn: (k,) int64, the proposed tokens as ids of the target. Step i knows those before i.
 
         Returns:
-            (k, V): row i is the distribution that step i drew from; -inf for tokens that the draft cannot say.
+            (k, V): row i is the distribution of step i; -inf for tokens outside the draft's vocabulary.
         """
         return self.vocabulary.log_probabilities(self.logits(features, next_tokens, drawn))
 
-    def joined(self, features: Features) -> Tensor:
-        """(n, taps · H), the columns as `fc` reads them; StoreError for taps that the target does not have."""
+    def join_taps(self, features: Features) -> Tensor:
+        """Return the columns that `fc` reads, (n, taps · H). Raises StoreError for taps that the target does not have."""
         if not isinstance(features, Tensor):
             missing = [tap.name for tap in self.taps if tap.name not in features]
             if missing:
@@ -73,20 +75,6 @@ class ExportReader(ABC):
         return features.to(self.dtype)
 
 
-def check_target(folder: ExportFolder, sizes: LayerSizes, target: TargetTensors) -> None:
-    """StoreError unless the draft is for a target with these tensors."""
-    expected = Expected((sizes.vocab, sizes.hidden))
-    for name, tensor in (("embedding", target.embedding), ("head", target.head)):
-        if not expected.holds(tensor):
-            raise StoreError(
-                f"{folder.path}: the draft's config is for a target whose {name} is {expected}, "
-                f"found {tensor.dtype} {tuple(tensor.shape)}: an export for another target"
-            )
-
-
 def read_taps(folder: ExportFolder, export_format: str, key: str) -> tuple[LayerTap, ...]:
-    """Taps from the layer ids under `key`; StoreError for ids that name none."""
-    try:
-        return from_format(export_format, folder.setting(key, list))
-    except ConfigError as error:
-        raise StoreError(f"{folder.path / CONFIG}: {key}: {error}; export the draft again") from error
+    """Return the taps that the layer ids under `key` name. Raises ConfigError for ids that name none."""
+    return from_format(export_format, folder.setting(key))

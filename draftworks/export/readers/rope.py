@@ -1,4 +1,4 @@
-"""Rotary frequencies from a config, worked out here rather than by the library that wrote or trained the draft."""
+"""Rotary frequencies from an exported config, by formulas of their own instead of those that train the draft."""
 
 from __future__ import annotations
 
@@ -10,49 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftworks.export.readers.files import ExportFolder
+from draftworks.errors import StoreError
+from draftworks.export.readers.files import CONFIG, ExportFolder
 
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Inverse frequencies (head_dim / 2,) float64, and the factor on cosines and sines."""
+    """Inverse frequencies (head_dim / 2,) float64, and the factor `scaling` on cosines and sines."""
 
     inverse: Tensor
     scaling: float = 1.0
 
 
 def read_rope(folder: ExportFolder, section: str, head_dim: int) -> RopeTable:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4), or both, agreeing.
+    """Return the table of `rope_parameters` (transformers 5), else of `rope_theta` and `rope_scaling` (transformers 4).
 
     Raises:
-        StoreError: no rope, two that differ, or a kind that depends on the length of the sequence.
+        StoreError: no theta, an unknown rope_type, or a parameter of that type is missing.
     """
-    key = section + "rope_parameters"
-    new, old = folder.optional(key, dict), _old_spelling(folder, section)
-    if new is None and old is None:
-        folder.refuse(key, "rope_type and rope_theta, here or as rope_theta and rope_scaling", "neither")
-    if new is not None and old is not None and _plain(new) != _plain(old):
-        folder.refuse(key, f"what rope_theta and rope_scaling say, {old}", str(new))
-    rope = _plain(new or old or {})
-    kind = rope.get("rope_type", "default")
-    if "rope_theta" not in rope or kind not in _KINDS or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        folder.refuse(key, f"rope_theta, and one of {', '.join(_KINDS)} over the whole head", str(rope))
+    old = {"rope_theta": folder.optional(f"{section}rope_theta"), **folder.optional(f"{section}rope_scaling", {})}
+    found = folder.optional(f"{section}rope_parameters", old)
+    rope = {name: value for name, value in found.items() if value is not None}
+    kind = rope.get("rope_type", rope.get("type", "default"))
     try:
         return _KINDS[kind](rope, _unscaled(float(rope["rope_theta"]), head_dim))
-    except KeyError as error:
-        folder.refuse(key, f"{error} for rope_type {kind}", str(rope))
-
-
-def _old_spelling(folder: ExportFolder, section: str) -> dict[str, Any] | None:
-    theta = folder.optional(section + "rope_theta", (int, float))
-    scaling = folder.optional(section + "rope_scaling", dict, {})
-    return None if theta is None else {"rope_theta": theta, **scaling}
-
-
-def _plain(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what says nothing: nulls, the default kind, the older name of the kind."""
-    plain = {("rope_type" if name == "type" else name): value for name, value in rope.items() if value is not None}
-    return {name: value for name, value in plain.items() if (name, value) != ("rope_type", "default")}
+    except (KeyError, TypeError) as error:
+        raise StoreError(
+            f"{folder.path / CONFIG}: {section}rope_parameters: expected rope_theta and the parameters of one of "
+            f"{', '.join(_KINDS)}, found {rope} ({error})"
+        ) from error
 
 
 def _unscaled(theta: float, head_dim: int) -> Tensor:
@@ -68,7 +54,7 @@ def _linear(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
 
 
 def _llama3(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
-    """Long waves are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    """Llama 3.1: divide low frequencies by `factor`, keep high ones, and interpolate linearly between them."""
     turns = rope["original_max_position_embeddings"] * inverse / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -76,7 +62,7 @@ def _llama3(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
 
 
 def _yarn(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
-    """YaRN (arXiv 2309.00071, section 3.2) with the bounds and the attention factor of transformers."""
+    """YaRN (arXiv 2309.00071, section 3.2), with the bounds and the attention factor of transformers."""
     factor, original, theta = rope["factor"], rope["original_max_position_embeddings"], rope["rope_theta"]
     count = 2 * len(inverse)
 

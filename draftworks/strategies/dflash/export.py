@@ -1,4 +1,4 @@
-"""What the export formats of DFlash have in common."""
+"""Export formats of DFlash: that of z-lab and SGLang, and that of speculators and vLLM."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _PLAIN = {
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
 }
-"""Keys by which servers compute something else with the same tensors, each with the value that changes nothing."""
+"""Keys that change what servers compute with the same tensors, each with the value that changes nothing."""
 
 
 class DFlashFormat(ExportFormat):
-    """All of them hold the same tensors under our own names; embedding and head are the target's and are not written."""
+    """Base of the formats. All have the same tensors under canonical names, without the target's embedding and head."""
 
     strategy = "dflash"
 
@@ -73,7 +73,7 @@ class DFlashFormat(ExportFormat):
 
 
 def build_block_options(block_size: int, mask_token_id: int, windows: list[int | None]) -> dict[str, Any]:
-    """Options of the strategy that decide what a block computes.
+    """Return the options of the strategy that decide what a block computes.
 
     Raises:
         ConfigError: windows of several sizes.
@@ -91,7 +91,7 @@ def build_block_options(block_size: int, mask_token_id: int, windows: list[int |
 
 
 def build_layer_type_keys(windows: tuple[int | None, ...]) -> dict[str, Any]:
-    """Keys of Qwen3 that say which layers have a window; none is left to the defaults, which differ by version."""
+    """Return Qwen3's keys for the sliding windows of layers, all explicit: their defaults differ by version."""
     sliding = [window for window in windows if window is not None]
     return {
         "layer_types": [FULL if window is None else SLIDING for window in windows],
@@ -102,7 +102,7 @@ def build_layer_type_keys(windows: tuple[int | None, ...]) -> dict[str, Any]:
 
 
 def read_windows(config: Mapping[str, Any], num_layers: int, where: str) -> list[int | None]:
-    """The window of every layer.
+    """Return the sliding window of every layer, None for full attention.
 
     Raises:
         ConfigError: not a type for each layer, an unknown one, or no size.
@@ -117,19 +117,19 @@ def read_windows(config: Mapping[str, Any], num_layers: int, where: str) -> list
 
 
 def is_domino(config: Mapping[str, Any]) -> bool:
-    """Whether a config of DFlash's layout is of a Domino draft, which by SpecForge's class name it is too."""
+    """Return whether a config of DFlash's layout is of a Domino draft, by its projector or SpecForge's class name."""
     return _anywhere(config, "projector_type") == "domino" or _is_of(config, "DominoDraftModel")
 
 
 def is_dspark(config: Mapping[str, Any]) -> bool:
-    """Whether a config of DFlash's layout is of a DSpark draft; some trainers keep DFlash's class name for it."""
+    """Return whether a config of DFlash's layout is of a DSpark draft; some trainers keep DFlash's class name for it."""
     kind = _anywhere(config, "projector_type")
     marked = kind == "dspark" or (kind is None and _anywhere(config, "markov_rank") is not None)
     return not is_domino(config) and (marked or _is_of(config, *_DSPARK_CLASSES))
 
 
 def read_head_settings(config: Mapping[str, Any], keys: Iterable[str], where: str) -> dict[str, Any]:
-    """Those of `keys` that have a value, which trainers write into `dflash_config`, beside it, or both.
+    """Return the values of those `keys` that have one in `dflash_config` or beside it; trainers write either or both.
 
     Raises:
         ConfigError: both, and not the same.
@@ -146,7 +146,7 @@ def read_head_settings(config: Mapping[str, Any], keys: Iterable[str], where: st
 
 
 def drop_head_keys(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """The config of the backbone alone: without `keys`, and with a `dflash_config`."""
+    """Return the config of the backbone alone: without `keys`, and always with a `dflash_config`."""
     dropped = set(keys)
     outer = {key: value for key, value in config.items() if key not in dropped}
     inner = {key: value for key, value in (config.get("dflash_config") or {}).items() if key not in dropped}
@@ -154,7 +154,7 @@ def drop_head_keys(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, 
 
 
 def refuse_other_strategies(config: Mapping[str, Any], where: str) -> None:
-    """ConfigError for drafts that share DFlash's class name and compute more."""
+    """Raise ConfigError for a draft that has DFlash's class name but is of a strategy built on DFlash."""
     dflash = config.get("dflash_config") or {}
     found = [
         key for key in ("projector_type", "markov_rank", "prefix_gru", "emb_dim") if config.get(key, dflash.get(key))
@@ -164,7 +164,7 @@ def refuse_other_strategies(config: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_other_arithmetic(config: Mapping[str, Any], windows: list[int | None], where: str) -> None:
-    """ConfigError for drafts with DFlash's tensors that compute something else with them."""
+    """Raise ConfigError for a draft that computes something else with DFlash's tensors."""
     for key, plain in _PLAIN.items():
         found = _anywhere(config, key)
         if found is not None and found != plain:
@@ -179,7 +179,7 @@ def refuse_other_arithmetic(config: Mapping[str, Any], windows: list[int | None]
 
 
 def refuse_part_of_vocabulary(config: Mapping[str, Any], vocab_size: int, strategy: str, where: str) -> None:
-    """ConfigError for a draft that can say some of the target's tokens only."""
+    """Raise ConfigError for a draft with a reduced vocabulary."""
     said = config.get("draft_vocab_size")
     if said is not None and said != vocab_size:
         raise ConfigError(
@@ -188,7 +188,7 @@ def refuse_part_of_vocabulary(config: Mapping[str, Any], vocab_size: int, strate
 
 
 def _anywhere(config: Mapping[str, Any], key: str) -> Any:
-    """The value in `dflash_config`, else beside it."""
+    """Return the value of a key in `dflash_config`, else beside it."""
     within = (config.get("dflash_config") or {}).get(key)
     return config.get(key) if within is None else within
 
@@ -207,7 +207,8 @@ class SpeculatorsDFlash(DFlashFormat):
         return build_vllm_commands(draft, folder, "dflash", draft.config["block_size"] - 1)
 
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        """`sliding_window_non_causal` is left out: by false, the library's default, vLLM makes full attention causal."""
+        """See the base. `sliding_window_non_causal` is left out: with false, the library's default, vLLM makes full attention
+        causal."""
         config = draft.config
         layer = {
             "model_type": "qwen3",

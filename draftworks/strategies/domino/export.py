@@ -1,4 +1,4 @@
-"""Domino drafts in z-lab's layout: DFlash's files with the tensors of the correction, as SGLang knows them, and under another class name SpecForge."""
+"""Export format of Domino: z-lab's layout of DFlash with the tensors of the correction, as SGLang and SpecForge read it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftworks.export.speculators_keys import is_speculators
 from draftworks.strategies.dflash.export import ZlabDFlash, drop_head_keys, is_domino, read_head_settings
 
 _CLASS_NAMES = ("DFlashDraftModel", "DominoDraftModel")
-"""The first is what SGLang loads and what is written; the second is SpecForge's own."""
+"""SGLang loads the first, which is what we write; the second is SpecForge's own."""
 _PROJECTOR = ("projector_type", "shift_label", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim")
 """Keys of the correction: in `dflash_config`, or beside it."""
 _CORRECTION, _OF_CORRECTION = "correction.", ("prefix_gru", "embed_proj")
@@ -25,7 +25,7 @@ _BACKBONE, _OF_BACKBONE = "backbone.", ("fc", "hidden_norm", "layers", "norm")
 
 
 class ZlabDomino(ZlabDFlash):
-    """The backbone is written as DFlash's formats write it; names of the peers have no prefixes, ours say what is what."""
+    """The backbone as in DFlash's formats. Canonical names have prefixes for backbone and correction, exported ones none."""
 
     name = "zlab_domino"
     strategy = "domino"

@@ -1,48 +1,53 @@
-"""The Domino chain from the weights of an exported draft: the rows of a DFlash block, then one token after the other."""
+"""Domino from exported files: the rows of a DFlash block, corrected one token after the other by what a GRU has read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from draftworks.export.readers.files import DraftVocabulary, Expected, ExportFolder
+from draftworks.export.readers.files import DraftVocabulary, ExportFolder
 from draftworks.export.readers.reader import ExportReader, Features, TargetTensors
 from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.reader import ZLAB, DFlashReader, read_zlab
+from draftworks.strategies.dflash.reader import DFlashReader, read_zlab
 
 
 @dataclass(frozen=True)
 class DominoReader(ExportReader):
-    """Proposal i is said by row `first_row` + i. The first is the backbone's own; to the logits of every later one comes
-    what its row and the state of the GRU give, which has read the anchor and the proposals before it.
+    """Proposal i is made by row `backbone.first_row` + i. To its logits comes a correction, computed from the row and the
+    state of a GRU that has read the anchor and the proposals before.
+
+    Attributes:
+        uncorrected: proposals at the beginning of a block that keep the backbone's own logits.
     """
 
     taps: tuple[LayerTap, ...]
     vocabulary: DraftVocabulary
     dtype: torch.dtype
     backbone: DFlashReader = field(repr=False)
-    first_row: int
+    uncorrected: int
 
-    @torch.no_grad()
     def logits(self, features: Features, next_tokens: Tensor, drawn: Tensor) -> Tensor:
-        rows = self.backbone.rows(features, next_tokens)[self.first_row :]
-        if len(drawn) > len(rows):
-            raise ValueError(f"a block has {len(rows)} proposals, asked for {len(drawn)}")
-        said = [rows[0] @ self.backbone.head.T]
-        state = self._read(int(next_tokens[-1]), torch.zeros_like(self._weight("prefix_gru.weight_hh_l0")[0]))
-        for row, before in zip(rows[1 : len(drawn)], drawn.tolist()):
-            state = self._read(before, state)
-            said.append(row @ self.backbone.head.T + self._correction(row, state))
-        return torch.stack(said)
+        rows = self.backbone.proposing_rows(features, next_tokens, len(drawn))  # (k, H)
+        state = torch.zeros_like(self._weight("prefix_gru.weight_hh_l0")[0])  # (GRU state,)
+        corrections = []
+        for row, token in zip(rows, [int(next_tokens[-1]), *drawn.tolist()]):
+            state = self._step_gru(token, state)
+            corrections.append(self._correct(row, state))
+        corrected = (torch.arange(len(drawn)) >= self.uncorrected)[:, None]
+        return rows @ self.backbone.head.T + torch.stack(corrections) * corrected
 
-    def _correction(self, row: Tensor, state: Tensor) -> Tensor:
+    def _correct(self, row: Tensor, state: Tensor) -> Tensor:
+        """Return what is added to the logits, (V,)."""
         narrow = self._weight("embed_proj.0.weight") @ torch.cat([row, state])
         return self._weight("embed_proj.2.weight") @ (narrow * narrow.sigmoid())
 
-    def _read(self, token: int, state: Tensor) -> Tensor:
-        """A gated recurrent unit; its weights hold the reset, the update and the new part below each other."""
+    def _step_gru(self, token: int, state: Tensor) -> Tensor:
+        """Return the next state of a gated recurrent unit without biases (Cho et al., arXiv 1406.1078, as in torch).
+
+        Its weights hold the reset, the update and the new part, one below the other.
+        """
         of_token = self._weight("prefix_gru.weight_ih_l0") @ self.backbone.embedding[token]
         of_state = self._weight("prefix_gru.weight_hh_l0") @ state
         token_parts, state_parts = of_token.view(3, -1), of_state.view(3, -1)
@@ -54,37 +59,9 @@ class DominoReader(ExportReader):
         return self.backbone.weights[name]
 
 
-_SECTION = "dflash_config."
-
-
 def read_zlab_domino(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> DominoReader:
-    """A draft as SGLang loads it.
-
-    Raises:
-        StoreError: files that it would refuse, or load as another draft than the one that was trained.
-    """
-    folder.must_be(f"{_SECTION}projector_type", "domino")
-    folder.must_be(f"{_SECTION}pure_draft_prefix_len", 1)
-    for key in ("shift_label", "emb_dim", "gru_hidden_dim"):
-        folder.must_not_differ(key, folder.setting(f"{_SECTION}{key}", (int, bool)))
-    layout = replace(ZLAB, export_format="zlab_domino")
-    backbone = read_zlab(folder, target, dtype, layout, _projector(folder))
-    return DominoReader(
-        taps=backbone.taps,
-        vocabulary=backbone.vocabulary,
-        dtype=dtype,
-        backbone=backbone,
-        first_row=0 if folder.setting(f"{_SECTION}shift_label", bool) else 1,
-    )
-
-
-def _projector(folder: ExportFolder) -> dict[str, Expected]:
-    hidden, vocab = folder.setting("hidden_size", int), folder.setting("vocab_size", int)
-    state, narrow = (folder.setting(f"{_SECTION}{key}", int) for key in ("gru_hidden_dim", "emb_dim"))
-    shapes = {
-        "prefix_gru.weight_ih_l0": (3 * state, hidden),
-        "prefix_gru.weight_hh_l0": (3 * state, state),
-        "embed_proj.0.weight": (narrow, hidden + state),
-        "embed_proj.2.weight": (vocab, narrow),
-    }
-    return {name: Expected(shape) for name, shape in shapes.items()}
+    """Read a draft as SGLang does."""
+    first_row = 0 if folder.setting("dflash_config.shift_label") else 1
+    backbone = read_zlab(folder, target, dtype, "zlab_domino", first_row)
+    uncorrected = folder.setting("dflash_config.pure_draft_prefix_len")
+    return DominoReader(backbone.taps, backbone.vocabulary, dtype, backbone, uncorrected)

@@ -1,4 +1,4 @@
-"""What the export formats of DSpark add to those of DFlash: the tensors of its heads, and the keys that tell of them."""
+"""Export formats of DSpark: those of DFlash, with the tensors of the heads and their keys in config.json."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _KEYS = {
 """What DeepSpec, SpecForge, speculators and SGLang call our options."""
 MODELOPT_CONFIDENCE, MODELOPT_FROM_ANCHOR = "use_confidence_head", "shift_label"
 HEAD_KEYS = (*_KEYS.values(), MODELOPT_CONFIDENCE, "sample_from_anchor", MODELOPT_FROM_ANCHOR)
-"""All keys of the heads; `read_heads` asks for these."""
+"""All keys of the heads that `read_heads` looks up."""
 _BACKBONE, _OF_BACKBONE = "backbone.", ("fc", "hidden_norm", "layers", "norm")
 _MARKOV, _OF_MARKOV = "markov_head.", ("markov_w1", "markov_w2", "gate_proj", "joint_proj")
 
 
 class DSparkHeads(DFlashFormat):
-    """Comes before a format of DFlash among the bases of one of DSpark. Peers' names have no prefix for the backbone."""
+    """Mixin that adds the heads to a format of DFlash, which follows it among the bases. Exported names have no prefix for
+    the backbone."""
 
     strategy = "dspark"
 
@@ -56,7 +57,7 @@ class DSparkHeads(DFlashFormat):
         return super().expected_tensors(shape) | _markov_tensors(shape) | _confidence_tensors(shape)
 
     def canonical_name(self, name: str) -> str:
-        """ModelOpt has the tensors of the heads without the names of the heads."""
+        """See the base. ModelOpt's names have no prefix for the heads."""
         name = super().canonical_name(name)
         part, _, rest = name.partition(".")
         if part in _OF_MARKOV:
@@ -67,15 +68,15 @@ class DSparkHeads(DFlashFormat):
 
 
 def build_head_keys(draft: CanonicalDraft) -> dict[str, Any]:
-    """The heads of a draft of ours as a config.json tells of them."""
+    """Return the keys of config.json for the heads of one of our drafts."""
     return {key: getattr(draft.options, option) for option, key in _KEYS.items()}
 
 
 def read_heads(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Options of the heads from the keys of a config.json. What is left out is what SGLang takes it for.
+    """Return the options of the heads from the keys of a config.json, with SGLang's defaults for missing ones.
 
     Raises:
-        ConfigError: no `markov_rank`, an unknown head; or a draft whose first proposal comes from the place after the anchor's.
+        ConfigError: no `markov_rank`, an unknown head, or a draft whose first proposal is made after the anchor's row.
     """
     for key in ("sample_from_anchor", MODELOPT_FROM_ANCHOR):
         if settings.get(key) is False:
@@ -107,7 +108,7 @@ def _rnn(rank: int, hidden: int) -> Shapes:
 
 
 _MARKOV_TENSORS = {"vanilla": _vanilla, "gated": _gated, "rnn": _rnn}
-"""What each kind of Markov head has beside the two matrices of all."""
+"""Shapes of the tensors of each kind of Markov head, beside the two matrices that all have."""
 
 
 def _markov_tensors(shape: DraftShape) -> Shapes:
@@ -166,11 +167,12 @@ def _vllm_computes(draft: CanonicalDraft) -> bool:
 _CLASS_NAME = "DSparkDraftModel"
 """Of SpecForge, and one of those that SGLang loads."""
 _MOVED = ("mask_token_id", "target_layer_ids")
-"""DeepSpec has these beside `dflash_config`, which it does not have."""
+"""Keys of `dflash_config` that DeepSpec, which has no such object, writes at the top level."""
 
 
 class ZlabDSpark(DSparkHeads, ZlabDFlash):
-    """The keys of the heads are written twice: SGLang builds them by those beside `dflash_config`, others look inside."""
+    """The keys of the heads are written in `dflash_config` and beside it: SGLang builds the heads by the latter, others read
+    the former."""
 
     name = "zlab_dspark"
     sglang_algorithm = "DSPARK"

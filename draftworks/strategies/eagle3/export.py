@@ -1,6 +1,6 @@
-"""What the export formats of EAGLE-3 have in common.
+"""Export formats of EAGLE-3: what they have in common, and that of SGLang.
 
-Two words mean different things in different systems, so each format maps them itself:
+Two keys mean different things in different systems, so each format maps them itself:
 
 * Ours: `norm_output` says whether the head reads the normed state, `feedback` which state the next step is fed.
 * speculators, vLLM, and SGLang from #24663 on: the head always reads the normed state; `norm_output` says that the next
@@ -40,7 +40,11 @@ _SAME_NAMES = (
 
 
 class Eagle3Format(ExportFormat):
-    """What both formats have in common."""
+    """Base of the formats of EAGLE-3 and P-EAGLE.
+
+    Attributes:
+        layer_prefix: prefix of the first layer's exported tensors.
+    """
 
     strategy = "eagle3"
     layer_prefix: str
@@ -88,7 +92,7 @@ PLAIN = {
     **{"fc_norm": False, "norm_before_fc": False, "norm_before_residual": False},
     **{"norm_output": True, "feedback": "pre_norm", "sliding_window": None},
 }
-"""EAGLE-3 as published, in the options that decide what a draft computes: a draft that does not name one has this value."""
+"""EAGLE-3 as published: defaults of the options that decide what a draft computes."""
 
 
 def read_computed_options(draft: CanonicalDraft) -> dict[str, Any]:
@@ -101,7 +105,7 @@ def draft_tokens(draft: CanonicalDraft) -> int:
 
 
 def default_taps(target: TargetFiles) -> tuple[LayerTap, ...]:
-    """Where a config names no layers, all of them take these."""
+    """Return the taps that all systems take where a config names no layers."""
     layers = target.num_layers
     return tuple(LayerTap(k) for k in (2, layers // 2, layers - 3))
 
@@ -129,7 +133,7 @@ _MEANINGS = {
 
 
 class SglangEagle3(Eagle3Format):
-    """As SGLang's `LlamaForCausalLMEagle3` reads it; SpecForge's and ModelOpt's checkpoints are near relatives."""
+    """The format of SGLang's `LlamaForCausalLMEagle3`; SpecForge's and ModelOpt's checkpoints are variants of it."""
 
     name = "sglang_eagle3"
     layer_prefix = CANONICAL_LAYER
@@ -155,9 +159,9 @@ class SglangEagle3(Eagle3Format):
         }
 
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        """`target_hidden_size` is left out where it is the draft's own: SGLang asks only whether the key is there.
+        """See the base. `target_hidden_size` is left out: SGLang tests only whether the key is there.
 
-        `norm_output` is left out because it means two things; without it they are the same (see eagle3_format).
+        `norm_output` is left out because it has two meanings, which are the same without it (see the module).
         """
         to_format(self.name, draft.taps)  # refuses those that no server counts
         ids = to_eagle3_ids(draft.taps, read_architecture(draft.target))
@@ -218,12 +222,12 @@ class SglangEagle3(Eagle3Format):
         ]
 
     def expected_tensors(self, shape: DraftShape) -> Shapes:
-        """`d2t` and `t2d` also where the draft says all of the target's tokens: they are the identity then."""
+        """See the base. `d2t` and `t2d` are there with a full vocabulary too, as the identity."""
         return super().expected_tensors(shape) | list_vocabulary_tensors(shape)
 
 
 def _read_norm_output(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for what the key says; by SpecForge 0.2.0, whose layout this is, unless it is said to be SGLang's."""
+    """Return the options that the key stands for: by SpecForge 0.2.0, whose layout this is, unless SGLang is named."""
     value = config.get("norm_output")
     if _norm_output_means(config) == "sglang":
         return {"feedback": "post_norm" if value else "pre_norm"}
@@ -231,7 +235,7 @@ def _read_norm_output(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _norm_output_means(config: Mapping[str, Any]) -> str:
-    """Our own exports are for SGLang; those of drafts with `fc_norm` once had the key."""
+    """Return whose meaning of `norm_output` applies: SGLang's in our own exports, some of which once had the key."""
     ours = "draftworks" in (config.get(PROVENANCE) or {})
     means = config.get(NORM_OUTPUT_MEANS, "sglang" if ours else "specforge")
     if means not in ("specforge", "sglang"):

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts for speculators and vLLM."""
+"""Export format of EAGLE-3 for speculators and vLLM, and the base of that of P-EAGLE."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from draftworks.strategies.eagle3.export import (
 
 LAYERS = "transformer_layer_config"
 _VLLM_TAPS = 3
-"""How many vLLM takes where `num_aux_hidden_states` does not say it: it does not count the ids."""
+"""Number of taps that vLLM takes without `num_aux_hidden_states`: it does not count the ids."""
 
 
 class SpeculatorsEagle(Eagle3Format):
-    """As speculators 0.9.0 and vLLM read it: with an embedding, which neither of them misses if it is not there.
+    """The layout of speculators 0.9.0 and vLLM. It has an embedding; both load a file without one and do not report it.
 
     Attributes:
         algorithm: the library's name for the strategy.
-        architecture: the class name that its files carry.
+        architecture: the class name in its files.
     """
 
     algorithm: str
@@ -47,11 +47,11 @@ class SpeculatorsEagle(Eagle3Format):
 
     @abstractmethod
     def draft_tokens(self, draft: CanonicalDraft) -> int:
-        """How many tokens a server shall ask the draft for."""
+        """Return the number of tokens that a server is to ask the draft for."""
 
     @abstractmethod
     def own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
-        """Keys of config.json by which the strategies differ."""
+        """Return the keys of config.json that only this strategy has."""
 
     def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
         found = {"embed_tokens.weight": draft.parts.embedding, **super().tensors(draft)}
@@ -87,15 +87,15 @@ class SpeculatorsEagle(Eagle3Format):
         return super().expected_tensors(shape) | embedding | vocabulary
 
     def windows(self, config: Mapping[str, Any]) -> list[int | None]:
-        """Of every layer; ConfigError where its keys contradict each other."""
+        """Return the sliding window of every layer. Raises ConfigError for keys that contradict each other."""
         layer, where = config[LAYERS], f"config.json: {LAYERS}"
         return read_windows(layer, require(layer, "num_hidden_layers", where), where)
 
     def common_shape(self, config: Mapping[str, Any], target: TargetFiles) -> dict[str, Any]:
-        """What a config.json says of both strategies, as fields of a `DraftShape`.
+        """Return what a config.json of either strategy has, as fields of a `DraftShape`.
 
         Raises:
-            ConfigError: a key is missing, or it says what no draft here computes.
+            ConfigError: a key is missing, or has a value that no draft here computes.
         """
         where = f"config.json: {LAYERS}"
         layer = require(config, LAYERS, "config.json")
@@ -119,7 +119,7 @@ class SpeculatorsEagle(Eagle3Format):
 
 
 def _is_reduced(shape: DraftShape) -> bool:
-    """speculators has no mapping in a draft that says all of the target's tokens."""
+    """Return whether the vocabulary is reduced: speculators has no mapping in a draft with the full one."""
     return shape.draft_vocab_size != shape.vocab_size
 
 
@@ -128,7 +128,7 @@ _SAME = ("fc_norm", "norm_before_fc", "norm_before_residual")
 
 
 class SpeculatorsEagle3(SpeculatorsEagle):
-    """With the target's embedding."""
+    """EAGLE-3 in that layout, with the target's embedding."""
 
     name = "speculators_eagle3"
     algorithm = "eagle3"
@@ -157,7 +157,7 @@ class SpeculatorsEagle3(SpeculatorsEagle):
         }
 
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        """The class of Llama's configurations hands on the keys of a window as they are."""
+        """See the base. Llama's config class keeps the keys of a sliding window as they are."""
         config, window = super().config(draft, dtype), read_computed_options(draft)["sliding_window"]
         if window is not None:
             config[LAYERS] |= {"layer_types": [SLIDING], "sliding_window": window, "use_sliding_window": True}

@@ -1,4 +1,4 @@
-"""P-EAGLE drafts for speculators and vLLM."""
+"""Export format of P-EAGLE for speculators and vLLM."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from draftworks.export.speculators_keys import build_vllm_commands, read_propose
 from draftworks.strategies.eagle3.export_speculators import LAYERS, SpeculatorsEagle
 
 _COMPUTED = ("fc_norm", "norm_before_residual", "mask_token_id")
-"""Options that decide what the draft computes, and the config's keys for them. `norm_output` is not one of them: it says what
-a next pass is fed, and here is one pass only."""
+"""Options that decide what the draft computes, under the config's keys. `norm_output` is none of them: it is about what the
+next pass is fed, and there is one pass."""
 
 
 class SpeculatorsPEagle(SpeculatorsEagle):
-    """With the draft's own embedding where it has one, else the target's."""
+    """The layout of EAGLE-3 with more layers and `mask_hidden`; the embedding is the draft's own if it has one."""
 
     name = "speculators_peagle"
     strategy = "peagle"
@@ -56,7 +56,7 @@ class SpeculatorsPEagle(SpeculatorsEagle):
         )
 
     def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        """`fc_norm` is among the keys of the layers too: of those outside, vLLM hands on only some for P-EAGLE."""
+        """See the base. `fc_norm` is also a key of the layers: of the others vLLM passes on only some for P-EAGLE."""
         config = super().config(draft, dtype)
         if config["fc_norm"]:
             config[LAYERS]["fc_norm"] = True
@@ -94,5 +94,5 @@ class SpeculatorsPEagle(SpeculatorsEagle):
         return names
 
     def canonical_name(self, name: str) -> str:
-        """Ours are the library's."""
+        """See the base. Canonical names are the library's."""
         return name.removeprefix("model.")

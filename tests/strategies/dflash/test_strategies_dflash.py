@@ -1,14 +1,15 @@
-"""DFlash: equal to a plain second writing of it, whatever the batch, and the same at work as in training."""
+"""DFlash trains and proposes what the independent reader of its exports computes, whatever the batch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import dflash_reference as reference
 import pytest
 import torch
+from block_reference import dflash_sums
 from dflash_toys import MASKS, OPTIONS, SAMPLES, anchors_drawn, gradients, sample, side_by_side
 from draft_toys import HIDDEN, VOCAB
+from reference_readers import dflash_reader, propose_greedily
 
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext
@@ -49,15 +50,12 @@ def make(parts):
     ],
     ids=str,
 )
-def test_loss_and_gradients_are_those_of_the_plain_writing(make, options):
+def test_loss_and_gradients_are_those_of_the_reader(make, options):
     strategy = make(**options)
     batch = strategy.collate(SAMPLES, ["a", "b", "c"])
     output = strategy.forward_loss(batch, StepContext(global_step=7, training=True))
     anchors = anchors_drawn(strategy, batch, step=7)
-    expected = sum(
-        reference.loss_sum(strategy, s["input_ids"], s["loss_mask"], side_by_side(s), drawn)
-        for s, drawn in zip(SAMPLES, anchors)
-    )
+    expected = sum(dflash_sums(strategy, s, side_by_side(s), drawn).loss for s, drawn in zip(SAMPLES, anchors))
     assert [len(drawn) for drawn in anchors] == [5, 2, 5]
     torch.testing.assert_close(output.loss_sum, expected)
     found, wanted = gradients(strategy, output.loss_sum), gradients(strategy, expected)
@@ -134,16 +132,15 @@ def test_a_batch_without_a_supervised_token_still_has_a_gradient_for_every_weigh
     assert all(weight.grad is not None and not weight.grad.any() for weight in strategy.model.parameters())
 
 
-def test_proposals_are_the_plain_writings_first_choices(make):
+def test_proposals_are_the_readers_first_choices(make):
     strategy = make(sliding_window=4, sliding_layers=[0])
     batch = strategy.collate(SAMPLES, ["a", "b", "c"])
     rows = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
     rows[0, [0, 3, 9]] = rows[1, 2] = True
-    found = strategy.propose(batch, rows, 3)
+    found, reader = strategy.propose(batch, rows, 3), dflash_reader(strategy)
     for b, t in rows.nonzero().tolist():
-        one = SAMPLES[b]
-        logits = reference.block_logits(strategy, one["input_ids"], side_by_side(one), t + 1)
-        assert found[b, t].tolist() == logits.argmax(-1).tolist()
+        ids, features = SAMPLES[b]["input_ids"], side_by_side(SAMPLES[b])
+        assert found[b, t].tolist() == propose_greedily(reader, features[: t + 1], ids[1 : t + 2], 3)
     assert (found[~rows] == -1).all()
     assert torch.equal(strategy.propose(batch, rows, 2), found[..., :2])
 
@@ -168,7 +165,7 @@ def test_a_sampled_proposal_comes_with_the_distributions_it_was_drawn_from(make)
     drafter = strategy.drafter()
     drafter.extend({tap: one[tap][:6] for tap in strategy.feature_names}, one["input_ids"][1:7])
     proposal = drafter.propose(3, 0.7, torch.Generator().manual_seed(0))
-    logits = reference.block_logits(strategy, one["input_ids"], side_by_side(one), 6)
+    logits = dflash_reader(strategy).logits(side_by_side(one)[:6], one["input_ids"][1:7], proposal.tokens)
     torch.testing.assert_close(proposal.probabilities, (logits / 0.7).softmax(-1))
     assert (proposal.probabilities.gather(1, proposal.tokens[:, None]) > 0).all()
 

@@ -1,14 +1,15 @@
-"""Domino: equal to a plain second writing of it at every step of its schedule, whatever the batch, and at work as in training."""
+"""Domino trains, at every step of its schedule, and proposes what the independent reader of its exports computes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import domino_reference as reference
 import pytest
 import torch
+from block_reference import Sums, domino_sums
 from dflash_toys import SAMPLES, anchors_drawn, gradients, sample, side_by_side
 from draft_toys import VOCAB
+from reference_readers import domino_reader, propose_greedily
 
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext
@@ -48,12 +49,9 @@ def make(parts):
     return make
 
 
-def expected_sums(strategy: DominoStrategy, batch, ctx: StepContext, lambda_base: float) -> list[reference.Sums]:
+def expected_sums(strategy: DominoStrategy, samples, batch, ctx: StepContext, lambda_base: float) -> list[Sums]:
     anchors = anchors_drawn(strategy, batch, ctx.global_step)
-    return [
-        reference.sums(strategy, s["input_ids"], s["loss_mask"], side_by_side(s), drawn, lambda_base)
-        for s, drawn in zip(SAMPLES, anchors)
-    ]
+    return [domino_sums(strategy, s, side_by_side(s), drawn, lambda_base) for s, drawn in zip(samples, anchors)]
 
 
 @BOTH_SHIFTS
@@ -71,11 +69,11 @@ def expected_sums(strategy: DominoStrategy, batch, ctx: StepContext, lambda_base
     ],
     ids=str,
 )
-def test_loss_and_gradients_are_those_of_the_plain_writing(make, shift_label, options, step, lambda_base):
+def test_loss_and_gradients_are_those_of_the_reader(make, shift_label, options, step, lambda_base):
     strategy = make(shift_label=shift_label, **options)
     batch, ctx = strategy.collate(SAMPLES, NAMES), StepContext(step, total_steps=20, training=True)
     output = strategy.forward_loss(batch, ctx)
-    expected = sum(one.loss for one in expected_sums(strategy, batch, ctx, lambda_base))
+    expected = sum(one.loss for one in expected_sums(strategy, SAMPLES, batch, ctx, lambda_base))
     torch.testing.assert_close(output.loss_sum, expected, rtol=1e-6, atol=1e-6)
     found, wanted = gradients(strategy, output.loss_sum), gradients(strategy, expected)
     for name, gradient in wanted.items():
@@ -85,19 +83,15 @@ def test_loss_and_gradients_are_those_of_the_plain_writing(make, shift_label, op
 
 @BOTH_SHIFTS
 @pytest.mark.parametrize("loss", ["token_mean", "specforge"])
-def test_accepted_lengths_are_those_of_the_plain_writing(make, shift_label, loss):
+def test_accepted_lengths_are_those_of_the_reader(make, shift_label, loss):
     strategy = make(shift_label=shift_label, loss=loss, num_anchors=12)
     easy = half_easy(strategy)
     batch = strategy.collate(easy, NAMES)
     counts = strategy.forward_loss(batch, HALFWAY).metric_sums
-    anchors = anchors_drawn(strategy, batch, HALFWAY.global_step)
-    expected = [
-        reference.sums(strategy, s["input_ids"], s["loss_mask"], side_by_side(s), drawn, 0.5)
-        for s, drawn in zip(easy, anchors)
-    ]
-    assert counts["accept_len_sums"] == sum(one.accepted for one in expected) > 0
-    assert counts["base_accept_len_sums"] == sum(one.base_accepted for one in expected)
-    assert counts["accept_len_denoms"] == sum(one.blocks for one in expected)
+    expected = expected_sums(strategy, easy, batch, HALFWAY, lambda_base=0.5)
+    assert counts["accept_len_sums"] > 0
+    for name in ("accept_len_sums", "base_accept_len_sums", "accept_len_denoms"):
+        assert counts[name] == sum(one.sums[name] for one in expected)
 
 
 def half_easy(strategy: DominoStrategy) -> list[dict[str, torch.Tensor]]:
@@ -107,8 +101,8 @@ def half_easy(strategy: DominoStrategy) -> list[dict[str, torch.Tensor]]:
         ids = one["input_ids"].clone()
         for anchor in range(3, len(ids) - 1, 4):
             after = slice(anchor + 1, anchor + 1 + strategy.options.labels)
-            said = reference.greedy(strategy, ids, side_by_side(one), anchor, len(ids[after]))
-            ids[after] = torch.tensor(said)
+            known = (side_by_side(one)[:anchor], ids[1 : anchor + 1])
+            ids[after] = torch.tensor(propose_greedily(domino_reader(strategy), *known, len(ids[after])))
         easy.append({**one, "input_ids": ids})
     return easy
 
@@ -176,16 +170,15 @@ def test_an_untrained_draft_proposes_what_its_backbone_does(parts):
 
 
 @pytest.mark.parametrize(("shift_label", "count", "prefix"), [(True, 4, 1), (False, 3, 1), (True, 3, 0), (False, 3, 2)])
-def test_proposals_are_the_plain_writings_first_choices(make, shift_label, count, prefix):
+def test_proposals_are_the_readers_first_choices(make, shift_label, count, prefix):
     strategy = make(shift_label=shift_label, pure_draft_prefix_len=prefix, sliding_window=4, sliding_layers=[0])
     batch = strategy.collate(SAMPLES, NAMES)
     rows = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
     rows[0, [0, 3, 9]] = rows[1, 2] = True
-    found = strategy.propose(batch, rows, count)
+    found, reader = strategy.propose(batch, rows, count), domino_reader(strategy)
     for b, t in rows.nonzero().tolist():
-        one = SAMPLES[b]
-        expected = reference.greedy(strategy, one["input_ids"], side_by_side(one), t + 1, count)
-        assert found[b, t].tolist() == expected
+        ids, features = SAMPLES[b]["input_ids"], side_by_side(SAMPLES[b])
+        assert found[b, t].tolist() == propose_greedily(reader, features[: t + 1], ids[1 : t + 2], count)
     assert (found[~rows] == -1).all()
     assert torch.equal(strategy.propose(batch, rows, 2), found[..., :2])
 
@@ -211,8 +204,7 @@ def test_a_sampled_proposal_comes_with_the_distributions_it_was_drawn_from(make,
     drafter = strategy.drafter()
     drafter.extend({tap: one[tap][:6] for tap in strategy.feature_names}, one["input_ids"][1:7])
     proposal = drafter.propose(3, 0.7, torch.Generator().manual_seed(0))
-    fed = [int(one["input_ids"][6]), *proposal.tokens[:-1].tolist()]
-    logits = reference.block_logits(strategy, one["input_ids"], side_by_side(one), 6, fed).corrected
+    logits = domino_reader(strategy).logits(side_by_side(one)[:6], one["input_ids"][1:7], proposal.tokens)
     torch.testing.assert_close(proposal.probabilities, (logits / 0.7).softmax(-1))
     assert (proposal.probabilities.gather(1, proposal.tokens[:, None]) > 0).all()
 

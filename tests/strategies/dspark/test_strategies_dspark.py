@@ -1,14 +1,15 @@
-"""DSpark: equal to a plain second writing of it with every head, whatever the batch, and at work as in training."""
+"""DSpark trains and proposes, with every head, what the independent reader of its exports computes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import dspark_reference as reference
 import pytest
 import torch
+from block_reference import Sums, dspark_sums
 from dflash_toys import MASKS, OPTIONS, anchors_drawn, gradients, sample, side_by_side
 from draft_toys import VOCAB
+from reference_readers import dspark_reader, propose_greedily
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -56,9 +57,9 @@ def make(parts):
     return make
 
 
-def expected_sums(strategy: DSparkStrategy, samples: list[dict[str, Tensor]], batch) -> list[reference.Sums]:
+def expected_sums(strategy: DSparkStrategy, samples: list[dict[str, Tensor]], batch) -> list[Sums]:
     anchors = anchors_drawn(strategy, batch, HERE.global_step)
-    return [reference.sums(strategy, one, side_by_side(one), drawn) for one, drawn in zip(samples, anchors)]
+    return [dspark_sums(strategy, one, side_by_side(one), drawn) for one, drawn in zip(samples, anchors)]
 
 
 def half_easy(strategy: DSparkStrategy) -> list[dict[str, Tensor]]:
@@ -68,7 +69,8 @@ def half_easy(strategy: DSparkStrategy) -> list[dict[str, Tensor]]:
         ids = one["input_ids"].clone()
         for anchor in range(3, len(ids) - 1, 5):
             after = slice(anchor + 1, anchor + 1 + strategy.options.block_size)
-            ids[after] = torch.tensor(reference.greedy(strategy, ids, side_by_side(one), anchor, len(ids[after])))
+            known = (side_by_side(one)[:anchor], ids[1 : anchor + 1])
+            ids[after] = torch.tensor(propose_greedily(dspark_reader(strategy), *known, len(ids[after])))
         easy.append({**one, "input_ids": ids})
     return easy
 
@@ -84,7 +86,7 @@ def half_easy(strategy: DSparkStrategy) -> list[dict[str, Tensor]]:
     ],
     ids=str,
 )
-def test_loss_and_gradients_are_those_of_the_plain_writing(make, heads, options):
+def test_loss_and_gradients_are_those_of_the_reader(make, heads, options):
     strategy = make(**heads, **options)
     batch = strategy.collate(SAMPLES, NAMES)
     output = strategy.forward_loss(batch, HERE)
@@ -97,16 +99,16 @@ def test_loss_and_gradients_are_those_of_the_plain_writing(make, heads, options)
 
 
 @ALL_HEADS
-def test_counts_are_those_of_the_plain_writing(make, heads):
+def test_metric_sums_are_those_of_the_reader(make, heads):
     strategy = make(**heads, num_anchors=12)
     samples = half_easy(strategy)
     batch = strategy.collate(samples, NAMES)
     output = strategy.forward_loss(batch, HERE)
     expected = expected_sums(strategy, samples, batch)
     found = dict(output.metric_sums)
-    assert found.pop("accept_len_sums") == sum(one.accept_len for one in expected) > 0
-    torch.testing.assert_close(found.pop("tau_sums").item(), sum(one.tau for one in expected))
-    assert found.pop("accept_len_denoms") == found.pop("tau_denoms") == sum(one.blocks for one in expected)
+    assert found.pop("accept_len_sums") == sum(one.sums["accept_len"] for one in expected) > 0
+    torch.testing.assert_close(found.pop("tau_sums").item(), sum(one.sums["tau"] for one in expected))
+    assert found.pop("accept_len_denoms") == found.pop("tau_denoms") == sum(one.sums["blocks"] for one in expected)
     by_place = {name: sum(one.by_place[name] for one in expected) for name in expected[0].by_place}
     denoms = {name.replace("_sums", "_denoms") for name in by_place if name.endswith("_sums")}
     by_place |= dict.fromkeys(denoms, by_place["acc_denoms"])
@@ -174,20 +176,21 @@ def test_an_untrained_draft_proposes_what_its_backbone_does_and_is_in_doubt(part
 
     alone = backbone.spoken(batch["input_ids"], batch["features"], rows, 4, first_choices)
     assert torch.equal(strategy.propose(batch, rows, 4), alone)
-    confidences = reference.block(strategy, one["input_ids"], side_by_side(one), 4, [1, 2, 3, 4]).confidences
-    assert confidences is None or not confidences.any()
+    if strategy.options.confidence_head:
+        known = (side_by_side(one)[:4], one["input_ids"][1:5])
+        assert not dspark_reader(strategy).confidence(*known, torch.arange(4)).any()
 
 
 @ALL_HEADS
-def test_proposals_are_the_plain_writings_first_choices(make, heads):
+def test_proposals_are_the_readers_first_choices(make, heads):
     strategy = make(**heads, sliding_window=4, sliding_layers=[0])
     batch = strategy.collate(SAMPLES, NAMES)
     rows = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
     rows[0, [0, 3, 9]] = rows[1, 2] = True
-    found = strategy.propose(batch, rows, 4)
+    found, reader = strategy.propose(batch, rows, 4), dspark_reader(strategy)
     for b, t in rows.nonzero().tolist():
-        one = SAMPLES[b]
-        assert found[b, t].tolist() == reference.greedy(strategy, one["input_ids"], side_by_side(one), t + 1, 4)
+        ids, features = SAMPLES[b]["input_ids"], side_by_side(SAMPLES[b])
+        assert found[b, t].tolist() == propose_greedily(reader, features[: t + 1], ids[1 : t + 2], 4)
     assert (found[~rows] == -1).all()
     assert torch.equal(strategy.propose(batch, rows, 2), found[..., :2])
 
@@ -210,8 +213,7 @@ def test_a_sampled_proposal_comes_with_the_distributions_it_was_drawn_from(make,
     drafter = strategy.drafter()
     drafter.extend({tap: one[tap][:6] for tap in STREAMS}, one["input_ids"][1:7])
     proposal = drafter.propose(4, 0.7, torch.Generator().manual_seed(0))
-    fed = [int(one["input_ids"][6]), *proposal.tokens[:-1].tolist()]
-    logits = reference.block(strategy, one["input_ids"], side_by_side(one), 6, fed).logits
+    logits = dspark_reader(strategy).logits(side_by_side(one)[:6], one["input_ids"][1:7], proposal.tokens)
     torch.testing.assert_close(proposal.probabilities, (logits / 0.7).softmax(-1))
     assert (proposal.probabilities.gather(1, proposal.tokens[:, None]) > 0).all()
 

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eagle3_comparison import MASKS, TOLERANCE, assert_close, assert_trains_as_transcribed, gradients, reference, run
-from eagle3_reference import reference_acceptance, reference_states
+from eagle3_reference import MASKS, TOLERANCE, assert_close, assert_trains_as_read, gradients, reference, run
 
-from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import StepContext
 from draftworks.errors import ConfigError, DataError
 from draftworks.evaluation.evaluator import Evaluator
@@ -34,9 +32,9 @@ KEYS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ttt_length", [1, 4, 14])
 @pytest.mark.parametrize("loss", ["token_mean", "specforge"])
-def test_both_modes_equal_their_plain_transcription(make_strategy, make_sample, parts, dtype, ttt_length, loss):
+def test_both_modes_train_what_the_reader_of_exports_computes(make_strategy, make_sample, dtype, ttt_length, loss):
     strategy = make_strategy(dtype, ttt_length=ttt_length, loss=loss)
-    assert_trains_as_transcribed(strategy, [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)], parts)
+    assert_trains_as_read(strategy, [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)])
 
 
 def test_attention_back_ends_give_the_same_draft_and_are_no_part_of_it(make_strategy, make_sample):
@@ -156,41 +154,31 @@ def test_no_grad_gives_the_same_numbers(make_strategy, make_sample):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("loss", ["token_mean", "specforge"])
-def test_acceptance_rate_equals_plain_transcription(make_strategy, make_sample, parts, dtype, loss):
+def test_acceptance_rate_is_that_of_the_readers_logits(make_strategy, make_sample, dtype, loss):
     strategy = make_strategy(dtype, loss=loss)
     samples = [make_sample(mask, seed, dtype) for seed, mask in enumerate(MASKS)]
-    batch = strategy.collate(samples, ["a", "b", "c"])
-    w = strategy.model.state_dict()
     with torch.no_grad():
-        counts = strategy.forward_loss(batch, StepContext(training=False)).metric_sums
-        states = reference_states(
-            w, parts, batch["input_ids"], batch["features"], parts.embedding.to(dtype), strategy.options
-        )
-        expected = reference_acceptance(
-            states,
-            w,
-            strategy.chain_label_mask(batch["loss_mask"], Documents.of(batch)),
-            batch["last"],
-            parts.head.to(dtype),
-        )
-    assert_close(counts["acceptance_sums"], expected.sums, TOLERANCE[dtype])
-    assert counts["acceptance_denoms"].tolist() == expected.denoms
-    assert 0 < expected.denoms[0] < counts["acc_denoms"][0]
-    assert_close(counts["unconditional_acceptance_sums"], expected.all_sums, TOLERANCE[dtype])
-    assert counts["unconditional_acceptance_denoms"].tolist() == expected.all_denoms == counts["acc_denoms"].tolist()
+        counts, expected = run(strategy, samples, training=False).metric_sums, reference(strategy, samples)
+    taught = [[float(each.accepted) for each in step if each.taught] for step in expected.supervised]
+    assert_close(counts["acceptance_sums"], [sum(step) for step in taught], TOLERANCE[dtype])
+    assert counts["acceptance_denoms"].tolist() == [len(step) for step in taught]
+    assert 0 < len(taught[0]) < counts["acc_denoms"][0]
+    everywhere = [sum(float(each.accepted) for each in step) for step in expected.supervised]
+    assert_close(counts["unconditional_acceptance_sums"], everywhere, TOLERANCE[dtype])
+    assert counts["unconditional_acceptance_denoms"].tolist() == expected.denoms == counts["acc_denoms"].tolist()
     assert (counts["unconditional_acceptance_sums"] > counts["acceptance_sums"]).all()
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"objective": "lk_alpha"}, {"objective": "lk_lambda", "kl_scale": 0.7}], ids=str
 )
-def test_an_evaluation_in_specforges_mode_weighs_batches_by_their_positions(make_strategy, make_sample, parts, options):
+def test_an_evaluation_in_specforges_mode_weighs_batches_by_their_positions(make_strategy, make_sample, options):
     strategy = make_strategy(torch.float64, loss="specforge", **options)
     samples = [make_sample(mask, seed, torch.float64) for seed, mask in enumerate(MASKS)]
     cuts, names = [samples[:2], samples[2:]], [["a", "b"], ["c"]]
     result = Evaluator().run(strategy, [strategy.collate(*cut) for cut in zip(cuts, names)])
     positions = [2 * len(MASKS[0]), len(MASKS[2])]
-    found = [reference(strategy, cut, parts)[0] for cut in cuts]
+    found = [reference(strategy, cut) for cut in cuts]
     losses = [float(each.loss.detach()) for each in found]
     mean = sum(n * loss for n, loss in zip(positions, losses)) / sum(positions)
     assert result.avg_loss == pytest.approx(mean, rel=1e-10)

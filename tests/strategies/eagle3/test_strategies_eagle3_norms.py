@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle3_comparison import MASKS, assert_trains_as_transcribed, run
+from eagle3_reference import MASKS, assert_trains_as_read, read_logits, run
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -63,9 +63,9 @@ def samples_of(variant: Variant, dtype=torch.float64) -> list[dict[str, Tensor]]
 
 
 @pytest.mark.parametrize("loss", ["token_mean", "specforge"])
-def test_training_equals_its_plain_transcription(make_strategy, parts, variant, loss):
+def test_training_is_what_the_reader_of_exports_computes(make_strategy, variant, loss):
     strategy = make_strategy(torch.float64, loss=loss, **variant.options)
-    assert_trains_as_transcribed(strategy, samples_of(variant), parts)
+    assert_trains_as_read(strategy, samples_of(variant))
 
 
 def test_proposing_at_every_row_equals_proposing_on_a_live_sequence(make_strategy, variant):
@@ -77,6 +77,18 @@ def test_proposing_at_every_row_equals_proposing_on_a_live_sequence(make_strateg
     for row, token in enumerate(sample["input_ids"][1:]):
         drafter.extend({name: sample[name][row : row + 1] for name in variant.taps}, token[None])
         assert drafter.propose(6, 0.0, None).tokens.tolist() == at_once[row].tolist()
+
+
+@torch.no_grad()
+def test_a_sampled_proposal_comes_with_the_readers_distributions(make_strategy, variant):
+    strategy, sample = make_strategy(torch.float64, **variant.options), samples_of(variant)[0]
+    drafter, tokens = strategy.drafter(), sample["input_ids"][1:10]
+    for start, end in ((0, 4), (4, 5), (5, 9)):
+        drafter.extend({name: sample[name][start:end] for name in variant.taps}, tokens[start:end])
+    proposal = drafter.propose(4, 0.7, torch.Generator().manual_seed(0))
+    features = torch.cat([sample[name][:9] for name in variant.taps], dim=-1)
+    expected = (read_logits(strategy, features, tokens, proposal.tokens) / 0.7).softmax(-1)
+    torch.testing.assert_close(proposal.probabilities[:, strategy.model.t2d], expected)
 
 
 @torch.no_grad()

@@ -1,13 +1,14 @@
-"""P-EAGLE: equal to a plain second writing of it, whatever the batch, and the same at work as in training."""
+"""P-EAGLE trains and proposes what the independent reader of its exports computes, whatever the batch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import peagle_reference as reference
 import pytest
 import torch
 from draft_toys import DRAFT_VOCAB, HIDDEN, VOCAB
+from peagle_reference import Sums, peagle_sums
+from reference_readers import peagle_reader, propose_greedily
 
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import StepContext
@@ -59,14 +60,9 @@ def gradients(strategy: PEagleStrategy, loss: torch.Tensor) -> dict[str, torch.T
     return dict(zip(names, torch.autograd.grad(loss, weights, materialize_grads=True)))
 
 
-def expected_sums(strategy: PEagleStrategy, samples, kept: torch.Tensor) -> list[reference.Sums]:
+def expected_sums(strategy: PEagleStrategy, samples, kept: torch.Tensor) -> list[Sums]:
     """`kept` (D, B, S) of the padded batch."""
-    return [
-        reference.sums(
-            strategy, s["input_ids"], side_by_side(s), s["last"], [on[row].nonzero()[:, 0].tolist() for on in kept]
-        )
-        for row, s in enumerate(samples)
-    ]
+    return [peagle_sums(strategy, s, side_by_side(s), kept[:, row]) for row, s in enumerate(samples)]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +79,7 @@ def expected_sums(strategy: PEagleStrategy, samples, kept: torch.Tensor) -> list
     ],
     ids=str,
 )
-def test_loss_and_gradients_are_those_of_the_plain_writing(make, options):
+def test_loss_and_gradients_are_those_of_the_reader(make, options):
     strategy = make(**options)
     batch = strategy.collate(SAMPLES, NAMES)
     output, kept = strategy.forward_loss(batch, MIDDLE), strategy.chains(batch, MIDDLE)
@@ -205,16 +201,16 @@ def test_an_evaluation_in_specforges_mode_weighs_a_sample_by_its_supervised_toke
         assert strategy.forward_loss(batch, MEASURED).loss_weight == sum(MASKS[0][:-1])
 
 
-def test_proposals_are_the_plain_writings_first_choices(make, monkeypatch):
+def test_proposals_are_the_readers_first_choices(make, monkeypatch):
     monkeypatch.setattr(peagle_model, "PROPOSED_AT_ONCE", 3)
     strategy = make(fc_norm=True)
     batch = strategy.collate(SAMPLES, NAMES)
     rows = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)
     rows[0, [0, 3, 9]] = rows[1, 2] = True
-    found = strategy.propose(batch, rows, 4)
+    found, reader = strategy.propose(batch, rows, 4), peagle_reader(strategy)
     for b, t in rows.nonzero().tolist():
-        one = SAMPLES[b]
-        assert found[b, t].tolist() == reference.greedy(strategy, one["input_ids"], side_by_side(one), t, 4)
+        ids, features = SAMPLES[b]["input_ids"], side_by_side(SAMPLES[b])
+        assert found[b, t].tolist() == propose_greedily(reader, features[: t + 1], ids[1 : t + 2], 4)
     assert (found[~rows] == -1).all()
     assert torch.equal(strategy.propose(batch, rows, 2), found[..., :2])
     assert (strategy.propose(batch, torch.zeros_like(rows), 2) == -1).all()
@@ -239,10 +235,8 @@ def test_a_sampled_proposal_comes_with_the_distributions_it_was_drawn_from(make)
     drafter = strategy.drafter()
     drafter.extend({tap: one[tap][:6] for tap in strategy.feature_names[:-1]}, one["input_ids"][1:7])
     proposal = drafter.propose(3, 0.7, torch.Generator().manual_seed(0))
-    places = [reference.Place(5, depth) for depth in range(3)]
-    found = reference.log_probabilities(strategy, one["input_ids"][:7], side_by_side(one)[:7], places)
-    expected = torch.stack([(found[place] / 0.7).softmax(-1) for place in places])
-    torch.testing.assert_close(proposal.probabilities[:, strategy.model.t2d], expected)
+    logits = peagle_reader(strategy).logits(side_by_side(one)[:6], one["input_ids"][1:7], proposal.tokens)
+    torch.testing.assert_close(proposal.probabilities[:, strategy.model.t2d], (logits / 0.7).softmax(-1))
     assert not proposal.probabilities[:, ~strategy.model.t2d].any()
     assert (proposal.probabilities.gather(1, proposal.tokens[:, None]) > 0).all()
 

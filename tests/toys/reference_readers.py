@@ -1,0 +1,126 @@
+"""The readers of exports over the weights of a draft in training: the reference that its tests compare it with.
+
+Readers share no code with models, drafters and writers. Here they get the draft's own parameters under the canonical names,
+so a loss that is computed from their logits has gradients for these parameters.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.export.readers.files import DraftVocabulary
+from draftworks.export.readers.reader import ExportReader
+from draftworks.export.readers.rope import RopeTable
+from draftworks.export.readers.sizes import LayerSizes
+from draftworks.storage.identity import LayerTap
+from draftworks.strategies.dflash.reader import DFlashReader, anchored_mask, moving_mask
+from draftworks.strategies.domino.reader import DominoReader
+from draftworks.strategies.dspark.reader import DSparkReader
+from draftworks.strategies.eagle3.reader import Eagle3Norms, Eagle3Reader
+from draftworks.strategies.peagle.reader import PEagleReader
+
+
+def eagle3_reader(strategy: DraftStrategy) -> Eagle3Reader:
+    options = strategy.options
+    norms = Eagle3Norms(
+        norm_before_residual=options.norm_before_residual,
+        norm_before_fc=options.norm_before_fc,
+        fc_norm=options.fc_norm,
+        norm_output=options.feedback == "post_norm",
+    )
+    return _chain(strategy, norms, "midlayer.", options.sliding_window)
+
+
+def peagle_reader(strategy: DraftStrategy) -> PEagleReader:
+    options = strategy.options
+    norms = Eagle3Norms(norm_before_residual=options.norm_before_residual, fc_norm=options.fc_norm)
+    first = _chain(strategy, norms, "layers.0.", window=None)
+    return PEagleReader(first.taps, first.vocabulary, first.dtype, first, strategy.config()["mask_token_id"])
+
+
+def dflash_reader(strategy: DraftStrategy, first_row: int = 1) -> DFlashReader:
+    """The backbone, too, of a strategy that is built on DFlash."""
+    config, target = strategy.config(), getattr(strategy, "_dflash", strategy)._target
+    windows = strategy.options.windows()
+    weights = _weights(strategy, "backbone.", "correction.")
+    return DFlashReader(
+        taps=_taps(config),
+        sizes=_sizes(config, len(windows)),
+        masks=tuple(anchored_mask if size is None else partial(moving_mask, window=size) for size in windows),
+        block_size=config["block_size"],
+        mask_token=config["mask_token_id"],
+        first_row=first_row,
+        vocabulary=DraftVocabulary(torch.arange(config["vocab_size"]), config["vocab_size"]),
+        weights=weights,
+        embedding=target.embedding,
+        head=target.head,
+        dtype=weights["fc.weight"].dtype,
+    )
+
+
+def domino_reader(strategy: DraftStrategy) -> DominoReader:
+    backbone = dflash_reader(strategy, first_row=0 if strategy.options.shift_label else 1)
+    uncorrected = strategy.options.pure_draft_prefix_len
+    return DominoReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, uncorrected)
+
+
+def dspark_reader(strategy: DraftStrategy) -> DSparkReader:
+    backbone, options = dflash_reader(strategy, first_row=0), strategy.options
+    kind = options.markov_head_type if options.markov_rank else None
+    heads = (kind, options.confidence_with_markov)
+    return DSparkReader(backbone.taps, backbone.vocabulary, backbone.dtype, backbone, *heads)
+
+
+def propose_greedily(reader: ExportReader, features: Tensor, next_tokens: Tensor, count: int) -> list[int]:
+    """Return the target's ids of `count` first choices, each after those before it, all computed again for every token."""
+    drawn = next_tokens[:0]
+    for _ in range(count):
+        choice = reader.logits(features, next_tokens, F.pad(drawn, (0, 1)))[-1].argmax()
+        drawn = torch.cat([drawn, reader.vocabulary.ids[choice][None]])
+    return drawn.tolist()
+
+
+def _chain(strategy: DraftStrategy, norms: Eagle3Norms, layer: str, window: int | None) -> Eagle3Reader:
+    config, target, model = strategy.config(), strategy._target, strategy.model
+    weights = _weights(strategy)
+    return Eagle3Reader(
+        taps=_taps(config),
+        sizes=_sizes(config, config.get("num_layers", 1)),
+        norms=norms,
+        window=window,
+        layer=layer,
+        vocabulary=DraftVocabulary(model.t2d.nonzero()[:, 0], config["vocab_size"]),
+        weights=weights,
+        embedding=weights.get("embed_tokens.weight", target.embedding),
+        dtype=weights["fc.weight"].dtype,
+    )
+
+
+def _weights(strategy: DraftStrategy, *prefixes: str) -> dict[str, Tensor]:
+    """The parameters under canonical names without `prefixes`, which exports do not have either."""
+    named = {}
+    for name, weight in strategy.model.named_parameters():
+        for prefix in prefixes:
+            name = name.removeprefix(prefix)
+        named[name] = weight
+    return named
+
+
+def _taps(config: dict[str, Any]) -> tuple[LayerTap, ...]:
+    return tuple(LayerTap(int(name.removeprefix("hf"))) for name in config["feature_names"] if name != "last")
+
+
+def _sizes(config: dict[str, Any], layers: int) -> LayerSizes:
+    rope, head_dim = config["rope_parameters"], config["head_dim"]
+    assert rope["rope_type"] == "default", "other types are compared with transformers in tests/export"
+    # As models do, in fp32: comparisons in fp64 would see the difference.
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return LayerSizes(
+        layers, head_dim, config["rms_norm_eps"], RopeTable((1.0 / rope["rope_theta"] ** exponents).double())
+    )
