@@ -22,7 +22,7 @@ def test_same_answer_in_the_same_passes_is_no_difference() -> None:
     assert differing(*WALK.passes) is None
 
 
-def test_other_tokens_refused_alike_are_no_difference() -> None:
+def test_other_tokens_rejected_alike_are_no_difference() -> None:
     """Nothing that was said or counted depends on them."""
     assert differing(Pass(1, 2, rejected_token=70), Pass(0, 1, rejected_token=71), Pass(2, 2)) is None
 
@@ -52,7 +52,7 @@ def test_draft_that_was_accepted_for_longer_in_the_loop() -> None:
     assert found == Difference("s", "draft", 3, walk=91, loop=13, pass_number=1, place=0)
 
 
-def test_only_the_place_of_the_first_refusal_counts() -> None:
+def test_only_the_place_of_the_first_rejection_counts() -> None:
     walk = AnswerTrace(ANSWER, (Pass(3, 4, rejected_token=92), Pass(0, 1)))
     loop = AnswerTrace(ANSWER, (Pass(2, 3, rejected_token=70), Pass(1, 2)))
     assert first_difference("s", walk, loop) == Difference("s", "draft", 3, 13, 70, pass_number=0, place=2)

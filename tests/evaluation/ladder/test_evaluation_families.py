@@ -29,7 +29,7 @@ def loaded(target: TargetFiles) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_refused_tokens_leave_no_trace(name: str, family_target: MakeTarget):
+def test_rejected_tokens_leave_no_trace(name: str, family_target: MakeTarget):
     model = loaded(family_target(name))
     said = torch.randint(10, 2000, (PROMPT + ANSWER,), generator=torch.Generator().manual_seed(0)).tolist()
     with torch.no_grad():
