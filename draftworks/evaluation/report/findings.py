@@ -69,7 +69,7 @@ class BaselineComparison:
         return {"metric": WALK, "rung": 3, "draft": TRAINED, "other": self.other, **asdict(self.paired)}
 
 
-def name_counted_metric(rung: int, temperature: float = 0.0) -> str:
+def get_metric_name(rung: int, temperature: float = 0.0) -> str:
     """Return the metric name of a rung that counts passes; `temperature` is for rung 4 only."""
     names = {2: BLOCK, 3: WALK, 4: f"{LOOP}_t{temperature:g}"}
     if rung not in names:
@@ -82,7 +82,7 @@ def list_counted_rungs(measured: DraftMeasurement) -> tuple[CountedRung, ...]:
     rungs = [CountedRung(2, BLOCK, measured.blocks), CountedRung(3, WALK, measured.walk)]
     for loop in measured.loops:
         if loop.prompts:
-            name = name_counted_metric(4, loop.temperature)
+            name = get_metric_name(4, loop.temperature)
             rungs.append(CountedRung(4, name, loop.prompts, loop.temperature, loop.speed_up))
     return tuple(rung for rung in rungs if rung.prompts)
 

@@ -20,7 +20,7 @@ from draftworks.evaluation.report.findings import (
     Finding,
     collect_findings,
     compare_on_walk,
-    name_counted_metric,
+    get_metric_name,
 )
 from draftworks.evaluation.report.slices import slice_acceptance
 from draftworks.evaluation.report.summary import (
@@ -159,10 +159,10 @@ def _loop_json(loop: LoopMeasurement) -> dict[str, Any]:
 def _measurement(name: str, values: Mapping[str, Any], prompts: PromptsByRung) -> DraftMeasurement:
     return DraftMeasurement(
         result=EvalResult.from_json(values["result"]),
-        blocks=prompts.get((name, name_counted_metric(2)), ()),
-        walk=prompts.get((name, name_counted_metric(3)), ()),
+        blocks=prompts.get((name, get_metric_name(2)), ()),
+        walk=prompts.get((name, get_metric_name(3)), ()),
         loops=tuple(
-            LoopMeasurement.from_json(loop, prompts[name, name_counted_metric(4, loop["temperature"])])
+            LoopMeasurement.from_json(loop, prompts[name, get_metric_name(4, loop["temperature"])])
             for loop in values["loops"]
         ),
     )

@@ -14,7 +14,7 @@ from report_toys import full_report, prompts, rungs_0_and_1
 from draftworks.errors import ConfigError, StoreError
 from draftworks.evaluation.ladder.measurement import DraftMeasurement
 from draftworks.evaluation.ladder.statistics import paired_difference, summarize_acceptance
-from draftworks.evaluation.report.findings import name_counted_metric
+from draftworks.evaluation.report.findings import get_metric_name
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import (
     DIFFERENCES,
@@ -118,7 +118,7 @@ def test_prompts_can_be_compared_later(report: Report, saved: Path) -> None:
 @pytest.mark.parametrize("rung", [0, 1, 5])
 def test_a_rung_that_counts_no_prompts_has_no_name_for_them(rung: int) -> None:
     with pytest.raises(ConfigError, match=f"rung: expected 2, 3 or 4, found {rung}"):
-        name_counted_metric(rung)
+        get_metric_name(rung)
 
 
 def test_slices_of_the_walk_of_the_trained_draft(saved: Path) -> None:
