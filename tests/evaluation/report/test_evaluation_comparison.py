@@ -85,7 +85,7 @@ def test_a_report_that_was_made_later_is_not_the_one_before(folders: ReportFolde
         folders.publish_report(draft, answers, GOOD)
     found = compared(folders)
     assert found.old is None
-    assert "an older draft is the current one again" in found.describe()
+    assert "an older draft is current again" in found.describe()
 
 
 def test_reports_that_proposed_different_numbers_of_tokens_do_not_compare(folders: ReportFolders):
