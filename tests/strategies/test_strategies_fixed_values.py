@@ -45,7 +45,7 @@ def test_loss_sums_and_gradients_are_the_fixed_ones(case, expected):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_readers_give_the_fixed_values(case, expected):
-    assert_same(read(case), expected[case], RELATIVE)
+    assert_same(read(case), expected[case], 1e-9)
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, Any], relative: float) -> None:

@@ -51,7 +51,7 @@ def dflash_reader(strategy: DraftStrategy, first_row: int = 1) -> DFlashReader:
     weights = _weights(strategy, "backbone.", "correction.")
     return DFlashReader(
         taps=_taps(config),
-        sizes=_sizes(config, len(windows)),
+        sizes=_sizes(config, len(windows), torch.float64),
         masks=tuple(anchored_mask if size is None else partial(moving_mask, window=size) for size in windows),
         block_size=config["block_size"],
         mask_token=config["mask_token_id"],
@@ -91,7 +91,7 @@ def _chain(strategy: DraftStrategy, norms: Eagle3Norms, layer: str, window: int 
     weights = _weights(strategy)
     return Eagle3Reader(
         taps=_taps(config),
-        sizes=_sizes(config, config.get("num_layers", 1)),
+        sizes=_sizes(config, config.get("num_layers", 1), torch.float32),
         norms=norms,
         window=window,
         layer=layer,
@@ -116,11 +116,10 @@ def _taps(config: dict[str, Any]) -> tuple[LayerTap, ...]:
     return tuple(LayerTap(int(name.removeprefix("hf"))) for name in config["feature_names"] if name != "last")
 
 
-def _sizes(config: dict[str, Any], layers: int) -> LayerSizes:
+def _sizes(config: dict[str, Any], layers: int, frequencies: torch.dtype) -> LayerSizes:
+    # Models keep rotary frequencies in fp32, which comparisons to 1e-10 would see.
     rope, head_dim = config["rope_parameters"], config["head_dim"]
     assert rope["rope_type"] == "default", "other types are compared with transformers in tests/export"
-    # As models do, in fp32: comparisons in fp64 would see the difference.
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return LayerSizes(
-        layers, head_dim, config["rms_norm_eps"], RopeTable((1.0 / rope["rope_theta"] ** exponents).double())
-    )
+    exponents = torch.arange(0, head_dim, 2, dtype=frequencies) / head_dim
+    table = RopeTable((1.0 / rope["rope_theta"] ** exponents).double())
+    return LayerSizes(layers, head_dim, config["rms_norm_eps"], table)
