@@ -88,7 +88,9 @@ sys.exit(10 + len(told))
 
 
 def test_ctrl_c_reaches_the_run_once_and_its_exit_code_comes_back():
-    command = f"import sys; from draftworks.programs.start import hold; sys.exit(hold(['-c', {HELD!r}]))"
+    command = (
+        f"import sys; from draftworks.programs import start; sys.exit(start.run_in_process_group(['-c', {HELD!r}]))"
+    )
     group = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert group.stdout.readline() == "ready\n"
     os.killpg(group.pid, signal.SIGINT)  # as a terminal does

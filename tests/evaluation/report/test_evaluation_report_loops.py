@@ -25,12 +25,12 @@ FOUND = (
 )
 
 
-def report_with(differences: tuple[Difference, ...] | None, occasion: TimingContext | None = THEN) -> Report:
+def report_with(differences: tuple[Difference, ...] | None, timing_context: TimingContext | None = THEN) -> Report:
     """Return a report whose greedy loop is compared and timed; its loop at temperature 0.7 is neither."""
     report = full_report()
     trained = report.drafts["trained"]
     greedy, sampled = trained.loops
-    loops = (replace(greedy, differences=differences, timing_context=occasion), sampled)
+    loops = (replace(greedy, differences=differences, timing_context=timing_context), sampled)
     return replace(report, drafts={**report.drafts, "trained": replace(trained, loops=loops)})
 
 
