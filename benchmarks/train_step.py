@@ -1,14 +1,14 @@
-"""How fast and how lean one training step is: forward, backward, clipping and AdamW on random features.
+"""Time and memory of one training step: forward, backward, clipping and AdamW on random features.
 
     python benchmarks/train_step.py                              # EAGLE-3: 1024x1 and 512x4, one thread, fp32
     python benchmarks/train_step.py 2048x1 --ttt 3
-    python benchmarks/train_step.py 1024x4 --strategy dflash     # 2 layers, blocks of 8, 64 anchors a sample
-    python benchmarks/train_step.py 1024x4 --strategy domino     # the same, and a correction 32 wide by a GRU of 64
+    python benchmarks/train_step.py 1024x4 --strategy dflash     # 2 layers, blocks of 8, 64 anchors per sample
+    python benchmarks/train_step.py 1024x4 --strategy domino     # as dflash, with a correction of rank 32 by a GRU of 64
     python benchmarks/train_step.py 1024x4 --strategy peagle     # 4 layers, 8 depths
-    python benchmarks/train_step.py 1024x4 --strategy dspark     # the same, and a Markov head 32 wide with a confidence head
+    python benchmarks/train_step.py 1024x4 --strategy dspark     # as dflash, with a Markov head of rank 32, confidences
 
-Every size runs in a process of its own, so that its peak memory is its own. Random features, so the loss means nothing; the
-target's head is scaled outside the draft vocabulary, so that every teacher token is inside and no row is spared.
+Every size runs in a process of its own, for its peak memory. Features are random, so the loss means nothing. The target's
+head is scaled down outside the draft vocabulary, so every teacher token is inside and no position is left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Case:
-    """One measured configuration. `loss_share` of each sample, its end, is supervised."""
+    """The measured configuration. The last `loss_share` of each sample is supervised."""
 
     length: int
     batch: int
@@ -58,9 +58,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over `case.steps` steps; memory is the peak of the whole process, libraries included.
+    """Medians over `case.steps` steps; memory is the peak of the whole process, with its libraries.
 
-    On a busy machine compare `cpu_ms`, the processor time of all threads: it leaves out the wait for a core.
+    On a busy machine compare `cpu_ms`, the processor time of all threads, which leaves out the wait for a core.
     """
 
     case: Case
@@ -122,13 +122,13 @@ def measure(case: Case) -> Result:
 
 
 def prepare(case: Case) -> tuple[DraftStrategy, TrainBatch]:
-    """A draft of a made-up target, and one padded batch of random features."""
+    """Return a draft of a synthetic target, and one padded batch of random features."""
     strategy, samples = prepare_samples(case)
     return strategy, strategy.collate(samples, [str(i) for i in range(case.batch)])
 
 
 def prepare_samples(case: Case) -> tuple[DraftStrategy, list[dict[str, Tensor]]]:
-    """A draft of a made-up target, and samples of random tokens and features."""
+    """Return a draft of a synthetic target, and samples of random tokens and features."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -173,7 +173,7 @@ def eagle3(case: Case, target: TargetParts) -> DraftStrategy:
 
 
 def _first_tokens(case: Case) -> VocabMapping:
-    """A reduced vocabulary of the lowest ids."""
+    """Return a reduced vocabulary of the lowest ids."""
     import numpy as np
 
     from draftworks.data.vocab import VocabMapping
@@ -218,7 +218,7 @@ MAKERS = {"eagle3": eagle3, "dflash": dflash, "domino": domino, "peagle": peagle
 
 
 def train_step(strategy: DraftStrategy, batch: TrainBatch, optimizer) -> None:
-    """What a trainer does with one micro-batch that is a whole window, at a step where both losses of Domino count alike."""
+    """Run an optimizer step of one micro-batch, at a step where both losses of Domino have the same weight."""
     import torch
 
     from draftworks.drafts.strategy import StepContext
@@ -231,7 +231,7 @@ def train_step(strategy: DraftStrategy, batch: TrainBatch, optimizer) -> None:
 
 
 def peak_rss_mb() -> float:
-    """Peak of this program image; `ru_maxrss` would count the parent's memory before exec."""
+    """Return the peak memory of this program image; `ru_maxrss` would count the parent's memory before exec."""
     status = Path("/proc/self/status")
     if status.exists():
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
