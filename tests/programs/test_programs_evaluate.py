@@ -76,7 +76,7 @@ def test_only_a_temperature_that_is_new_is_decoded(
     assert loads == ["tiny", "tiny"]
     assert len(list((tmp_path / "loops").iterdir())) == 2
     told = [line for line in capsys.readouterr().out.splitlines() if "(rung 4)" in line]
-    assert ["measured before" in line for line in told] == [False, True]
+    assert ["; cached, measured on " in line for line in told] == [False, True]
 
 
 @pytest.mark.parametrize(
