@@ -44,7 +44,7 @@ def once_saved(site, act: Callable[[], None]) -> Iterator[None]:
     thread.join()
 
 
-def train(site, *, torchrun: bool = False, **draft) -> dg.ExecuteInProcessResult:
+def train(site, *, torchrun: tuple[str, ...] = (), **draft) -> dg.ExecuteInProcessResult:
     """Train on two ranks, under torchrun where it is what gets interrupted."""
     config = {"ops": {"eagle3_draft": {"config": {"training": LONG, **draft}}}}
     return site.run("train_eagle3", torchrun=torchrun, run_config=config, asset_selection=[dg.AssetKey("eagle3_draft")])
@@ -68,7 +68,7 @@ def prepared(finished, tmp_path):
 def once_cancelled(finished, tmp_path_factory):
     site = finished.site.copy(tmp_path_factory.mktemp("cancelled"))
     with once_saved(site, lambda: os.kill(os.getpid(), signal.SIGINT)):
-        assert not train(site, torchrun=True).success
+        assert not train(site, torchrun=("train",)).success
     assert torchrun_of(site) is None
     return site
 
@@ -91,7 +91,7 @@ def undisturbed(finished, tmp_path_factory) -> str:
 @pytest.mark.slow
 def test_a_pre_empted_training_is_retried_from_its_checkpoint(prepared, undisturbed):
     with once_saved(prepared, lambda: torchrun_of(prepared).terminate()):
-        result = train(prepared, torchrun=True)
+        result = train(prepared, torchrun=("train",))
     assert result.success
     retried = [e for e in result.all_events if e.event_type is dg.DagsterEventType.STEP_UP_FOR_RETRY]
     assert len(retried) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil
 from forked_ranks import ForkedRanks
@@ -20,13 +20,15 @@ _FAILED = 1
 class ForkingLauncher(LocalLauncher):
     """Gives each rank the environment that torchrun gives it, and ends a job as torchrun does.
 
-    A job with an interpreter of its own is the real launcher's. No test of signals, kills or stalls uses this one.
+    Jobs of an interpreter of their own, and programs named in `torchrun`, are the real launcher's. Those that a test
+    interrupts, kills or lets stand still have to be.
     """
 
     poll_interval_s: float = 0.02
+    torchrun: list[str] = []
 
     def submit(self, job: TorchJob, env: Mapping[str, str], run_dir: RunDir) -> LocalJob | ForkedRanks:
-        if job.python is not None:
+        if job.python is not None or job.module.rpartition(".")[2] in self.torchrun:
             return super().submit(job, env, run_dir)
         return ForkedRanks.start(job.module, job.args, job.procs_per_node, run_dir.ranks, run_dir.log, env)
 
@@ -56,6 +58,7 @@ class ForkingLauncher(LocalLauncher):
         return {"engine": "local", "pid": next(iter(handle.codes))}
 
 
-def forking_launcher_for(spec: LauncherSpec) -> ForkingLauncher:
+def make_forking_launcher(spec: LauncherSpec, torchrun: Sequence[str] = ()) -> ForkingLauncher:
     """The launcher of a deployment, in place of `resources.launchers.make_launcher`."""
-    return ForkingLauncher(**make_launcher(spec).model_dump(exclude={"poll_interval_s"}))
+    settings = make_launcher(spec).model_dump(exclude={"poll_interval_s"})
+    return ForkingLauncher(**settings, torchrun=list(torchrun))
