@@ -15,7 +15,7 @@ from dagster._core.errors import DagsterUserCodeProcessError
 from dagster._core.events import EngineEventData
 from dagster._core.execution.api import ExecuteRunWithPlanIterable
 from dagster._core.execution.context_creation_job import PlanExecutionContextManager
-from dagster._core.executor.in_process import inprocess_execution_iterator
+from dagster._core.execution.plan.execute_plan import inner_plan_execution_iterator
 from dagster._core.system_config.objects import ResolvedRunConfig
 from dagster_shared.error import SerializableErrorInfo
 
@@ -142,7 +142,11 @@ class RunExecutor(dg.Executor):
 
 
 def execute_here(plan_context: Any, plan: Any) -> Iterator[dg.DagsterEvent]:
-    """Execute the steps of a plan one after the other in this process, as Dagster's in-process executor does."""
+    """Execute the steps of a plan one after the other in this process, as Dagster's in-process executor does.
+
+    Unlike there no step claims a slot of its pool: these steps make nothing, and Dagster could not be interrupted while it
+    waits for a slot here.
+    """
     data = EngineEventData.in_process(os.getpid(), plan.step_keys_to_execute)
     yield dg.DagsterEvent.engine_event(
         plan_context, "Executing in this process the steps that find everything made", data
@@ -156,7 +160,7 @@ def execute_here(plan_context: Any, plan: Any) -> Iterator[dg.DagsterEvent]:
         instance=plan_context.instance,
         raise_on_error=False,
     )
-    yield from ExecuteRunWithPlanIterable(plan, inprocess_execution_iterator, context)
+    yield from ExecuteRunWithPlanIterable(plan, inner_plan_execution_iterator, context)
 
 
 def assets_of_step(step: Any) -> set[dg.AssetKey]:

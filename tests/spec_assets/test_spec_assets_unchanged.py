@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,23 @@ def test_a_gate_that_fails_in_the_process_of_the_run_fails_it(made, entry):
     events = finish_twice(made, entry)
     assert "responses" in steps(events, "STEP_FAILURE")
     assert steps(events, "STEP_WORKER_STARTING") == set()
+
+
+def test_a_run_that_finds_everything_made_does_not_wait_for_a_pool(made):
+    """Another run, of which it cannot be seen from here whether it lives, holds the only slot."""
+    with dg.DagsterInstance.from_config(str(home_of(made))) as instance:
+        other = dg.DagsterRun("prepare", run_id=str(uuid.uuid4()), status=dg.DagsterRunStatus.STARTED)
+        instance.add_run(other)
+        storage = instance.event_log_storage
+        storage.set_concurrency_slots("gpu", 1)
+        assert storage.claim_concurrency_slot("gpu", other.run_id, "eagle3_draft").is_claimed
+    try:
+        assert finish(made, home_of(made)).returncode == 0
+        assert steps(last_run(home_of(made))[1], "STEP_WORKER_STARTING") == set()
+    finally:
+        with dg.DagsterInstance.from_config(str(home_of(made))) as instance:
+            instance.event_log_storage.free_concurrency_slots_for_run(other.run_id)
+            instance.delete_run(other.run_id)
 
 
 @pytest.fixture
