@@ -180,4 +180,4 @@ def test_digests_that_cannot_be_remembered_are_known_all_the_same(tmp_path: Path
     weights = tmp_path / "weights.bin"
     weights.write_bytes(b"one")
     assert FileDigests(weights / "no" / "cache.json").of_file(weights) == file_digest(weights)
-    assert "cannot be remembered" in caplog.text
+    assert "cannot be cached" in caplog.text
