@@ -136,9 +136,15 @@ def test_a_run_that_finds_everything_made_does_not_wait_for_a_pool(made):
 @pytest.fixture
 def waiting(made) -> Iterator[subprocess.Popen]:
     """A run whose last step waits, in the run's own process, for a lock that somebody else holds."""
+    before, _ = last_run(home_of(made))
+
+    def waits() -> bool:
+        run, events = last_run(home_of(made))
+        return run.run_id != before.run_id and "ranking.rank" in steps(events, "STEP_START")
+
     with FileLock(made.var / "leaderboard" / ".lock"):
         run = start(made, home_of(made), *JOB, *CONSOLE)
-        assert wait_until(lambda: "ranking.rank" in steps(last_run(home_of(made))[1], "STEP_START"), 120)
+        assert wait_until(waits, 120)
         yield run
         if run.poll() is None:
             run.kill()
