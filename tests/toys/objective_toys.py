@@ -56,7 +56,7 @@ def logits_at_once(elements: int, blocks: int) -> Iterator[None]:
         patch.setattr(losses, "CHUNK_ELEMENTS", elements)
         patch.setattr(losses, "MIN_CHUNK_ROWS", 1)
         patch.setitem(layers.LOGITS_PER_CHUNK, "cpu", elements)
-        patch.setattr(dflash_model, "SPOKEN_AT_ONCE", blocks)
+        patch.setattr(dflash_model, "DECODE_BLOCKS_AT_ONCE", blocks)
         yield
 
 

@@ -14,17 +14,17 @@ from draftworks.drafts.strategy import Drafter, Proposal
 from draftworks.strategies.dflash.drafter import DFlashDrafter
 from draftworks.strategies.dflash.model import DFlashDraft
 
-Choose = Callable[[Tensor], Tensor]
+ChooseTokens = Callable[[Tensor], Tensor]
 """From logits (n, V) to the tokens (n,) that are proposed."""
 
 
-class SpeakingDraft(nn.Module, ABC):
+class SequentialBlockDraft(nn.Module, ABC):
     """A draft that makes tokens of the states of its backbone's blocks, each knowing those before it."""
 
     backbone: DFlashDraft
 
     @abstractmethod
-    def say(self, states: Tensor, known: Tensor, count: int, choose: Choose) -> Tensor:
+    def decode(self, states: Tensor, known: Tensor, count: int, choose: ChooseTokens) -> Tensor:
         """Token after token of n blocks, (n, count).
 
         Args:
@@ -40,9 +40,9 @@ class SpeakingDraft(nn.Module, ABC):
         """Blocks from many rows at once, each as a server would make it there. As `DFlashDraft.propose`."""
 
         def first_choices(states: Tensor, known: Tensor) -> Tensor:
-            return self.say(states, known, count, lambda logits: logits.argmax(-1))
+            return self.decode(states, known, count, lambda logits: logits.argmax(-1))
 
-        return self.backbone.spoken(input_ids, features, rows, count, first_choices, documents)
+        return self.backbone.propose_blocks(input_ids, features, rows, count, first_choices, documents)
 
 
 class BlockDrafter(Drafter):
@@ -52,7 +52,7 @@ class BlockDrafter(Drafter):
         backbone: of the same sequence.
     """
 
-    def __init__(self, speaker: SpeakingDraft, backbone: DFlashDrafter) -> None:
+    def __init__(self, speaker: SequentialBlockDraft, backbone: DFlashDrafter) -> None:
         self._speaker = speaker
         self._backbone = backbone
         self._known: Tensor | None = None
@@ -65,12 +65,12 @@ class BlockDrafter(Drafter):
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
         states = self._backbone.states()[None]
         if temperature == 0:
-            return Proposal(self._speaker.say(states, self._known, count, lambda logits: logits.argmax(-1))[0])
+            return Proposal(self._speaker.decode(states, self._known, count, lambda logits: logits.argmax(-1))[0])
         drawn_from: list[Tensor] = []
 
         def sampled(logits: Tensor) -> Tensor:
             drawn_from.append(distribution(logits[0], temperature))
             return draw(drawn_from[-1], generator)[None]
 
-        tokens = self._speaker.say(states, self._known, count, sampled)[0]
+        tokens = self._speaker.decode(states, self._known, count, sampled)[0]
         return Proposal(tokens, torch.stack(drawn_from))

@@ -59,5 +59,5 @@ class DFlashDrafter(Drafter):
         rotation = model.rotation_at(block.positions, self._rows + model.block_size)
         hidden, attend = model.embed_blocks(self._anchor[None]), DraftAttention(block.make_seen_keys(self._rows))
         for layer, context in zip(model.layers, self._context, strict=True):
-            hidden = layer.over(hidden, context, rotation, attend)
+            hidden = layer.forward_cached(hidden, context, rotation, attend)
         return hidden[0]

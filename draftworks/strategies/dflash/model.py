@@ -14,14 +14,14 @@ from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.layers import GatedMlp, RmsNorm, Rotary, Rotation, seeded_linear
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.strategies.dflash.loss import BlockLosses, Weigh, block_cross_entropy
+from draftworks.strategies.dflash.loss import BlockLosses, LabelWeighting, block_cross_entropy
 
-PROPOSED_AT_ONCE = 64
+PROPOSE_BLOCKS_AT_ONCE = 64
 """Blocks that `propose` holds at a time, for each sample of a row: every time goes over the whole row's context."""
-SPOKEN_AT_ONCE = 128
+DECODE_BLOCKS_AT_ONCE = 128
 """Blocks that get logits at a time there, of whatever samples."""
 
-Speak = Callable[[Tensor, Tensor], Tensor]
+DecodeBlocks = Callable[[Tensor, Tensor], Tensor]
 """From states (n, size, H) of blocks, not normed, and their anchors' tokens (n,), to what each proposes, (n, count)."""
 
 
@@ -84,9 +84,9 @@ class DFlashLayer(nn.Module):
         self, hidden: Tensor, context: Tensor, at_context: Rotation, at_blocks: Rotation, attend: DraftAttention
     ) -> Tensor:
         """(B, A · size, H), the blocks' states, over the context (B, S, H)."""
-        return self.over(hidden, self.self_attn.key_value(context, at_context), at_blocks, attend)
+        return self.forward_cached(hidden, self.self_attn.key_value(context, at_context), at_blocks, attend)
 
-    def over(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, attend: DraftAttention) -> Tensor:
+    def forward_cached(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, attend: DraftAttention) -> Tensor:
         """The same over a context whose keys and values are known."""
         normed, attention = self.input_layernorm(hidden), self.self_attn
         query, own = attention.query(normed, at_blocks), attention.key_value(normed, at_blocks)
@@ -169,7 +169,7 @@ class DFlashDraft(nn.Module):
         blocks: Blocks,
         labels: Tensor,
         label_mask: Tensor,
-        weigh: Weigh,
+        weigh: LabelWeighting,
         chunk_blocks: int,
     ) -> BlockLosses:
         """Loss of every label that counts; one call per micro-batch.
@@ -202,19 +202,19 @@ class DFlashDraft(nn.Module):
         """
         head = self.target_head
 
-        def first_choices(states: Tensor, known: Tensor) -> Tensor:
+        def decode_greedily(states: Tensor, known: Tensor) -> Tensor:
             return F.linear(self.norm(states[:, 1 : 1 + count]), head).argmax(-1)
 
-        return self.spoken(input_ids, features, rows, count, first_choices, documents)
+        return self.propose_blocks(input_ids, features, rows, count, decode_greedily, documents)
 
     @torch.no_grad()
-    def spoken(
+    def propose_blocks(
         self,
         input_ids: Tensor,
         features: Tensor,
         rows: Tensor,
         count: int,
-        speak: Speak,
+        decode: DecodeBlocks,
         documents: Documents | None = None,
     ) -> Tensor:
         """`propose` for any way to make tokens of a block's states."""
@@ -224,13 +224,13 @@ class DFlashDraft(nn.Module):
             anchored = anchored & (documents.positions > 0)
         blocks = place_blocks(anchored, self.block_size, documents)
         proposals = input_ids.new_full((*rows.shape, count), -1)
-        at_once = PROPOSED_AT_ONCE * (1 if documents is None else len(documents.lengths))
+        at_once = PROPOSE_BLOCKS_AT_ONCE * (1 if documents is None else len(documents.lengths))
         for start in range(0, blocks.count, at_once):
             part = blocks.select(start, start + at_once)
             states = self.states(input_ids, context, part)[part.live]
             sample, place = part.live.nonzero().T
             anchors = part.anchors[sample, place]
             known = input_ids[sample, anchors]
-            pieces = zip(states.split(SPOKEN_AT_ONCE), known.split(SPOKEN_AT_ONCE), strict=True)
-            proposals[sample, anchors - 1] = torch.cat([speak(*piece) for piece in pieces])
+            pieces = zip(states.split(DECODE_BLOCKS_AT_ONCE), known.split(DECODE_BLOCKS_AT_ONCE), strict=True)
+            proposals[sample, anchors - 1] = torch.cat([decode(*piece) for piece in pieces])
         return proposals

@@ -17,7 +17,7 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.dflash.drafter import DFlashDrafter
-from draftworks.strategies.dflash.loss import Weigh, decaying, dpace, uniform
+from draftworks.strategies.dflash.loss import LabelWeighting, decaying_weights, dpace_weights, uniform_weights
 from draftworks.strategies.dflash.model import DFlashDraft, DFlashSizes
 from draftworks.strategies.dflash.options import DFLASH, DFlashOptions
 
@@ -135,14 +135,16 @@ class DFlashStrategy(DraftStrategy):
         }
 
     @property
-    def _by_place(self) -> Weigh:
-        return uniform if self.options.gamma is None else decaying(self.options.gamma)
+    def _by_place(self) -> LabelWeighting:
+        return uniform_weights if self.options.gamma is None else decaying_weights(self.options.gamma)
 
     @property
-    def weigh(self) -> Weigh:
+    def weigh(self) -> LabelWeighting:
         """Factors of the loss, from the cross-entropies."""
         options = self.options
-        return self._by_place if options.weighting == "uniform" else dpace(options.dpace_alpha, options.weighting)
+        return (
+            self._by_place if options.weighting == "uniform" else dpace_weights(options.dpace_alpha, options.weighting)
+        )
 
     def loss_weight(self, label_mask: Tensor, samples: int) -> Tensor:
         """Scalar, from which labels count (B, A, k) and of how many samples these are."""

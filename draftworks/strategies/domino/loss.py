@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.strategies.dflash.loss import Chunk, Weigh, are_first_choice, chunks, wide
+from draftworks.strategies.dflash.loss import BlockChunk, LabelWeighting, at_least_float32, is_argmax, split_into_chunks
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DominoObjective:
         chunk_blocks: blocks whose logits are held at a time.
     """
 
-    weigh: Weigh
+    weigh: LabelWeighting
     lambda_base: float
     chunk_blocks: int
 
@@ -49,7 +49,7 @@ class DominoLosses(NamedTuple):
     base_accepted: Tensor
 
 
-class DominoRows(NamedTuple):
+class DominoStates(NamedTuple):
     """Rows that count, in order of block and place: states (R, H), and bottlenecks (R, E), 0 where nothing is corrected."""
 
     states: Tensor
@@ -57,7 +57,7 @@ class DominoRows(NamedTuple):
 
 
 def domino_cross_entropy(
-    rows: DominoRows, head: Tensor, projection: Tensor, labels: Tensor, label_mask: Tensor, objective: DominoObjective
+    rows: DominoStates, head: Tensor, projection: Tensor, labels: Tensor, label_mask: Tensor, objective: DominoObjective
 ) -> DominoLosses:
     """Losses of the rows that count.
 
@@ -69,26 +69,26 @@ def domino_cross_entropy(
     """
     share = objective.lambda_base
 
-    def formula(chunk: Chunk, states: Tensor, bottlenecks: Tensor, projection: Tensor) -> DominoLosses:
+    def formula(chunk: BlockChunk, states: Tensor, bottlenecks: Tensor, projection: Tensor) -> DominoLosses:
         base = F.linear(states, head)
-        logits = wide(base.addmm(bottlenecks, projection.T))
+        logits = at_least_float32(base.addmm(bottlenecks, projection.T))
         cost = ce = F.cross_entropy(logits, chunk.labels, reduction="none")
         if share > 0:
-            cost = (1 - share) * ce + share * F.cross_entropy(wide(base), chunk.labels, reduction="none")
-        hits, base_hits = (chunk.by_place(are_first_choice(each, chunk.labels)) for each in (logits, base))
+            cost = (1 - share) * ce + share * F.cross_entropy(at_least_float32(base), chunk.labels, reduction="none")
+        hits, base_hits = (chunk.scatter(is_argmax(each, chunk.labels)) for each in (logits, base))
         return DominoLosses(
             loss=torch.dot(chunk.weights(objective.weigh, ce), cost),
-            ce_sums=chunk.by_place(ce).sum(0),
+            ce_sums=chunk.scatter(ce).sum(0),
             corrects=hits.sum(0),
-            accepted=_prefixes(hits, chunk.counted),
+            accepted=_prefixes(hits, chunk.label_mask),
             base_corrects=base_hits.sum(0),
-            base_accepted=_prefixes(base_hits, chunk.counted),
+            base_accepted=_prefixes(base_hits, chunk.label_mask),
         )
 
-    return chunked_loss(formula, chunks(labels, label_mask, objective.chunk_blocks), rows, [projection])
+    return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), rows, [projection])
 
 
-def _prefixes(hits: Tensor, counted: Tensor) -> Tensor:
+def _prefixes(hits: Tensor, label_mask: Tensor) -> Tensor:
     """Lengths of the prefixes that are right, summed over blocks (n, k). A label that does not count ends no prefix, as in
     SpecForge, and does not lengthen it."""
-    return ((hits | ~counted).cumprod(1) * hits).sum()
+    return ((hits | ~label_mask).cumprod(1) * hits).sum()

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
 from draftworks.drafts.layers import seeded_linear, uninitialized
-from draftworks.strategies.dflash.block_drafter import Choose, SpeakingDraft
+from draftworks.strategies.dflash.block_drafter import ChooseTokens, SequentialBlockDraft
 from draftworks.strategies.dflash.model import DFlashDraft
-from draftworks.strategies.domino.loss import DominoLosses, DominoObjective, DominoRows, domino_cross_entropy
+from draftworks.strategies.domino.loss import DominoLosses, DominoObjective, DominoStates, domino_cross_entropy
 
 
 class DominoSizes(NamedTuple):
@@ -68,7 +68,7 @@ class DominoCorrection(nn.Module):
         return activation(narrow(torch.cat([states, prefixes], dim=-1)))
 
 
-class DominoDraft(SpeakingDraft):
+class DominoDraft(SequentialBlockDraft):
     """The trainable draft.
 
     Args:
@@ -109,7 +109,7 @@ class DominoDraft(SpeakingDraft):
             self.correction.bottleneck(rows, prefixes) * is_corrected.expand_as(label_mask)[label_mask][:, None]
         )
         return domino_cross_entropy(
-            DominoRows(rows, bottlenecks),
+            DominoStates(rows, bottlenecks),
             backbone.target_head,
             self.correction.projection,
             labels.flatten(0, 1),
@@ -118,7 +118,7 @@ class DominoDraft(SpeakingDraft):
         )
 
     @torch.no_grad()
-    def say(self, states: Tensor, known: Tensor, count: int, choose: Choose) -> Tensor:
+    def decode(self, states: Tensor, known: Tensor, count: int, choose: ChooseTokens) -> Tensor:
         rows = self.backbone.norm(states[:, self._first_row : self._first_row + count])
         base = F.linear(rows, self.backbone.target_head)
         said, token, prefix = [], known, None

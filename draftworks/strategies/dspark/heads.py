@@ -55,7 +55,7 @@ class MarkovHead(nn.Module):
         """(…) int64 to (…, r)."""
         return self.markov_w1(tokens)
 
-    def over_block(self, embedded: Tensor, states: Tensor) -> Tensor:
+    def forward_block(self, embedded: Tensor, states: Tensor) -> Tensor:
         """What every place adds, through the narrow width: (n, k, r) from the tokens before (n, k, r) and states (n, k, H)."""
         return self._narrow(embedded, states)
 
@@ -81,7 +81,7 @@ class RnnMarkovHead(MarkovHead):
         super().__init__(hidden, vocab, rank, generator)
         self.joint_proj = _seeded_affine(2 * rank + hidden, 3 * rank, generator)
 
-    def over_block(self, embedded: Tensor, states: Tensor) -> Tensor:
+    def forward_block(self, embedded: Tensor, states: Tensor) -> Tensor:
         """All places at once as far as they do not wait for each other."""
         rank = embedded.shape[-1]
         of_memory, of_inputs = self.joint_proj.weight.split([rank, self.joint_proj.in_features - rank], dim=1)
@@ -108,7 +108,7 @@ class NoMarkovHead(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         return self.projection.new_zeros(*tokens.shape, 0)
 
-    def over_block(self, embedded: Tensor, states: Tensor) -> Tensor:
+    def forward_block(self, embedded: Tensor, states: Tensor) -> Tensor:
         return embedded
 
     def step(self, embedded: Tensor, states: Tensor, memory: Tensor | None) -> MarkovStep:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
-from draftworks.strategies.dflash.loss import Chunk, Weigh, are_first_choice, chunks, wide
+from draftworks.strategies.dflash.loss import BlockChunk, LabelWeighting, at_least_float32, is_argmax, split_into_chunks
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class DSparkObjective:
         chunk_blocks: blocks whose distributions are held at a time.
     """
 
-    weigh: Weigh
+    weigh: LabelWeighting
     ce_weight: float
     tv_weight: float
     confidence_weight: float
     chunk_blocks: int
 
 
-class DSparkRows(NamedTuple):
+class DSparkStates(NamedTuple):
     """The R rows that count, in order of block and place.
 
     Attributes:
@@ -76,7 +76,7 @@ class DSparkLosses(NamedTuple):
 
 
 def dspark_losses(
-    rows: DSparkRows,
+    rows: DSparkStates,
     head: Tensor,
     projection: Tensor,
     last: Tensor,
@@ -96,9 +96,14 @@ def dspark_losses(
     teacher = _Teacher(last, head)
 
     def formula(
-        chunk: Chunk, states: Tensor, narrow: Tensor, confidences: Tensor | None, positions: Tensor, projection: Tensor
+        chunk: BlockChunk,
+        states: Tensor,
+        narrow: Tensor,
+        confidences: Tensor | None,
+        positions: Tensor,
+        projection: Tensor,
     ) -> DSparkLosses:
-        logits = wide(F.linear(states, head).addmm(narrow, projection.T))
+        logits = at_least_float32(F.linear(states, head).addmm(narrow, projection.T))
         log_p = logits.log_softmax(-1)
         ce = F.nll_loss(log_p, chunk.labels, reduction="none")
         q = teacher.distributions(positions, log_p.dtype)
@@ -109,11 +114,11 @@ def dspark_losses(
             confidences = confidences.to(a.dtype)
             misjudged = F.binary_cross_entropy_with_logits(confidences, a, reduction="none")
             cost = cost + objective.confidence_weight * misjudged
-            errors = chunk.by_place((confidences.sigmoid() - a).abs()).sum(0)
-        accepted, correct = chunk.by_place(a), chunk.by_place(are_first_choice(logits, chunk.labels))
+            errors = chunk.scatter((confidences.sigmoid() - a).abs()).sum(0)
+        accepted, correct = chunk.scatter(a), chunk.scatter(is_argmax(logits, chunk.labels))
         return DSparkLosses(
             loss=torch.dot(chunk.weights(objective.weigh, ce), cost),
-            loss_sums=chunk.by_place(cost).sum(0),
+            loss_sums=chunk.scatter(cost).sum(0),
             corrects=correct.sum(0),
             acceptance_sums=accepted.sum(0),
             accepted=correct.cumprod(1).sum(),
@@ -121,7 +126,7 @@ def dspark_losses(
             confidence_errors=errors,
         )
 
-    return chunked_loss(formula, chunks(labels, label_mask, objective.chunk_blocks), rows, [projection])
+    return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), rows, [projection])
 
 
 class _Teacher(NamedTuple):

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftworks.drafts.anchors import Blocks
-from draftworks.strategies.dflash.block_drafter import Choose, SpeakingDraft
+from draftworks.strategies.dflash.block_drafter import ChooseTokens, SequentialBlockDraft
 from draftworks.strategies.dflash.model import DFlashDraft
 from draftworks.strategies.dspark.heads import MARKOV_HEADS, ConfidenceHead, NoMarkovHead
-from draftworks.strategies.dspark.loss import DSparkLosses, DSparkObjective, DSparkRows, dspark_losses
+from draftworks.strategies.dspark.loss import DSparkLosses, DSparkObjective, DSparkStates, dspark_losses
 
 
 class DSparkSizes(NamedTuple):
@@ -30,7 +30,7 @@ class DSparkSizes(NamedTuple):
     confidence_with_markov: bool
 
 
-class DSparkDraft(SpeakingDraft):
+class DSparkDraft(SequentialBlockDraft):
     """The trainable draft.
 
     Args:
@@ -72,9 +72,9 @@ class DSparkDraft(SpeakingDraft):
         labels, label_mask = labels[taught], label_mask[taught]
         normed = backbone.norm(states)
         embedded = markov.embed(torch.cat([known[:, None], labels[:, :-1]], dim=1)).to(normed.dtype)
-        rows = DSparkRows(
+        rows = DSparkStates(
             states=normed[label_mask],
-            narrow=markov.over_block(embedded, normed)[label_mask],
+            narrow=markov.forward_block(embedded, normed)[label_mask],
             confidences=self._confidences(normed[label_mask], embedded[label_mask]),
             positions=_said_at(blocks, input_ids.shape[1])[taught][label_mask],
         )
@@ -82,7 +82,7 @@ class DSparkDraft(SpeakingDraft):
         return dspark_losses(rows, backbone.target_head, projection, last.flatten(0, 1), labels, label_mask, objective)
 
     @torch.no_grad()
-    def say(self, states: Tensor, known: Tensor, count: int, choose: Choose) -> Tensor:
+    def decode(self, states: Tensor, known: Tensor, count: int, choose: ChooseTokens) -> Tensor:
         markov = self.markov_head
         head, projection = self.backbone.target_head, markov.projection.to(states.dtype)
         said, token, memory = [], known, None

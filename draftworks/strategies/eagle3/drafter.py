@@ -54,8 +54,8 @@ class Eagle3Drafter(Drafter):
                 keys.append(heads.key)
                 values.append(heads.value)
             hidden = self._layer(hidden, Heads(heads.query, torch.cat(keys, dim=2), torch.cat(values, dim=2)))
-            spoken, hidden = self._model.emerge(hidden)
-            logits = self._model.lm_head(spoken)[0, 0]
+            output, hidden = self._model.finish_step(hidden)
+            logits = self._model.lm_head(output)[0, 0]
             if temperature == 0:
                 tokens.append(self._model.draft_ids[logits.argmax()])
             else:
@@ -72,12 +72,12 @@ class Eagle3Drafter(Drafter):
         """Heads of rows (1, n, H) whose first has rotary position `start`."""
         layer, length = self._model.midlayer, hidden.shape[1]
         halves = layer.self_attn.halves()
-        joint = torch.nn.functional.linear(layer.begin(hidden).normed, halves.states)
+        joint = torch.nn.functional.linear(layer.begin_step(hidden).normed, halves.states)
         joint = joint + torch.nn.functional.linear(layer.input_layernorm(embedded), halves.tokens)
         rotation = self._model.rotary(start + length, joint.dtype).window(start, length)
         return layer.self_attn.heads(joint, rotation)
 
     def _layer(self, hidden: Tensor, heads: Heads) -> Tensor:
         layer = self._model.midlayer
-        hidden = layer.begin(hidden).residual + layer.self_attn.o_proj(layer.self_attn.attend(heads))
+        hidden = layer.begin_step(hidden).residual + layer.self_attn.o_proj(layer.self_attn.attend(heads))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))

@@ -16,15 +16,15 @@ from draftworks.strategies.eagle3.attention import per_query_head, ttt_attention
 
 
 class StepStates(NamedTuple):
-    """What one step of the unroll hands on, each (…, H): `spoken` to the draft's head, `carried` to the next step."""
+    """What one step of the unroll hands on, each (…, H): `output` to the draft's head, `carried` to the next step."""
 
-    spoken: Tensor
+    output: Tensor
     carried: Tensor
 
 
-Emerge = Callable[[Tensor], StepStates]
+FinishStep = Callable[[Tensor], StepStates]
 """From the layer's residual stream after a step to what that step hands on."""
-Say = Callable[[Tensor], Tensor]
+EmbedProposals = Callable[[Tensor], Tensor]
 
 
 class Eagle3Sizes(NamedTuple):
@@ -36,7 +36,7 @@ class Eagle3Sizes(NamedTuple):
     taps: int = 3
 
 
-class Eagle3Attending(NamedTuple):
+class Eagle3AttentionOptions(NamedTuple):
     """How the layer attends.
 
     Attributes:
@@ -111,7 +111,7 @@ class Eagle3Layer(nn.Module):
         target: TargetParts,
         sizes: Eagle3Sizes,
         generator: torch.Generator,
-        attention: Eagle3Attending,
+        attention: Eagle3AttentionOptions,
         norm_before_residual: bool = False,
     ) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RmsNorm(width, eps)
         self.post_attention_layernorm = RmsNorm(width, eps)
 
-    def begin(self, hidden: Tensor) -> StepInputs:
+    def begin_step(self, hidden: Tensor) -> StepInputs:
         """From the states (…, H) that rows begin with."""
         normed = self.hidden_norm(hidden)
         return StepInputs(normed, normed if self._norm_before_residual else hidden)
@@ -135,7 +135,7 @@ class Eagle3Layer(nn.Module):
         rotation: Rotation,
         steps: int,
         active: ActivePositions,
-        emerge: Emerge,
+        finish_step: FinishStep,
         documents: Documents,
     ) -> Iterator[Tensor]:
         """Spoken states (R, H) of the active rows, step after step, on tokens that are known beforehand.
@@ -155,34 +155,34 @@ class Eagle3Layer(nn.Module):
         def known(step: int, _: Tensor) -> Tensor:
             return active.shift(step, documents).gather(tokens)
 
-        yield from self._steps(halves, tokens, hidden, rotation, steps, active, emerge, documents, known)
+        yield from self._steps(halves, tokens, hidden, rotation, steps, active, finish_step, documents, known)
 
-    def run_free(
+    def unroll_on_own_tokens(
         self,
         embedded: Tensor,
         hidden: Tensor,
         rotation: Rotation,
         steps: int,
         active: ActivePositions,
-        emerge: Emerge,
+        finish_step: FinishStep,
         documents: Documents,
-        say: Say,
+        embed_proposals: EmbedProposals,
     ) -> None:
         """The same on the draft's own words.
 
         Args:
             embedded: (B, S, H), tokens of step 0.
-            say: from the spoken states of a step (R, H) to the embeddings (R, H) of what they propose, which the
+            embed_proposals: from the output states of a step (R, H) to the embeddings (R, H) of what they propose, which the
                 next step reads. Called `steps` times.
         """
         halves = self.self_attn.halves()
         tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
 
-        def said(step: int, spoken: Tensor) -> Tensor:
-            return F.linear(self.input_layernorm(say(spoken)), halves.tokens)
+        def proposed(step: int, output: Tensor) -> Tensor:
+            return F.linear(self.input_layernorm(embed_proposals(output)), halves.tokens)
 
-        *_, last = self._steps(halves, tokens, hidden, rotation, steps, active, emerge, documents, said)
-        say(last)
+        *_, last = self._steps(halves, tokens, hidden, rotation, steps, active, finish_step, documents, proposed)
+        embed_proposals(last)
 
     def _steps(
         self,
@@ -192,25 +192,25 @@ class Eagle3Layer(nn.Module):
         rotation: Rotation,
         steps: int,
         active: ActivePositions,
-        emerge: Emerge,
+        finish_step: FinishStep,
         documents: Documents,
         next_tokens: Callable[[int, Tensor], Tensor],
     ) -> Iterator[Tensor]:
-        """`next_tokens`: from a step's number and the states spoken before it to its tokens, projected, (R, all heads · D)."""
-        normed, residual = self.begin(hidden)
+        """`next_tokens`: from a step's number and the states output before it to its tokens, projected, (R, all heads · D)."""
+        normed, residual = self.begin_step(hidden)
         joint = F.linear(normed, halves.states) + tokens
-        spoken = residual = active.gather(residual)
+        output = residual = active.gather(residual)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(steps):
             if step > 0:
-                normed, residual = self.begin(hidden)
-                joint = active.scatter(F.linear(normed, halves.states) + next_tokens(step, spoken))
+                normed, residual = self.begin_step(hidden)
+                joint = active.scatter(F.linear(normed, halves.states) + next_tokens(step, output))
             heads = self.self_attn.heads(joint, rotation.at(documents.positions + step))
             keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
             values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
             attended = ttt_attention(heads.query, keys, values, documents, *self.attention)
             hidden = residual + self.self_attn.o_proj(active.gather(attended.transpose(1, 2).flatten(2)))
             hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
-            spoken, hidden = emerge(hidden)
-            yield spoken
+            output, hidden = finish_step(hidden)
+            yield output

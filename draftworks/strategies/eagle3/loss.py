@@ -26,10 +26,10 @@ GPU_CHUNK_ROWS = 2048
 """At least so many on a GPU, which the products of fewer would not fill; with 152,000 tokens about 2 GB."""
 
 
-class Distilled(NamedTuple):
+class DistillationLosses(NamedTuple):
     """`loss` = Σ_i step_weights[i]·loss_sums[i] is differentiable; the sums per step, (T,) float64, are not.
 
-    A row whose target argmax lies outside the draft vocabulary adds nothing to any of them but `accepted_anywhere`.
+    A row whose target argmax lies outside the draft vocabulary adds nothing to any of them but `accepted_all`.
 
     Attributes:
         loss_sums: of the objective over rows.
@@ -37,7 +37,7 @@ class Distilled(NamedTuple):
             q̃ is the target's distribution over its *whole* vocabulary, as far as it lies in the draft's. None in
             training where the objective does not need it: training does not pay for it.
         taught: number of rows that add something.
-        accepted_anywhere: `accepted` of all rows, those outside included; None in training.
+        accepted_all: `accepted` of all rows, those outside included; None in training.
     """
 
     loss: Tensor
@@ -45,7 +45,7 @@ class Distilled(NamedTuple):
     corrects: Tensor
     accepted: Tensor | None
     taught: Tensor
-    accepted_anywhere: Tensor | None = None
+    accepted_all: Tensor | None = None
 
 
 def distill(
@@ -56,7 +56,7 @@ def distill(
     step_weights: Sequence[float],
     objective: Objective | BatchObjective,
     training: bool,
-) -> Distilled:
+) -> DistillationLosses:
     """The objective over every supervised row against its teacher.
 
     Args:
@@ -69,10 +69,10 @@ def distill(
         with torch.no_grad():
             options = (CrossEntropy(), False, True, False)
             means = _Distill.apply(teacher, plan, tuple(step_weights), *options, head, *states)
-        seen = Distilled(*means)
+        seen = DistillationLosses(*means)
         objective = objective.given(seen.accepted, seen.taught)
     options = (objective, torch.is_grad_enabled(), objective.needs_mass or not training, not training)
-    return Distilled(*_Distill.apply(teacher, plan, tuple(step_weights), *options, head, *states))
+    return DistillationLosses(*_Distill.apply(teacher, plan, tuple(step_weights), *options, head, *states))
 
 
 class _Distill(torch.autograd.Function):

@@ -14,8 +14,8 @@ from draftworks.drafts.layers import ReducedVocabularyDraft, RmsNorm, Rotary, ar
 from draftworks.drafts.objectives import BatchObjective, Objective
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.strategies.eagle3.layer import Eagle3Attending, Eagle3Layer, Eagle3Sizes, StepStates
-from draftworks.strategies.eagle3.loss import Distilled, distill
+from draftworks.strategies.eagle3.layer import Eagle3AttentionOptions, Eagle3Layer, Eagle3Sizes, StepStates
+from draftworks.strategies.eagle3.loss import DistillationLosses, distill
 
 
 class Eagle3Norms(NamedTuple):
@@ -45,7 +45,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
     Args:
         draft_ids: (V_d,) int64 ascending, target ids that the draft's head predicts.
         generator: the only source of randomness of the initial weights; `lm_head` begins as the target's rows.
-        attention: how the layer attends, see `Eagle3Attending`.
+        attention: how the layer attends, see `Eagle3AttentionOptions`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
         draft_ids: Tensor,
         generator: torch.Generator,
         norms: Eagle3Norms,
-        attention: Eagle3Attending,
+        attention: Eagle3AttentionOptions,
     ) -> None:
         super().__init__()
         width, self.norms = target.hidden_size, norms
@@ -80,12 +80,12 @@ class Eagle3Draft(ReducedVocabularyDraft):
             features = self.input_norm(features.to(self.fc.weight.dtype))
         return fuse_taps(features, self.fc_norm, self.fc)
 
-    def emerge(self, hidden: Tensor) -> StepStates:
+    def finish_step(self, hidden: Tensor) -> StepStates:
         """What a step hands on, from its residual stream (…, H)."""
         if not self.norms.norm_output:
             return StepStates(hidden, hidden)
-        spoken = self.norm(hidden)
-        return StepStates(spoken, spoken if self.norms.feedback == "post_norm" else hidden)
+        output = self.norm(hidden)
+        return StepStates(output, output if self.norms.feedback == "post_norm" else hidden)
 
     @torch.no_grad()
     def propose(self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents) -> Tensor:
@@ -98,17 +98,19 @@ class Eagle3Draft(ReducedVocabularyDraft):
             (B, S, count) int64 ids of the target; -1 in other rows.
         """
         active = ActivePositions.where(rows)
-        draft_ids, said = self.draft_ids, []
+        draft_ids, proposed = self.draft_ids, []
 
-        def say(spoken: Tensor) -> Tensor:
-            said.append(draft_ids[argmax_of_head(self.lm_head.weight, spoken)])
-            return self.embed(said[-1])
+        def embed_proposals(output: Tensor) -> Tensor:
+            proposed.append(draft_ids[argmax_of_head(self.lm_head.weight, output)])
+            return self.embed(proposed[-1])
 
         first = self.embed(documents.shift_left(input_ids, 1))
         rotation = self.rotary(documents.longest + count, first.dtype)
-        self.midlayer.run_free(first, self.fuse(features), rotation, count, active, self.emerge, documents, say)
+        self.midlayer.unroll_on_own_tokens(
+            first, self.fuse(features), rotation, count, active, self.finish_step, documents, embed_proposals
+        )
         proposals = input_ids.new_full((input_ids.numel(), count), -1)
-        proposals[active.index] = torch.stack(said, dim=-1)
+        proposals[active.index] = torch.stack(proposed, dim=-1)
         return proposals.unflatten(0, input_ids.shape)
 
     @property
@@ -127,7 +129,9 @@ class Eagle3Draft(ReducedVocabularyDraft):
         """
         first = self.embed(documents.shift_left(input_ids, 1))
         rotation = self.rotary(documents.longest + steps, first.dtype)
-        return list(self.midlayer.unroll(first, self.fuse(features), rotation, steps, active, self.emerge, documents))
+        return list(
+            self.midlayer.unroll(first, self.fuse(features), rotation, steps, active, self.finish_step, documents)
+        )
 
     def forward(
         self,
@@ -139,7 +143,7 @@ class Eagle3Draft(ReducedVocabularyDraft):
         objective: Objective | BatchObjective,
         documents: Documents,
         training: bool,
-    ) -> Distilled:
+    ) -> DistillationLosses:
         """Unroll and distil; one call per micro-batch.
 
         Args:

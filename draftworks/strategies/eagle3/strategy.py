@@ -26,7 +26,7 @@ from draftworks.drafts.supervision import specforge_label_mask, token_mean_label
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.eagle3.drafter import Eagle3Drafter
-from draftworks.strategies.eagle3.layer import Eagle3Attending, Eagle3Sizes
+from draftworks.strategies.eagle3.layer import Eagle3AttentionOptions, Eagle3Sizes
 from draftworks.strategies.eagle3.model import Eagle3Draft, Eagle3Norms
 from draftworks.strategies.eagle3.options import EAGLE3, Eagle3Options
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from draftworks.data.vocab import VocabMapping
 
 
-class Shares(NamedTuple):
+class LossScaling(NamedTuple):
     """How the loss of a batch is made of the sums over rows of its steps, and what it weighs among batches.
 
     Attributes:
@@ -84,7 +84,7 @@ class Eagle3Strategy(ChainStrategy):
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
         norms = Eagle3Norms(**{name: getattr(options, name) for name in Eagle3Norms._fields})
         generator = torch.Generator().manual_seed(seed)
-        attention = Eagle3Attending(options.attention, options.sliding_window)
+        attention = Eagle3AttentionOptions(options.attention, options.sliding_window)
         self.model = Eagle3Draft(target, self._sizes, draft_ids, generator, norms, attention)
         self._step_weights = [options.step_decay**step for step in range(options.ttt_length)]
 
@@ -121,21 +121,21 @@ class Eagle3Strategy(ChainStrategy):
         }
         if result.accepted is not None:
             metric_sums |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
-        if result.accepted_anywhere is not None:
+        if result.accepted_all is not None:
             metric_sums |= {
-                "unconditional_acceptance_sums": result.accepted_anywhere,
+                "unconditional_acceptance_sums": result.accepted_all,
                 "unconditional_acceptance_denoms": supervised,
             }
         return StepOutput(result.loss, shares.loss_weight.to(result.loss.dtype), metric_sums)
 
-    def _shares(self, supervised: Tensor, positions: int, training: bool) -> Shares:
+    def _shares(self, supervised: Tensor, positions: int, training: bool) -> LossScaling:
         """For (T,) supervised rows by step, among so many positions of the batch."""
         if self.options.loss == "token_mean":
-            return Shares(self._step_weights, 1, supervised, supervised[0])
+            return LossScaling(self._step_weights, 1, supervised, supervised[0])
         batch_weight = 1 if training else positions
         # The LK losses are means over rows already.
         divisor, each = (positions, 1) if self.options.objective == "ce" else (1, batch_weight)
-        return Shares(
+        return LossScaling(
             step_weights=[weight * batch_weight / divisor for weight in self._step_weights],
             of_each_step=each,
             denoms=torch.full_like(supervised, divisor * each),

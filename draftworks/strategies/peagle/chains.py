@@ -20,7 +20,7 @@ from draftworks.drafts.documents import Documents
 
 
 @dataclass(frozen=True)
-class Thinning:
+class DepthSampling:
     """Of n rows that count at depth 0, at most ⌊(n - d)·max(ratio^d, least)⌋ go on to depth d."""
 
     ratio: float
@@ -32,7 +32,7 @@ class Thinning:
         return ((rows - depth).clamp(min=0).double() * share).long()
 
 
-def drawn_chains(label_mask: Tensor, seeds: Tensor, step: int, thinning: Thinning, documents: Documents) -> Tensor:
+def draw_chains(label_mask: Tensor, seeds: Tensor, step: int, thinning: DepthSampling, documents: Documents) -> Tensor:
     """Which chains are at which depth: (D, B, S) bool by anchor. Depth 0 is that of `label_mask`.
 
     Args:
@@ -53,7 +53,7 @@ def drawn_chains(label_mask: Tensor, seeds: Tensor, step: int, thinning: Thinnin
     return torch.stack(kept)
 
 
-def all_chains(label_mask: Tensor) -> Tensor:
+def keep_all_chains(label_mask: Tensor) -> Tensor:
     """Every chain that counts, as far as it does so without a gap."""
     return torch.cat([label_mask[:1], label_mask[1:].cumprod(0).bool()])
 
@@ -121,14 +121,14 @@ class Chains:
 
 
 @dataclass(frozen=True)
-class ByDepth:
+class TokensByDepth:
     """Rows among the N + R, depth by depth: `index` (W,) int64, of which so many are of each depth."""
 
     index: Tensor
     sizes: tuple[int, ...]
 
     @classmethod
-    def where(cls, kept: Tensor, chains: Chains) -> ByDepth:
+    def where(cls, kept: Tensor, chains: Chains) -> TokensByDepth:
         """The rows that are on in `kept` (D, B, S), of which `chains` are made; ascending by anchor at every depth."""
         first = kept[0].flatten().nonzero().squeeze(1)
         masked = chains.depths.argsort(stable=True) + kept[0].numel()

@@ -13,7 +13,7 @@ from draftworks.drafts.attention import KeyValue
 from draftworks.drafts.layers import Rotation
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
-from draftworks.strategies.peagle.model import PEagleDraft, RowInputs, Rows
+from draftworks.strategies.peagle.model import PEagleDraft, TokenInputs, TokenLayout
 
 
 class PEagleDrafter(Drafter):
@@ -42,7 +42,7 @@ class PEagleDrafter(Drafter):
             raise RuntimeError("nothing to propose after: extend has not been called")
         states = self._last
         if count > 1:
-            masked = RowInputs(*(x.expand(count - 1, -1) for x in self._model.begin_masked()))
+            masked = TokenInputs(*(x.expand(count - 1, -1) for x in self._model.begin_masked()))
             states = torch.cat([states, self._through(masked, keeps=False)])
         logits = self._model.lm_head(states)
         if temperature == 0:
@@ -50,11 +50,11 @@ class PEagleDrafter(Drafter):
         probabilities = self._model.to_target_vocab(distribution(logits, temperature))
         return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
 
-    def _through(self, inputs: RowInputs, keeps: bool) -> Tensor:
+    def _through(self, inputs: TokenInputs, keeps: bool) -> Tensor:
         """Rows (n, H) after those in the cache, in their order, each seeing all before it."""
         model, count = self._model, len(inputs.hidden)
         rotation = model.rotary(self._rows + count, inputs.hidden.dtype).window(self._rows, count)
-        rows = [_CachedRows(cache, rotation, model.head_dim, keeps) for cache in self._cache]
+        rows = [_CachedLayout(cache, rotation, model.head_dim, keeps) for cache in self._cache]
         return model.through_layers(inputs, rows)
 
 
@@ -69,7 +69,7 @@ class _LayerCache:
 
 
 @dataclass(frozen=True)
-class _CachedRows(Rows):
+class _CachedLayout(TokenLayout):
     """New rows after those in a cache, causal. `keeps`: they stay in it."""
 
     cache: _LayerCache
@@ -91,5 +91,5 @@ class _CachedRows(Rows):
         )
         return attended[0].transpose(0, 1).flatten(1)
 
-    def each(self, x: Tensor) -> Tensor:
+    def expand_states(self, x: Tensor) -> Tensor:
         return x

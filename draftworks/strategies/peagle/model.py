@@ -33,8 +33,8 @@ from draftworks.drafts.objectives import CrossEntropy
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.attention import ttt_attention
-from draftworks.strategies.eagle3.loss import Distilled, distill
-from draftworks.strategies.peagle.chains import ByDepth, Chains
+from draftworks.strategies.eagle3.loss import DistillationLosses, distill
+from draftworks.strategies.peagle.chains import Chains, TokensByDepth
 
 
 class PEagleSizes(NamedTuple):
@@ -48,7 +48,7 @@ class PEagleSizes(NamedTuple):
     mask_token_id: int
 
 
-class Rows(ABC):
+class TokenLayout(ABC):
     """What a layer is applied to: knows which of its rows look at which."""
 
     @abstractmethod
@@ -56,11 +56,11 @@ class Rows(ABC):
         """Attention of projected rows (n, heads · width) with rotary positions: (T, heads · width)."""
 
     @abstractmethod
-    def each(self, x: Tensor) -> Tensor:
+    def expand_states(self, x: Tensor) -> Tensor:
         """The states of all rows (T, H) from those that a layer was given (n, H)."""
 
 
-class BatchRows(Rows):
+class TrainingLayout(TokenLayout):
     """The N rows of a batch, then the R masked ones of its chains.
 
     All masks begin alike, so the first layer is given one for all of them, n = N + 1. Later ones get T = N + R.
@@ -90,7 +90,7 @@ class BatchRows(Rows):
         return torch.cat([rows, masked[0].transpose(0, 1).flatten(1)])
 
     @torch.compiler.disable
-    def each(self, x: Tensor) -> Tensor:
+    def expand_states(self, x: Tensor) -> Tensor:
         count = self._chains.batch * self._chains.length
         return torch.cat([x[:count], x[count:].expand(self._chains.count, -1)])
 
@@ -133,14 +133,14 @@ class PEagleLayer(nn.Module):
         self.input_layernorm = RmsNorm(width, eps)
         self.post_attention_layernorm = RmsNorm(width, eps)
 
-    def forward(self, hidden: Tensor, rows: Rows, wanted: ActivePositions | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, rows: TokenLayout, wanted: ActivePositions | None = None) -> Tensor:
         """States (T, H) of all rows, or of those that are wanted, from what they were (n, H)."""
         return self._over(self.input_layernorm(hidden), hidden, rows, wanted)
 
-    def _over(self, read: Tensor, residual: Tensor, rows: Rows, wanted: ActivePositions | None) -> Tensor:
+    def _over(self, read: Tensor, residual: Tensor, rows: TokenLayout, wanted: ActivePositions | None) -> Tensor:
         attention = self.self_attn
         attended = rows.attend(attention.q_proj(read), attention.k_proj(read), attention.v_proj(read))
-        residual = rows.each(residual)
+        residual = rows.expand_states(residual)
         if wanted is not None:
             attended, residual = wanted.gather(attended[None]), wanted.gather(residual[None])
         hidden = residual + attention.o_proj(attended)
@@ -161,14 +161,16 @@ class PEagleFirstLayer(PEagleLayer):
         self.hidden_norm = RmsNorm(target.hidden_size, target.rms_norm_eps)
         self._norm_before_residual = norm_before_residual
 
-    def forward(self, hidden: Tensor, embedded: Tensor, rows: Rows, wanted: ActivePositions | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, embedded: Tensor, rows: TokenLayout, wanted: ActivePositions | None = None
+    ) -> Tensor:
         """As of the other layers, with the tokens' embeddings (n, H)."""
         normed = self.hidden_norm(hidden)
         read = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         return self._over(read, normed if self._norm_before_residual else hidden, rows, wanted)
 
 
-PROPOSED_AT_ONCE = 2048
+PROPOSE_CHAINS_AT_ONCE = 2048
 """Chains that `propose` holds at a time: every time goes over all rows of the batch."""
 
 
@@ -180,14 +182,14 @@ class PEagleTraits(NamedTuple):
     norm_before_residual: bool = False
 
 
-class RowInputs(NamedTuple):
+class TokenInputs(NamedTuple):
     """What rows begin with, (n, H) each."""
 
     hidden: Tensor
     embedded: Tensor
 
-    def then(self, others: RowInputs) -> RowInputs:
-        return RowInputs(*(torch.cat(both) for both in zip(self, others, strict=True)))
+    def then(self, others: TokenInputs) -> TokenInputs:
+        return TokenInputs(*(torch.cat(both) for both in zip(self, others, strict=True)))
 
 
 class PEagleDraft(ReducedVocabularyDraft):
@@ -246,16 +248,18 @@ class PEagleDraft(ReducedVocabularyDraft):
         """From the taps side by side (…, taps · H), ascending, to the state that a row begins with (…, H)."""
         return fuse_taps(features, self.fc_norm, self.fc)
 
-    def begin(self, features: Tensor, next_tokens: Tensor) -> RowInputs:
+    def begin(self, features: Tensor, next_tokens: Tensor) -> TokenInputs:
         """Of rows at depth 0, from their features (n, taps · H) and the tokens after them (n,)."""
-        return RowInputs(self.fuse(features), self.embed(next_tokens))
+        return TokenInputs(self.fuse(features), self.embed(next_tokens))
 
-    def begin_masked(self) -> RowInputs:
+    def begin_masked(self) -> TokenInputs:
         """Of one masked place; they all begin alike."""
         token = torch.full((1,), self.mask_token_id, device=self.mask_hidden.device)
         return self.begin(self.mask_hidden[0], token)
 
-    def through_layers(self, inputs: RowInputs, rows: Sequence[Rows], wanted: ActivePositions | None = None) -> Tensor:
+    def through_layers(
+        self, inputs: TokenInputs, rows: Sequence[TokenLayout], wanted: ActivePositions | None = None
+    ) -> Tensor:
         """What `lm_head` reads of the rows that are wanted, or of all.
 
         Args:
@@ -274,20 +278,20 @@ class PEagleDraft(ReducedVocabularyDraft):
         Args:
             input_ids: (B, S). Row a reads token a + 1; at the end of the document token 0.
             features: (B, S, taps · H), the taps in ascending order.
-            kept: (D, B, S) bool, see `drawn_chains`.
+            kept: (D, B, S) bool, see `draw_chains`.
         """
         chains = Chains.of(kept, documents)
-        by_depth = ByDepth.where(kept, chains)
+        by_depth = TokensByDepth.where(kept, chains)
         inputs = self.begin(features.flatten(0, 1), documents.shift_left(input_ids, 1).flatten()).then(
             self.begin_masked()
         )
-        rows = BatchRows(chains, self.rotary, self.head_dim, inputs.hidden.dtype, self._attention)
+        rows = TrainingLayout(chains, self.rotary, self.head_dim, inputs.hidden.dtype, self._attention)
         wanted = ActivePositions(by_depth.index, 1, input_ids.numel() + chains.count)
         return list(self.through_layers(inputs, [rows] * len(self.layers), wanted).split(by_depth.sizes))
 
     def forward(
         self, input_ids: Tensor, features: Tensor, last: Tensor, kept: Tensor, documents: Documents, training: bool
-    ) -> Distilled:
+    ) -> DistillationLosses:
         """Distil all rows that are kept, each weighing 1; one call per micro-batch.
 
         Args:
@@ -312,7 +316,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         """
         draft_ids = self.draft_ids
         proposals = input_ids.new_full((input_ids.numel(), count), -1)
-        for some in rows.flatten().nonzero().squeeze(1).split(PROPOSED_AT_ONCE):
+        for some in rows.flatten().nonzero().squeeze(1).split(PROPOSE_CHAINS_AT_ONCE):
             here = torch.zeros_like(rows).flatten().index_fill(0, some, True).view_as(rows)
             states = self.states(input_ids, features, here.expand(count, *here.shape), documents)
             choices = [argmax_of_head(self.lm_head.weight, state) for state in states]

@@ -18,7 +18,7 @@ from draftworks.drafts.supervision import specforge_label_mask, token_mean_label
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
-from draftworks.strategies.peagle.chains import Thinning, all_chains, drawn_chains
+from draftworks.strategies.peagle.chains import DepthSampling, draw_chains, keep_all_chains
 from draftworks.strategies.peagle.drafter import PEagleDrafter
 from draftworks.strategies.peagle.model import PEagleDraft, PEagleSizes, PEagleTraits
 from draftworks.strategies.peagle.options import PEAGLE, PEagleOptions
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PEagleStrategy(DraftStrategy):
-    """EAGLE-3's rows, each followed by a chain of masks whose length is drawn anew at every step (see `drawn_chains`).
+    """EAGLE-3's rows, each followed by a chain of masks whose length is drawn anew at every step (see `draw_chains`).
 
     A row costs its cross-entropy CE with the target's distribution over the draft vocabulary; one whose target argmax is
     outside costs nothing, while accuracy counts it as wrong. The modes of `options.loss`:
@@ -62,7 +62,7 @@ class PEagleStrategy(DraftStrategy):
         self._target = target = target.with_layer_options(options)
         self._seed = seed
         self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
-        self._thinning = Thinning(options.down_sample_ratio, options.down_sample_ratio_min)
+        self._thinning = DepthSampling(options.down_sample_ratio, options.down_sample_ratio_min)
         traits = PEagleTraits(options.train_embeddings, options.fc_norm, options.norm_before_residual)
         generator = torch.Generator().manual_seed(seed)
         self.model = PEagleDraft(target, self._sizes, draft_ids, generator, traits, options.attention)
@@ -99,9 +99,9 @@ class PEagleStrategy(DraftStrategy):
         }
         if result.accepted is not None:
             metric_sums |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
-        if result.accepted_anywhere is not None:
+        if result.accepted_all is not None:
             metric_sums |= {
-                "unconditional_acceptance_sums": result.accepted_anywhere,
+                "unconditional_acceptance_sums": result.accepted_all,
                 "unconditional_acceptance_denoms": supervised,
             }
         if self.options.loss == "specforge":
@@ -117,8 +117,8 @@ class PEagleStrategy(DraftStrategy):
         supervise = specforge_label_mask if self.options.loss == "specforge" else token_mean_label_mask
         label_mask = supervise(batch["loss_mask"], self.options.num_depths, documents)
         if not ctx.training:
-            return all_chains(label_mask)
-        return drawn_chains(label_mask, batch["draws"], ctx.global_step, self._thinning, documents)
+            return keep_all_chains(label_mask)
+        return draw_chains(label_mask, batch["draws"], ctx.global_step, self._thinning, documents)
 
     def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
         if count > self.draft_tokens:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from draftworks.drafts.sampling import verify
 from draftworks.drafts.strategy import Proposal
-from draftworks.strategies.dflash.loss import decaying
-from draftworks.strategies.dspark.loss import DSparkObjective, DSparkRows, dspark_losses
+from draftworks.strategies.dflash.loss import decaying_weights
+from draftworks.strategies.dspark.loss import DSparkObjective, DSparkStates, dspark_losses
 
 VOCAB, HIDDEN, RANK = 11, 6, 3
 COUNTS = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 0]], dtype=torch.bool)
-OBJECTIVE = DSparkObjective(decaying(2.0), ce_weight=0.3, tv_weight=0.9, confidence_weight=0.7, chunk_blocks=2)
+OBJECTIVE = DSparkObjective(decaying_weights(2.0), ce_weight=0.3, tv_weight=0.9, confidence_weight=0.7, chunk_blocks=2)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Problem:
         )
 
     def losses(self, objective: DSparkObjective = OBJECTIVE):
-        rows = DSparkRows(self.states, self.narrow, self.confidences, torch.tensor([3, 4, 0, 4, 4, 1]))
+        rows = DSparkStates(self.states, self.narrow, self.confidences, torch.tensor([3, 4, 0, 4, 4, 1]))
         return dspark_losses(rows, self.head, self.projection, self.last, self.labels, COUNTS, objective)
 
 
@@ -82,7 +82,7 @@ def test_a_draft_that_is_its_target_is_always_accepted_and_learns_from_labels_al
     problem = Problem.drawn()
     same = replace(problem, last=problem.states[:5], narrow=torch.zeros_like(problem.narrow))
     states = same.states.clone().requires_grad_()
-    rows = DSparkRows(states, same.narrow, None, torch.tensor([0, 1, 2, 3, 4, 0]))
+    rows = DSparkStates(states, same.narrow, None, torch.tensor([0, 1, 2, 3, 4, 0]))
     objective = replace(OBJECTIVE, ce_weight=0.0)
     found = dspark_losses(rows, same.head, same.projection, same.last, same.labels, COUNTS, objective)
     (gradient,) = torch.autograd.grad(found.loss, states)
@@ -95,7 +95,7 @@ def test_a_draft_that_is_its_target_is_always_accepted_and_learns_from_labels_al
 def test_acceptance_is_how_often_speculative_sampling_keeps_a_token():
     problem = Problem.drawn(seed=2)
     one = replace(problem, states=problem.states[:1], narrow=problem.narrow[:1], labels=problem.labels[:1, :1])
-    rows = DSparkRows(one.states, one.narrow, None, torch.tensor([2]))
+    rows = DSparkStates(one.states, one.narrow, None, torch.tensor([2]))
     alone = torch.ones(1, 1, dtype=torch.bool)
     found = dspark_losses(rows, one.head, one.projection, one.last, one.labels, alone, OBJECTIVE)
     p = (one.head @ one.states[0] + one.projection @ one.narrow[0]).softmax(-1)

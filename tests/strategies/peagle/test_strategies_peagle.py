@@ -202,7 +202,7 @@ def test_an_evaluation_in_specforges_mode_weighs_a_sample_by_its_supervised_toke
 
 
 def test_proposals_are_the_readers_first_choices(make, monkeypatch):
-    monkeypatch.setattr(peagle_model, "PROPOSED_AT_ONCE", 3)
+    monkeypatch.setattr(peagle_model, "PROPOSE_CHAINS_AT_ONCE", 3)
     strategy = make(fc_norm=True)
     batch = strategy.collate(SAMPLES, NAMES)
     rows = torch.zeros(batch["input_ids"].shape, dtype=torch.bool)

@@ -14,21 +14,21 @@ from torch.nn import functional as F
 from draftworks.drafts.anchors import derive_sample_seed
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
-from draftworks.strategies.peagle.chains import ByDepth, Chains, Thinning, all_chains, drawn_chains
+from draftworks.strategies.peagle.chains import Chains, DepthSampling, TokensByDepth, draw_chains, keep_all_chains
 
 SEED = torch.tensor([derive_sample_seed(42, "sample")])
 DEPTHS = 5
 GATES = {"token_mean": token_mean_label_mask, "specforge": specforge_label_mask}
 masks = st.lists(st.booleans(), min_size=1, max_size=40)
-thinnings = st.builds(Thinning, st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+thinnings = st.builds(DepthSampling, st.floats(0.1, 1.0), st.floats(0.0, 1.0))
 both_modes = pytest.mark.parametrize("mode", GATES)
 
 
-def drawn(mask: list[bool], mode: str, thinning: Thinning, step: int = 0) -> Tensor:
+def drawn(mask: list[bool], mode: str, thinning: DepthSampling, step: int = 0) -> Tensor:
     """(D, S) of one sample."""
     documents = Documents.from_lengths((len(mask),))
     label_mask = GATES[mode](torch.tensor([mask]), DEPTHS, documents)
-    return drawn_chains(label_mask, SEED, step, thinning, documents)[:, 0]
+    return draw_chains(label_mask, SEED, step, thinning, documents)[:, 0]
 
 
 @both_modes
@@ -51,7 +51,7 @@ def test_every_depth_keeps_as_many_as_the_formula_says_of_those_before_it(mode, 
 @settings(max_examples=40, deadline=None)
 @given(mask=masks)
 def test_a_ratio_of_one_keeps_every_chain_that_counts(mask):
-    kept = drawn(mask, "token_mean", Thinning(1.0, 0.2))
+    kept = drawn(mask, "token_mean", DepthSampling(1.0, 0.2))
     assert torch.equal(kept, token_mean_label_mask(torch.tensor([mask]), DEPTHS)[:, 0])
 
 
@@ -65,11 +65,11 @@ def test_a_sample_draws_the_same_whatever_is_around_it(mode, mask, padding, befo
     seeds = torch.cat([SEED + 1, SEED])
     one_each = Documents.from_lengths((length + padding,))
     label_mask = GATES[mode](padded, DEPTHS, one_each)
-    beside = drawn_chains(label_mask, seeds, 3, thinning, one_each)[:, 1]
+    beside = draw_chains(label_mask, seeds, 3, thinning, one_each)[:, 1]
     assert torch.equal(beside[:, :length], alone)
     packed = Documents.from_lengths((before + 1, length))
     label_mask = GATES[mode](torch.tensor([[True] * (before + 1) + mask]), DEPTHS, packed)
-    behind = drawn_chains(label_mask, seeds, 3, thinning, packed)[:, 0]
+    behind = draw_chains(label_mask, seeds, 3, thinning, packed)[:, 0]
     assert torch.equal(behind[:, before + 1 :], alone)
 
 
@@ -77,7 +77,7 @@ def test_every_chain_is_kept_equally_often():
     steps, length = 1000, 22
     seen = torch.zeros(DEPTHS, length)
     for step in range(steps):
-        seen += drawn([True] * length, "token_mean", Thinning(0.6, 0.1), step)
+        seen += drawn([True] * length, "token_mean", DepthSampling(0.6, 0.1), step)
     for depth in range(1, DEPTHS):
         possible = seen[depth, : length - 2 - depth]
         expected = steps * int((20 - depth) * 0.6**depth) / 20
@@ -89,7 +89,7 @@ def test_every_chain_is_kept_equally_often():
 def test_all_chains_go_on_until_a_row_that_does_not_count(mode):
     mask = [False, True, True, True, False, True, True, True, True, False]
     label_mask = GATES[mode](torch.tensor([mask]), DEPTHS)
-    kept = all_chains(label_mask)[:, 0]
+    kept = keep_all_chains(label_mask)[:, 0]
     assert torch.equal(kept[0], label_mask[0, 0])
     for row in range(len(mask)):
         counted = label_mask[1:, 0, row].tolist()
@@ -108,7 +108,7 @@ def test_masked_places_are_listed_chain_by_chain_and_found_again_by_depth():
     assert chains.positions.tolist() == [2, 3, 2, 1, 2, 3]
     assert chains.begins.tolist() == [0, 0, 4, 11, 11, 11]
     assert [(at.start, at.stop) for at in chains.make_seen_keys().split_tokens(100)] == [(0, 2), (2, 3), (3, 6)]
-    by_depth = ByDepth.where(kept, chains)
+    by_depth = TokensByDepth.where(kept, chains)
     first, *deeper = by_depth.index.split(by_depth.sizes)
     assert first.tolist() == [0, 2, 4, 7, 9, 11]
     for depth, rows in enumerate(deeper, start=1):
