@@ -1,6 +1,6 @@
-"""A loss written as a formula of a chunk of rows, summed over chunks, so that the logits of all rows never exist at once.
+"""Chunked loss: a formula of a chunk's logits, summed over chunks, so that the logits of all labels never exist at once.
 
-The gradients of a chunk are taken by autograd while its logits are at hand, kept, and handed out in the backward pass.
+Autograd takes the gradients of a chunk while its logits are at hand. They are kept, and returned in the backward pass.
 """
 
 from __future__ import annotations
@@ -13,62 +13,65 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class RowChunk(Protocol):
-    """Some of the rows."""
+class LossChunk(Protocol):
+    """A part of the labels; `index` (a slice, or (n,) int64 without repetitions) selects its part of the inputs."""
 
     @property
-    def rows(self) -> slice: ...
+    def index(self) -> slice | Tensor: ...
 
 
-C = TypeVar("C", bound=RowChunk)
+C = TypeVar("C", bound=LossChunk)
 Sums = TypeVar("Sums", bound=tuple[Tensor | None, ...])
-"""A NamedTuple of sums over rows: first the loss, a scalar, then what is only counted."""
+"""A NamedTuple of sums over labels: the loss, a scalar, comes first; the others are metric sums."""
 
 
 def chunked_loss(
-    formula: Callable[..., Sums], chunks: Iterable[C], rows: Sequence[Tensor | None], shared: Sequence[Tensor] = ()
+    formula: Callable[..., Sums], chunks: Iterable[C], inputs: Sequence[Tensor | None], shared: Sequence[Tensor] = ()
 ) -> Sums:
-    """The formula's sums over all chunks; the loss is differentiable by `rows` and `shared`, the others are float64 and are not.
+    """Return the formula's sums over all chunks.
+
+    The loss is differentiable with respect to `inputs` and `shared`; the metric sums are float64 and are not.
 
     Args:
-        formula: plain torch, called as formula(chunk, *its part of the rows, *shared).
-        chunks: at least one; no row is in two of them.
-        rows: tensors (R, …); one that is None is handed on as it is.
-        shared: what all rows use. Its gradients are summed in at least float32.
+        formula: plain torch, called as formula(chunk, *its part of the inputs, *shared).
+        chunks: at least one. No element of the inputs is in two chunks; the gradient of one that is in none is 0.
+        inputs: tensors (N, …); None is handed to the formula as None.
+        shared: tensors that every chunk uses whole. Their gradients are summed in at least float32.
     """
     with_grad = torch.is_grad_enabled()
-    inputs = (*rows, *shared)
-    gradients = [_room_for(tensor, with_grad, wide=place >= len(rows)) for place, tensor in enumerate(inputs)]
-    learning = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    sums: list[Tensor | None] = []
+    sources = (*inputs, *shared)
+    gradients = [_gradient_buffer(tensor, with_grad, wide=slot >= len(inputs)) for slot, tensor in enumerate(sources)]
+    trained = [slot for slot, gradient in enumerate(gradients) if gradient is not None]
+    totals: list[Tensor | None] = []
     for chunk in chunks:
-        parts = [tensor if tensor is None else tensor[chunk.rows] for tensor in rows] + list(shared)
-        for place in learning:
-            parts[place] = parts[place].detach().requires_grad_()
-        with torch.set_grad_enabled(bool(learning)):
+        parts = [tensor if tensor is None else tensor[chunk.index] for tensor in inputs] + list(shared)
+        for slot in trained:
+            parts[slot] = parts[slot].detach().requires_grad_()
+        with torch.set_grad_enabled(bool(trained)):
             found = formula(chunk, *parts)
-        if learning:
-            for place, gradient in zip(learning, torch.autograd.grad(found[0], [parts[place] for place in learning])):
-                if place < len(rows):
-                    gradients[place][chunk.rows] = gradient
+        if trained:
+            for slot, gradient in zip(trained, torch.autograd.grad(found[0], [parts[slot] for slot in trained])):
+                if slot < len(inputs):
+                    gradients[slot][chunk.index] = gradient
                 else:
-                    gradients[place] += gradient
+                    gradients[slot] += gradient
         loss, *others = (each if each is None else each.detach() for each in found)
         terms = [loss, *(each if each is None else each.double() for each in others)]
-        sums = [one if one is None else one + other for one, other in zip(terms, sums)] if sums else terms
-    kept = [gradients[place].to(inputs[place].dtype) for place in learning]
-    loss = _WithGradients.apply(sums[0], kept, *(inputs[place] for place in learning))
-    return type(found)(loss, *sums[1:])
+        totals = [one if one is None else one + other for one, other in zip(terms, totals)] if totals else terms
+    kept = [gradients[slot].to(sources[slot].dtype) for slot in trained]
+    loss = _LossWithGradients.apply(totals[0], kept, *(sources[slot] for slot in trained))
+    return type(found)(loss, *totals[1:])
 
 
-def _room_for(tensor: Tensor | None, with_grad: bool, wide: bool) -> Tensor | None:
+def _gradient_buffer(tensor: Tensor | None, with_grad: bool, wide: bool) -> Tensor | None:
+    """Return zeros to collect the gradient in, or None for a tensor that needs no gradient."""
     if tensor is None or not (with_grad and tensor.requires_grad):
         return None
     return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32) if wide else tensor.dtype)
 
 
-class _WithGradients(torch.autograd.Function):
-    """A loss whose gradients by the inputs are known."""
+class _LossWithGradients(torch.autograd.Function):
+    """A loss whose gradients with respect to the inputs are known beforehand."""
 
     @staticmethod
     def forward(ctx, loss: Tensor, gradients: Sequence[Tensor], *inputs: Tensor) -> Tensor:

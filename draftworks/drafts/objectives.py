@@ -1,139 +1,91 @@
 """What a draft is trained towards: the target's distribution, or directly the probability that its tokens are accepted.
 
-In a row, p is the draft's distribution over its vocabulary, q the target's, renormalised over that vocabulary, and q̃ the
-target's as it is, as far as it lies in there. CE = −Σ_v q_v log p_v, and α = Σ_v min(q̃_v, p_v) is the probability that
-rejection sampling accepts a token drawn from p. By the draft's logits z,
+For one label, z are the draft's logits, p = softmax(z) over its vocabulary, q the target's distribution renormalised over
+that vocabulary, and q̃ the target's probabilities of those tokens, not renormalised. Then CE = −Σ_v q_v log p_v, and
+α = Σ_v min(q̃_v, p_v) is the probability that rejection sampling accepts a token drawn from p. Autograd finds
 
     ∂CE/∂z = p − q,    ∂α/∂z = p ⊙ (m − Σ_v m_v p_v)  with  m_v = 1 where p_v < q̃_v, else 0.
 
-The LK losses (as SpecForge has them) are made of means over all rows that a step teaches in a batch. Those are the
-`BatchObjective`s. The others say the same of every row by itself, so that nothing depends on which rows share a batch.
+The LK losses of SpecForge are made of means over all labels of a step in a batch: these are the `BatchObjective`s. An
+`Objective` says the same of every label by itself, so that nothing depends on which samples share a batch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from draftworks.drafts.teacher import Pupils
-
-
-class Graded(NamedTuple):
-    """Sums over the rows of a step: the objective, argmaxes that are the label, α where the teacher's mass is known; and
-    the objective's derivative by the logits (n, V_d), where it is asked for."""
-
-    loss: Tensor
-    correct: Tensor
-    accepted: Tensor | None
-    d_logits: Tensor | None
-
 
 class Objective(ABC):
-    """A loss that is a sum over rows."""
+    """A loss that is a sum over labels of a function of CE and α."""
 
-    needs_mass: ClassVar[bool]
-    """Whether it reads the target's probability mass in the draft vocabulary."""
+    needs_acceptance: ClassVar[bool] = True
+    """Whether it depends on α, for which the teacher's probability mass in the draft vocabulary is computed."""
 
     @abstractmethod
-    def grade(self, step: int, logits: Tensor, pupils: Pupils, with_grad: bool) -> Graded:
-        """Grade the rows of one step by their logits (n, V_d), at least float32."""
+    def label_losses(self, ce: Tensor, acceptance: Tensor | None, steps: Tensor) -> Tensor:
+        """Return the loss of every label, (n,), from its CE (n,), its α (n,), and its step in the unroll, (n,) int64."""
 
 
 class CrossEntropy(Objective):
     """CE."""
 
-    needs_mass = False
+    needs_acceptance = False
 
-    def grade(self, step: int, logits: Tensor, pupils: Pupils, with_grad: bool) -> Graded:
-        top = logits.max(-1)
-        p = logits.softmax(-1)
-        ce = _log_sum_exp(top, p).sum() - torch.dot(pupils.q.view(-1), logits.view(-1))
-        accepted = None if pupils.mass is None else torch.minimum(pupils.q * pupils.mass, p).sum()
-        correct = (top.indices == pupils.labels).sum()
-        return Graded(ce, correct, accepted, p.sub_(pupils.q) if with_grad else None)
-
-
-class RowLosses(NamedTuple):
-    """Losses of n rows, and what they grow by with a row's CE and its α; (n, 1) each."""
-
-    loss: Tensor
-    by_ce: Tensor
-    by_accepted: Tensor
-
-
-class AcceptanceObjective(Objective):
-    """A function of CE and α of every row."""
-
-    needs_mass = True
-
-    @abstractmethod
-    def rows(self, step: int, ce: Tensor, accepted: Tensor) -> RowLosses:
-        """From CE and α, (n, 1) each."""
-
-    def grade(self, step: int, logits: Tensor, pupils: Pupils, with_grad: bool) -> Graded:
-        top = logits.max(-1)
-        p = logits.softmax(-1)
-        whole = pupils.q * pupils.mass
-        accepted = torch.minimum(whole, p).sum(-1, keepdim=True)
-        ce = (_log_sum_exp(top, p) - torch.linalg.vecdot(pupils.q, logits))[:, None]
-        rows = self.rows(step, ce, accepted)
-        correct = (top.indices == pupils.labels).sum()
-        d_logits = _by_logits(p, pupils.q, whole, rows) if with_grad else None
-        return Graded(rows.loss.sum(), correct, accepted.sum(), d_logits)
+    def label_losses(self, ce: Tensor, acceptance: Tensor | None, steps: Tensor) -> Tensor:
+        return ce
 
 
 @dataclass(frozen=True)
-class LogAcceptance(AcceptanceObjective):
-    """−log α, times `weights[step]` if there are any. A row with α = 0 costs nothing and teaches nothing."""
+class LogAcceptance(Objective):
+    """−log α, times `weights[step]` if weights are given. A label with α = 0 has neither loss nor gradient."""
 
     weights: tuple[float, ...] | None = None
 
-    def rows(self, step: int, ce: Tensor, accepted: Tensor) -> RowLosses:
-        weight = 1.0 if self.weights is None else self.weights[step]
-        possible = accepted > 0
-        loss = torch.where(possible, accepted.log() * -weight, 0)
-        return RowLosses(loss, torch.zeros_like(ce), torch.where(possible, -weight / accepted, 0))
+    def label_losses(self, ce: Tensor, acceptance: Tensor, steps: Tensor) -> Tensor:
+        # log(1) = 0 stands in for log(0), whose gradient would be NaN even where torch.where drops the value.
+        losses = -torch.where(acceptance > 0, acceptance, 1.0).log()
+        return losses if self.weights is None else losses * _by_step(self.weights, steps, losses)
 
 
 @dataclass(frozen=True)
-class Blend(AcceptanceObjective):
-    """w·CE + (1 − w)·(1 − α) with w = kl_scale·exp(−kl_decay·α) of the row itself, through which nothing is learnt."""
+class Blend(Objective):
+    """w·CE + (1 − w)·(1 − α) with w = kl_scale·exp(−kl_decay·α) of the label itself, a constant for the gradient."""
 
     kl_scale: float
     kl_decay: float
 
-    def rows(self, step: int, ce: Tensor, accepted: Tensor) -> RowLosses:
-        share = self.kl_scale * torch.exp(-self.kl_decay * accepted)
-        return RowLosses(share * ce + (1 - share) * (1 - accepted), share, share - 1)
+    def label_losses(self, ce: Tensor, acceptance: Tensor, steps: Tensor) -> Tensor:
+        share = self.kl_scale * torch.exp(-self.kl_decay * acceptance.detach())
+        return share * ce + (1 - share) * (1 - acceptance)
 
 
 @dataclass(frozen=True)
-class FixedBlend(AcceptanceObjective):
+class FixedBlend(Objective):
     """ce_weights[step]·CE + miss_weights[step]·(1 − α)."""
 
     ce_weights: tuple[float, ...]
     miss_weights: tuple[float, ...]
 
-    def rows(self, step: int, ce: Tensor, accepted: Tensor) -> RowLosses:
-        by_ce, by_miss = self.ce_weights[step], self.miss_weights[step]
-        loss = by_ce * ce + by_miss * (1 - accepted)
-        return RowLosses(loss, torch.full_like(ce, by_ce), torch.full_like(ce, -by_miss))
+    def label_losses(self, ce: Tensor, acceptance: Tensor, steps: Tensor) -> Tensor:
+        return _by_step(self.ce_weights, steps, ce) * ce + _by_step(self.miss_weights, steps, ce) * (1 - acceptance)
 
 
 class BatchObjective(ABC):
-    """An objective made of means over a batch: what it asks of a row is known once all of its steps' rows are."""
+    """An objective made of means over a batch: the weight of a label is known once all labels of its step are."""
 
     @abstractmethod
-    def given(self, accepted: Tensor, taught: Tensor) -> Objective:
-        """The same as a sum over rows, for this batch.
+    def for_batch(self, acceptance_sums: Tensor, label_counts: Tensor) -> Objective:
+        """Return the same objective as a sum over labels, for this batch.
 
         Args:
-            accepted: (T,) float64, Σ α of each step's rows.
-            taught: (T,) float64, how many they are. A step without any costs nothing (SpecForge adds 1 − kl_scale, a constant).
+            acceptance_sums: (T,) float64, Σ α over the labels of each step.
+            label_counts: (T,) float64, number of labels of each step. A step without labels costs nothing (SpecForge
+                adds 1 − kl_scale, a constant).
         """
 
 
@@ -141,8 +93,8 @@ class BatchObjective(ABC):
 class MeanLogAcceptance(BatchObjective):
     """LK loss `alpha`: −mean(log α) of every step."""
 
-    def given(self, accepted: Tensor, taught: Tensor) -> Objective:
-        return LogAcceptance(_as_floats(1 / taught.clamp(min=1)))
+    def for_batch(self, acceptance_sums: Tensor, label_counts: Tensor) -> Objective:
+        return LogAcceptance(_as_floats(1 / label_counts.clamp(min=1)))
 
 
 @dataclass(frozen=True)
@@ -157,22 +109,15 @@ class MeanBlend(BatchObjective):
     kl_decay: float
     positions: int
 
-    def given(self, accepted: Tensor, taught: Tensor) -> Objective:
-        rows = taught.clamp(min=1)
-        share = self.kl_scale * torch.exp(-self.kl_decay * accepted / rows)
-        return FixedBlend(_as_floats(share / self.positions), _as_floats((1 - share) / rows))
+    def for_batch(self, acceptance_sums: Tensor, label_counts: Tensor) -> Objective:
+        counts = label_counts.clamp(min=1)
+        share = self.kl_scale * torch.exp(-self.kl_decay * acceptance_sums / counts)
+        return FixedBlend(_as_floats(share / self.positions), _as_floats((1 - share) / counts))
 
 
-def _by_logits(p: Tensor, q: Tensor, whole: Tensor, rows: RowLosses) -> Tensor:
-    """The chain rule over CE and α, see the top of this module. Overwrites p."""
-    short = p * (p < whole)
-    inside = rows.by_ce - rows.by_accepted * short.sum(-1, keepdim=True)
-    return p.mul_(inside).addcmul_(short, rows.by_accepted).addcmul_(q, rows.by_ce, value=-1)
-
-
-def _log_sum_exp(top: torch.return_types.max, p: Tensor) -> Tensor:
-    """Of logits (n, V_d), from their maxima and their softmax: (n,), one pass less over them."""
-    return top.values - p.gather(1, top.indices[:, None]).squeeze(1).log()
+def _by_step(weights: tuple[float, ...], steps: Tensor, like: Tensor) -> Tensor:
+    """Return weights[step] of every label, (n,)."""
+    return torch.tensor(weights, dtype=like.dtype, device=like.device)[steps]
 
 
 def _as_floats(values: Tensor) -> tuple[float, ...]:

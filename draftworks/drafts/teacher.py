@@ -1,4 +1,4 @@
-"""What the target teaches: its distribution at a position, as far as the draft's vocabulary can tell it."""
+"""The teacher: the target's next-token distributions, restricted to the draft's vocabulary."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+class TeacherChunk(NamedTuple):
+    """Distributions and labels at m teacher positions.
+
+    Attributes:
+        kept: (n,) bool, which of the n positions asked for these are.
+        q: (m, V_d), the target's distribution, renormalised over the draft vocabulary.
+        labels: (m,) int64, the target's argmax as draft id; -1 outside the draft vocabulary.
+        mass: (m,), the target's probability mass in the draft vocabulary; None if it was not asked for.
+    """
+
+    kept: Tensor
+    q: Tensor
+    labels: Tensor
+    mass: Tensor | None
 
 
 class Teacher(NamedTuple):
@@ -24,54 +40,25 @@ class Teacher(NamedTuple):
     draft_ids: Tensor
     draft_index: Tensor
 
-    def lesson(self, positions: Tensor, dtype: torch.dtype, with_mass: bool, with_missed: bool = False) -> Lesson:
-        """What the positions (n,) teach, in `dtype`.
+    @torch.no_grad()
+    def distributions(self, positions: Tensor, dtype: torch.dtype, with_mass: bool, with_unknown: bool) -> TeacherChunk:
+        """Return the distributions at the positions (n,), in `dtype`.
 
         The head runs in its own dtype, as in the target itself, so that the target's argmax is reproduced.
+
+        Args:
+            with_unknown: keep positions whose label is outside the draft vocabulary; otherwise they are left out.
         """
-        logits = F.linear(self.last[positions].to(self.head.dtype), self.head)
-        labels = self.draft_index[logits.max(-1).indices]
-        known = labels >= 0
-        kept = logits[:, self.draft_ids]
-        missed = None
-        if not known.all():
-            if with_missed:
-                missed = (kept[~known].to(dtype) - _log_sum_exp(logits[~known].to(dtype))).exp_()
-            kept, labels = kept[known], labels[known]
-        kept = kept.to(dtype)
-        mass = _log_sum_exp(kept).sub_(_log_sum_exp(logits[known].to(dtype))).exp_() if with_mass else None
-        return Lesson(known, kept.softmax(-1), labels, mass, missed)
-
-
-class Lesson(NamedTuple):
-    """What a chunk of teacher positions teaches: which of them have a label in the draft vocabulary, and for those
-    the distribution (n, V_d), the label as draft id (n,), and the target's probability mass in the draft vocabulary
-    (n, 1) where it is asked for. Of the others, where they are asked for and there are any, the target's probabilities of the
-    draft's tokens, as they are (m, V_d)."""
-
-    known: Tensor
-    q: Tensor
-    labels: Tensor
-    mass: Tensor | None
-    missed: Tensor | None = None
-
-    def pupils(self, rows: Tensor) -> Pupils:
-        """Hand it out to the rows (n,) of a step, -1 where a step has none for a position."""
-        taught = (rows >= 0).nonzero().squeeze(1)
-        if taught.numel() == rows.numel():
-            return Pupils(rows, self.q, self.labels, self.mass)
-        mass = None if self.mass is None else self.mass[taught]
-        return Pupils(rows[taught], self.q.index_select(0, taught), self.labels[taught], mass)
-
-
-class Pupils(NamedTuple):
-    """The rows (n,) of one step that a lesson teaches, with their distributions, labels and masses."""
-
-    rows: Tensor
-    q: Tensor
-    labels: Tensor
-    mass: Tensor | None
-
-
-def _log_sum_exp(logits: Tensor) -> Tensor:
-    return logits.logsumexp(-1, keepdim=True)
+        logits = F.linear(self.last[positions].to(self.head.dtype), self.head)  # (n, V)
+        labels = self.draft_index[logits.max(-1).indices]  # (n,)
+        restricted = logits[:, self.draft_ids]  # (n, V_d)
+        kept = labels >= 0
+        if with_unknown:
+            kept = torch.ones_like(kept)
+        elif not kept.all():
+            logits, restricted, labels = logits[kept] if with_mass else logits, restricted[kept], labels[kept]
+        restricted = restricted.to(dtype)
+        mass = None
+        if with_mass:
+            mass = restricted.logsumexp(-1).sub_(logits.to(dtype).logsumexp(-1)).exp_()
+        return TeacherChunk(kept, restricted.softmax(-1), labels, mass)

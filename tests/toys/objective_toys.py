@@ -54,7 +54,7 @@ def logits_at_once(elements: int, blocks: int) -> Iterator[None]:
     """Chains are trained, and propose, with so many elements of logits at a time, block strategies propose so many blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(losses, "CHUNK_ELEMENTS", elements)
-        patch.setattr(losses, "MIN_CHUNK_ROWS", 1)
+        patch.setattr(losses, "MIN_CHUNK_LABELS", 1)
         patch.setitem(layers.LOGITS_PER_CHUNK, "cpu", elements)
         patch.setattr(dflash_model, "DECODE_BLOCKS_AT_ONCE", blocks)
         yield

@@ -53,12 +53,12 @@ class BlockChunk:
     """Some whole blocks, and those of the counted rows that are theirs.
 
     Attributes:
-        rows: their place among all counted rows, r of them.
+        index: their place among all counted rows, r of them.
         label_mask: (n, k) bool with r that are on.
         labels: (r,) int64.
     """
 
-    rows: slice
+    index: slice
     label_mask: Tensor
     labels: Tensor
 

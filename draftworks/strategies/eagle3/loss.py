@@ -1,55 +1,74 @@
-"""Distillation of the target's next-token distribution over a reduced vocabulary, without ever holding the logits.
+"""Distillation of the target's next-token distributions over a reduced vocabulary (EAGLE-3, P-EAGLE).
 
-The gradients of states and head are formed in the forward pass, chunk by chunk of teacher positions, from the objective's
-derivative by the logits (see draftworks.drafts.objectives), so that neither teacher nor draft logits outlive their chunk. A
-teacher row is computed once and serves all steps of a test-time-training unroll.
+A formula of the logits, on the wrapper of draftworks.drafts.chunked_loss: a chunk is some teacher positions, with the labels
+of all steps that they teach. So a distribution is computed once for all steps, and no logits outlive their chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from draftworks.drafts.chunked_loss import chunked_loss
 from draftworks.drafts.objectives import BatchObjective, CrossEntropy, Objective
 from draftworks.drafts.supervision import TeacherPlan
 from draftworks.drafts.teacher import Teacher
 
 CHUNK_ELEMENTS = 2**20
-"""Teacher logits held at a time; at least MIN_CHUNK_ROWS rows."""
-MIN_CHUNK_ROWS = 64
-GPU_CHUNK_ROWS = 2048
-"""At least so many on a GPU, which the products of fewer would not fill; with 152,000 tokens about 2 GB."""
+"""Logits held at a time, the larger number of the teacher's and the draft's; at least MIN_CHUNK_LABELS labels."""
+MIN_CHUNK_LABELS = 64
+GPU_CHUNK_LABELS = 2048
+"""Labels at a time on a GPU, at least: matrix products of fewer would not fill it."""
 
 
 class DistillationLosses(NamedTuple):
-    """`loss` = Σ_i step_weights[i]·loss_sums[i] is differentiable; the sums per step, (T,) float64, are not.
+    """`loss` = Σ_i step_weights[i]·loss_sums[i] is differentiable; the sums by step, (T,) float64, are not.
 
-    A row whose target argmax lies outside the draft vocabulary adds nothing to any of them but `accepted_all`.
+    A label outside the draft vocabulary adds to `accepted_all` only.
 
     Attributes:
-        loss_sums: of the objective over rows.
-        accepted: sum over rows of Σ_v min(q̃_v, p_v), the probability that rejection sampling accepts the draft's token;
-            q̃ is the target's distribution over its *whole* vocabulary, as far as it lies in the draft's. None in
-            training where the objective does not need it: training does not pay for it.
-        taught: number of rows that add something.
-        accepted_all: `accepted` of all rows, those outside included; None in training.
+        loss_sums: of the objective.
+        corrects: labels that are the draft's argmax.
+        taught: number of labels inside the draft vocabulary.
+        accepted: Σ α, see draftworks.drafts.objectives. None in training where the objective does not need it, because
+            it costs a pass over the teacher's logits.
+        accepted_all: Σ α, labels outside the draft vocabulary included; None in training.
     """
 
     loss: Tensor
     loss_sums: Tensor
     corrects: Tensor
-    accepted: Tensor | None
     taught: Tensor
-    accepted_all: Tensor | None = None
+    accepted: Tensor | None
+    accepted_all: Tensor | None
+
+
+@dataclass(frozen=True)
+class DistillationChunk:
+    """The n labels that some m teacher positions teach.
+
+    Attributes:
+        index: (n,) int64, the draft's states that the labels belong to.
+        steps: (n,) int64, the step of each label.
+        q: (n, V_d), the teacher's distribution.
+        labels: (n,) int64 draft ids, -1 outside the draft vocabulary.
+        mass: (n,), the teacher's probability mass in the draft vocabulary, or None.
+    """
+
+    index: Tensor
+    steps: Tensor
+    q: Tensor
+    labels: Tensor
+    mass: Tensor | None
 
 
 def distill(
-    states: Sequence[Tensor],
+    states: Tensor,
     head: Tensor,
     teacher: Teacher,
     plan: TeacherPlan,
@@ -57,90 +76,91 @@ def distill(
     objective: Objective | BatchObjective,
     training: bool,
 ) -> DistillationLosses:
-    """The objective over every supervised row against its teacher.
+    """Return the objective over every supervised state against its teacher.
 
     Args:
-        states: per step (R, H), what the draft head is applied to.
-        head: (V_d, H), the draft head.
-        plan: which rows of the states are supervised by which rows of `teacher.last`.
-        objective: one made of means over the batch costs a second pass, which takes those means beforehand.
+        states: (Q, H) of all steps, what the draft's head is applied to.
+        head: (V_d, H), the draft's head.
+        plan: which states are taught by which rows of `teacher.last`.
+        objective: a `BatchObjective` costs a second pass, which takes its means beforehand.
     """
     if isinstance(objective, BatchObjective):
         with torch.no_grad():
-            options = (CrossEntropy(), False, True, False)
-            means = _Distill.apply(teacher, plan, tuple(step_weights), *options, head, *states)
-        seen = DistillationLosses(*means)
-        objective = objective.given(seen.accepted, seen.taught)
-    options = (objective, torch.is_grad_enabled(), objective.needs_mass or not training, not training)
-    return DistillationLosses(*_Distill.apply(teacher, plan, tuple(step_weights), *options, head, *states))
+            means = _distill(states, head, teacher, plan, step_weights, CrossEntropy(), True, False)
+        objective = objective.for_batch(means.accepted, means.taught)
+    with_mass = objective.needs_acceptance or not training
+    return _distill(states, head, teacher, plan, step_weights, objective, with_mass, not training)
 
 
-class _Distill(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx,
-        teacher: Teacher,
-        plan: TeacherPlan,
-        step_weights: tuple[float, ...],
-        objective: Objective,
-        with_grad: bool,
-        with_mass: bool,
-        anywhere: bool,
-        head: Tensor,
-        *states: Tensor,
-    ):
-        wide = torch.promote_types(head.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=head.device)
-        sums = torch.zeros(5, len(states), dtype=torch.float64, device=head.device)
-        loss_sums, corrects, accepted, taught, missed = sums
-        d_head = torch.zeros_like(head, dtype=wide) if with_grad else None
-        d_states = [torch.zeros_like(state) for state in states] if with_grad else []
-        fewest = GPU_CHUNK_ROWS if head.is_cuda else MIN_CHUNK_ROWS
-        rows_at_once = max(fewest, CHUNK_ELEMENTS // teacher.head.shape[0])
-        for start in range(0, plan.teacher_positions.numel(), rows_at_once):
-            chunk = slice(start, start + rows_at_once)
-            lesson = teacher.lesson(plan.teacher_positions[chunk], wide, with_mass, with_missed=anywhere)
-            rows_by_step = plan.draft_positions[:, chunk][:, lesson.known]
-            if lesson.missed is not None:
-                missed += _accepted_of(lesson.missed, plan.draft_positions[:, chunk][:, ~lesson.known], states, head)
-            for step, (state, weight) in enumerate(zip(states, step_weights, strict=True)):
-                pupils = lesson.pupils(rows_by_step[step])
-                x = state.index_select(0, pupils.rows)
-                graded = objective.grade(step, F.linear(x, head).to(wide), pupils, with_grad)
-                loss_sums[step] += graded.loss
-                corrects[step] += graded.correct
-                loss += weight * graded.loss
-                taught[step] += pupils.rows.numel()
-                if with_mass:
-                    accepted[step] += graded.accepted
-                if with_grad:
-                    d_logits = graded.d_logits.to(head.dtype)
-                    d_states[step][pupils.rows] = (d_logits @ head).mul_(weight)
-                    _accumulate(d_head, d_logits, x * weight)
-        if with_grad:
-            ctx.save_for_backward(d_head.to(head.dtype), *d_states)
-        ctx.mark_non_differentiable(loss_sums, corrects, accepted, taught, missed)
-        whole = accepted + missed if anywhere else None
-        return loss, loss_sums, corrects, accepted if with_mass else None, taught, whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_loss: Tensor, *_unused: Tensor):
-        return (*[None] * 7, *(saved * grad_loss.to(saved.dtype) for saved in ctx.saved_tensors))
+def number_across_steps(rows: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Return (T, P) indices into the states of all steps one after another, from those within each step; -1 stays -1."""
+    begins = torch.tensor([0, *sizes[:-1]]).cumsum(0).tolist()
+    return torch.stack([torch.where(each >= 0, each + begin, -1) for each, begin in zip(rows, begins, strict=True)])
 
 
-def _accepted_of(whole: Tensor, rows: Tensor, states: Sequence[Tensor], head: Tensor) -> Tensor:
-    """(T,) Σ α by step, of the target's probabilities (m, V_d) and the rows (T, m) that they are for, -1 where there is none."""
-    accepted = []
-    for state, its_rows in zip(states, rows, strict=True):
-        there = its_rows >= 0
-        p = F.linear(state.index_select(0, its_rows[there]), head).to(whole.dtype).softmax(-1)
-        accepted.append(torch.minimum(whole[there], p).sum(dtype=torch.float64))
-    return torch.stack(accepted)
+def _distill(
+    states: Tensor,
+    head: Tensor,
+    teacher: Teacher,
+    plan: TeacherPlan,
+    step_weights: Sequence[float],
+    objective: Objective,
+    with_mass: bool,
+    with_unknown: bool,
+) -> DistillationLosses:
+    wide = torch.promote_types(head.dtype, torch.float32)
+    weights = torch.tensor(step_weights, dtype=wide, device=head.device)  # (T,)
+
+    def formula(chunk: DistillationChunk, states: Tensor, head: Tensor) -> DistillationLosses:
+        logits = F.linear(states, head).to(wide)  # (n, V_d)
+        log_p = logits.log_softmax(-1)
+        ce = -torch.linalg.vecdot(chunk.q, log_p)  # (n,)
+        acceptance = None
+        if chunk.mass is not None:
+            p, mass_q = log_p.exp(), chunk.q * chunk.mass[:, None]
+            # The minimum of both; torch.minimum takes more passes backward, as it splits gradients between equals.
+            acceptance = torch.where(p < mass_q, p, mass_q).sum(-1)  # (n,)
+        known = chunk.labels >= 0
+        losses = objective.label_losses(ce, acceptance, chunk.steps)
+        if with_unknown:
+            losses = losses * known
+        # `max` with its indices is several times faster than `argmax` on a CPU.
+        correct = logits.detach().max(-1).indices == chunk.labels
+
+        def by_step(values: Tensor) -> Tensor:
+            sums = torch.zeros(len(weights), dtype=torch.float64, device=values.device)
+            return sums.index_add_(0, chunk.steps, values.detach().double())
+
+        return DistillationLosses(
+            loss=torch.dot(weights[chunk.steps], losses),
+            loss_sums=by_step(losses),
+            corrects=by_step(correct),
+            taught=by_step(known),
+            accepted=None if acceptance is None else by_step(acceptance * known),
+            accepted_all=by_step(acceptance) if with_unknown else None,
+        )
+
+    chunks = _split_into_chunks(teacher, plan, wide, with_mass, with_unknown, head)
+    return chunked_loss(formula, chunks, [states], [head])
 
 
-def _accumulate(total: Tensor, d_logits: Tensor, x: Tensor) -> None:
-    if total.dtype == x.dtype:
-        total.addmm_(d_logits.T, x)
-    else:
-        total += d_logits.T @ x
+def _split_into_chunks(
+    teacher: Teacher, plan: TeacherPlan, dtype: torch.dtype, with_mass: bool, with_unknown: bool, head: Tensor
+) -> Iterator[DistillationChunk]:
+    """Yield chunks of teacher positions; at least one, which may be empty."""
+    steps, count = plan.draft_positions.shape
+    fewest = GPU_CHUNK_LABELS if head.is_cuda else MIN_CHUNK_LABELS
+    at_once = CHUNK_ELEMENTS // max(teacher.head.shape[0], steps * head.shape[0])
+    at_once = max(1, -(-fewest // steps), at_once)
+    for start in range(0, max(count, 1), at_once):
+        part = slice(start, start + at_once)
+        taught = teacher.distributions(plan.teacher_positions[part], dtype, with_mass, with_unknown)
+        rows = plan.draft_positions[:, part][:, taught.kept]  # (T, m)
+        step, position = (rows >= 0).nonzero(as_tuple=True)  # (n,), (n,)
+        yield DistillationChunk(
+            index=rows[step, position],
+            steps=step,
+            q=taught.q.index_select(0, position),
+            labels=taught.labels[position],
+            mass=None if taught.mass is None else taught.mass[position],
+        )

@@ -15,7 +15,7 @@ from draftworks.drafts.objectives import BatchObjective, Objective
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.layer import Eagle3AttentionOptions, Eagle3Layer, Eagle3Sizes, StepStates
-from draftworks.strategies.eagle3.loss import DistillationLosses, distill
+from draftworks.strategies.eagle3.loss import DistillationLosses, distill, number_across_steps
 
 
 class Eagle3Norms(NamedTuple):
@@ -152,8 +152,9 @@ class Eagle3Draft(ReducedVocabularyDraft):
             step_weights: T factors on the steps' summed losses.
         """
         active = ActivePositions.where(label_mask.any(0))
-        states = self.unroll(input_ids, features, label_mask.shape[0], active, documents)
+        states = torch.cat(self.unroll(input_ids, features, label_mask.shape[0], active, documents))  # (T · R, H)
         teacher = self.teacher(last, self.target_head)
         plan = make_teacher_plan(label_mask)
-        plan = plan._replace(draft_positions=active.renumber(plan.draft_positions))
+        rows = [active.renumber(rows) for rows in plan.draft_positions]
+        plan = plan._replace(draft_positions=number_across_steps(rows, [active.index.numel()] * len(rows)))
         return distill(states, self.lm_head.weight, teacher, plan, step_weights, objective, training)

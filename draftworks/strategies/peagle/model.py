@@ -33,7 +33,7 @@ from draftworks.drafts.objectives import CrossEntropy
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.eagle3.attention import ttt_attention
-from draftworks.strategies.eagle3.loss import DistillationLosses, distill
+from draftworks.strategies.eagle3.loss import DistillationLosses, distill, number_across_steps
 from draftworks.strategies.peagle.chains import Chains, TokensByDepth
 
 
@@ -297,10 +297,11 @@ class PEagleDraft(ReducedVocabularyDraft):
         Args:
             last: (B, S, H), the target's last hidden state after its final norm.
         """
-        states = self.states(input_ids, features, kept, documents)
+        states = torch.cat(self.states(input_ids, features, kept, documents))  # (W, H)
         plan = make_teacher_plan(kept)
-        rows = [ActivePositions.where(on).renumber(rows) for on, rows in zip(kept, plan.draft_positions, strict=True)]
-        plan = plan._replace(draft_positions=torch.stack(rows))
+        active = [ActivePositions.where(on) for on in kept]
+        rows = [each.renumber(rows) for each, rows in zip(active, plan.draft_positions, strict=True)]
+        plan = plan._replace(draft_positions=number_across_steps(rows, [each.index.numel() for each in active]))
         teacher = self.teacher(last, self.target_head)
         return distill(states, self.lm_head.weight, teacher, plan, [1.0] * len(kept), CrossEntropy(), training)
 

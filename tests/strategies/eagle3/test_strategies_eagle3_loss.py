@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, MeanLogAcceptance
-from draftworks.drafts.supervision import make_teacher_plan, token_mean_label_mask
+from draftworks.drafts.supervision import TeacherPlan, make_teacher_plan, token_mean_label_mask
 from draftworks.drafts.teacher import Teacher
 from draftworks.strategies.eagle3 import loss as losses
-from draftworks.strategies.eagle3.loss import distill
+from draftworks.strategies.eagle3.loss import distill, number_across_steps
 
 OBJECTIVES = [CrossEntropy(), LogAcceptance(), Blend(3.0, 2.0), MeanLogAcceptance(), MeanBlend(3.0, 2.0, positions=60)]
 CONSTANT_SHARE = [
@@ -18,6 +18,12 @@ CONSTANT_SHARE = [
     MeanBlend(0.6, 0.0, positions=60),
 ]
 """With kl_decay 0: a blend's share is held constant in its gradient, which finite differences would see move."""
+
+
+def numbered(plan: TeacherPlan, rows: int) -> TeacherPlan:
+    return plan._replace(
+        draft_positions=number_across_steps(list(plan.draft_positions), [rows] * len(plan.draft_positions))
+    )
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def case():
     return (
         leaves,
         Teacher(last, head, ids, index),
-        make_teacher_plan(token_mean_label_mask(mask, steps)),
+        numbered(make_teacher_plan(token_mean_label_mask(mask, steps)), rows),
         (1.0, 0.5, 0.25),
     )
 
@@ -43,11 +49,11 @@ def case():
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_result_does_not_depend_on_the_chunk_size(case, monkeypatch, objective):
     leaves, teacher, plan, weights = case
-    whole = distill(leaves[1:], leaves[0], teacher, plan, weights, objective, training=True)
+    whole = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, objective, training=True)
     expected = torch.autograd.grad(whole.loss, leaves)
     monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
-    monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", 3)
-    pieces = distill(leaves[1:], leaves[0], teacher, plan, weights, objective, training=True)
+    monkeypatch.setattr(losses, "MIN_CHUNK_LABELS", 3)
+    pieces = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, objective, training=True)
     torch.testing.assert_close(pieces, whole)
     torch.testing.assert_close(torch.autograd.grad(pieces.loss, leaves), expected)
 
@@ -57,7 +63,10 @@ def test_gradients_are_those_of_finite_differences(case, objective):
     leaves, teacher, plan, weights = case
     assert plan.teacher_positions.numel() > 5
     torch.autograd.gradcheck(
-        lambda head, *states: 3 * distill(states, head, teacher, plan, weights, objective, training=True).loss, leaves
+        lambda head, *states: (
+            3 * distill(torch.cat(states), head, teacher, plan, weights, objective, training=True).loss
+        ),
+        leaves,
     )
 
 
@@ -67,7 +76,7 @@ def test_draft_equal_to_the_teacher_has_no_gradient_and_is_always_right(case):
     teacher = teacher._replace(draft_ids=everything, draft_index=everything)
     head = teacher.head.clone().requires_grad_()
     states = [teacher.last.roll(-1 - step, 0).requires_grad_() for step in range(len(weights))]
-    result = distill(states, head, teacher, plan, weights, CrossEntropy(), training=True)
+    result = distill(torch.cat(states), head, teacher, plan, weights, CrossEntropy(), training=True)
     assert result.corrects.tolist() == (plan.draft_positions >= 0).sum(1).tolist()
     for grad in torch.autograd.grad(result.loss, [head, *states]):
         torch.testing.assert_close(grad, torch.zeros_like(grad))
@@ -79,11 +88,13 @@ def test_acceptance_does_not_depend_on_the_chunk_size_and_is_certain_for_the_tea
     whole_vocabulary = teacher._replace(draft_ids=everything, draft_index=everything)
     own_states = [teacher.last.roll(-1 - step, 0) for step in range(len(weights))]
     with torch.no_grad():
-        whole = distill(leaves[1:], leaves[0], teacher, plan, weights, CrossEntropy(), training=False)
-        perfect = distill(own_states, teacher.head, whole_vocabulary, plan, weights, CrossEntropy(), training=False)
+        whole = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), training=False)
+        perfect = distill(
+            torch.cat(own_states), teacher.head, whole_vocabulary, plan, weights, CrossEntropy(), training=False
+        )
         monkeypatch.setattr(losses, "CHUNK_ELEMENTS", 1)
-        monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", 3)
-        pieces = distill(leaves[1:], leaves[0], teacher, plan, weights, CrossEntropy(), training=False)
+        monkeypatch.setattr(losses, "MIN_CHUNK_LABELS", 3)
+        pieces = distill(torch.cat(leaves[1:]), leaves[0], teacher, plan, weights, CrossEntropy(), training=False)
     torch.testing.assert_close(pieces, whole)
     assert (whole.accepted < whole.taught).all()
     torch.testing.assert_close(perfect.accepted, perfect.taught)
