@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from draftworks.config.option_checks import check_heads
 from draftworks.config.strategies import StrategyOptions
 
 ROPE_KEYS = {
@@ -28,6 +29,9 @@ class LayerOptions(StrategyOptions):
 
     head_dim: int | None = Field(default=None, gt=0, multiple_of=2, description="Of attention; default the target's.")
     rms_norm_eps: float | None = Field(default=None, gt=0, description="Default the target's.")
+    intermediate_size: int | None = Field(default=None, gt=0, description="Width of the MLPs; default the target's.")
+    num_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
+    num_kv_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
     rope: dict[str, Any] | None = Field(
         default=None, description="Rotary positions, as rope_parameters of transformers 5; default the target's."
     )
@@ -44,6 +48,11 @@ class LayerOptions(StrategyOptions):
         if wrong:
             raise ValueError(f"rope of type {kind}: expected a number above 0 as {' and '.join(wrong)}, found {value}")
         return value
+
+    @model_validator(mode="after")
+    def _kv_heads_divide_heads(self) -> LayerOptions:
+        check_heads(self.num_heads, self.num_kv_heads)
+        return self
 
 
 def _is_positive(value: Any) -> bool:

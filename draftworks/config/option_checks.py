@@ -41,6 +41,15 @@ def check_heads(num_heads: int | None, num_kv_heads: int | None) -> None:
         raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
 
 
+def check_mask_token(strategy: str, mask_token_id: int | None, vocab_size: int) -> None:
+    """Raise ConfigError for a configured mask token that the target does not have."""
+    if mask_token_id is not None and mask_token_id >= vocab_size:
+        raise ConfigError(
+            f"{strategy}: mask_token_id {mask_token_id} is outside the target's vocabulary, 0..{vocab_size - 1}. "
+            "Set options.mask_token_id to the id of a token that no text has"
+        )
+
+
 @dataclass(frozen=True)
 class ServedHeads:
     """Heads of queries, and of keys and values, that a server's class for Llama takes."""

@@ -69,7 +69,7 @@ def reference(strategy: DraftStrategy, samples: list[dict[str, Tensor]]) -> Refe
 
 
 def _supervised(strategy: DraftStrategy, sample: dict[str, Tensor]) -> list[tuple[int, Supervised]]:
-    reader, options, head = eagle3_reader(strategy), strategy.options, strategy._target.head
+    reader, options, head = eagle3_reader(strategy), strategy.options, strategy.target.head
     ids, mask, found = sample["input_ids"], sample["loss_mask"].tolist(), []
     streams = torch.cat([sample[tap.name] for tap in reader.taps], dim=-1)
     for position in range(len(ids) - 1):

@@ -30,7 +30,7 @@ def peagle_sums(strategy: DraftStrategy, sample: dict[str, Tensor], features: Te
         asked = torch.zeros(1 + depths[-1], dtype=torch.int64)
         logits = reader.logits(features[: anchor + 1], ids[1 : anchor + 2], asked)  # (depths, V_d)
         for depth in depths:
-            z = strategy._target.head @ sample["last"][anchor + depth + 1]
+            z = strategy.target.head @ sample["last"][anchor + depth + 1]
             if z.argmax() not in members:
                 continue
             q = z[members].softmax(-1)

@@ -46,7 +46,7 @@ def peagle_reader(strategy: DraftStrategy) -> PEagleReader:
 
 def dflash_reader(strategy: DraftStrategy, first_row: int = 1) -> DFlashReader:
     """The backbone, too, of a strategy that is built on DFlash."""
-    config, target = strategy.config(), getattr(strategy, "_dflash", strategy)._target
+    config, target = strategy.config(), strategy.target
     windows = strategy.options.windows()
     weights = _weights(strategy, "backbone.", "correction.")
     return DFlashReader(
@@ -87,7 +87,7 @@ def propose_greedily(reader: ExportReader, features: Tensor, next_tokens: Tensor
 
 
 def _chain(strategy: DraftStrategy, norms: Eagle3Norms, layer: str, window: int | None) -> Eagle3Reader:
-    config, target, model = strategy.config(), strategy._target, strategy.model
+    config, target, model = strategy.config(), strategy.target, strategy.model
     weights = _weights(strategy)
     return Eagle3Reader(
         taps=_taps(config),

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
-from draftworks.config.option_checks import check_heads, parse_taps
+from draftworks.config.option_checks import check_mask_token, parse_taps
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, always_packable, register_strategy
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
@@ -32,9 +32,6 @@ class DFlashOptions(LayerOptions):
         default=5, ge=1, description="Layers of the target to fuse, spread evenly; layer_ids names them instead."
     )
     layer_ids: list[int] | None = Field(default=None, min_length=1, description="Taps as hf_index, ascending.")
-    intermediate_size: int | None = Field(default=None, gt=0, description="Of the MLPs; default the target's.")
-    num_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
-    num_kv_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
     mask_token_id: int | None = Field(
         default=None,
         ge=0,
@@ -75,7 +72,6 @@ class DFlashOptions(LayerOptions):
             outside = [k for k in self.sliding_layers if not 0 <= k < self.num_layers]
             if outside:
                 raise ValueError(f"sliding_layers {outside} outside 0..{self.num_layers - 1}, the layers of the draft")
-        check_heads(self.num_heads, self.num_kv_heads)
         if self.weighting != "uniform" and self.gamma is not None:
             raise ValueError(f"weighting {self.weighting} and gamma both weigh the labels of a block: set one of them")
         return self
@@ -107,11 +103,7 @@ def check_dflash(options: DFlashOptions, target: TargetSizes) -> None:
             f"{options.strategy}: block_size {options.block_size} does not fit into samples of at most {target.max_length} tokens: "
             "lower it, or raise max_length"
         )
-    if options.mask_token_id is not None and options.mask_token_id >= target.vocab_size:
-        raise ConfigError(
-            f"{options.strategy}: mask_token_id {options.mask_token_id} is outside the target's vocabulary, "
-            f"0..{target.vocab_size - 1}. Set options.mask_token_id to the id of a token that no text has"
-        )
+    check_mask_token(options.strategy, options.mask_token_id, target.vocab_size)
 
 
 def refuse_windows(options: DFlashOptions, taps: tuple[LayerTap, ...]) -> str | None:

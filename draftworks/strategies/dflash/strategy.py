@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from draftworks.drafts.anchors import Blocks, derive_sample_seed, draw_blocks, gather_labels, make_label_mask
-from draftworks.drafts.collation import BatchLayout, collate_features, sample_lengths
+from draftworks.drafts.collation import BatchLayout
+from draftworks.drafts.decoder_strategy import DecoderStrategy
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.option_defaults import resolve_head_counts, resolve_mask_token
-from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
+from draftworks.drafts.option_defaults import resolve_mask_token
+from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.dflash.drafter import DFlashDrafter
 from draftworks.strategies.dflash.loss import LabelWeighting, decaying_weights, dpace_weights, uniform_weights
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from draftworks.data.vocab import VocabMapping
 
 
-class DFlashStrategy(DraftStrategy):
+class DFlashStrategy(DecoderStrategy):
     """Blocks at up to `num_anchors` anchors of a sample, drawn anew at every step; labels are the tokens themselves.
 
     With CE the cross-entropy of a label under the target's head, and w its weight by place (`gamma`) or confidence
@@ -39,37 +39,29 @@ class DFlashStrategy(DraftStrategy):
     counts labels that are the draft's first choice, place by place; a block is not fed the labels before.
     """
 
-    name = DFLASH.name
-    model_methods = ("propose",)
+    spec, name = DFLASH, DFLASH.name
 
     def __init__(self, options: DFlashOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
-        if vocab is not None:
-            raise ConfigError(
-                f"{options.strategy} predicts over the target's whole vocabulary: expected no vocabulary mapping"
-            )
-        self.options = options
+        super().__init__(options, target, vocab, seed)
         self.draft_tokens = self.max_draft_tokens = options.block_size - 1
-        self.feature_names = DFLASH.list_features(target.num_layers, options)
-        self._target = target = target.with_layer_options(options)
-        self._seed = seed
-        self._sizes = _sizes(options, target, taps=len(self.feature_names))
-        self.model = DFlashDraft(target, self._sizes, torch.Generator().manual_seed(seed))
+        self._sizes = DFlashSizes(
+            **self.layer_sizes(),
+            block_size=options.block_size,
+            mask_token_id=resolve_mask_token(self.name, options, self.target),
+            windows=options.windows(),
+            backend=options.attention,
+            strategy=self.name,
+        )
+        self.backbone = DFlashDraft(self.target, self._sizes, torch.Generator().manual_seed(seed))
+        self.model: nn.Module = self.backbone
 
-    def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-        """Right-pad; taps side by side in `features` (B, S, taps · H). `draws`, `eval_draws` (B,) are where anchors come from."""
-        return self._laid_out(samples, sample_ids, BatchLayout.padded(sample_lengths(samples)))
-
-    def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-        """The same in one row without padding, B = 1; `draws`, `eval_draws` are still one for each sample."""
-        return self._laid_out(samples, sample_ids, BatchLayout.packed(sample_lengths(samples)))
-
-    def _laid_out(
-        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: BatchLayout
-    ) -> TrainBatch:
-        batch = collate_features(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
-        batch["draws"] = torch.tensor([derive_sample_seed(self._seed, name) for name in sample_ids])
-        batch["eval_draws"] = torch.tensor([derive_sample_seed(0, name) for name in sample_ids])
-        return TrainBatch(batch, tuple(sample_ids), sum(sample_lengths(samples)), layout.documents)
+    def complete_batch(
+        self, tensors: dict[str, Tensor], sample_ids: Sequence[str], layout: BatchLayout
+    ) -> dict[str, Tensor]:
+        """Add `draws` and `eval_draws`, one int64 each for each sample, which its anchors are drawn from."""
+        for name, seed in (("draws", self.seed), ("eval_draws", 0)):
+            tensors[name] = torch.tensor([derive_sample_seed(seed, sample_id) for sample_id in sample_ids])
+        return tensors
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """See the class for what the sums mean. The step of `ctx` decides the anchors of a training."""
@@ -101,37 +93,23 @@ class DFlashStrategy(DraftStrategy):
         seeds, step = (batch["draws"], ctx.global_step) if ctx.training else (batch["eval_draws"], 0)
         return draw_blocks(candidates, seeds, step, self.options.num_anchors, self.options.block_size, documents)
 
-    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
-        self._check_count(count)
-        return self.model.propose(batch["input_ids"], batch["features"], position_mask, count, Documents.of(batch))
-
     def drafter(self) -> Drafter:
-        return DFlashDrafter(self.model, self.feature_names)
+        return DFlashDrafter(self.backbone, self.tap_names)
 
     def fsdp_blocks(self) -> Sequence[nn.Module]:
-        return tuple(self.model.layers)
+        return tuple(self.backbone.layers)
 
     def config(self) -> dict[str, Any]:
-        sizes = self._sizes
+        scale = self.target.embedding_scale
+        return super().config() | ({} if scale == 1 else {"embedding_scale": scale})
+
+    def sizes_in_config(self) -> dict[str, Any]:
         return {
-            "strategy": self.name,
-            "options": self.options.identity(),
-            "feature_names": list(self.feature_names),
-            "hidden_size": self._target.hidden_size,
-            "head_dim": self._target.head_dim,
-            "num_heads": sizes.num_heads,
-            "num_kv_heads": sizes.num_kv_heads,
-            "intermediate_size": sizes.intermediate_size,
-            "taps": sizes.taps,
+            **self.layer_sizes(),
             "num_layers": self.options.num_layers,
-            "block_size": sizes.block_size,
-            "mask_token_id": sizes.mask_token_id,
-            "num_target_layers": self._target.num_layers,
-            "rms_norm_eps": self._target.rms_norm_eps,
-            "rope_parameters": dict(self._target.rope),
-            "max_position_embeddings": self._target.max_positions,
-            "vocab_size": self._target.vocab_size,
-            **({} if self._target.embedding_scale == 1 else {"embedding_scale": self._target.embedding_scale}),
+            "block_size": self._sizes.block_size,
+            "mask_token_id": self._sizes.mask_token_id,
+            "num_target_layers": self.target.num_layers,
         }
 
     @property
@@ -152,23 +130,3 @@ class DFlashStrategy(DraftStrategy):
             return torch.full((), float(samples), device=label_mask.device)
         flat = label_mask.flatten(0, 1)
         return self._by_place(torch.zeros(flat.shape, dtype=torch.float64, device=flat.device), flat).sum()
-
-    def _check_count(self, count: int) -> None:
-        if count > self.draft_tokens:
-            raise ConfigError(
-                f"dflash: a block of {self.options.block_size} proposes {self.draft_tokens} tokens, asked for {count}: "
-                f"set evaluation.draft_tokens to at most {self.draft_tokens}"
-            )
-
-
-def _sizes(options: DFlashOptions, target: TargetParts, taps: int) -> DFlashSizes:
-    return DFlashSizes(
-        **resolve_head_counts(options.strategy, options, target)._asdict(),
-        intermediate_size=options.intermediate_size or target.intermediate_size,
-        taps=taps,
-        block_size=options.block_size,
-        mask_token_id=resolve_mask_token(options.strategy, options, target),
-        windows=options.windows(),
-        backend=options.attention,
-        strategy=options.strategy,
-    )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftworks.drafts.anchors import derive_sample_seed, gather_labels, make_label_mask
-from draftworks.drafts.collation import BatchLayout, collate_feature, sample_lengths
-from draftworks.drafts.documents import Documents
-from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
+from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.dflash.block_drafter import BlockDrafter
 from draftworks.strategies.dflash.drafter import DFlashDrafter
@@ -27,7 +23,7 @@ if TYPE_CHECKING:
     from draftworks.data.vocab import VocabMapping
 
 
-class DSparkStrategy(DraftStrategy):
+class DSparkStrategy(DFlashStrategy):
     """Blocks at DFlash's anchors, where each label is predicted knowing the true token before it.
 
     What a label costs is in draftworks.strategies.dspark.loss. Its weight w is DFlash's: by place (`gamma`), or D-PACE, which takes
@@ -45,15 +41,11 @@ class DSparkStrategy(DraftStrategy):
     the true tokens: as long as a prefix is right, the draft's own words are these.
     """
 
-    name = DSPARK.name
-    model_methods = ("propose",)
+    spec, name = DSPARK, DSPARK.name
 
     def __init__(self, options: DSparkOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
-        self.options = options
-        self._dflash = DFlashStrategy(options, target, vocab, seed)
-        self.feature_names = DSPARK.list_features(target.num_layers, options)
+        super().__init__(options, target, vocab, seed)
         self.draft_tokens = self.max_draft_tokens = options.block_size
-        self._hidden_size = target.hidden_size
         sizes = DSparkSizes(
             markov_head_type=options.markov_head_type,
             markov_rank=options.markov_rank,
@@ -61,30 +53,16 @@ class DSparkStrategy(DraftStrategy):
             confidence_with_markov=options.confidence_with_markov,
         )
         generator = torch.Generator().manual_seed(derive_sample_seed(seed, "heads"))
-        self.model = DSparkDraft(self._dflash.model, sizes, generator)
-
-    def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-        """DFlash's batch, and `last` (B, S, H)."""
-        batch = self._dflash.collate(samples, sample_ids)
-        return self._with_last(batch, samples, BatchLayout.padded(sample_lengths(samples)))
-
-    def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-        """The same in one row without padding."""
-        batch = self._dflash.pack(samples, sample_ids)
-        return self._with_last(batch, samples, BatchLayout.packed(sample_lengths(samples)))
-
-    def _with_last(self, batch: TrainBatch, samples: Sequence[Mapping[str, Tensor]], layout: BatchLayout) -> TrainBatch:
-        last = collate_feature(samples, batch.sample_ids, "last", self._hidden_size, layout)
-        return replace(batch, tensors={**batch.tensors, "last": last})
+        self.model = DSparkDraft(self.backbone, sizes, generator)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """See the class for what the sums mean. The step of `ctx` decides the anchors of a training."""
         ids, options = batch["input_ids"], self.options
-        blocks = self._dflash.blocks(batch, ctx)
+        blocks = self.blocks(batch, ctx)
         labelled = replace(blocks, size=1 + options.block_size)
         label_mask = make_label_mask(labelled, batch["loss_mask"], contiguous=True)
         objective = DSparkObjective(
-            weigh=self._dflash.weigh,
+            weigh=self.weigh,
             ce_weight=options.ce_weight,
             tv_weight=options.tv_weight,
             confidence_weight=options.confidence_weight,
@@ -92,26 +70,11 @@ class DSparkStrategy(DraftStrategy):
         )
         labels = gather_labels(labelled, ids)
         result = self.model(ids, batch["features"], batch["last"], blocks, labels, label_mask, objective)
-        weight = self._dflash.loss_weight(label_mask, len(batch["draws"]))
+        weight = self.loss_weight(label_mask, len(batch["draws"]))
         return StepOutput(result.loss, weight.to(result.loss.dtype), _sums(result, label_mask))
 
-    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
-        if count > self.max_draft_tokens:
-            raise ConfigError(
-                f"dspark: a block of {self.options.block_size} proposes {self.max_draft_tokens} tokens, asked for {count}: "
-                f"set evaluation.draft_tokens to at most {self.max_draft_tokens}"
-            )
-        return self.model.propose(batch["input_ids"], batch["features"], position_mask, count, Documents.of(batch))
-
     def drafter(self) -> Drafter:
-        return BlockDrafter(self.model, DFlashDrafter(self.model.backbone, self._dflash.feature_names))
-
-    def fsdp_blocks(self) -> Sequence[nn.Module]:
-        return self._dflash.fsdp_blocks()
-
-    def config(self) -> dict[str, Any]:
-        """DFlash's, with the options of the heads among the others."""
-        return {**self._dflash.config(), "strategy": self.name, "feature_names": list(self.feature_names)}
+        return BlockDrafter(self.model, DFlashDrafter(self.backbone, self.tap_names))
 
 
 def _sums(result: DSparkLosses, label_mask: Tensor) -> dict[str, Tensor]:

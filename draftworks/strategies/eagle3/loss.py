@@ -47,6 +47,21 @@ class DistillationLosses(NamedTuple):
     accepted: Tensor | None
     accepted_all: Tensor | None
 
+    def metric_sums(self, supervised: Tensor) -> dict[str, Tensor]:
+        """Return the sums of `StepOutput`, for (T,) supervised positions of each step."""
+        sums = {
+            "acc_corrects": self.corrects,
+            "acc_denoms": supervised,
+            "loss_sums": self.loss_sums,
+            "loss_denoms": supervised,
+        }
+        if self.accepted is not None:
+            sums |= {"acceptance_sums": self.accepted, "acceptance_denoms": self.taught}
+        if self.accepted_all is not None:
+            all_labels = {"acceptance_sums": self.accepted_all, "acceptance_denoms": supervised}
+            sums |= {f"unconditional_{name}": each for name, each in all_labels.items()}
+        return sums
+
 
 @dataclass(frozen=True)
 class DistillationChunk:

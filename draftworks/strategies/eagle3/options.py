@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
-from draftworks.config.option_checks import check_heads, check_served_heads, choose_eagle_taps
+from draftworks.config.option_checks import check_served_heads, choose_eagle_taps
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, register_strategy
 from draftworks.storage.identity import LayerTap
 
@@ -29,9 +29,6 @@ class Eagle3Options(LayerOptions):
     layer_ids: list[int] | None = Field(
         default=None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
     )
-    intermediate_size: int | None = Field(default=None, gt=0, description="Of the MLP; default the target's.")
-    num_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
-    num_kv_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
     step_decay: float = Field(default=0.8, gt=0, le=1, description="Weight of step i's loss is step_decay ** i.")
     loss: Literal["token_mean", "specforge"] = Field(
         default="token_mean",
@@ -76,7 +73,6 @@ class Eagle3Options(LayerOptions):
 
     @model_validator(mode="after")
     def _options_fit(self) -> Eagle3Options:
-        check_heads(self.num_heads, self.num_kv_heads)
         if not self.norm_output and self.feedback == "post_norm":
             raise ValueError("feedback post_norm feeds back the normed output, but norm_output is false: change one")
         if self.fc_norm and self.norm_before_fc:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from draftworks.drafts.collation import BatchLayout, collate_with_last, mask_last_positions, sample_lengths
+from draftworks.drafts.collation import BatchLayout, mask_last_positions
+from draftworks.drafts.decoder_strategy import DecoderStrategy
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.layers import require_draft_ids
 from draftworks.drafts.objectives import (
     BatchObjective,
     Blend,
@@ -20,7 +20,6 @@ from draftworks.drafts.objectives import (
     MeanLogAcceptance,
     Objective,
 )
-from draftworks.drafts.option_defaults import resolve_head_counts
 from draftworks.drafts.strategy import ChainStrategy, Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
@@ -49,7 +48,7 @@ class LossScaling(NamedTuple):
     loss_weight: Tensor
 
 
-class Eagle3Strategy(ChainStrategy):
+class Eagle3Strategy(DecoderStrategy, ChainStrategy):
     """One decoder layer trained on its own outputs over `ttt_length` steps.
 
     `options.objective` says what a row costs, with CE and α as in draftworks.drafts.objectives: `ce` CE, `lk_alpha` −log α,
@@ -72,37 +71,23 @@ class Eagle3Strategy(ChainStrategy):
     higher the fewer tokens the draft has. With gradients off that over all supervised rows is counted beside it.
     """
 
-    name = EAGLE3.name
-    model_methods = ("propose",)
+    spec, name = EAGLE3, EAGLE3.name
 
     def __init__(self, options: Eagle3Options, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
-        draft_ids = require_draft_ids(self.name, vocab, options.draft_vocab_size, target)
-        self.options = options
+        super().__init__(options, target, vocab, seed)
         self.draft_tokens = options.ttt_length
-        self.feature_names = EAGLE3.list_features(target.num_layers, options)
-        self._target = target = target.with_layer_options(options)
-        self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
         norms = Eagle3Norms(**{name: getattr(options, name) for name in Eagle3Norms._fields})
         generator = torch.Generator().manual_seed(seed)
         attention = Eagle3AttentionOptions(options.attention, options.sliding_window)
-        self.model = Eagle3Draft(target, self._sizes, draft_ids, generator, norms, attention)
+        self.model = Eagle3Draft(
+            self.target, Eagle3Sizes(**self.layer_sizes()), self.draft_ids, generator, norms, attention
+        )
         self._step_weights = [options.step_decay**step for step in range(options.ttt_length)]
 
-    def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-        """Right-pad with token 0, mask off and features 0; taps side by side in `features` (B, S, taps · H), `last` (B, S, H)."""
-        return self._laid_out(samples, sample_ids, BatchLayout.padded(sample_lengths(samples)))
-
-    def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-        """The same in one row without padding, B = 1."""
-        return self._laid_out(samples, sample_ids, BatchLayout.packed(sample_lengths(samples)))
-
-    def _laid_out(
-        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: BatchLayout
-    ) -> TrainBatch:
-        batch = collate_with_last(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
-        if self.options.loss == "specforge":
-            batch = mask_last_positions(batch, layout)
-        return TrainBatch(batch, tuple(sample_ids), sum(sample_lengths(samples)), layout.documents)
+    def complete_batch(
+        self, tensors: dict[str, Tensor], sample_ids: Sequence[str], layout: BatchLayout
+    ) -> dict[str, Tensor]:
+        return mask_last_positions(tensors, layout) if self.options.loss == "specforge" else tensors
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """See the class for what the sums mean. The loss follows no schedule."""
@@ -113,19 +98,8 @@ class Eagle3Strategy(ChainStrategy):
         weights, objective = shares.step_weights, self._objective(mask.numel())
         inputs = (batch["input_ids"], batch["features"], batch["last"])
         result = self.model(*inputs, label_mask, weights, objective, documents, ctx.training)
-        metric_sums = {
-            "acc_corrects": result.corrects,
-            "acc_denoms": supervised,
-            "loss_sums": result.loss_sums * shares.of_each_step,
-            "loss_denoms": shares.denoms,
-        }
-        if result.accepted is not None:
-            metric_sums |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
-        if result.accepted_all is not None:
-            metric_sums |= {
-                "unconditional_acceptance_sums": result.accepted_all,
-                "unconditional_acceptance_denoms": supervised,
-            }
+        loss_sums = {"loss_sums": result.loss_sums * shares.of_each_step, "loss_denoms": shares.denoms}
+        metric_sums = result.metric_sums(supervised) | loss_sums
         return StepOutput(result.loss, shares.loss_weight.to(result.loss.dtype), metric_sums)
 
     def _shares(self, supervised: Tensor, positions: int, training: bool) -> LossScaling:
@@ -146,30 +120,15 @@ class Eagle3Strategy(ChainStrategy):
         supervise = specforge_label_mask if self.options.loss == "specforge" else token_mean_label_mask
         return supervise(loss_mask, self.options.ttt_length, documents)
 
-    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
-        return self.model.propose(batch["input_ids"], batch["features"], position_mask, count, Documents.of(batch))
-
     def drafter(self) -> Drafter:
-        return Eagle3Drafter(self.model, self.feature_names[:-1])
+        return Eagle3Drafter(self.model, self.tap_names)
 
     def fsdp_blocks(self) -> Sequence[nn.Module]:
         """None: every step of the unroll calls the one layer, so sharding it by itself would gather it T times."""
         return ()
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "strategy": self.name,
-            "options": self.options.identity(),
-            "feature_names": list(self.feature_names),
-            "hidden_size": self._target.hidden_size,
-            "head_dim": self._target.head_dim,
-            **self._sizes._asdict(),
-            "rms_norm_eps": self._target.rms_norm_eps,
-            "rope_parameters": dict(self._target.rope),
-            "max_position_embeddings": self._target.max_positions,
-            "vocab_size": self._target.vocab_size,
-            "draft_vocab_size": self.model.d2t.numel(),
-        }
+    def sizes_in_config(self) -> dict[str, Any]:
+        return self.layer_sizes()
 
     def _objective(self, positions: int) -> Objective | BatchObjective:
         options = self.options
@@ -180,8 +139,3 @@ class Eagle3Strategy(ChainStrategy):
                 return MeanLogAcceptance()
             return MeanBlend(options.kl_scale, options.kl_decay, positions)
         return LogAcceptance() if options.objective == "lk_alpha" else Blend(options.kl_scale, options.kl_decay)
-
-
-def _sizes(options: Eagle3Options, target: TargetParts, taps: int) -> Eagle3Sizes:
-    heads = resolve_head_counts("eagle3", options, target)
-    return Eagle3Sizes(*heads, options.intermediate_size or target.intermediate_size, taps)

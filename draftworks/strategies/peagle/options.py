@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from draftworks.config.layer_options import LayerOptions
-from draftworks.config.option_checks import check_heads, check_served_heads, choose_eagle_taps
+from draftworks.config.option_checks import check_mask_token, check_served_heads, choose_eagle_taps
 from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, register_strategy
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
@@ -45,9 +45,6 @@ class PEagleOptions(LayerOptions):
     layer_ids: list[int] | None = Field(
         default=None, min_length=1, description="Taps as hf_index, ascending, one or more; default [2, L//2, L-3]."
     )
-    intermediate_size: int | None = Field(default=None, gt=0, description="Of the MLPs; default the target's.")
-    num_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
-    num_kv_heads: int | None = Field(default=None, gt=0, description="Default the target's.")
     mask_token_id: int | None = Field(
         default=None,
         ge=0,
@@ -70,11 +67,6 @@ class PEagleOptions(LayerOptions):
         default="auto",
         description="How it is computed, equal to rounding: auto is a fused kernel where there is one, else sdpa.",
     )
-
-    @model_validator(mode="after")
-    def _heads_fit(self) -> PEagleOptions:
-        check_heads(self.num_heads, self.num_kv_heads)
-        return self
 
 
 def peagle_taps(num_layers: int, options: PEagleOptions) -> tuple[LayerTap, ...]:
@@ -99,11 +91,7 @@ def check_peagle(options: PEagleOptions, target: TargetSizes) -> None:
             f"peagle: num_depths {options.num_depths} does not fit into samples of at most {target.max_length} tokens: "
             "lower it, or raise max_length"
         )
-    if options.mask_token_id is not None and options.mask_token_id >= target.vocab_size:
-        raise ConfigError(
-            f"peagle: mask_token_id {options.mask_token_id} is outside the target's vocabulary, "
-            f"0..{target.vocab_size - 1}. Set options.mask_token_id to the id of a token that no text has"
-        )
+    check_mask_token("peagle", options.mask_token_id, target.vocab_size)
     check_served_heads("peagle", options.num_heads, target.hidden_size)
 
 

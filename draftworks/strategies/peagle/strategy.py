@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from draftworks.drafts.anchors import derive_sample_seed
-from draftworks.drafts.collation import BatchLayout, collate_with_last, mask_last_positions, sample_lengths
+from draftworks.drafts.collation import BatchLayout, mask_last_positions
+from draftworks.drafts.decoder_strategy import DecoderStrategy
 from draftworks.drafts.documents import Documents
-from draftworks.drafts.layers import require_draft_ids
-from draftworks.drafts.option_defaults import resolve_head_counts, resolve_mask_token
-from draftworks.drafts.strategy import Drafter, DraftStrategy, StepContext, StepOutput
+from draftworks.drafts.option_defaults import resolve_mask_token
+from draftworks.drafts.strategy import Drafter, StepContext, StepOutput
 from draftworks.drafts.supervision import specforge_label_mask, token_mean_label_mask
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.errors import ConfigError
 from draftworks.features.contracts import TrainBatch
 from draftworks.strategies.peagle.chains import DepthSampling, draw_chains, keep_all_chains
 from draftworks.strategies.peagle.drafter import PEagleDrafter
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from draftworks.data.vocab import VocabMapping
 
 
-class PEagleStrategy(DraftStrategy):
+class PEagleStrategy(DecoderStrategy):
     """EAGLE-3's rows, each followed by a chain of masks whose length is drawn anew at every step (see `draw_chains`).
 
     A row costs its cross-entropy CE with the target's distribution over the draft vocabulary; one whose target argmax is
@@ -51,38 +50,22 @@ class PEagleStrategy(DraftStrategy):
     would not be a fair comparison: this is no `ChainStrategy`.
     """
 
-    name = PEAGLE.name
-    model_methods = ("propose",)
+    spec, name = PEAGLE, PEAGLE.name
 
     def __init__(self, options: PEagleOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
-        draft_ids = require_draft_ids(self.name, vocab, options.draft_vocab_size, target)
-        self.options = options
+        super().__init__(options, target, vocab, seed)
         self.draft_tokens = self.max_draft_tokens = options.num_depths
-        self.feature_names = PEAGLE.list_features(target.num_layers, options)
-        self._target = target = target.with_layer_options(options)
-        self._seed = seed
-        self._sizes = _sizes(options, target, taps=len(self.feature_names) - 1)
         self._thinning = DepthSampling(options.down_sample_ratio, options.down_sample_ratio_min)
         traits = PEagleTraits(options.train_embeddings, options.fc_norm, options.norm_before_residual)
         generator = torch.Generator().manual_seed(seed)
-        self.model = PEagleDraft(target, self._sizes, draft_ids, generator, traits, options.attention)
+        self.model = PEagleDraft(self.target, self._sizes(), self.draft_ids, generator, traits, options.attention)
 
-    def collate(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-        """Right-pad; taps side by side in `features` (B, S, taps · H), `last` (B, S, H). `draws` (B,) is where chains come from."""
-        return self._laid_out(samples, sample_ids, BatchLayout.padded(sample_lengths(samples)))
-
-    def pack(self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str]) -> TrainBatch:
-        """The same in one row without padding, B = 1; `draws` are still one for each sample."""
-        return self._laid_out(samples, sample_ids, BatchLayout.packed(sample_lengths(samples)))
-
-    def _laid_out(
-        self, samples: Sequence[Mapping[str, Tensor]], sample_ids: Sequence[str], layout: BatchLayout
-    ) -> TrainBatch:
-        batch = collate_with_last(samples, sample_ids, self.feature_names, self._target.hidden_size, layout)
-        batch["draws"] = torch.tensor([derive_sample_seed(self._seed, name) for name in sample_ids])
-        if self.options.loss == "specforge":
-            batch = mask_last_positions(batch, layout)
-        return TrainBatch(batch, tuple(sample_ids), sum(sample_lengths(samples)), layout.documents)
+    def complete_batch(
+        self, tensors: dict[str, Tensor], sample_ids: Sequence[str], layout: BatchLayout
+    ) -> dict[str, Tensor]:
+        """Add `draws`, one int64 for each sample, which its chains are drawn from."""
+        tensors["draws"] = torch.tensor([derive_sample_seed(self.seed, name) for name in sample_ids])
+        return mask_last_positions(tensors, layout) if self.options.loss == "specforge" else tensors
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
         """See the class for what the sums mean. The step of `ctx` decides the chains of a training."""
@@ -91,19 +74,7 @@ class PEagleStrategy(DraftStrategy):
             batch["input_ids"], batch["features"], batch["last"], kept, Documents.of(batch), ctx.training
         )
         supervised = kept.sum(dim=(1, 2), dtype=torch.float64)
-        metric_sums = {
-            "acc_corrects": result.corrects,
-            "acc_denoms": supervised,
-            "loss_sums": result.loss_sums,
-            "loss_denoms": supervised,
-        }
-        if result.accepted is not None:
-            metric_sums |= {"acceptance_sums": result.accepted, "acceptance_denoms": result.taught}
-        if result.accepted_all is not None:
-            metric_sums |= {
-                "unconditional_acceptance_sums": result.accepted_all,
-                "unconditional_acceptance_denoms": supervised,
-            }
+        metric_sums = result.metric_sums(supervised)
         if self.options.loss == "specforge":
             labelled = result.taught.sum().clamp(min=1).to(result.loss.dtype)
             answers = batch["loss_mask"].sum().to(labelled.dtype)
@@ -120,42 +91,12 @@ class PEagleStrategy(DraftStrategy):
             return keep_all_chains(label_mask)
         return draw_chains(label_mask, batch["draws"], ctx.global_step, self._thinning, documents)
 
-    def propose(self, batch: TrainBatch, position_mask: Tensor, count: int) -> Tensor:
-        if count > self.draft_tokens:
-            raise ConfigError(
-                f"peagle: a draft of num_depths {self.draft_tokens} proposes so many tokens, asked for {count}: "
-                f"set evaluation.draft_tokens to at most {self.draft_tokens}"
-            )
-        return self.model.propose(batch["input_ids"], batch["features"], position_mask, count, Documents.of(batch))
-
     def drafter(self) -> Drafter:
-        return PEagleDrafter(self.model, self.feature_names[:-1])
+        return PEagleDrafter(self.model, self.tap_names)
 
-    def fsdp_blocks(self) -> Sequence[nn.Module]:
-        return tuple(self.model.layers)
+    def _sizes(self) -> PEagleSizes:
+        mask = resolve_mask_token(self.name, self.options, self.target)
+        return PEagleSizes(**self.layer_sizes(), num_layers=self.options.num_layers, mask_token_id=mask)
 
-    def config(self) -> dict[str, Any]:
-        return {
-            "strategy": self.name,
-            "options": self.options.identity(),
-            "feature_names": list(self.feature_names),
-            "hidden_size": self._target.hidden_size,
-            "head_dim": self._target.head_dim,
-            **self._sizes._asdict(),
-            "num_depths": self.options.num_depths,
-            "rms_norm_eps": self._target.rms_norm_eps,
-            "rope_parameters": dict(self._target.rope),
-            "max_position_embeddings": self._target.max_positions,
-            "vocab_size": self._target.vocab_size,
-            "draft_vocab_size": self.model.d2t.numel(),
-        }
-
-
-def _sizes(options: PEagleOptions, target: TargetParts, taps: int) -> PEagleSizes:
-    return PEagleSizes(
-        **resolve_head_counts("peagle", options, target)._asdict(),
-        intermediate_size=options.intermediate_size or target.intermediate_size,
-        taps=taps,
-        num_layers=options.num_layers,
-        mask_token_id=resolve_mask_token("peagle", options, target),
-    )
+    def sizes_in_config(self) -> dict[str, Any]:
+        return {**self._sizes()._asdict(), "num_depths": self.options.num_depths}

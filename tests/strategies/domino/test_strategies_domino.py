@@ -218,7 +218,7 @@ def test_a_draft_is_the_same_after_saving_and_loading(make, tmp_path):
     assert weights.keys() == loaded.keys()
     assert all(torch.equal(weights[name], loaded[name]) for name in weights)
     with pytest.raises(StoreError, match="strategy: expected dflash, found domino"):
-        load_draft(tmp_path, DFlashStrategy(DFlashOptions(), strategy._dflash._target, None, 0), target_digest="t")
+        load_draft(tmp_path, DFlashStrategy(DFlashOptions(), strategy.target, None, 0), target_digest="t")
 
 
 @pytest.mark.parametrize("structural", [{"shift_label": False}, {"pure_draft_prefix_len": 2}, {"gru_hidden_dim": 7}])

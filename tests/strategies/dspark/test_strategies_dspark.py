@@ -292,7 +292,7 @@ def test_flex_with_gradients_on_a_cpu_is_refused_in_dsparks_name(make):
 
 def test_bad_input_is_refused(make, parts, vocab):
     strategy = make()
-    with pytest.raises(ConfigError, match="dspark: a block of 4 proposes 4 tokens, asked for 5"):
+    with pytest.raises(ConfigError, match="dspark: the draft proposes 4 tokens, asked for 5"):
         strategy.propose(strategy.collate(SAMPLES, NAMES), torch.ones(3, 12, dtype=torch.bool), 5)
     with pytest.raises(ConfigError, match="dspark: mask_token_id 40"):
         make(mask_token_id=VOCAB)

@@ -337,7 +337,7 @@ def test_bfloat16_compute_stays_near_float32(make):
 def test_more_proposals_than_were_trained_are_refused(make):
     strategy = make()
     batch = strategy.collate(SAMPLES, NAMES)
-    with pytest.raises(ConfigError, match="num_depths 4 proposes so many tokens, asked for 5"):
+    with pytest.raises(ConfigError, match="peagle: the draft proposes 4 tokens, asked for 5"):
         strategy.propose(batch, batch["loss_mask"], 5)
 
 
