@@ -1,4 +1,4 @@
-"""Block drafts at work on one sequence whose tokens are said one after the other: DFlash's caches, and a head that speaks."""
+"""Block drafts whose tokens are decoded one after another (Domino, DSpark), and their drafter for one sequence."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from draftworks.strategies.dflash.drafter import DFlashDrafter
 from draftworks.strategies.dflash.model import DFlashDraft
 
 ChooseTokens = Callable[[Tensor], Tensor]
-"""From logits (n, V) to the tokens (n,) that are proposed."""
+"""From logits (n, V) to the proposed tokens (n,)."""
 
 
 class SequentialBlockDraft(nn.Module, ABC):
-    """A draft that makes tokens of the states of its backbone's blocks, each knowing those before it."""
+    """A block draft that decodes each token from the backbone's state and the tokens before it in the block."""
 
     backbone: DFlashDraft
 
     @abstractmethod
     def decode(self, states: Tensor, known: Tensor, count: int, choose: ChooseTokens) -> Tensor:
-        """Token after token of n blocks, (n, count).
+        """Decode the tokens of n blocks one place after another, (n, count) int64.
 
         Args:
             states: (n, size, H) of the backbone, not normed.
             known: (n,) int64, the anchors' tokens.
-            choose: is asked for every place in turn.
+            choose: called once per place, in order.
         """
 
     @torch.no_grad()
     def propose(
-        self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents | None = None
+        self, input_ids: Tensor, features: Tensor, position_mask: Tensor, count: int, documents: Documents | None = None
     ) -> Tensor:
-        """Blocks from many rows at once, each as a server would make it there. As `DFlashDraft.propose`."""
+        """Return what a server would propose at each of many positions, greedily; as `DFlashDraft.propose`."""
 
-        def first_choices(states: Tensor, known: Tensor) -> Tensor:
+        def decode_greedily(states: Tensor, known: Tensor) -> Tensor:
             return self.decode(states, known, count, lambda logits: logits.argmax(-1))
 
-        return self.backbone.propose_blocks(input_ids, features, rows, count, first_choices, documents)
+        return self.backbone.propose_blocks(input_ids, features, position_mask, count, decode_greedily, documents)
 
 
 class BlockDrafter(Drafter):
-    """The backbone makes the block's states once; every token is chosen knowing those before it.
+    """Serving form: the backbone computes a block's states once, then tokens are decoded one after another.
 
     Args:
-        backbone: of the same sequence.
+        backbone: the backbone's drafter, with the cache of the sequence.
     """
 
-    def __init__(self, speaker: SequentialBlockDraft, backbone: DFlashDrafter) -> None:
-        self._speaker = speaker
+    def __init__(self, draft: SequentialBlockDraft, backbone: DFlashDrafter) -> None:
+        self._draft = draft
         self._backbone = backbone
         self._known: Tensor | None = None
 
@@ -65,12 +65,12 @@ class BlockDrafter(Drafter):
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
         states = self._backbone.states()[None]
         if temperature == 0:
-            return Proposal(self._speaker.decode(states, self._known, count, lambda logits: logits.argmax(-1))[0])
+            return Proposal(self._draft.decode(states, self._known, count, lambda logits: logits.argmax(-1))[0])
         drawn_from: list[Tensor] = []
 
-        def sampled(logits: Tensor) -> Tensor:
+        def sample(logits: Tensor) -> Tensor:
             drawn_from.append(distribution(logits[0], temperature))
             return draw(drawn_from[-1], generator)[None]
 
-        tokens = self._speaker.decode(states, self._known, count, sampled)[0]
+        tokens = self._draft.decode(states, self._known, count, sample)[0]
         return Proposal(tokens, torch.stack(drawn_from))

@@ -1,4 +1,4 @@
-"""DFlash at work on one sequence: cached keys and values of what the target said, one block after it."""
+"""DFlash's serving form: one sequence, with cached keys and values of the context, and one block after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from draftworks.strategies.dflash.model import DFlashDraft
 
 
 class DFlashDrafter(Drafter):
-    """The target's features up to a position are the context, the token after it is the anchor.
+    """Drafter whose context is the target's features so far; the anchor is the token after them.
 
     Args:
         taps: names of the features, in the order in which `fc` reads them.
@@ -25,7 +25,7 @@ class DFlashDrafter(Drafter):
     def __init__(self, model: DFlashDraft, taps: Sequence[str]) -> None:
         self._model = model
         self._taps = tuple(taps)
-        self._rows = 0
+        self._length = 0
         self._context: list[KeyValue] = []
         self._anchor: Tensor | None = None
 
@@ -33,10 +33,10 @@ class DFlashDrafter(Drafter):
     def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
         model, count = self._model, len(next_tokens)
         context = model.context(torch.cat([features[tap] for tap in self._taps], dim=-1)[None])
-        rotation = model.rotary(self._rows + count, context.dtype).window(self._rows, count)
-        news = [layer.self_attn.key_value(context, rotation) for layer in model.layers]
-        self._context = [old.concat(new) for old, new in zip(self._context, news)] if self._context else news
-        self._rows += count
+        rotation = model.rotary(self._length + count, context.dtype).window(self._length, count)
+        new = [layer.self_attn.key_value(context, rotation) for layer in model.layers]
+        self._context = [old.concat(fresh) for old, fresh in zip(self._context, new)] if self._context else new
+        self._length += count
         self._anchor = next_tokens[-1:]
 
     @torch.no_grad()
@@ -50,14 +50,14 @@ class DFlashDrafter(Drafter):
 
     @torch.no_grad()
     def states(self) -> Tensor:
-        """Of the block after the last token that is known, (size, H), not normed."""
+        """Return the states (size, H), not normed, of the block that begins at the last known token."""
         if self._anchor is None:
-            raise RuntimeError("nothing to propose after: extend has not been called")
+            raise RuntimeError("propose was called before extend")
         model = self._model
-        where = torch.tensor([[self._rows]], device=self._anchor.device)
+        where = torch.tensor([[self._length]], device=self._anchor.device)
         block = Blocks(where, torch.ones_like(where, dtype=torch.bool), model.block_size)
-        rotation = model.rotation_at(block.positions, self._rows + model.block_size)
-        hidden, attend = model.embed_blocks(self._anchor[None]), DraftAttention(block.make_seen_keys(self._rows))
+        rotation = model.rotation_at(block.positions, self._length + model.block_size)
+        hidden, attend = model.embed_blocks(self._anchor[None]), DraftAttention(block.make_seen_keys(self._length))
         for layer, context in zip(model.layers, self._context, strict=True):
             hidden = layer.forward_cached(hidden, context, rotation, attend)
         return hidden[0]

@@ -17,23 +17,23 @@ from draftworks.drafts.target_parts import TargetParts
 from draftworks.strategies.dflash.loss import BlockLosses, LabelWeighting, block_cross_entropy
 
 PROPOSE_BLOCKS_AT_ONCE = 64
-"""Blocks that `propose` holds at a time, for each sample of a row: every time goes over the whole row's context."""
+"""Blocks per document that `propose` holds at a time; every pass reads the whole context of the row."""
 DECODE_BLOCKS_AT_ONCE = 128
-"""Blocks that get logits at a time there, of whatever samples."""
+"""Blocks that get logits at a time in `propose`."""
 
 DecodeBlocks = Callable[[Tensor, Tensor], Tensor]
-"""From states (n, size, H) of blocks, not normed, and their anchors' tokens (n,), to what each proposes, (n, count)."""
+"""From the blocks' states (n, size, H), not normed, and their anchors' tokens (n,) to the proposed tokens (n, count)."""
 
 
 class CastHead(NamedTuple):
-    """A head (V, H) in some dtype, and the tensor that it was made of."""
+    """A head (V, H) cast to another dtype, and the tensor that it was cast from."""
 
     of: Tensor
     head: Tensor
 
 
 class DFlashSizes(NamedTuple):
-    """Sizes of the draft; the rest is the target's. `windows` has an entry for every layer; `strategy` is for errors."""
+    """Sizes of the draft; the others are the target's. `windows` has one entry per layer; `strategy` is named in errors."""
 
     num_heads: int
     num_kv_heads: int
@@ -47,7 +47,7 @@ class DFlashSizes(NamedTuple):
 
 
 class DFlashAttention(nn.Module):
-    """Queries of the blocks over keys of context and blocks; queries and keys normed per head, as in Qwen3."""
+    """Attention of block tokens to context and blocks; queries and keys are normed per head, as in Qwen3."""
 
     def __init__(self, target: TargetParts, sizes: DFlashSizes, generator: torch.Generator) -> None:
         super().__init__()
@@ -60,9 +60,11 @@ class DFlashAttention(nn.Module):
         self.k_norm = RmsNorm(self.head_dim, target.rms_norm_eps)
 
     def query(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """Return rotated queries (B, heads, n, D) of states (B, n, H)."""
         return rotation.apply(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2))
 
     def key_value(self, x: Tensor, rotation: Rotation) -> KeyValue:
+        """Return rotated keys, and values, (B, kv_heads, n, D) each, of states (B, n, H)."""
         key = rotation.apply(self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2))
         return KeyValue(key, self._heads(self.v_proj(x)).transpose(1, 2))
 
@@ -71,6 +73,8 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashLayer(nn.Module):
+    """A decoder layer in which block tokens attend to the context and to their own block; `window` is of the context."""
+
     def __init__(self, target: TargetParts, sizes: DFlashSizes, window: int | None, generator: torch.Generator) -> None:
         super().__init__()
         width, eps = target.hidden_size, target.rms_norm_eps
@@ -83,20 +87,20 @@ class DFlashLayer(nn.Module):
     def forward(
         self, hidden: Tensor, context: Tensor, at_context: Rotation, at_blocks: Rotation, attend: DraftAttention
     ) -> Tensor:
-        """(B, A · size, H), the blocks' states, over the context (B, S, H)."""
+        """Return the blocks' states (B, A · size, H) after the layer, over the context (B, S, H)."""
         return self.forward_cached(hidden, self.self_attn.key_value(context, at_context), at_blocks, attend)
 
     def forward_cached(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, attend: DraftAttention) -> Tensor:
-        """The same over a context whose keys and values are known."""
+        """Return the same over a context whose keys and values were computed before."""
         normed, attention = self.input_layernorm(hidden), self.self_attn
         query, own = attention.query(normed, at_blocks), attention.key_value(normed, at_blocks)
-        attended = attend(query, context, own, self._window)
+        attended = attend(query, context, own, self._window)  # (B, heads, A · size, D)
         hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class DFlashDraft(nn.Module):
-    """The trainable draft. Embedding and head are the target's, buffers outside the checkpoint.
+    """The trainable draft. Embedding and head are the target's, as buffers outside the checkpoint.
 
     Args:
         generator: the only source of randomness of the initial weights.
@@ -119,7 +123,7 @@ class DFlashDraft(nn.Module):
 
     @property
     def target_head(self) -> Tensor:
-        """(V, H) in the draft's dtype. Where the target's files have another, it is cast once, not at every step."""
+        """The target's head (V, H) in the draft's dtype; if the files have another, it is cast once and kept."""
         stored, dtype = self.target_head_as_stored, self.fc.weight.dtype
         if self._cast_head.of is not stored or self._cast_head.head.dtype != dtype:
             self._cast_head = CastHead(stored, stored.to(dtype))
@@ -127,40 +131,40 @@ class DFlashDraft(nn.Module):
 
     @property
     def target_head_as_stored(self) -> Tensor:
-        """(V, H) in the dtype of the target's files."""
+        """The target's head (V, H) in the dtype of its files."""
         return self.embed_tokens if self.own_target_head is None else self.own_target_head
 
     def context(self, features: Tensor) -> Tensor:
-        """What the layers read of the target: (B, S, taps · H) to (B, S, H)."""
+        """Return the context that all layers attend to: fused taps, (B, S, taps · H) to (B, S, H)."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def embed_blocks(self, known: Tensor) -> Tensor:
-        """From the anchors' tokens (B, A) to (B, A · size, H): the token, then masks."""
+        """Return embedded blocks (B, A · size, H) from the anchors' tokens (B, A): the token, then mask tokens."""
         tokens = known.new_full((*known.shape, self.block_size), self.mask_token_id)
         tokens[..., 0] = known
         return self.embed(tokens.flatten(1))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """As the target embeds them, its scale included: servers ask the target's own module. (…) to (…, H)."""
-        rows = F.embedding(tokens, self.embed_tokens).to(self.fc.weight.dtype)
-        return rows if self._embedding_scale == 1 else rows * self._embedding_scale
+        """Embed tokens (…) to (…, H) as the target does, its scale included: servers use the target's own module."""
+        embedded = F.embedding(tokens, self.embed_tokens).to(self.fc.weight.dtype)
+        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
     def rotation_at(self, positions: Tensor, longest: int) -> Rotation:
-        """For every position (B, n), all below `longest`."""
+        """Return the rotation at every position (B, n), all below `longest`."""
         return self.rotary(longest, self.fc.weight.dtype).at(positions[:, None])
 
     def states(self, input_ids: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
-        """States of all blocks after the last layer, not normed: (B, A, size, H)."""
+        """Return the states of all blocks after the last layer, not normed: (B, A, size, H)."""
         length = context.shape[1]
         table = self.rotary(length + self.block_size, context.dtype)
         documents = blocks.documents
         at_context = table.window(0, length) if documents is None else table.at(documents.positions)
         at_blocks = table.at(blocks.positions[:, None])
-        hidden = self.embed_blocks(input_ids.gather(1, blocks.anchors))
+        hidden = self.embed_blocks(input_ids.gather(1, blocks.anchors))  # (B, A · size, H)
         attend = DraftAttention(blocks.make_seen_keys(length), self._backend, self._strategy)
         for layer in self.layers:
             hidden = layer(hidden, context, at_context, at_blocks, attend)
-        return hidden.unflatten(1, (-1, self.block_size))
+        return hidden.unflatten(1, (-1, self.block_size))  # (B, A, size, H)
 
     def forward(
         self,
@@ -172,14 +176,14 @@ class DFlashDraft(nn.Module):
         weigh: LabelWeighting,
         chunk_blocks: int,
     ) -> BlockLosses:
-        """Loss of every label that counts; one call per micro-batch.
+        """Return the loss of the labels that count; called once per micro-batch.
 
         Args:
-            labels, label_mask: (B, A, size - 1).
+            labels, label_mask: (B, A, size - 1), int64 and bool.
         """
-        states = self.states(input_ids, self.context(features), blocks)[:, :, 1:]
+        states = self.states(input_ids, self.context(features), blocks)[:, :, 1:]  # (B, A, size - 1, H)
         return block_cross_entropy(
-            self.norm(states[label_mask]),
+            self.norm(states[label_mask]),  # (L, H)
             self.target_head,
             labels.flatten(0, 1),
             label_mask.flatten(0, 1),
@@ -189,48 +193,48 @@ class DFlashDraft(nn.Module):
 
     @torch.no_grad()
     def propose(
-        self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents | None = None
+        self, input_ids: Tensor, features: Tensor, position_mask: Tensor, count: int, documents: Documents | None = None
     ) -> Tensor:
-        """Blocks from many rows at once, each as a server would make it there.
+        """Return what a server would propose at each of many positions, greedily.
 
         Args:
-            rows: (B, S) bool: row t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
-            documents: of the batch; None where each of its rows is one.
+            position_mask: (B, S) bool: position t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
+            documents: of the batch; None if each batch row is one.
 
         Returns:
-            (B, S, count) int64 ids of the target; -1 in other rows.
+            (B, S, count) int64 ids of the target; -1 at other positions.
         """
         head = self.target_head
 
         def decode_greedily(states: Tensor, known: Tensor) -> Tensor:
             return F.linear(self.norm(states[:, 1 : 1 + count]), head).argmax(-1)
 
-        return self.propose_blocks(input_ids, features, rows, count, decode_greedily, documents)
+        return self.propose_blocks(input_ids, features, position_mask, count, decode_greedily, documents)
 
     @torch.no_grad()
     def propose_blocks(
         self,
         input_ids: Tensor,
         features: Tensor,
-        rows: Tensor,
+        position_mask: Tensor,
         count: int,
         decode: DecodeBlocks,
         documents: Documents | None = None,
     ) -> Tensor:
-        """`propose` for any way to make tokens of a block's states."""
-        context = self.context(features)
-        anchored = F.pad(rows[:, :-1], (1, 0))
+        """Return `propose` for any way to decode tokens from the states of blocks."""
+        context = self.context(features)  # (B, S, H)
+        anchored = F.pad(position_mask[:, :-1], (1, 0))
         if documents is not None:
             anchored = anchored & (documents.positions > 0)
         blocks = place_blocks(anchored, self.block_size, documents)
-        proposals = input_ids.new_full((*rows.shape, count), -1)
+        proposals = input_ids.new_full((*position_mask.shape, count), -1)
         at_once = PROPOSE_BLOCKS_AT_ONCE * (1 if documents is None else len(documents.lengths))
         for start in range(0, blocks.count, at_once):
             part = blocks.select(start, start + at_once)
-            states = self.states(input_ids, context, part)[part.live]
-            sample, place = part.live.nonzero().T
-            anchors = part.anchors[sample, place]
-            known = input_ids[sample, anchors]
+            states = self.states(input_ids, context, part)[part.live]  # (n, size, H)
+            row, block = part.live.nonzero().T
+            anchors = part.anchors[row, block]
+            known = input_ids[row, anchors]
             pieces = zip(states.split(DECODE_BLOCKS_AT_ONCE), known.split(DECODE_BLOCKS_AT_ONCE), strict=True)
-            proposals[sample, anchors - 1] = torch.cat([decode(*piece) for piece in pieces])
+            proposals[row, anchors - 1] = torch.cat([decode(*piece) for piece in pieces])
         return proposals

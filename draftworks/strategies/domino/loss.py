@@ -1,7 +1,8 @@
-"""Both cross-entropies of Domino, of corrected logits and of those beneath them, chunk by chunk of whole blocks.
+"""Domino's loss: cross-entropies of the corrected and the base logits, in chunks of whole blocks.
 
-With frozen head W, projection P, states z and bottlenecks e, the logits of a row are b = W·z and f = b + P·e, and its
-loss is w·((1 - λ)·CE(f) + λ·CE(b)). Only rows that count get logits.
+With frozen head W, projection P, state z and bottleneck e of a label, its base logits are b = W·z, its corrected logits
+f = b + P·e, and its loss is w·((1 - λ)·CE(f) + λ·CE(b)). Only labels that count get logits. Shapes as in
+draftworks.strategies.dflash.loss.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from draftworks.strategies.dflash.loss import BlockChunk, LabelWeighting, at_lea
 
 @dataclass(frozen=True)
 class DominoObjective:
-    """How losses add up.
+    """How the losses of labels add up.
 
     Attributes:
-        weigh: factors from the cross-entropies of the corrected logits, for both losses.
+        weigh: w, from the cross-entropies of the corrected logits, for both losses.
         lambda_base: λ, the share of the base loss, 0 to 1.
         chunk_blocks: blocks whose logits are held at a time.
     """
@@ -37,8 +38,8 @@ class DominoLosses(NamedTuple):
 
     Attributes:
         ce_sums: (k,), of the corrected logits.
-        corrects, base_corrects: (k,), labels that are the first choice with the correction and without.
-        accepted, base_accepted: scalars, lengths of the prefixes of blocks that are.
+        corrects, base_corrects: (k,), number of labels that are the argmax with the correction and without.
+        accepted, base_accepted: scalars, total length of the blocks' prefixes that are.
     """
 
     loss: Tensor
@@ -50,45 +51,57 @@ class DominoLosses(NamedTuple):
 
 
 class DominoStates(NamedTuple):
-    """Rows that count, in order of block and place: states (R, H), and bottlenecks (R, E), 0 where nothing is corrected."""
+    """What the labels that count are predicted from, in order of block and place.
+
+    Attributes:
+        states: (L, H), normed.
+        bottlenecks: (L, E), 0 where nothing is corrected.
+    """
 
     states: Tensor
     bottlenecks: Tensor
 
 
 def domino_cross_entropy(
-    rows: DominoStates, head: Tensor, projection: Tensor, labels: Tensor, label_mask: Tensor, objective: DominoObjective
+    inputs: DominoStates,
+    head: Tensor,
+    projection: Tensor,
+    labels: Tensor,
+    label_mask: Tensor,
+    objective: DominoObjective,
 ) -> DominoLosses:
-    """Losses of the rows that count.
+    """Return the loss and the metric sums of the labels that count.
 
     Args:
         head: (V, H), frozen.
         projection: (V, E), trained.
-        labels: (N, k) int64, k labels of N blocks.
-        label_mask: (N, k) bool with R that are on.
+        labels: (N, k) int64.
+        label_mask: (N, k) bool, on at L labels.
     """
     share = objective.lambda_base
 
     def formula(chunk: BlockChunk, states: Tensor, bottlenecks: Tensor, projection: Tensor) -> DominoLosses:
-        base = F.linear(states, head)
-        logits = at_least_float32(base.addmm(bottlenecks, projection.T))
-        cost = ce = F.cross_entropy(logits, chunk.labels, reduction="none")
+        base = F.linear(states, head)  # (l, V)
+        logits = at_least_float32(base.addmm(bottlenecks, projection.T))  # (l, V)
+        cost = ce = F.cross_entropy(logits, chunk.labels, reduction="none")  # (l,)
         if share > 0:
             cost = (1 - share) * ce + share * F.cross_entropy(at_least_float32(base), chunk.labels, reduction="none")
-        hits, base_hits = (chunk.scatter(is_argmax(each, chunk.labels)) for each in (logits, base))
+        hits, base_hits = (chunk.scatter(is_argmax(each, chunk.labels)) for each in (logits, base))  # (n, k)
         return DominoLosses(
-            loss=torch.dot(chunk.weights(objective.weigh, ce), cost),
+            loss=torch.dot(chunk.label_weights(objective.weigh, ce), cost),
             ce_sums=chunk.scatter(ce).sum(0),
             corrects=hits.sum(0),
-            accepted=_prefixes(hits, chunk.label_mask),
+            accepted=_prefix_lengths(hits, chunk.label_mask),
             base_corrects=base_hits.sum(0),
-            base_accepted=_prefixes(base_hits, chunk.label_mask),
+            base_accepted=_prefix_lengths(base_hits, chunk.label_mask),
         )
 
-    return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), rows, [projection])
+    return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), inputs, [projection])
 
 
-def _prefixes(hits: Tensor, label_mask: Tensor) -> Tensor:
-    """Lengths of the prefixes that are right, summed over blocks (n, k). A label that does not count ends no prefix, as in
-    SpecForge, and does not lengthen it."""
+def _prefix_lengths(hits: Tensor, label_mask: Tensor) -> Tensor:
+    """Return the total length of the correct prefixes of blocks, from hits (n, k).
+
+    A label that does not count neither ends a prefix, as in SpecForge, nor lengthens it.
+    """
     return ((hits | ~label_mask).cumprod(1) * hits).sum()

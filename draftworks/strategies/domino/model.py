@@ -1,4 +1,4 @@
-"""The Domino draft model: a DFlash backbone, and a correction of each proposal by the tokens before it in the block.
+"""The Domino draft model: a DFlash backbone, and a correction of its logits by the previous tokens of the block.
 
 As SpecForge trains it and SGLang serves it (`domino_greedy_rollout` of SGLang 0.5.23). Place i of a block, i from 0,
 proposes token anchor + 1 + i. With z_i the backbone's state for it, normed as the head reads it, and
@@ -6,11 +6,12 @@ proposes token anchor + 1 + i. With z_i the backbone's state for it, normed as t
     g_i = GRU(embeddings of the tokens anchor … anchor + i)        the state after the last of them, begun with 0
     logits_i = head·z_i + [i ≥ pure_draft_prefix_len] · embed_proj.2 · silu(embed_proj.0 · cat(z_i, g_i))
 
-a block is made by one pass of the backbone and then token after token, each chosen from its corrected logits. With `shift_label`
-z_i is the state of row i of the block, so that the anchor's own row proposes too; without, that of row i + 1, as in DFlash.
+one pass of the backbone makes the states of a block; then its tokens are decoded one after another, each from its corrected
+logits. With `shift_label`, z_i is the state at place i of the block, so the anchor's own place proposes too; without it, the
+state at place i + 1, as in DFlash.
 
-A correction begins as none: `embed_proj.2` is 0 at first, so an untrained Domino proposes what its backbone does. (SpecForge
-draws it at random. No page says how it should begin; from 0 no noise has to be unlearned.)
+Initially `embed_proj.2` is 0, so an untrained Domino proposes what its backbone does. (SpecForge draws it at random. No
+publication specifies the initial value; from 0, no noise has to be unlearned.)
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from draftworks.strategies.domino.loss import DominoLosses, DominoObjective, Dom
 
 
 class DominoSizes(NamedTuple):
-    """Of the correction; `first_row` of a block is the one that proposes first."""
+    """Sizes of the correction; `first_place` of a block is the one that proposes first."""
 
     emb_dim: int
     gru_hidden_dim: int
     pure_draft_prefix_len: int
-    first_row: int
+    first_place: int
 
 
 class DominoCorrection(nn.Module):
-    """What the tokens before a proposal add to its logits. Parameter names are the peers'."""
+    """What the previous tokens of a block add to a proposal's logits. Parameter names are those of SpecForge and SGLang."""
 
     def __init__(self, hidden: int, vocab: int, sizes: DominoSizes, generator: torch.Generator) -> None:
         super().__init__()
@@ -51,19 +52,19 @@ class DominoCorrection(nn.Module):
 
     @property
     def projection(self) -> Tensor:
-        """(V, E)."""
+        """The output projection, (V, E)."""
         return self.embed_proj[2].weight
 
     def prefixes(self, embedded: Tensor) -> Tensor:
-        """GRU states after each of the tokens: (N, k, H) to (N, k, G)."""
+        """Return the GRU states after each token: (N, k, H) to (N, k, G)."""
         return self.prefix_gru(embedded)[0]
 
-    def read(self, embedded: Tensor, prefix: Tensor | None) -> Tensor:
-        """The GRU state (n, G) after one token more, (n, H), than `prefix` (n, G)."""
+    def advance(self, embedded: Tensor, prefix: Tensor | None) -> Tensor:
+        """Return the GRU state (n, G) after one more token, embedded (n, H), than `prefix` (n, G)."""
         return self.prefix_gru(embedded[:, None], None if prefix is None else prefix[None])[1][0]
 
     def bottleneck(self, states: Tensor, prefixes: Tensor) -> Tensor:
-        """(R, E) from rows of states (R, H) and GRU states (R, G)."""
+        """Return (L, E) from states (L, H) and GRU states (L, G)."""
         narrow, activation, _ = self.embed_proj
         return activation(narrow(torch.cat([states, prefixes], dim=-1)))
 
@@ -72,7 +73,7 @@ class DominoDraft(SequentialBlockDraft):
     """The trainable draft.
 
     Args:
-        backbone: lends its norm, and the target's embedding and head.
+        backbone: its norm, and the target's embedding and head, are used here too.
         generator: the only source of randomness of the correction's initial weights.
     """
 
@@ -81,7 +82,7 @@ class DominoDraft(SequentialBlockDraft):
         self.backbone = backbone
         vocab, hidden = backbone.embed_tokens.shape
         self.correction = DominoCorrection(hidden, vocab, sizes, generator)
-        self._first_row = sizes.first_row
+        self._first_place = sizes.first_place
         self._pure_prefix = sizes.pure_draft_prefix_len
 
     def forward(
@@ -93,23 +94,23 @@ class DominoDraft(SequentialBlockDraft):
         label_mask: Tensor,
         objective: DominoObjective,
     ) -> DominoLosses:
-        """Loss of every label that counts, each fed the true tokens before it; one call per micro-batch.
+        """Return the loss of the labels that count, each given the true tokens before it; called once per micro-batch.
 
         Args:
-            labels, label_mask: (B, A, k), k labels of a block.
+            labels, label_mask: (B, A, k), int64 and bool.
         """
         backbone = self.backbone
-        states = backbone.states(input_ids, backbone.context(features), blocks)[:, :, self._first_row :]
-        rows = backbone.norm(states[label_mask])
+        states = backbone.states(input_ids, backbone.context(features), blocks)[:, :, self._first_place :]
+        normed = backbone.norm(states[label_mask])  # (L, H)
         known = input_ids.gather(1, blocks.anchors)[..., None]
-        read = torch.cat([known, labels[..., :-1]], dim=-1)
-        prefixes = self.correction.prefixes(self._embedded(read.flatten(0, 1)))[label_mask.flatten(0, 1)]
+        previous = torch.cat([known, labels[..., :-1]], dim=-1)  # (B, A, k)
+        prefixes = self.correction.prefixes(self._embedded(previous.flatten(0, 1)))[label_mask.flatten(0, 1)]  # (L, G)
         is_corrected = torch.arange(labels.shape[-1], device=labels.device) >= self._pure_prefix
         bottlenecks = (
-            self.correction.bottleneck(rows, prefixes) * is_corrected.expand_as(label_mask)[label_mask][:, None]
+            self.correction.bottleneck(normed, prefixes) * is_corrected.expand_as(label_mask)[label_mask][:, None]
         )
         return domino_cross_entropy(
-            DominoStates(rows, bottlenecks),
+            DominoStates(normed, bottlenecks),
             backbone.target_head,
             self.correction.projection,
             labels.flatten(0, 1),
@@ -119,18 +120,18 @@ class DominoDraft(SequentialBlockDraft):
 
     @torch.no_grad()
     def decode(self, states: Tensor, known: Tensor, count: int, choose: ChooseTokens) -> Tensor:
-        rows = self.backbone.norm(states[:, self._first_row : self._first_row + count])
-        base = F.linear(rows, self.backbone.target_head)
-        said, token, prefix = [], known, None
+        normed = self.backbone.norm(states[:, self._first_place : self._first_place + count])
+        base = F.linear(normed, self.backbone.target_head)  # (n, count, V)
+        decoded, token, prefix = [], known, None
         for place in range(count):
             logits = base[:, place]
-            prefix = self.correction.read(self._embedded(token), prefix)
+            prefix = self.correction.advance(self._embedded(token), prefix)
             if place >= self._pure_prefix:
-                bottleneck = self.correction.bottleneck(rows[:, place], prefix)
+                bottleneck = self.correction.bottleneck(normed[:, place], prefix)
                 logits = logits + F.linear(bottleneck, self.correction.projection)
             token = choose(logits)
-            said.append(token)
-        return torch.stack(said, dim=1)
+            decoded.append(token)
+        return torch.stack(decoded, dim=1)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         return self.backbone.embed(tokens).to(self.correction.projection.dtype)
@@ -138,14 +139,14 @@ class DominoDraft(SequentialBlockDraft):
 
 class _Gru(nn.GRU):
     def flatten_parameters(self) -> None:
-        """Nothing. On CUDA torch's own moves the weights into another buffer, at the first forward after they are replaced.
-        FSDP replaces them by views of what it gathers into at every step: once moved they would see none of it, and
-        the GRU would compute with its first weights for ever. cuDNN copies scattered weights together itself.
+        """Do nothing. On CUDA, torch's own method moves the weights to another buffer at the first forward after they were
+        replaced. FSDP replaces them by views of the buffer that it gathers into at every step: after the move they would
+        no longer be updated, and the GRU would compute with its first weights. cuDNN joins scattered weights itself.
         """
 
 
 def _seeded_gru(inputs: int, hidden: int, generator: torch.Generator) -> nn.GRU:
-    """Without biases, uniform in ±1/sqrt(hidden), drawn from `generator` alone."""
+    """Return a GRU without biases, uniform in ±1/sqrt(hidden), drawn from `generator` alone."""
     gru = _Gru(inputs, hidden, batch_first=True, bias=False, device="meta").to_empty(device=torch.get_default_device())
     bound = 1 / math.sqrt(hidden)
     for weight in gru.parameters():

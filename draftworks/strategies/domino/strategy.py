@@ -53,7 +53,7 @@ class DominoStrategy(DFlashStrategy):
             emb_dim=options.emb_dim,
             gru_hidden_dim=options.gru_hidden_dim,
             pure_draft_prefix_len=options.pure_draft_prefix_len,
-            first_row=0 if options.shift_label else 1,
+            first_place=0 if options.shift_label else 1,
         )
         self.model = DominoDraft(self.backbone, sizes, generator)
 

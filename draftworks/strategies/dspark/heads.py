@@ -1,21 +1,21 @@
-"""What DSpark puts on a DFlash backbone: a Markov head on the logits, and a confidence head beside them.
+"""DSpark's heads on a DFlash backbone: a Markov head that adds to the logits, and a confidence head.
 
-The Markov heads are those of speculators 0.9.0 (`models/dspark/model_definitions.py`) and SGLang 0.5.23 (`models/dspark.py`),
-which agree in all three and in the order of what they concatenate. With e = w1[token before], h the backbone's state as the
-head reads it, and [a; b] concatenation, n is what passes through the narrow width r, and w2·n is added to the logits:
+The Markov heads are those of speculators 0.9.0 (`models/dspark/model_definitions.py`) and SGLang 0.5.23
+(`models/dspark.py`), which agree on all three kinds and on the order of concatenation. With e = w1[previous token], h the
+backbone's normed state, and [a; b] concatenation, w2·n is added to the logits, where n has the narrow width r:
 
     vanilla   n = e
     gated     n = σ(gate_proj·[h; e]) ⊙ e
     rnn       (g, c, o) = joint_proj·[m; e; h],   m' = σ(g) ⊙ m + (1 - σ(g)) ⊙ tanh(c),   n = tanh(o)
 
-m is 0 at the start of a block; n takes o from the state before this token, so m' serves the next place. The confidence of a
-place is σ(proj·[h; e]), of the normed state and the bare embedding whatever the Markov head. Where they part: SGLang refuses
-a draft without a Markov head, and computes the confidence in float32.
+m is 0 at the start of a block; n uses o computed from the memory before this token, and m' is for the next place. The
+confidence of a place is σ(proj·[h; e]), of the normed state and the bare embedding e with any Markov head. The two
+implementations differ in that SGLang refuses a draft without a Markov head, and computes the confidence in float32.
 
-Both heads begin as none: w2 and the confidence's projection are 0 at first, so an untrained DSpark proposes what its backbone
-does, with confidence one half. w1 begins in the scale of the normed states that it is read beside; a smaller one learns more
-slowly. (speculators draws w2 at random and w1 at a hundredth of that. No page says how they should begin; from 0 no noise
-has to be unlearned.)
+Initially w2 and the confidence's projection are 0, so an untrained DSpark proposes what its backbone does, with confidence
+one half. w1 is initialised at the scale of the normed states that it is concatenated with; a smaller scale learns more
+slowly. (speculators draws w2 at random and w1 at a hundredth of that scale. No publication specifies the initial values;
+from 0, no noise has to be unlearned.)
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from draftworks.drafts.layers import seeded_linear, uninitialized
 
 
 class MarkovStep(NamedTuple):
-    """What a place adds, through the narrow width (n, r), and the state (n, r) for the next; None where there is none."""
+    """Narrow features (n, r) of a place, and the memory (n, r) for the next place; None for heads without memory."""
 
     narrow: Tensor
     memory: Tensor | None
 
 
 class MarkovHead(nn.Module):
-    """`vanilla`, and what the others share. Parameter names are the peers'."""
+    """The `vanilla` Markov head and the base of the others. Parameter names are those of speculators and SGLang."""
 
     def __init__(self, hidden: int, vocab: int, rank: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -48,19 +48,19 @@ class MarkovHead(nn.Module):
 
     @property
     def projection(self) -> Tensor:
-        """(V, r)."""
+        """w2, (V, r)."""
         return self.markov_w2.weight
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(…) int64 to (…, r)."""
+        """Return e of tokens: (…) int64 to (…, r)."""
         return self.markov_w1(tokens)
 
     def forward_block(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """What every place adds, through the narrow width: (n, k, r) from the tokens before (n, k, r) and states (n, k, H)."""
+        """Return the narrow features (n, k, r) of whole blocks, from embedded previous tokens (n, k, r), states (n, k, H)."""
         return self._narrow(embedded, states)
 
     def step(self, embedded: Tensor, states: Tensor, memory: Tensor | None) -> MarkovStep:
-        """The same for the next place of a block, (n, r) and (n, H); `memory` is None at the first."""
+        """Return those of the next place, from (n, r) and (n, H); `memory` is None at the first place."""
         return MarkovStep(self._narrow(embedded, states), None)
 
     def _narrow(self, embedded: Tensor, states: Tensor) -> Tensor:
@@ -82,16 +82,17 @@ class RnnMarkovHead(MarkovHead):
         self.joint_proj = _seeded_affine(2 * rank + hidden, 3 * rank, generator)
 
     def forward_block(self, embedded: Tensor, states: Tensor) -> Tensor:
-        """All places at once as far as they do not wait for each other."""
+        """Return the narrow features of whole blocks; only the part that depends on the memory runs place by place."""
         rank = embedded.shape[-1]
+        # (3r, r), (3r, r + H)
         of_memory, of_inputs = self.joint_proj.weight.split([rank, self.joint_proj.in_features - rank], dim=1)
-        inputs = F.linear(torch.cat([embedded, states], dim=-1), of_inputs, self.joint_proj.bias)
+        inputs = F.linear(torch.cat([embedded, states], dim=-1), of_inputs, self.joint_proj.bias)  # (n, k, 3r)
         memory, narrow = torch.zeros_like(embedded[:, 0]), []
         for of_place in inputs.unbind(1):
             step = _recur(of_place + F.linear(memory, of_memory), memory)
             memory = step.memory
             narrow.append(step.narrow)
-        return torch.stack(narrow, dim=1)
+        return torch.stack(narrow, dim=1)  # (n, k, r)
 
     def step(self, embedded: Tensor, states: Tensor, memory: Tensor | None) -> MarkovStep:
         memory = torch.zeros_like(embedded) if memory is None else memory
@@ -99,7 +100,7 @@ class RnnMarkovHead(MarkovHead):
 
 
 class NoMarkovHead(nn.Module):
-    """Of rank 0: adds nothing and has no parameters."""
+    """A Markov head of rank 0, which adds nothing and has no parameters."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
@@ -116,7 +117,7 @@ class NoMarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The logit of a proposal being accepted."""
+    """The logit of the probability that a proposal is accepted."""
 
     def __init__(self, inputs: int) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class ConfidenceHead(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(…, inputs) to (…)."""
+        """Return logits (…) from (…, inputs)."""
         return self.proj(inputs).squeeze(-1)
 
 
@@ -133,14 +134,14 @@ MARKOV_HEADS = {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RnnMarko
 
 
 def _recur(raw: Tensor, memory: Tensor) -> MarkovStep:
-    """One step of `rnn` from what `joint_proj` gives, (n, 3r)."""
+    """Return one step of `rnn` from the output of `joint_proj`, (n, 3r)."""
     gate, candidate, out = raw.chunk(3, dim=-1)
     gate = gate.sigmoid()
     return MarkovStep(out.tanh(), gate * memory + (1 - gate) * candidate.tanh())
 
 
 def _seeded_affine(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
-    """As `seeded_linear`, with a bias that begins as 0."""
+    """Return a `seeded_linear` with a bias that is initially 0."""
     layer = seeded_linear(inputs, outputs, generator)
     layer.bias = nn.Parameter(torch.zeros(outputs))
     return layer

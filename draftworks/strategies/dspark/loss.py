@@ -1,12 +1,12 @@
-"""DSpark's loss, of whole distributions over the target's vocabulary, without ever holding the logits.
+"""DSpark's loss: cross-entropy, total variation and confidence error of labels, in chunks of whole blocks.
 
-With frozen head W, projection P, states z and narrow Markov features n, a row's logits are W·z + P·n and p is their softmax;
-its teacher is q = softmax(W·last) at the position before its label. The row costs
+With frozen head W, projection P, state z and narrow Markov features n of a label, its logits are W·z + P·n, p is their
+softmax, and its teacher is q = softmax(W·last) at the position before the label. The label costs
 
     w·(ce_weight·CE + tv_weight·‖q - p‖₁ + confidence_weight·BCE(confidence, a)),   a = clamp(1 - ½‖q - p‖₁, 0, 1)
 
 CE is that of the label, the token itself. a = Σ_v min(q_v, p_v) is the probability that rejection sampling accepts a token
-drawn from p; nothing is learnt through it. Only rows that count are looked at, chunk by chunk of whole blocks.
+drawn from p; it has no gradient. Only labels that count get logits. Shapes as in draftworks.strategies.dflash.loss.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from draftworks.strategies.dflash.loss import BlockChunk, LabelWeighting, at_lea
 
 @dataclass(frozen=True)
 class DSparkObjective:
-    """How losses add up.
+    """How the losses of labels add up.
 
     Attributes:
-        weigh: factors w, from the cross-entropies; taken as constants.
+        weigh: w, from the cross-entropies; a constant for the gradient.
         chunk_blocks: blocks whose distributions are held at a time.
     """
 
@@ -39,13 +39,13 @@ class DSparkObjective:
 
 
 class DSparkStates(NamedTuple):
-    """The R rows that count, in order of block and place.
+    """What the labels that count are predicted from, in order of block and place.
 
     Attributes:
-        states: (R, H), as the head reads them.
-        narrow: (R, r), what the Markov head adds before its projection; r is 0 where there is none.
-        confidences: (R,) logits; None without a confidence head.
-        positions: (R,) int64, which rows of the teacher teach them.
+        states: (L, H), normed.
+        narrow: (L, r), what the Markov head adds before its projection; r is 0 without a Markov head.
+        confidences: (L,) logits; None without a confidence head.
+        positions: (L,) int64, the teacher positions of the labels.
     """
 
     states: Tensor
@@ -58,11 +58,12 @@ class DSparkLosses(NamedTuple):
     """`loss` is differentiable; the sums over blocks, float64, are not.
 
     Attributes:
-        loss_sums: (k,), by place, what a label costs before w.
-        corrects: (k,), labels that are the first choice.
+        loss_sums: (k,), by place, what labels cost before w.
+        corrects: (k,), number of labels that are the argmax.
         acceptance_sums: (k,), of a.
-        accepted: scalar, lengths of the prefixes of blocks that are the first choice.
-        tau: scalar, Σ over blocks of a_1 + a_1·a_2 + …: accepted proposals to be expected, had the drafts been the labels.
+        accepted: scalar, total length of the blocks' prefixes that are the argmax.
+        tau: scalar, Σ over blocks of a_1 + a_1·a_2 + …: the expected number of accepted proposals, had the proposals
+            been the labels.
         confidence_errors: (k,), of |σ(confidence) - a|; None without a confidence head.
     """
 
@@ -76,7 +77,7 @@ class DSparkLosses(NamedTuple):
 
 
 def dspark_losses(
-    rows: DSparkStates,
+    inputs: DSparkStates,
     head: Tensor,
     projection: Tensor,
     last: Tensor,
@@ -84,14 +85,14 @@ def dspark_losses(
     label_mask: Tensor,
     objective: DSparkObjective,
 ) -> DSparkLosses:
-    """Losses of the rows that count.
+    """Return the loss and the metric sums of the labels that count.
 
     Args:
         head: (V, H), frozen, of draft and teacher.
         projection: (V, r), trained.
-        last: (N, H), the target's last hidden states.
-        labels: (n, k) int64, k labels of n blocks.
-        label_mask: (n, k) bool with R that are on; of a block the first ones.
+        last: (B·S, H), the target's last hidden states.
+        labels: (N, k) int64.
+        label_mask: (N, k) bool, on at L labels; in a block, at the first ones.
     """
     teacher = _Teacher(last, head)
 
@@ -103,11 +104,11 @@ def dspark_losses(
         positions: Tensor,
         projection: Tensor,
     ) -> DSparkLosses:
-        logits = at_least_float32(F.linear(states, head).addmm(narrow, projection.T))
+        logits = at_least_float32(F.linear(states, head).addmm(narrow, projection.T))  # (l, V)
         log_p = logits.log_softmax(-1)
-        ce = F.nll_loss(log_p, chunk.labels, reduction="none")
-        q = teacher.distributions(positions, log_p.dtype)
-        distance = (log_p.exp() - q).abs().sum(-1)
+        ce = F.nll_loss(log_p, chunk.labels, reduction="none")  # (l,)
+        q = teacher.distributions(positions, log_p.dtype)  # (l, V)
+        distance = (log_p.exp() - q).abs().sum(-1)  # (l,)
         a = (1 - distance.detach() / 2).clamp(0, 1)
         cost, errors = objective.ce_weight * ce + objective.tv_weight * distance, None
         if confidences is not None:
@@ -117,7 +118,7 @@ def dspark_losses(
             errors = chunk.scatter((confidences.sigmoid() - a).abs()).sum(0)
         accepted, correct = chunk.scatter(a), chunk.scatter(is_argmax(logits, chunk.labels))
         return DSparkLosses(
-            loss=torch.dot(chunk.weights(objective.weigh, ce), cost),
+            loss=torch.dot(chunk.label_weights(objective.weigh, ce), cost),
             loss_sums=chunk.scatter(cost).sum(0),
             corrects=correct.sum(0),
             acceptance_sums=accepted.sum(0),
@@ -126,18 +127,18 @@ def dspark_losses(
             confidence_errors=errors,
         )
 
-    return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), rows, [projection])
+    return chunked_loss(formula, split_into_chunks(labels, label_mask, objective.chunk_blocks), inputs, [projection])
 
 
 class _Teacher(NamedTuple):
-    """The target: its last hidden states (N, H) and its head (V, H)."""
+    """The target's last hidden states (B·S, H) and its head (V, H)."""
 
     last: Tensor
     head: Tensor
 
     def distributions(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """(r, V), at the positions (r,). One that teaches several rows is computed once."""
+        """Return the target's distributions (l, V) at the positions (l,); at equal positions they are computed once."""
         positions, which = positions.unique(return_inverse=True)
         logits = F.linear(self.last[positions].to(self.head.dtype), self.head)
-        # As the draft's own are computed: where both agree their difference is 0, not rounding.
+        # The same operations as for the draft's logits: where both agree, their difference is 0 and not rounding.
         return logits.to(dtype).log_softmax(-1).exp().index_select(0, which)

@@ -1,9 +1,10 @@
-"""The DSpark draft model: a DFlash backbone, a Markov head on its logits, and a confidence for every proposal.
+"""The DSpark draft model: a DFlash backbone, a Markov head that adds to its logits, and a confidence for every proposal.
 
-As DeepSpec and SpecForge train it, and SGLang and vLLM serve it. Row i of a block, i from 0, proposes token anchor + 1 + i: the
-anchor's own row speaks too. Its logits are head·z_i + w2·n_i, with z_i the backbone's state, normed as the head reads it, and
-n_i what the Markov head makes of z_i and the token anchor + i (see draftworks.strategies.dspark.heads): in training the true one,
-at work the draft's own. So a block is made by one pass of the backbone and then token after token.
+As DeepSpec and SpecForge train it, and SGLang and vLLM serve it. Place i of a block, i from 0, proposes token
+anchor + 1 + i: the anchor's own place proposes too. Its logits are head·z_i + w2·n_i, with z_i the backbone's normed state and
+n_i the Markov head's features of z_i and the token anchor + i (see draftworks.strategies.dspark.heads): the true token in
+training, the draft's own in serving. So one pass of the backbone makes a block's states, and its tokens are decoded one
+after another.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from draftworks.strategies.dspark.loss import DSparkLosses, DSparkObjective, DSp
 
 
 class DSparkSizes(NamedTuple):
-    """Of the heads; `markov_rank` 0 for none of that kind."""
+    """Sizes of the heads; `markov_rank` 0 is no Markov head."""
 
     markov_head_type: str
     markov_rank: int
@@ -34,7 +35,7 @@ class DSparkDraft(SequentialBlockDraft):
     """The trainable draft.
 
     Args:
-        backbone: lends its norm, and the target's embedding and head.
+        backbone: its norm, and the target's embedding and head, are used here too.
         generator: the only source of randomness of the heads' initial weights.
     """
 
@@ -59,48 +60,52 @@ class DSparkDraft(SequentialBlockDraft):
         label_mask: Tensor,
         objective: DSparkObjective,
     ) -> DSparkLosses:
-        """Loss of every label that counts, each fed the true token before it; one call per micro-batch.
+        """Return the loss of the labels that count, each given the true token before it; called once per micro-batch.
 
         Args:
             last: (B, S, H), the target's last hidden states.
-            labels, label_mask: (B, A, size); of a block the first ones count.
+            labels, label_mask: (B, A, size), int64 and bool; in a block, the first labels count.
         """
         backbone, markov = self.backbone, self.markov_head
-        taught = label_mask.any(-1)
-        states = backbone.states(input_ids, backbone.context(features), blocks)[taught]
+        taught = label_mask.any(-1)  # (B, A), on at N blocks
+        states = backbone.states(input_ids, backbone.context(features), blocks)[taught]  # (N, size, H)
         known = input_ids.gather(1, blocks.anchors)[taught]
         labels, label_mask = labels[taught], label_mask[taught]
         normed = backbone.norm(states)
-        embedded = markov.embed(torch.cat([known[:, None], labels[:, :-1]], dim=1)).to(normed.dtype)
-        rows = DSparkStates(
+        embedded = markov.embed(torch.cat([known[:, None], labels[:, :-1]], dim=1)).to(normed.dtype)  # (N, size, r)
+        inputs = DSparkStates(
             states=normed[label_mask],
             narrow=markov.forward_block(embedded, normed)[label_mask],
             confidences=self._confidences(normed[label_mask], embedded[label_mask]),
-            positions=_said_at(blocks, input_ids.shape[1])[taught][label_mask],
+            positions=_teacher_positions(blocks, input_ids.shape[1])[taught][label_mask],
         )
         projection = markov.projection.to(normed.dtype)
-        return dspark_losses(rows, backbone.target_head, projection, last.flatten(0, 1), labels, label_mask, objective)
+        return dspark_losses(
+            inputs, backbone.target_head, projection, last.flatten(0, 1), labels, label_mask, objective
+        )
 
     @torch.no_grad()
     def decode(self, states: Tensor, known: Tensor, count: int, choose: ChooseTokens) -> Tensor:
         markov = self.markov_head
         head, projection = self.backbone.target_head, markov.projection.to(states.dtype)
-        said, token, memory = [], known, None
-        for row in self.backbone.norm(states[:, :count]).unbind(1):
-            narrow, memory = markov.step(markov.embed(token).to(row.dtype), row, memory)
-            token = choose(F.linear(row, head) + F.linear(narrow, projection))
-            said.append(token)
-        return torch.stack(said, dim=1)
+        decoded, token, memory = [], known, None
+        for state in self.backbone.norm(states[:, :count]).unbind(1):
+            narrow, memory = markov.step(markov.embed(token).to(state.dtype), state, memory)
+            token = choose(F.linear(state, head) + F.linear(narrow, projection))
+            decoded.append(token)
+        return torch.stack(decoded, dim=1)
 
     def _confidences(self, normed: Tensor, embedded: Tensor) -> Tensor | None:
-        """Logits (R,) from rows of states (R, H) and of what the tokens before them embed to (R, r)."""
+        """Return logits (L,) from states (L, H) and embedded previous tokens (L, r); None without a confidence head."""
         if self.confidence_head is None:
             return None
         return self.confidence_head(torch.cat([normed, embedded], dim=-1) if self._with_markov else normed)
 
 
-def _said_at(blocks: Blocks, length: int) -> Tensor:
-    """(B, A, size) int64: where in the flattened batch of (B, length) positions the target says what row i of a block
-    proposes. The label at place anchor + 1 + i is said at anchor + i, the place of the row itself."""
+def _teacher_positions(blocks: Blocks, length: int) -> Tensor:
+    """Return (B, A, size) int64: the flat position, of (B, length), at which the target predicts the label of place i.
+
+    The label anchor + 1 + i is predicted at position anchor + i, which is the position of place i itself.
+    """
     places = blocks.row_positions.unflatten(1, (-1, blocks.size))
     return places + torch.arange(len(places), device=places.device)[:, None, None] * length

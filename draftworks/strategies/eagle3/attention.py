@@ -1,16 +1,16 @@
 """Attention of test-time training (EAGLE-3, arXiv 2503.01840): one causal block and some diagonals.
 
-At step i a row t sees the keys of step 0 at positions 0 … t of its document, or the newest `window` of these, and its own keys of
-the steps 1 … i. Written as one softmax this needs scores of S x (S + i). The back ends give the same numbers to rounding: `eager` writes the scores out,
-`sdpa` and `flex` are torch's own with a mask over the keys of all steps, and `auto` computes no diagonal as a matrix where
-this device has a kernel for that (draftworks.strategies.eagle3.attention), and is sdpa elsewhere and where a window leaves something out.
+At step i, position t sees the keys of step 0 at positions 0 … t of its document, or the newest `window` of these, and its own
+keys of the steps 1 … i. As one softmax this has scores of S x (S + i). The back ends are equal to rounding: `eager` computes
+these scores; `sdpa` and `flex` are torch's own with a mask over the keys of all steps; `auto` is the fused kernel below, which
+computes no diagonal as a matrix, where the device has one and no window leaves something out, and otherwise sdpa.
 
-`ttt_attention` by a fused kernel: the causal block by torch's own, each diagonal merged in by log-sum-exp.
+The fused kernel takes the causal block by torch's own kernel, and merges each diagonal in by log-sum-exp:
 
     w = softmax([lse_causal, s_1, …, s_i]),  s_j = q·k_j/√d,  o = w_0·o_causal + Σ_j w_j·v_j
 
-For the gradients of the causal part the kernel's own backward is given the *merged* output and log-sum-exp: it rebuilds its
-probabilities as exp(q·k - lse), which then are those of the whole softmax.
+For the gradients of the causal part, the kernel's own backward gets the *merged* output and log-sum-exp: it recomputes
+its probabilities as exp(q·k - lse), which then are those of the whole softmax.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from draftworks.drafts.flex import check_flex, get_block_mask_factory, get_flex_
 def fused_ttt_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents
 ) -> Tensor:
-    """See `ttt_attention`; it knows no windows. Only where `fused_kernel_works`. Diagonals are a row's own, so only the causal block is told of
-    documents."""
-    kernel = _kernel(query.device, query.dtype, query.shape[-1], documents)
+    """Return `ttt_attention` by the fused kernel, without windows, on devices where `fused_kernel_works`.
+
+    A diagonal belongs to one position, so only the causal block needs the documents.
+    """
+    kernel = _choose_kernel(query.device, query.dtype, query.shape[-1], documents)
     return _FusedTttAttention.apply(kernel, query, len(keys), *keys, *values)
 
 
-def _kernel(device: torch.device, dtype: torch.dtype, head_size: int, documents: Documents) -> CausalKernel:
+def _choose_kernel(device: torch.device, dtype: torch.dtype, head_size: int, documents: Documents) -> CausalKernel:
     kernel = CAUSAL_KERNELS[device.type]
     if not documents.has_several:
         return kernel
@@ -49,8 +51,9 @@ def _kernel(device: torch.device, dtype: torch.dtype, head_size: int, documents:
 
 @functools.cache
 def fused_kernel_works(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether there is a kernel that gives, merged, the eager path's output and gradients. Tried once, on a small row of
-    one document and on one of several, where the kernel is handed strided parts.
+    """Return whether the fused kernel gives the eager path's output and gradients on this device.
+
+    Tried once, on a small row of one document and on one of several, where the kernel gets strided parts.
     """
     if device.type not in CAUSAL_KERNELS:
         return False
@@ -62,7 +65,7 @@ def fused_kernel_works(device: torch.device, dtype: torch.dtype, head_size: int)
 
 @functools.cache
 def packed_kernel_works(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """The same of a kernel that takes a whole packed row at once."""
+    """Return the same for a kernel that takes a whole packed row at once."""
     if device.type not in PACKED_KERNELS:
         return False
     documents = Documents.from_lengths((3, 2, 2), device)
@@ -78,7 +81,7 @@ def _works(kernel: CausalKernel, documents: Documents, dtype: torch.dtype, head_
 
 @torch.enable_grad()
 def _fused_equals_eager(kernel: CausalKernel, documents: Documents, dtype: torch.dtype, head_size: int) -> bool:
-    """At step 1, in output and gradients."""
+    """Return whether output and gradients agree at step 1."""
 
     def fused(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], _: Documents) -> Tensor:
         return _FusedTttAttention.apply(kernel, query, len(keys), *keys, *values)
@@ -86,11 +89,11 @@ def _fused_equals_eager(kernel: CausalKernel, documents: Documents, dtype: torch
     tolerance = 0.05 if dtype.itemsize == 2 else 1e-4
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(heads: int) -> Tensor:
+    def draw(heads: int) -> Tensor:
         values = torch.randn(1, heads, sum(documents.lengths), head_size, generator=generator)
         return values.to(documents.begins.device, dtype)
 
-    inputs, seed = [drawn(heads) for heads in (4, 2, 4, 2, 4)], drawn(4)
+    inputs, seed = [draw(heads) for heads in (4, 2, 4, 2, 4)], draw(4)
     results = []
     for attend in (fused, eager_ttt_attention):
         leaves = [x.clone().requires_grad_() for x in inputs]
@@ -100,14 +103,14 @@ def _fused_equals_eager(kernel: CausalKernel, documents: Documents, dtype: torch
 
 
 class _FusedTttAttention(torch.autograd.Function):
-    """`ttt_attention` with a fused kernel; arguments flat, because autograd sees only tensors at top level."""
+    """`ttt_attention` by a fused kernel; its arguments are flat because autograd sees only top-level tensors."""
 
     @staticmethod
     def forward(ctx, kernel: CausalKernel, query: Tensor, steps: int, *keys_and_values: Tensor) -> Tensor:
         keys, values = keys_and_values[:steps], keys_and_values[steps:]
-        causal, lse, rest = kernel.forward(query, keys[0], values[0])
+        causal, lse, rest = kernel.forward(query, keys[0], values[0])  # (B, heads, S, D), (B, heads, S)
         wide, scale = lse.dtype, query.shape[-1] ** -0.5
-        stacked = torch.stack([lse, *(_dots(query, key, wide).mul_(scale) for key in keys[1:])])
+        stacked = torch.stack([lse, *(_dots(query, key, wide).mul_(scale) for key in keys[1:])])  # (i + 1, B, heads, S)
         lse = torch.logsumexp(stacked, dim=0)
         weights = stacked.sub_(lse).exp_()
         output = causal.to(wide).mul_(weights[0, ..., None]) if steps > 1 else causal
@@ -138,16 +141,16 @@ class _FusedTttAttention(torch.autograd.Function):
 
 
 def _dots(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Row-wise dot products (…, S, D) · (…, S, D): (…, S), products and sum in `dtype`."""
+    """Return dot products by position, (…, S, D) · (…, S, D) to (…, S), with products and sum in `dtype`."""
     return (x.to(dtype) * y.to(dtype)).sum(-1)
 
 
 _MASKS_KEPT = 32
-"""Of flex: one for each step of the unroll at the lengths of late."""
+"""Cached masks of flex: one per step of the unroll and recent lengths of documents."""
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:
-    """Repeat (B, kv_heads, S, D) to (B, heads, S, D), each for its group of query heads; S outermost in memory."""
+    """Return (B, kv_heads, S, D) repeated to (B, heads, S, D) for the groups of query heads; S is outermost in memory."""
     groups = heads // x.shape[1]
     by_row = x.transpose(1, 2).unsqueeze(3)
     return by_row.expand(-1, -1, -1, groups, -1).flatten(2, 3).transpose(1, 2)
@@ -156,11 +159,11 @@ def per_query_head(x: Tensor, heads: int) -> Tensor:
 def eager_ttt_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents, window: int | None = None
 ) -> Tensor:
-    """Explicit scores, O(S²) memory, on any device: what the others are checked against."""
+    """Return `ttt_attention` by explicit scores, O(S²) memory, on any device; the reference of the other back ends."""
     length, heads = query.shape[2], query.shape[1]
     wide = torch.promote_types(query.dtype, torch.float32)
-    causal = query @ per_query_head(keys[0], heads).transpose(-1, -2)
-    columns = [causal.masked_fill(~_sees(documents, 1, window), float("-inf"))]
+    causal = query @ per_query_head(keys[0], heads).transpose(-1, -2)  # (B, heads, S, S)
+    columns = [causal.masked_fill(~_seen_mask(documents, 1, window), float("-inf"))]
     columns += [(query * key).sum(-1, keepdim=True) for key in keys[1:]]
     weights = (torch.cat(columns, dim=-1).to(wide) * query.shape[-1] ** -0.5).softmax(-1).to(query.dtype)
     output = weights[..., :length] @ per_query_head(values[0], heads)
@@ -172,28 +175,30 @@ def eager_ttt_attention(
 def sdpa_ttt_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents, window: int | None = None
 ) -> Tensor:
-    """torch's scaled_dot_product_attention with a mask of (S, steps · S)."""
-    seen, heads = _sees(documents, len(keys), window), query.shape[1]
-    return F.scaled_dot_product_attention(query, _joined(keys, heads), _joined(values, heads), attn_mask=seen)
+    """Return `ttt_attention` by torch's scaled_dot_product_attention with a mask of (S, steps · S)."""
+    seen, heads = _seen_mask(documents, len(keys), window), query.shape[1]
+    return F.scaled_dot_product_attention(query, _join_steps(keys, heads), _join_steps(values, heads), attn_mask=seen)
 
 
 def flex_ttt_attention(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], documents: Documents, window: int | None = None
 ) -> Tensor:
-    """torch's flex attention, which skips the tiles that the mask leaves out."""
+    """Return `ttt_attention` by torch's flex attention, which skips the tiles that the mask leaves out."""
     mask, heads = _flex_mask(documents.lengths, len(keys), window, query.device), query.shape[1]
     attention = get_flex_attention(query.device.type)
-    return attention(query, _joined(keys, heads), _joined(values, heads), block_mask=mask)
+    return attention(query, _join_steps(keys, heads), _join_steps(values, heads), block_mask=mask)
 
 
-def _joined(steps: Sequence[Tensor], heads: int) -> Tensor:
-    """Keys or values of all steps one after another, (B, heads, steps · S, D)."""
+def _join_steps(steps: Sequence[Tensor], heads: int) -> Tensor:
+    """Return keys or values of all steps one after another, (B, heads, steps · S, D)."""
     return torch.cat([per_query_head(steps[0], heads), *steps[1:]], dim=2)
 
 
-def _sees(documents: Documents, steps: int, window: int | None) -> Tensor:
-    """(S, steps · S) bool: a row sees step 0 of its document up to itself, or the window that ends there, and itself in
-    the others."""
+def _seen_mask(documents: Documents, steps: int, window: int | None) -> Tensor:
+    """Return the mask (S, steps · S) bool.
+
+    A position sees step 0 of its document up to itself, or the window that ends there, and itself at later steps.
+    """
     document_ids = documents.document_ids
     causal = (document_ids[:, None] == document_ids).tril()
     if window is not None:
@@ -208,7 +213,8 @@ def _flex_mask(lengths: tuple[int, ...], steps: int, window: int | None, device:
     key = torch.arange(steps * length, device=device)
     if window is not None:
         begins = torch.maximum(begins, key[:length] + 1 - window)
-    # Whose own a key is; -1 for those of step 0. As a tensor: by numbers, flex would be compiled anew for every length.
+    # The position that a key of a later step belongs to; -1 at step 0. A tensor, because flex would be compiled again for
+    # every length if it were computed from numbers.
     own = torch.where(key < length, -1, key % length)
 
     def seen(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -218,7 +224,7 @@ def _flex_mask(lengths: tuple[int, ...], steps: int, window: int | None, device:
 
 
 TttAttention = Callable[..., Tensor]
-"""Of query, keys, values and documents; those that know windows take one after these."""
+"""A function of query, keys, values and documents; those that support windows take one after these."""
 
 
 @torch.compiler.disable  # the fused kernel's private operators, and flex, which is compiled by itself
@@ -230,15 +236,15 @@ def ttt_attention(
     backend: str = "auto",
     window: int | None = None,
 ) -> Tensor:
-    """Attention of step i = len(keys) - 1.
+    """Return the attention of step i = len(keys) - 1.
 
     Args:
         query: (B, heads, S, D).
         keys, values: of the steps 0 … i. Those of step 0 are (B, kv_heads, S, D), heads a multiple of kv_heads; those
-            of later steps are (B, heads, S, D) by `per_query_head`, because row-wise products want plain memory.
-        documents: of the rows; none sees another.
+            of later steps are (B, heads, S, D) by `per_query_head`, because products by position need plain memory.
+        documents: positions see their own document only.
         backend: auto, eager, sdpa or flex.
-        window: how many positions of step 0 a row sees, its own included; None for all.
+        window: number of positions of step 0 that a position sees, its own included; None for all.
 
     Returns:
         (B, heads, S, D), dtype of `query`.
@@ -247,10 +253,10 @@ def ttt_attention(
         ConfigError: flex with gradients on a CPU, where torch has none.
     """
     bounds = () if window is None or window >= documents.longest else (window,)
-    return _attention(query, backend, bool(bounds))(query, keys, values, documents, *bounds)
+    return _choose_backend(query, backend, bool(bounds))(query, keys, values, documents, *bounds)
 
 
-def _attention(query: Tensor, backend: str, windowed: bool) -> TttAttention:
+def _choose_backend(query: Tensor, backend: str, windowed: bool) -> TttAttention:
     if backend == "eager":
         return eager_ttt_attention
     if backend == "flex":

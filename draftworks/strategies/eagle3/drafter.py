@@ -1,4 +1,4 @@
-"""EAGLE-3 at work on one sequence: cached keys and values of what the target said, a chain of its own words after it."""
+"""EAGLE-3's serving form: one sequence, with cached keys and values of step 0, and a chain of the draft's own tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftworks.strategies.eagle3.model import Eagle3Draft
 
 
 class Eagle3Drafter(Drafter):
-    """Row t reads the target's features at position t and the token after it; the chain begins at the last row.
+    """Drafter whose position t reads the target's features at t and the token t+1; the chain begins at the last position.
 
     Args:
         taps: names of the features, in the order in which `fc` reads them.
@@ -23,7 +23,7 @@ class Eagle3Drafter(Drafter):
     def __init__(self, model: Eagle3Draft, taps: Sequence[str]) -> None:
         self._model = model
         self._taps = tuple(taps)
-        self._rows = 0
+        self._length = 0
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         self._last: Heads | None = None
@@ -32,8 +32,8 @@ class Eagle3Drafter(Drafter):
     @torch.no_grad()
     def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
         hidden = self._model.fuse(torch.cat([features[tap] for tap in self._taps], dim=-1)[None])
-        heads = self._project(hidden, self._model.embed(next_tokens[None]), start=self._rows)
-        self._rows += len(next_tokens)
+        heads = self._project(hidden, self._model.embed(next_tokens[None]), start=self._length)
+        self._length += len(next_tokens)
         self._keys.append(heads.key)
         self._values.append(heads.value)
         self._last = Heads(heads.query[:, :, -1:], heads.key[:, :, -1:], heads.value[:, :, -1:])
@@ -42,15 +42,15 @@ class Eagle3Drafter(Drafter):
     @torch.no_grad()
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
         if self._last is None or self._state is None:
-            raise RuntimeError("nothing to propose after: extend has not been called")
-        self._keys, self._values = [self._seen(self._keys)], [self._seen(self._values)]
+            raise RuntimeError("propose was called before extend")
+        self._keys, self._values = [self._join_seen(self._keys)], [self._join_seen(self._values)]
         keys, values = list(self._keys), list(self._values)
         heads, hidden = self._last, self._state
         tokens: list[Tensor] = []
         distributions: list[Tensor] = []
         for step in range(count):
             if step > 0:
-                heads = self._project(hidden, self._model.embed(tokens[-1][None, None]), start=self._rows - 1 + step)
+                heads = self._project(hidden, self._model.embed(tokens[-1][None, None]), start=self._length - 1 + step)
                 keys.append(heads.key)
                 values.append(heads.value)
             hidden = self._layer(hidden, Heads(heads.query, torch.cat(keys, dim=2), torch.cat(values, dim=2)))
@@ -63,13 +63,13 @@ class Eagle3Drafter(Drafter):
                 tokens.append(draw(distributions[-1], generator))
         return Proposal(torch.stack(tokens), torch.stack(distributions) if distributions else None)
 
-    def _seen(self, rows: list[Tensor]) -> Tensor:
-        """Keys or values of the rows that chains from the last one on can see: it is the only query of the text."""
-        joined, window = torch.cat(rows, dim=2), self._model.midlayer.attention.window
+    def _join_seen(self, parts: list[Tensor]) -> Tensor:
+        """Return the keys or values of step 0 that the chain sees: all, or the newest `window`."""
+        joined, window = torch.cat(parts, dim=2), self._model.midlayer.attention.window
         return joined if window is None else joined[:, :, -window:]
 
     def _project(self, hidden: Tensor, embedded: Tensor, start: int) -> Heads:
-        """Heads of rows (1, n, H) whose first has rotary position `start`."""
+        """Return the heads of n positions (1, n, H), the first of which has rotary position `start`."""
         layer, length = self._model.midlayer, hidden.shape[1]
         halves = layer.self_attn.halves()
         joint = torch.nn.functional.linear(layer.begin_step(hidden).normed, halves.states)

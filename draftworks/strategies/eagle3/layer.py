@@ -1,4 +1,7 @@
-"""The decoder layer of EAGLE-3, and how it is unrolled on its own outputs."""
+"""The decoder layer of EAGLE-3, and its unroll on its own outputs (test-time training).
+
+Shapes: B batch rows of S positions; R of the B·S positions are active, those whose states are wanted.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,20 @@ from draftworks.strategies.eagle3.attention import per_query_head, ttt_attention
 
 
 class StepStates(NamedTuple):
-    """What one step of the unroll hands on, each (…, H): `output` to the draft's head, `carried` to the next step."""
+    """Output of one step of the unroll, (…, H) each: `output` is for the draft's head, `carried` for the next step."""
 
     output: Tensor
     carried: Tensor
 
 
 FinishStep = Callable[[Tensor], StepStates]
-"""From the layer's residual stream after a step to what that step hands on."""
+"""From the layer's residual stream after a step to the states that the step returns."""
 EmbedProposals = Callable[[Tensor], Tensor]
+"""From the output states of a step (R, H) to the embeddings (R, H) of the tokens that they propose."""
 
 
 class Eagle3Sizes(NamedTuple):
-    """Sizes of the draft layer; the rest is the target's."""
+    """Sizes of the draft layer; the others are the target's."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,11 +41,11 @@ class Eagle3Sizes(NamedTuple):
 
 
 class Eagle3AttentionOptions(NamedTuple):
-    """How the layer attends.
+    """Back end and window of the layer's attention.
 
     Attributes:
         backend: of the unroll, see `ttt_attention`.
-        window: of the rows of the text, the newest so many that a chain sees, its own included; None for all.
+        window: number of positions of step 0 that a position sees, the last one its own; None for all.
     """
 
     backend: str = "auto"
@@ -49,7 +53,7 @@ class Eagle3AttentionOptions(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Query, key and value, each (B, its heads, S, D)."""
+    """Query (B, heads, S, D), key and value (B, kv_heads, S, D)."""
 
     query: Tensor
     key: Tensor
@@ -57,14 +61,14 @@ class Heads(NamedTuple):
 
 
 class ProjectionHalves(NamedTuple):
-    """The joint q, k, v projection for tokens and for states, each (all heads · D, H)."""
+    """The joint q, k, v projection, split into the columns for tokens and for states, (all heads · D, H) each."""
 
     tokens: Tensor
     states: Tensor
 
 
 class Eagle3Attention(nn.Module):
-    """Attention whose projections read tokens and states side by side: (…, 2H) = [embedding, hidden state]."""
+    """Attention whose projections read [embedding, hidden state], (…, 2H)."""
 
     def __init__(self, target: TargetParts, sizes: Eagle3Sizes, generator: torch.Generator) -> None:
         super().__init__()
@@ -76,34 +80,34 @@ class Eagle3Attention(nn.Module):
         self.o_proj = seeded_linear(sizes.num_heads * self.head_dim, width, generator)
 
     def halves(self) -> ProjectionHalves:
-        """q, k and v as one matrix, cut into the columns that read tokens and those that read states."""
+        """Return q, k and v as one matrix, split into the columns for tokens and those for states."""
         joint = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
         return ProjectionHalves(*joint.chunk(2, dim=1))
 
     def attend(self, heads: Heads) -> Tensor:
-        """Plain attention of few queries over all of the keys: (B, S, heads · D)."""
+        """Return plain attention of a few queries to all keys: (B, S, heads · D)."""
         out = F.scaled_dot_product_attention(*heads, enable_gqa=True)
         return out.transpose(1, 2).flatten(2)
 
     def heads(self, joint: Tensor, rotation: Rotation) -> Heads:
-        """Split (B, S, all heads · D) into heads; rotate queries and keys."""
+        """Split (B, S, all heads · D) into heads, and rotate queries and keys."""
         heads = joint.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return Heads(rotation.apply(query), rotation.apply(key), value)
 
 
 class StepInputs(NamedTuple):
-    """What a step begins with, (…, H): the normed state, which attention reads, and the residual stream."""
+    """Input of a step, (…, H) each: the normed state, which attention reads, and the residual stream."""
 
     normed: Tensor
     residual: Tensor
 
 
 class Eagle3Layer(nn.Module):
-    """The decoder layer. A step's residual stream begins as what the step before it carried over.
+    """The decoder layer. The residual stream of a step begins as the state carried over from the step before.
 
     Args:
-        norm_before_residual: it begins as that, normed.
+        norm_before_residual: the residual stream begins as that state, normed.
     """
 
     def __init__(
@@ -124,7 +128,7 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RmsNorm(width, eps)
 
     def begin_step(self, hidden: Tensor) -> StepInputs:
-        """From the states (…, H) that rows begin with."""
+        """Return the input of a step from the carried states (…, H)."""
         normed = self.hidden_norm(hidden)
         return StepInputs(normed, normed if self._norm_before_residual else hidden)
 
@@ -138,24 +142,26 @@ class Eagle3Layer(nn.Module):
         finish_step: FinishStep,
         documents: Documents,
     ) -> Iterator[Tensor]:
-        """Spoken states (R, H) of the active rows, step after step, on tokens that are known beforehand.
+        """Yield the output states (R, H) of the active positions, step after step, on tokens that are known beforehand.
 
-        Step i reads the tokens from i on, so what the projections make of a token serves all steps. Other rows
-        matter only for the keys and values of step 0.
+        Step i reads the tokens from i on, so the projection of a token is computed once for all steps. Positions that
+        are not active matter only for the keys and values of step 0.
 
         Args:
-            embedded: (B, S, H), tokens of step 0. The last one of each document stands for those beyond it, which no
-                supervised row reads.
+            embedded: (B, S, H), tokens of step 0. The last one of each document is used in place of those beyond it,
+                which no supervised position reads.
             hidden: (B, S, H), input of step 0.
-            rotation: as many positions as the longest document has, and steps - 1 more.
+            rotation: of as many positions as the longest document has, and steps - 1 more.
         """
         halves = self.self_attn.halves()
         tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
 
-        def known(step: int, _: Tensor) -> Tensor:
+        def project_known_tokens(step: int, _: Tensor) -> Tensor:
             return active.shift(step, documents).gather(tokens)
 
-        yield from self._steps(halves, tokens, hidden, rotation, steps, active, finish_step, documents, known)
+        yield from self._steps(
+            halves, tokens, hidden, rotation, steps, active, finish_step, documents, project_known_tokens
+        )
 
     def unroll_on_own_tokens(
         self,
@@ -168,20 +174,21 @@ class Eagle3Layer(nn.Module):
         documents: Documents,
         embed_proposals: EmbedProposals,
     ) -> None:
-        """The same on the draft's own words.
+        """Unroll on the tokens that the draft itself proposes.
 
         Args:
             embedded: (B, S, H), tokens of step 0.
-            embed_proposals: from the output states of a step (R, H) to the embeddings (R, H) of what they propose, which the
-                next step reads. Called `steps` times.
+            embed_proposals: called with the output states of each step; the next step reads what it returns.
         """
         halves = self.self_attn.halves()
         tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
 
-        def proposed(step: int, output: Tensor) -> Tensor:
+        def project_proposals(step: int, output: Tensor) -> Tensor:
             return F.linear(self.input_layernorm(embed_proposals(output)), halves.tokens)
 
-        *_, last = self._steps(halves, tokens, hidden, rotation, steps, active, finish_step, documents, proposed)
+        *_, last = self._steps(
+            halves, tokens, hidden, rotation, steps, active, finish_step, documents, project_proposals
+        )
         embed_proposals(last)
 
     def _steps(
@@ -196,20 +203,28 @@ class Eagle3Layer(nn.Module):
         documents: Documents,
         next_tokens: Callable[[int, Tensor], Tensor],
     ) -> Iterator[Tensor]:
-        """`next_tokens`: from a step's number and the states output before it to its tokens, projected, (R, all heads · D)."""
+        """Yield the output states (R, H) of every step.
+
+        Args:
+            tokens: (B, S, all heads · D), projected tokens of step 0.
+            next_tokens: from the number of a step and the output states before it to its projected tokens,
+                (R, all heads · D).
+        """
         normed, residual = self.begin_step(hidden)
-        joint = F.linear(normed, halves.states) + tokens
-        output = residual = active.gather(residual)
+        joint = F.linear(normed, halves.states) + tokens  # (B, S, all heads · D)
+        output = residual = active.gather(residual)  # (R, H)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(steps):
             if step > 0:
                 normed, residual = self.begin_step(hidden)
-                joint = active.scatter(F.linear(normed, halves.states) + next_tokens(step, output))
+                joint = active.scatter(
+                    F.linear(normed, halves.states) + next_tokens(step, output)
+                )  # (B, S, all heads · D)
             heads = self.self_attn.heads(joint, rotation.at(documents.positions + step))
             keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
             values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
-            attended = ttt_attention(heads.query, keys, values, documents, *self.attention)
+            attended = ttt_attention(heads.query, keys, values, documents, *self.attention)  # (B, heads, S, D)
             hidden = residual + self.self_attn.o_proj(active.gather(attended.transpose(1, 2).flatten(2)))
             hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
             output, hidden = finish_step(hidden)

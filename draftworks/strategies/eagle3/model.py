@@ -19,16 +19,18 @@ from draftworks.strategies.eagle3.loss import DistillationLosses, distill, numbe
 
 
 class Eagle3Norms(NamedTuple):
-    """Which states are normed: EAGLE-3 as published by default; EAGLE-3.1 norms the taps and what is fed back, and
-    speculators by default norms them all as one, what is fed back, and what the residual stream begins with.
+    """Which states are normed. The defaults are EAGLE-3 as published.
+
+    EAGLE-3.1 norms the taps and the state that is fed back; speculators' default norms all taps as one, the state that is fed
+    back, and the initial residual stream.
 
     Attributes:
-        fc_norm: each tap by a norm of its own, before they are fused.
-        norm_output: what the head reads. Without it `norm` is never read: it stays in the checkpoint, as in SpecForge's
-            and because every server has the tensor, but is not trained.
-        feedback: what the next step takes over. `pre_norm`: SpecForge, and SGLang and vLLM by default; `post_norm`:
-            what speculators, vLLM and later SGLangs call `norm_output: true`.
-        norm_before_fc: all taps side by side by one norm, before they are fused; not together with `fc_norm`.
+        fc_norm: each tap has a norm of its own before the taps are fused.
+        norm_output: the head reads the normed state. If false, `norm` is unused and not trained; it stays in the
+            checkpoint, as in SpecForge's, because every server loads the tensor.
+        feedback: the state that the next step takes over. `pre_norm` is SpecForge, and the default of SGLang and vLLM;
+            `post_norm` is what speculators, vLLM and later SGLangs call `norm_output: true`.
+        norm_before_fc: all taps side by side have one norm before they are fused; not together with `fc_norm`.
         norm_before_residual: the layer's residual stream begins with the normed state.
     """
 
@@ -45,7 +47,6 @@ class Eagle3Draft(ReducedVocabularyDraft):
     Args:
         draft_ids: (V_d,) int64 ascending, target ids that the draft's head predicts.
         generator: the only source of randomness of the initial weights; `lm_head` begins as the target's rows.
-        attention: how the layer attends, see `Eagle3AttentionOptions`.
     """
 
     def __init__(
@@ -71,33 +72,35 @@ class Eagle3Draft(ReducedVocabularyDraft):
         self.register_buffer("own_target_head", None if target.tied else target.head, persistent=False)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embeddings of the target in the draft's dtype."""
+        """Embed ids (…) to (…, H) as the target does, in the draft's dtype."""
         return F.embedding(ids, self.embed_tokens).to(self.fc.weight.dtype)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """From the taps side by side (…, taps · H), ascending, to the state that step 0 begins with (…, H)."""
+        """Return the input state of step 0, (…, H), from the taps side by side, ascending, (…, taps · H)."""
         if self.input_norm is not None:
             features = self.input_norm(features.to(self.fc.weight.dtype))
         return fuse_taps(features, self.fc_norm, self.fc)
 
     def finish_step(self, hidden: Tensor) -> StepStates:
-        """What a step hands on, from its residual stream (…, H)."""
+        """Return the states of a finished step from its residual stream (…, H)."""
         if not self.norms.norm_output:
             return StepStates(hidden, hidden)
         output = self.norm(hidden)
         return StepStates(output, output if self.norms.feedback == "post_norm" else hidden)
 
     @torch.no_grad()
-    def propose(self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents) -> Tensor:
-        """Greedy chains from many rows at once, each as a server would make it there.
+    def propose(
+        self, input_ids: Tensor, features: Tensor, position_mask: Tensor, count: int, documents: Documents
+    ) -> Tensor:
+        """Return the greedy chain that a server would propose at each of many positions.
 
         Args:
-            rows: (B, S) bool: row t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
+            position_mask: (B, S) bool: position t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
 
         Returns:
-            (B, S, count) int64 ids of the target; -1 in other rows.
+            (B, S, count) int64 ids of the target; -1 at other positions.
         """
-        active = ActivePositions.where(rows)
+        active = ActivePositions.where(position_mask)
         draft_ids, proposed = self.draft_ids, []
 
         def embed_proposals(output: Tensor) -> Tensor:
@@ -120,12 +123,12 @@ class Eagle3Draft(ReducedVocabularyDraft):
     def unroll(
         self, input_ids: Tensor, features: Tensor, steps: int, active: ActivePositions, documents: Documents
     ) -> list[Tensor]:
-        """Spoken states of every step, (R, H) each: what `lm_head` is applied to.
+        """Return the output states of every step, (R, H) each, which `lm_head` is applied to.
 
         Args:
-            input_ids: (B, S). Step i at row t sees token t+1+i; beyond the end of the document, token 0.
+            input_ids: (B, S). Step i at position t reads token t+1+i; beyond the end of the document, token 0.
             features: (B, S, taps · H), the taps in ascending order.
-            active: rows whose states are wanted.
+            active: the R positions whose states are wanted.
         """
         first = self.embed(documents.shift_left(input_ids, 1))
         rotation = self.rotary(documents.longest + steps, first.dtype)
@@ -144,12 +147,12 @@ class Eagle3Draft(ReducedVocabularyDraft):
         documents: Documents,
         training: bool,
     ) -> DistillationLosses:
-        """Unroll and distil; one call per micro-batch.
+        """Unroll and distil; called once per micro-batch.
 
         Args:
             last: (B, S, H), the target's last hidden state after its final norm.
-            label_mask: (T, B, S) bool, supervised rows of every step.
-            step_weights: T factors on the steps' summed losses.
+            label_mask: (T, B, S) bool, the supervised positions of every step.
+            step_weights: T weights of the steps' summed losses.
         """
         active = ActivePositions.where(label_mask.any(0))
         states = torch.cat(self.unroll(input_ids, features, label_mask.shape[0], active, documents))  # (T · R, H)

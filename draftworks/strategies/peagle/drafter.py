@@ -1,4 +1,4 @@
-"""P-EAGLE at work on one sequence: cached keys and values of what the target said, and masks after it that are forgotten."""
+"""P-EAGLE's serving form: one sequence, with cached keys and values of depth 0; masked places are not cached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftworks.strategies.peagle.model import PEagleDraft, TokenInputs, TokenLa
 
 
 class PEagleDrafter(Drafter):
-    """Row t reads the target's features at position t and the token after it; masks follow the last row.
+    """Drafter whose position t reads the target's features at t and the token t+1; masked places follow the last position.
 
     Args:
         taps: names of the features, in the order in which `fc` reads them.
@@ -27,40 +27,40 @@ class PEagleDrafter(Drafter):
         self._model = model
         self._taps = tuple(taps)
         self._cache = [_LayerCache() for _ in model.layers]
-        self._rows = 0
+        self._length = 0
         self._last: Tensor | None = None
 
     @torch.no_grad()
     def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
         inputs = self._model.begin(torch.cat([features[tap] for tap in self._taps], dim=-1), next_tokens)
-        self._last = self._through(inputs, keeps=True)[-1:]
-        self._rows += len(next_tokens)
+        self._last = self._forward(inputs, keeps=True)[-1:]
+        self._length += len(next_tokens)
 
     @torch.no_grad()
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
         if self._last is None:
-            raise RuntimeError("nothing to propose after: extend has not been called")
+            raise RuntimeError("propose was called before extend")
         states = self._last
         if count > 1:
             masked = TokenInputs(*(x.expand(count - 1, -1) for x in self._model.begin_masked()))
-            states = torch.cat([states, self._through(masked, keeps=False)])
+            states = torch.cat([states, self._forward(masked, keeps=False)])
         logits = self._model.lm_head(states)
         if temperature == 0:
             return Proposal(self._model.draft_ids[logits.argmax(-1)])
         probabilities = self._model.to_target_vocab(distribution(logits, temperature))
         return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
 
-    def _through(self, inputs: TokenInputs, keeps: bool) -> Tensor:
-        """Rows (n, H) after those in the cache, in their order, each seeing all before it."""
+    def _forward(self, inputs: TokenInputs, keeps: bool) -> Tensor:
+        """Return the normed states (n, H) of tokens after those in the cache; each sees all before it."""
         model, count = self._model, len(inputs.hidden)
-        rotation = model.rotary(self._rows + count, inputs.hidden.dtype).window(self._rows, count)
-        rows = [_CachedLayout(cache, rotation, model.head_dim, keeps) for cache in self._cache]
-        return model.through_layers(inputs, rows)
+        rotation = model.rotary(self._length + count, inputs.hidden.dtype).window(self._length, count)
+        layouts = [_CachedLayout(cache, rotation, model.head_dim, keeps) for cache in self._cache]
+        return model.through_layers(inputs, layouts)
 
 
 @dataclass
 class _LayerCache:
-    """Keys and values of all rows of depth 0 so far; None before the first."""
+    """Keys and values of all positions of depth 0 so far; None before the first."""
 
     known: KeyValue | None = None
 
@@ -70,7 +70,7 @@ class _LayerCache:
 
 @dataclass(frozen=True)
 class _CachedLayout(TokenLayout):
-    """New rows after those in a cache, causal. `keeps`: they stay in it."""
+    """New tokens after those in a cache, causal. `keeps`: they are added to the cache."""
 
     cache: _LayerCache
     rotation: Rotation
@@ -83,7 +83,7 @@ class _CachedLayout(TokenLayout):
         if self.keeps:
             self.cache.known = everything
         news, total = query.shape[2], everything.key.shape[2]
-        # A prompt is long, and nothing is before it: its mask, which is square, is never written out.
+        # A prompt is long and first: its mask is square, and is never materialised.
         begins = news == total
         seen = None if begins else torch.ones(news, total, dtype=torch.bool, device=query.device).tril(total - news)
         attended = F.scaled_dot_product_attention(

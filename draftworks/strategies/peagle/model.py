@@ -1,10 +1,10 @@
-"""The P-EAGLE draft model: EAGLE-3's rows, after each of them masks for what follows, and all that in one pass.
+"""The P-EAGLE draft model: EAGLE-3's positions, each followed by masked places for the next tokens, in one pass.
 
-As speculators and SpecForge train it and vLLM serves it. Row a knows the target's features up to a and its tokens up to a + 1.
-At depth 0 it reads embed(token a + 1) and fc(features a); at depth d ≥ 1 embed(mask token) and fc(mask_hidden), at the rotary
-position a + d. The state of depth d, normed and through `lm_head`, proposes token a + 2 + d. A row at depth 0 sees depth 0 of its
-document up to itself, as at the first step of `ttt_attention`; a row at depth d sees what its anchor sees, and of its own chain the
-depths 1 … d (`Chains.make_seen_keys`).
+As speculators and SpecForge train it and vLLM serves it. Position a knows the target's features up to a and the tokens up to
+a + 1. At depth 0 it reads embed(token a + 1) and fc(features a); at depth d ≥ 1, embed(mask token) and fc(mask_hidden), at the
+rotary position a + d. The normed state of depth d, through `lm_head`, proposes token a + 2 + d. A position at depth 0 sees
+depth 0 of its document up to itself, as at the first step of `ttt_attention`; at depth d it sees what its anchor sees, and the
+depths 1 … d of its own chain (`Chains.make_seen_keys`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from draftworks.strategies.peagle.chains import Chains, TokensByDepth
 
 
 class PEagleSizes(NamedTuple):
-    """Sizes of the draft; the rest is the target's."""
+    """Sizes of the draft; the others are the target's."""
 
     num_heads: int
     num_kv_heads: int
@@ -49,25 +49,25 @@ class PEagleSizes(NamedTuple):
 
 
 class TokenLayout(ABC):
-    """What a layer is applied to: knows which of its rows look at which."""
+    """The tokens that a layer is applied to, and which of them see which."""
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of projected rows (n, heads · width) with rotary positions: (T, heads · width)."""
+        """Return attention with rotary positions, (T, heads · width), of projected tokens (n, heads · width)."""
 
     @abstractmethod
     def expand_states(self, x: Tensor) -> Tensor:
-        """The states of all rows (T, H) from those that a layer was given (n, H)."""
+        """Return the states of all tokens (T, H) from those that the layer was given (n, H)."""
 
 
 class TrainingLayout(TokenLayout):
-    """The N rows of a batch, then the R masked ones of its chains.
+    """The N positions of a batch, then the R masked places of its chains: T = N + R tokens.
 
-    All masks begin alike, so the first layer is given one for all of them, n = N + 1. Later ones get T = N + R.
+    All masked places have the same input, so the first layer is given one for all of them, n = N + 1; later layers get n = T.
 
     Args:
-        width: of a head.
-        backend: of both attentions, see `ttt_attention` and draftworks.drafts.attention.
+        width: size of a head.
+        backend: back end of both attentions, see `ttt_attention` and draftworks.drafts.attention.
     """
 
     def __init__(self, chains: Chains, rotary: Rotary, width: int, dtype: torch.dtype, backend: str) -> None:
@@ -77,36 +77,36 @@ class TrainingLayout(TokenLayout):
         self._at_chains = table.at(chains.positions)
         self._attend_chains = DraftAttention(chains.make_seen_keys(), backend, "peagle")
 
-    @torch.compiler.disable  # how many chains there are is new in every batch
+    @torch.compiler.disable  # the number of chains differs in every batch
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        own = [self._masked(x)[None].transpose(1, 2) for x in (query, key, value)]
-        query, key, value = (self._batched(x).transpose(1, 2) for x in (query, key, value))
+        own = [self._masked_heads(x)[None].transpose(1, 2) for x in (query, key, value)]
+        query, key, value = (self._batch_heads(x).transpose(1, 2) for x in (query, key, value))
         query, key = self._at_batch.apply(query), self._at_batch.apply(key)
         attended = ttt_attention(query, [key], [value], self._chains.documents, self._backend)
-        rows = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+        batch = attended.transpose(1, 2).flatten(2).flatten(0, 1)  # (N, heads · width)
         context = KeyValue(_in_one_row(key), _in_one_row(value))
         own_query, own_key = self._at_chains.apply(own[0]), self._at_chains.apply(own[1])
         masked = self._attend_chains(own_query, context, KeyValue(own_key, own[2]))
-        return torch.cat([rows, masked[0].transpose(0, 1).flatten(1)])
+        return torch.cat([batch, masked[0].transpose(0, 1).flatten(1)])
 
     @torch.compiler.disable
     def expand_states(self, x: Tensor) -> Tensor:
         count = self._chains.batch * self._chains.length
         return torch.cat([x[:count], x[count:].expand(self._chains.count, -1)])
 
-    def _batched(self, x: Tensor) -> Tensor:
-        """(n, heads · width) to (B, S, heads, width)."""
+    def _batch_heads(self, x: Tensor) -> Tensor:
+        """Return the batch's part of (n, heads · width) as (B, S, heads, width)."""
         count = self._chains.batch * self._chains.length
         return x[:count].unflatten(0, (self._chains.batch, -1)).unflatten(-1, (-1, self._width))
 
-    def _masked(self, x: Tensor) -> Tensor:
-        """(n, heads · width) to (R, heads, width)."""
+    def _masked_heads(self, x: Tensor) -> Tensor:
+        """Return the masked places' part of (n, heads · width) as (R, heads, width)."""
         count = self._chains.batch * self._chains.length
         return x[count:].expand(self._chains.count, -1).unflatten(-1, (-1, self._width))
 
 
 def _in_one_row(heads: Tensor) -> Tensor:
-    """(B, heads, S, width) to (1, heads, B·S, width)."""
+    """Return (B, heads, S, width) as (1, heads, B·S, width)."""
     return heads.transpose(0, 1).flatten(1, 2)[None]
 
 
@@ -121,7 +121,7 @@ class PEagleAttention(nn.Module):
 
 
 class PEagleLayer(nn.Module):
-    """A Llama layer over rows (n, H)."""
+    """A Llama layer over tokens (n, H)."""
 
     def __init__(
         self, target: TargetParts, sizes: PEagleSizes, generator: torch.Generator, reads_tokens: bool = False
@@ -133,14 +133,14 @@ class PEagleLayer(nn.Module):
         self.input_layernorm = RmsNorm(width, eps)
         self.post_attention_layernorm = RmsNorm(width, eps)
 
-    def forward(self, hidden: Tensor, rows: TokenLayout, wanted: ActivePositions | None = None) -> Tensor:
-        """States (T, H) of all rows, or of those that are wanted, from what they were (n, H)."""
-        return self._over(self.input_layernorm(hidden), hidden, rows, wanted)
+    def forward(self, hidden: Tensor, layout: TokenLayout, wanted: ActivePositions | None = None) -> Tensor:
+        """Return the states (T, H) of all tokens, or of the wanted ones, from those before the layer (n, H)."""
+        return self._apply(self.input_layernorm(hidden), hidden, layout, wanted)
 
-    def _over(self, read: Tensor, residual: Tensor, rows: TokenLayout, wanted: ActivePositions | None) -> Tensor:
+    def _apply(self, read: Tensor, residual: Tensor, layout: TokenLayout, wanted: ActivePositions | None) -> Tensor:
         attention = self.self_attn
-        attended = rows.attend(attention.q_proj(read), attention.k_proj(read), attention.v_proj(read))
-        residual = rows.expand_states(residual)
+        attended = layout.attend(attention.q_proj(read), attention.k_proj(read), attention.v_proj(read))
+        residual = layout.expand_states(residual)
         if wanted is not None:
             attended, residual = wanted.gather(attended[None]), wanted.gather(residual[None])
         hidden = residual + attention.o_proj(attended)
@@ -148,10 +148,10 @@ class PEagleLayer(nn.Module):
 
 
 class PEagleFirstLayer(PEagleLayer):
-    """Reads [token, state], each normed by itself. The residual stream begins as the state.
+    """The first layer, which reads [token, state], each with its own norm. The residual stream begins as the state.
 
     Args:
-        norm_before_residual: it begins as the normed state.
+        norm_before_residual: the residual stream begins as the normed state.
     """
 
     def __init__(
@@ -162,20 +162,20 @@ class PEagleFirstLayer(PEagleLayer):
         self._norm_before_residual = norm_before_residual
 
     def forward(
-        self, hidden: Tensor, embedded: Tensor, rows: TokenLayout, wanted: ActivePositions | None = None
+        self, hidden: Tensor, embedded: Tensor, layout: TokenLayout, wanted: ActivePositions | None = None
     ) -> Tensor:
-        """As of the other layers, with the tokens' embeddings (n, H)."""
+        """Return the same as other layers; `embedded` are the tokens' embeddings (n, H)."""
         normed = self.hidden_norm(hidden)
         read = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        return self._over(read, normed if self._norm_before_residual else hidden, rows, wanted)
+        return self._apply(read, normed if self._norm_before_residual else hidden, layout, wanted)
 
 
 PROPOSE_CHAINS_AT_ONCE = 2048
-"""Chains that `propose` holds at a time: every time goes over all rows of the batch."""
+"""Chains that `propose` holds at a time; every pass reads all positions of the batch."""
 
 
 class PEagleTraits(NamedTuple):
-    """What a draft of one size can be; see `PEagleOptions`."""
+    """Options of the model's structure beyond its sizes; see `PEagleOptions`."""
 
     train_embeddings: bool = True
     fc_norm: bool = False
@@ -183,23 +183,22 @@ class PEagleTraits(NamedTuple):
 
 
 class TokenInputs(NamedTuple):
-    """What rows begin with, (n, H) each."""
+    """Input states and embeddings of tokens, (n, H) each."""
 
     hidden: Tensor
     embedded: Tensor
 
-    def then(self, others: TokenInputs) -> TokenInputs:
+    def concat(self, others: TokenInputs) -> TokenInputs:
         return TokenInputs(*(torch.cat(both) for both in zip(self, others, strict=True)))
 
 
 class PEagleDraft(ReducedVocabularyDraft):
-    """The trainable draft. The target's head is a buffer outside the checkpoint, and so is its embedding where the draft trains
-    none of its own.
+    """The trainable draft. The target's head is a buffer outside the checkpoint, as is its embedding unless the draft trains one.
 
     Args:
         draft_ids: (V_d,) int64 ascending, target ids that the draft's head predicts.
         generator: the only source of randomness of the initial weights; embeddings and head begin as the target's.
-        attention: back end, of both attentions, see `ttt_attention` and draftworks.drafts.attention.
+        attention: back end of both attentions, see `ttt_attention` and draftworks.drafts.attention.
     """
 
     def __init__(
@@ -240,59 +239,59 @@ class PEagleDraft(ReducedVocabularyDraft):
         return self.target_embedding if self.own_target_head is None else self.own_target_head
 
     def embed(self, ids: Tensor) -> Tensor:
-        """In the draft's dtype."""
+        """Embed ids (…) to (…, H), in the draft's dtype."""
         table = self.embed_tokens.weight if self._trains_embeddings else self.target_embedding
         return F.embedding(ids, table).to(self.fc.weight.dtype)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """From the taps side by side (…, taps · H), ascending, to the state that a row begins with (…, H)."""
+        """Return the input state of a position (…, H) from the taps side by side, ascending, (…, taps · H)."""
         return fuse_taps(features, self.fc_norm, self.fc)
 
     def begin(self, features: Tensor, next_tokens: Tensor) -> TokenInputs:
-        """Of rows at depth 0, from their features (n, taps · H) and the tokens after them (n,)."""
+        """Return the input of positions at depth 0, from their features (n, taps · H) and the next tokens (n,)."""
         return TokenInputs(self.fuse(features), self.embed(next_tokens))
 
     def begin_masked(self) -> TokenInputs:
-        """Of one masked place; they all begin alike."""
+        """Return the input of one masked place; it is the same for all."""
         token = torch.full((1,), self.mask_token_id, device=self.mask_hidden.device)
         return self.begin(self.mask_hidden[0], token)
 
     def through_layers(
-        self, inputs: TokenInputs, rows: Sequence[TokenLayout], wanted: ActivePositions | None = None
+        self, inputs: TokenInputs, layouts: Sequence[TokenLayout], wanted: ActivePositions | None = None
     ) -> Tensor:
-        """What `lm_head` reads of the rows that are wanted, or of all.
+        """Return the normed states that `lm_head` reads, of the wanted tokens or of all.
 
         Args:
-            rows: for every layer.
+            layouts: one for every layer.
         """
-        first, *others = zip(self.layers, rows, strict=True)
-        layer, its_rows = first
-        hidden = layer(*inputs, its_rows, None if others else wanted)
-        for number, (layer, its_rows) in enumerate(others, start=1):
-            hidden = layer(hidden, its_rows, wanted if number == len(others) else None)
+        first, *others = zip(self.layers, layouts, strict=True)
+        layer, layout = first
+        hidden = layer(*inputs, layout, None if others else wanted)
+        for number, (layer, layout) in enumerate(others, start=1):
+            hidden = layer(hidden, layout, wanted if number == len(others) else None)
         return self.norm(hidden)
 
     def states(self, input_ids: Tensor, features: Tensor, kept: Tensor, documents: Documents) -> list[Tensor]:
-        """By depth, what `lm_head` reads of the rows that are kept there, by ascending row: (R_d, H) each.
+        """Return the normed states of the kept positions, (R_d, H) for each depth, by ascending position.
 
         Args:
-            input_ids: (B, S). Row a reads token a + 1; at the end of the document token 0.
+            input_ids: (B, S). Position a reads token a + 1; at the end of the document, token 0.
             features: (B, S, taps · H), the taps in ascending order.
             kept: (D, B, S) bool, see `draw_chains`.
         """
         chains = Chains.of(kept, documents)
         by_depth = TokensByDepth.where(kept, chains)
-        inputs = self.begin(features.flatten(0, 1), documents.shift_left(input_ids, 1).flatten()).then(
+        inputs = self.begin(features.flatten(0, 1), documents.shift_left(input_ids, 1).flatten()).concat(
             self.begin_masked()
         )
-        rows = TrainingLayout(chains, self.rotary, self.head_dim, inputs.hidden.dtype, self._attention)
+        layout = TrainingLayout(chains, self.rotary, self.head_dim, inputs.hidden.dtype, self._attention)
         wanted = ActivePositions(by_depth.index, 1, input_ids.numel() + chains.count)
-        return list(self.through_layers(inputs, [rows] * len(self.layers), wanted).split(by_depth.sizes))
+        return list(self.through_layers(inputs, [layout] * len(self.layers), wanted).split(by_depth.sizes))
 
     def forward(
         self, input_ids: Tensor, features: Tensor, last: Tensor, kept: Tensor, documents: Documents, training: bool
     ) -> DistillationLosses:
-        """Distil all rows that are kept, each weighing 1; one call per micro-batch.
+        """Distil all kept positions, each with weight 1; called once per micro-batch.
 
         Args:
             last: (B, S, H), the target's last hidden state after its final norm.
@@ -306,20 +305,22 @@ class PEagleDraft(ReducedVocabularyDraft):
         return distill(states, self.lm_head.weight, teacher, plan, [1.0] * len(kept), CrossEntropy(), training)
 
     @torch.no_grad()
-    def propose(self, input_ids: Tensor, features: Tensor, rows: Tensor, count: int, documents: Documents) -> Tensor:
-        """Whole chains from many rows at once, each as a server would make it there.
+    def propose(
+        self, input_ids: Tensor, features: Tensor, position_mask: Tensor, count: int, documents: Documents
+    ) -> Tensor:
+        """Return the chain that a server would propose at each of many positions.
 
         Args:
-            rows: (B, S) bool: row t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
+            position_mask: (B, S) bool: position t proposes tokens t+2 … t+1+count, having seen tokens up to t+1.
 
         Returns:
-            (B, S, count) int64 ids of the target; -1 in other rows.
+            (B, S, count) int64 ids of the target; -1 at other positions.
         """
         draft_ids = self.draft_ids
         proposals = input_ids.new_full((input_ids.numel(), count), -1)
-        for some in rows.flatten().nonzero().squeeze(1).split(PROPOSE_CHAINS_AT_ONCE):
-            here = torch.zeros_like(rows).flatten().index_fill(0, some, True).view_as(rows)
+        for anchors in position_mask.flatten().nonzero().squeeze(1).split(PROPOSE_CHAINS_AT_ONCE):
+            here = torch.zeros_like(position_mask).flatten().index_fill(0, anchors, True).view_as(position_mask)
             states = self.states(input_ids, features, here.expand(count, *here.shape), documents)
             choices = [argmax_of_head(self.lm_head.weight, state) for state in states]
-            proposals[some] = draft_ids[torch.stack(choices, dim=-1)]
+            proposals[anchors] = draft_ids[torch.stack(choices, dim=-1)]
         return proposals.unflatten(0, input_ids.shape)

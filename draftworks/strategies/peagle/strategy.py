@@ -55,7 +55,7 @@ class PEagleStrategy(DecoderStrategy):
     def __init__(self, options: PEagleOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
         super().__init__(options, target, vocab, seed)
         self.draft_tokens = self.max_draft_tokens = options.num_depths
-        self._thinning = DepthSampling(options.down_sample_ratio, options.down_sample_ratio_min)
+        self._depth_sampling = DepthSampling(options.down_sample_ratio, options.down_sample_ratio_min)
         traits = PEagleTraits(options.train_embeddings, options.fc_norm, options.norm_before_residual)
         generator = torch.Generator().manual_seed(seed)
         self.model = PEagleDraft(self.target, self._sizes(), self.draft_ids, generator, traits, options.attention)
@@ -89,7 +89,7 @@ class PEagleStrategy(DecoderStrategy):
         label_mask = supervise(batch["loss_mask"], self.options.num_depths, documents)
         if not ctx.training:
             return keep_all_chains(label_mask)
-        return draw_chains(label_mask, batch["draws"], ctx.global_step, self._thinning, documents)
+        return draw_chains(label_mask, batch["draws"], ctx.global_step, self._depth_sampling, documents)
 
     def drafter(self) -> Drafter:
         return PEagleDrafter(self.model, self.tap_names)

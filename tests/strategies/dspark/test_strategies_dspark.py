@@ -174,7 +174,7 @@ def test_an_untrained_draft_proposes_what_its_backbone_does_and_is_in_doubt(part
     def first_choices(states: Tensor, known: Tensor) -> Tensor:
         return F.linear(backbone.norm(states), backbone.target_head).argmax(-1)
 
-    alone = backbone.spoken(batch["input_ids"], batch["features"], rows, 4, first_choices)
+    alone = backbone.propose_blocks(batch["input_ids"], batch["features"], rows, 4, first_choices)
     assert torch.equal(strategy.propose(batch, rows, 4), alone)
     if strategy.options.confidence_head:
         known = (side_by_side(one)[:4], one["input_ids"][1:5])

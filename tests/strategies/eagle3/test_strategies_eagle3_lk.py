@@ -61,8 +61,10 @@ def test_evaluation_and_training_give_the_same_numbers(make_strategy, make_sampl
     assert evaluation.metric_sums.keys() - training.metric_sums.keys() == of_evaluations
     by_step = [each.metric_sums["loss_sums"] / each.metric_sums["loss_denoms"] for each in (training, evaluation)]
     assert_close(*by_step, 1e-12)
-    same = training.metric_sums.keys() - {"loss_sums", "loss_denoms"}
-    assert all(torch.equal(training.metric_sums[name], evaluation.metric_sums[name]) for name in same)
+    for name in training.metric_sums.keys() - {"loss_sums", "loss_denoms"}:
+        # Counts are exact; an evaluation's α is summed beside those of labels outside the draft vocabulary.
+        tolerance = 1e-14 if name == "acceptance_sums" else 0
+        assert_close(training.metric_sums[name], evaluation.metric_sums[name], tolerance)
 
 
 @pytest.mark.parametrize("loss", ["token_mean", "specforge"])

@@ -20,30 +20,30 @@ SEED = torch.tensor([derive_sample_seed(42, "sample")])
 DEPTHS = 5
 GATES = {"token_mean": token_mean_label_mask, "specforge": specforge_label_mask}
 masks = st.lists(st.booleans(), min_size=1, max_size=40)
-thinnings = st.builds(DepthSampling, st.floats(0.1, 1.0), st.floats(0.0, 1.0))
+samplings = st.builds(DepthSampling, st.floats(0.1, 1.0), st.floats(0.0, 1.0))
 both_modes = pytest.mark.parametrize("mode", GATES)
 
 
-def drawn(mask: list[bool], mode: str, thinning: DepthSampling, step: int = 0) -> Tensor:
+def drawn(mask: list[bool], mode: str, sampling: DepthSampling, step: int = 0) -> Tensor:
     """(D, S) of one sample."""
     documents = Documents.from_lengths((len(mask),))
     label_mask = GATES[mode](torch.tensor([mask]), DEPTHS, documents)
-    return draw_chains(label_mask, SEED, step, thinning, documents)[:, 0]
+    return draw_chains(label_mask, SEED, step, sampling, documents)[:, 0]
 
 
 @both_modes
 @settings(max_examples=60, deadline=None)
-@given(mask=masks, thinning=thinnings, step=st.integers(0, 10**6))
-def test_every_depth_keeps_as_many_as_the_formula_says_of_those_before_it(mode, mask, thinning, step):
+@given(mask=masks, sampling=samplings, step=st.integers(0, 10**6))
+def test_every_depth_keeps_as_many_as_the_formula_says_of_those_before_it(mode, mask, sampling, step):
     """speculators: int((valid - d) · max(r ** d, r_min)) of the candidates, all where these are fewer."""
-    kept = drawn(mask, mode, thinning, step)
+    kept = drawn(mask, mode, sampling, step)
     label_mask = GATES[mode](torch.tensor([mask]), DEPTHS)[:, 0]
     assert torch.equal(kept[0], label_mask[0])
     valid, before = int(label_mask[0].sum()), torch.ones(len(mask), dtype=torch.bool)
     for depth in range(1, DEPTHS):
         candidates = before & label_mask[depth]
         assert not (kept[depth] & ~candidates).any()
-        quota = int(max(0, valid - depth) * max(thinning.ratio**depth, thinning.least))
+        quota = int(max(0, valid - depth) * max(sampling.ratio**depth, sampling.least))
         assert kept[depth].sum() == min(quota, int(candidates.sum()))
         before = kept[depth]
 
@@ -57,19 +57,19 @@ def test_a_ratio_of_one_keeps_every_chain_that_counts(mask):
 
 @both_modes
 @settings(max_examples=40, deadline=None)
-@given(mask=masks, padding=st.integers(0, 9), before=st.integers(0, 7), thinning=thinnings)
-def test_a_sample_draws_the_same_whatever_is_around_it(mode, mask, padding, before, thinning):
-    alone, length = drawn(mask, mode, thinning, step=3), len(mask)
+@given(mask=masks, padding=st.integers(0, 9), before=st.integers(0, 7), sampling=samplings)
+def test_a_sample_draws_the_same_whatever_is_around_it(mode, mask, padding, before, sampling):
+    alone, length = drawn(mask, mode, sampling, step=3), len(mask)
     padded = torch.ones(2, length + padding, dtype=torch.bool)
     padded[1] = F.pad(torch.tensor(mask), (0, padding))
     seeds = torch.cat([SEED + 1, SEED])
     one_each = Documents.from_lengths((length + padding,))
     label_mask = GATES[mode](padded, DEPTHS, one_each)
-    beside = draw_chains(label_mask, seeds, 3, thinning, one_each)[:, 1]
+    beside = draw_chains(label_mask, seeds, 3, sampling, one_each)[:, 1]
     assert torch.equal(beside[:, :length], alone)
     packed = Documents.from_lengths((before + 1, length))
     label_mask = GATES[mode](torch.tensor([[True] * (before + 1) + mask]), DEPTHS, packed)
-    behind = draw_chains(label_mask, seeds, 3, thinning, packed)[:, 0]
+    behind = draw_chains(label_mask, seeds, 3, sampling, packed)[:, 0]
     assert torch.equal(behind[:, before + 1 :], alone)
 
 
