@@ -1,4 +1,4 @@
-"""DFlash: its options, and what it needs of a target."""
+"""DFlash's options, its taps, its checks against a target, and its registration."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class DFlashOptions(LayerOptions):
     """DFlash (arXiv 2602.06036): a whole block of tokens proposed in one pass, over several fused taps of the target."""
 
     strategy: ClassVar[str] = "dflash"
-    """Whose options these are, for errors."""
+    """Name of the strategy, for errors."""
     structural = (*LayerOptions.structural, "block_size", "sliding_window", "sliding_layers")
     execution = ("attention", "objective_chunk_blocks")
 
     block_size: int = Field(
         default=16, ge=2, le=64, description="Tokens of a block: the last known one, then the proposals."
     )
-    num_anchors: int = Field(default=512, ge=1, description="Blocks trained on per sample, drawn anew at every step.")
+    num_anchors: int = Field(default=512, ge=1, description="Blocks trained on per sample, drawn at every step.")
     num_layers: int = Field(default=5, ge=1, description="Decoder layers of the draft.")
     num_taps: int = Field(
         default=5, ge=1, description="Layers of the target to fuse, spread evenly; layer_ids names them instead."
@@ -35,32 +35,32 @@ class DFlashOptions(LayerOptions):
     mask_token_id: int | None = Field(
         default=None,
         ge=0,
-        description="Stands where a token is to be proposed: one that no text has. Default the last id.",
+        description="Token at the places to be proposed: one that no text has. Default the last id.",
     )
     gamma: float | None = Field(
         default=None,
         gt=0,
-        description="Label k of a block weighs exp(-(k - 1) / gamma); default all alike. Recipes take 7.",
+        description="Weight of label k of a block is exp(-(k - 1) / gamma); default all equal. Recipes take 7.",
     )
     weighting: Literal["uniform", "dpace", "dpace_cumulative_confidence", "dpace_continuation_value"] = Field(
         default="uniform",
-        description="D-PACE weighs a label by how likely a server gets to it, and what follows from it.",
+        description="D-PACE weights a label by the probability that a server reaches it, and by the labels after it.",
     )
     dpace_alpha: float = Field(
-        default=0.5, ge=0, le=1, description="Smooths the confidences of D-PACE: 1 trusts none of them."
+        default=0.5, ge=0, le=1, description="Smooths the confidences of D-PACE; 1 ignores them."
     )
     loss: Literal["token_mean", "specforge"] = Field(
         default="token_mean",
         description="Labels up to the end of an answer, per label; or the reference's rule and normalisation.",
     )
     sliding_window: int | None = Field(
-        default=None, gt=1, description="Of the draft's attention, in tokens; default none."
+        default=None, gt=1, description="Window of the draft's attention, in tokens; default none."
     )
     sliding_layers: list[int] | None = Field(
         default=None, description="Draft layers with the window; default all, where there is one."
     )
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
-        default="auto", description="How it is computed, equal to rounding: auto is flex on a GPU, else sdpa."
+        default="auto", description="Back end of attention, equal to rounding: auto is flex on a GPU, else sdpa."
     )
     objective_chunk_blocks: int = Field(default=32, ge=1, description="Blocks whose logits are held at a time.")
 
@@ -77,13 +77,13 @@ class DFlashOptions(LayerOptions):
         return self
 
     def windows(self) -> tuple[int | None, ...]:
-        """Of every draft layer; None for full attention."""
+        """Return the window of every draft layer; None is full attention."""
         sliding = range(self.num_layers) if self.sliding_layers is None else self.sliding_layers
         return tuple(self.sliding_window if layer in sliding else None for layer in range(self.num_layers))
 
 
 def dflash_taps(num_layers: int, options: DFlashOptions) -> tuple[LayerTap, ...]:
-    """Taps spread evenly from after the second layer to after the third last, as z-lab's drafts have them.
+    """Return taps spread evenly from after the second layer to after the third last, as in z-lab's drafts.
 
     Raises:
         ConfigError: a tap is not inside the target, or taps collide.
@@ -97,7 +97,7 @@ def dflash_taps(num_layers: int, options: DFlashOptions) -> tuple[LayerTap, ...]
 
 
 def check_dflash(options: DFlashOptions, target: TargetSizes) -> None:
-    """ConfigError for a mask token that the target does not have, or a block that no sample can hold."""
+    """Raise ConfigError for a mask token that the target does not have, or a block longer than any sample."""
     if options.block_size >= target.max_length:
         raise ConfigError(
             f"{options.strategy}: block_size {options.block_size} does not fit into samples of at most {target.max_length} tokens: "
@@ -107,7 +107,7 @@ def check_dflash(options: DFlashOptions, target: TargetSizes) -> None:
 
 
 def refuse_windows(options: DFlashOptions, taps: tuple[LayerTap, ...]) -> str | None:
-    """What speculators cannot hold."""
+    """Return why speculators' format cannot hold such a draft; None if it can."""
     if options.sliding_window is not None:
         return f"sliding_window: {OTHER_WINDOW}"
     return None

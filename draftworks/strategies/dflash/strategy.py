@@ -1,4 +1,4 @@
-"""DFlash as a draft strategy (arXiv 2602.06036), with the weights of D-PACE: batches, loss modes, counts."""
+"""DFlash as a draft strategy (arXiv 2602.06036), with the label weights of D-PACE: anchors, loss modes, metric sums."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 class DFlashStrategy(DecoderStrategy):
-    """Blocks at up to `num_anchors` anchors of a sample, drawn anew at every step; labels are the tokens themselves.
+    """Blocks at up to `num_anchors` anchors of a sample, drawn at every step; labels are the tokens themselves.
 
-    With CE the cross-entropy of a label under the target's head, and w its weight by place (`gamma`) or confidence
-    (`weighting`), the modes of `options.loss` are:
+    CE is the cross-entropy of a label under the target's head, w its weight by place (`gamma`) or confidence (`weighting`).
+    The modes of `options.loss`:
 
     `token_mean`: labels up to the end of the anchor's answer; loss_sum = Σ CE·w, loss_weight = Σ of the weights by place.
-    `specforge`: SpecForge's: every label under the loss mask, an answer after the next question too; loss_weight as
-        above, with D-PACE the number of samples.
+    `specforge`: SpecForge's rule: every label under the loss mask, also in an answer after the next question;
+        loss_weight as above, with D-PACE the number of samples.
 
-    Evaluation draws as training does, but always the same anchors, whatever the seed of the training. `acc_corrects`
-    counts labels that are the draft's first choice, place by place; a block is not fed the labels before.
+    Evaluation draws anchors as training does, but always the same ones, independent of the training's seed. `acc_corrects`
+    are the labels that are the draft's argmax, by place; a proposal does not depend on the labels before it.
     """
 
     spec, name = DFLASH, DFLASH.name
@@ -64,9 +64,9 @@ class DFlashStrategy(DecoderStrategy):
         return tensors
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """See the class for what the sums mean. The step of `ctx` decides the anchors of a training."""
+        """Return the sums that the class describes. In training, the anchors depend on the step of `ctx`."""
         mask, ids = batch["loss_mask"], batch["input_ids"]
-        blocks = self.blocks(batch, ctx)
+        blocks = self.draw_blocks(batch, ctx)
         label_mask = make_label_mask(blocks, mask, contiguous=self.options.loss == "token_mean")
         result = self.model(
             ids,
@@ -84,10 +84,12 @@ class DFlashStrategy(DecoderStrategy):
             "loss_sums": result.ce_sums,
             "loss_denoms": supervised,
         }
-        return StepOutput(result.loss, self.loss_weight(label_mask, len(batch["draws"])).to(result.loss.dtype), sums)
+        return StepOutput(
+            result.loss, self.compute_loss_weight(label_mask, len(batch["draws"])).to(result.loss.dtype), sums
+        )
 
-    def blocks(self, batch: TrainBatch, ctx: StepContext) -> Blocks:
-        """Those that the loss looks at; see the class."""
+    def draw_blocks(self, batch: TrainBatch, ctx: StepContext) -> Blocks:
+        """Return the blocks of the loss; see the class."""
         mask, documents = batch["loss_mask"], Documents.of(batch)
         candidates = mask & documents.shift_left(mask, 1)
         seeds, step = (batch["draws"], ctx.global_step) if ctx.training else (batch["eval_draws"], 0)
@@ -113,20 +115,22 @@ class DFlashStrategy(DecoderStrategy):
         }
 
     @property
-    def _by_place(self) -> LabelWeighting:
+    def _place_weights(self) -> LabelWeighting:
         return uniform_weights if self.options.gamma is None else decaying_weights(self.options.gamma)
 
     @property
     def weigh(self) -> LabelWeighting:
-        """Factors of the loss, from the cross-entropies."""
+        """The labels' loss weights, from the cross-entropies."""
         options = self.options
         return (
-            self._by_place if options.weighting == "uniform" else dpace_weights(options.dpace_alpha, options.weighting)
+            self._place_weights
+            if options.weighting == "uniform"
+            else dpace_weights(options.dpace_alpha, options.weighting)
         )
 
-    def loss_weight(self, label_mask: Tensor, samples: int) -> Tensor:
-        """Scalar, from which labels count (B, A, k) and of how many samples these are."""
+    def compute_loss_weight(self, label_mask: Tensor, samples: int) -> Tensor:
+        """Return `StepOutput.loss_weight` from the label mask (B, A, k) and the number of samples."""
         if self.options.loss == "specforge" and self.options.weighting != "uniform":
             return torch.full((), float(samples), device=label_mask.device)
         flat = label_mask.flatten(0, 1)
-        return self._by_place(torch.zeros(flat.shape, dtype=torch.float64, device=flat.device), flat).sum()
+        return self._place_weights(torch.zeros(flat.shape, dtype=torch.float64, device=flat.device), flat).sum()

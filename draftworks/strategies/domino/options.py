@@ -1,4 +1,4 @@
-"""Domino: its options, and what it needs of a target."""
+"""Domino's options and its registration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, df
 
 
 class DominoOptions(DFlashOptions):
-    """Domino: a block of DFlash, whose later tokens are corrected by those before them (SpecForge, ModelOpt, SGLang)."""
+    """Domino: a block of DFlash whose later tokens are corrected by those before them (SpecForge, ModelOpt, SGLang)."""
 
     strategy: ClassVar[str] = "domino"
     structural = (*DFlashOptions.structural, "shift_label", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim")
@@ -22,20 +22,20 @@ class DominoOptions(DFlashOptions):
         description="The anchor's own place in a block proposes too, so that a block of n tokens learns n labels, not n - 1.",
     )
     pure_draft_prefix_len: int = Field(
-        default=1, ge=0, description="Proposals at the start of a block that are not corrected. SGLang takes 1 only."
+        default=1, ge=0, description="Number of first proposals of a block that are not corrected. SGLang takes 1 only."
     )
-    emb_dim: int = Field(default=256, ge=1, description="Width through which the correction passes.")
+    emb_dim: int = Field(default=256, ge=1, description="Width of the correction's bottleneck.")
     gru_hidden_dim: int = Field(
-        default=1024, ge=1, description="State of the GRU that reads the tokens before a proposal."
+        default=1024, ge=1, description="Size of the state of the GRU that reads the tokens before a proposal."
     )
     lambda_base_start: float = Field(
         default=1.0,
         ge=0,
         le=1,
-        description="Share of the loss that is of the uncorrected proposals, at the first step.",
+        description="Share of the uncorrected proposals in the loss, at the first step.",
     )
     lambda_base_decay_ratio: float = Field(
-        default=0.5, ge=0, le=1, description="Part of the training in which that share falls to 0."
+        default=0.5, ge=0, le=1, description="Part of the training over which that share falls to 0."
     )
 
     @model_validator(mode="after")
@@ -49,11 +49,11 @@ class DominoOptions(DFlashOptions):
 
     @property
     def labels(self) -> int:
-        """Of a block; as many tokens as it can propose."""
+        """Labels of a block, which is the number of tokens that it can propose."""
         return self.block_size if self.shift_label else self.block_size - 1
 
     def lambda_base(self, step: int, total_steps: int) -> float:
-        """Share of the base loss: λ_start · (1 - step / ⌊total_steps · ratio⌋), at least 0; 0 without a horizon (SpecForge)."""
+        """Return the share of the base loss: λ_start · (1 - step / ⌊total_steps · ratio⌋), at least 0; 0 without a horizon (SpecForge)."""
         if total_steps <= 0:
             return 0.0
         falling = max(1, int(total_steps * self.lambda_base_decay_ratio))

@@ -1,4 +1,4 @@
-"""Domino as a draft strategy: DFlash's batches and anchors, a loss of two parts that follows a schedule, counts."""
+"""Domino as a draft strategy: DFlash's batches and anchors, a loss of two parts with a schedule, metric sums."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 
 class DominoStrategy(DFlashStrategy):
-    """Blocks at DFlash's anchors, where each label is predicted knowing the true tokens before it in the block.
+    """Blocks at DFlash's anchors; each label is predicted from the true tokens before it in the block.
 
-    With w the weight of a label as in DFlash (`gamma`; D-PACE, which no peer has for Domino, takes its confidences from the
-    corrected logits, as it is by these that a server gets to a label), λ = `DominoOptions.lambda_base` and both cross-entropies
+    With w the weight of a label as in DFlash (D-PACE, which no peer has for Domino, takes its confidences from the corrected
+    logits, because these decide whether a server reaches a label), λ = `DominoOptions.lambda_base`, and both cross-entropies
     under the target's head:
 
         loss_sum = Σ w·((1 - λ)·CE(corrected) + λ·CE(base)),   loss_weight = Σ w, with D-PACE as in DFlash
 
-    The modes of `options.loss` are those of DFlash. SpecForge adds 1e-6 to the weight, which is left out.
+    The modes of `options.loss` are those of DFlash. SpecForge adds 1e-6 to the weight; here it is left out.
 
-    λ depends on the step and the number of steps alone, so a resumed training goes on with it. An evaluation takes λ = 0 whatever
-    the step: its loss is that of what is served, and can be compared between steps.
+    λ depends only on the step and the number of steps, so a resumed training continues its schedule. An evaluation takes λ = 0 at
+    any step: its loss is that of the served logits, and comparable between steps.
 
-    Beside DFlash's counts, all of the corrected proposals, there are `base_acc_corrects` (k,) of those before the correction, and
-    (1,) each `accept_len_sums` and `base_accept_len_sums`, leading labels of a block that are the first choice, over
-    the blocks with a label that counts. These are lengths on the draft's own words: as long as a prefix
-    is right, its words are the true tokens. SpecForge's `accept_len` is one more.
+    Beside DFlash's metric sums, all of the corrected proposals, there are `base_acc_corrects` (k,) without the correction, and,
+    (1,) each, `accept_len_sums` and `base_accept_len_sums`: the leading labels of a block that are the argmax, over the blocks
+    with a label that counts. These are also the lengths on the draft's own tokens: as long as a prefix is correct, its tokens
+    are the true ones. SpecForge's `accept_len` is one more.
     """
 
     spec, name = DOMINO, DOMINO.name
 
     def __init__(self, options: DominoOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
         super().__init__(options, target, vocab, seed)
-        # A server asks for one less than a block has tokens, even where all of them could propose.
+        # draft_tokens stays block_size - 1, which is what a server asks for, even if all places can propose.
         self.max_draft_tokens = options.labels
         generator = torch.Generator().manual_seed(derive_sample_seed(seed, "correction"))
         sizes = DominoSizes(
@@ -58,9 +58,9 @@ class DominoStrategy(DFlashStrategy):
         self.model = DominoDraft(self.backbone, sizes, generator)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """See the class for what the sums mean. The step of `ctx` decides the anchors of a training, and λ with its horizon."""
+        """Return the sums that the class describes. In training, the anchors and λ depend on the step of `ctx`."""
         ids, options = batch["input_ids"], self.options
-        blocks = self.blocks(batch, ctx)
+        blocks = self.draw_blocks(batch, ctx)
         labelled = replace(blocks, size=1 + options.labels)
         label_mask = make_label_mask(labelled, batch["loss_mask"], contiguous=options.loss == "token_mean")
         share = options.lambda_base(ctx.global_step, ctx.total_steps) if ctx.training else 0.0
@@ -78,7 +78,7 @@ class DominoStrategy(DFlashStrategy):
             "base_accept_len_sums": result.base_accepted[None],
             **dict.fromkeys(("accept_len_denoms", "base_accept_len_denoms"), labelled_blocks[None]),
         }
-        weight = self.loss_weight(label_mask, len(batch["draws"]))
+        weight = self.compute_loss_weight(label_mask, len(batch["draws"]))
         return StepOutput(result.loss, weight.to(result.loss.dtype), sums)
 
     def drafter(self) -> Drafter:

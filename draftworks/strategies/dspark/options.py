@@ -1,4 +1,4 @@
-"""DSpark: its options, and what it needs of a target."""
+"""DSpark's options and its registration."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ class DSparkOptions(DFlashOptions):
     )
     markov_head_type: Literal["vanilla", "gated", "rnn"] = Field(
         default="vanilla",
-        description="What adds to a proposal's logits: the token before it alone, gated by the state, or a recurrent state over the block.",
+        description="What adds to a proposal's logits: the previous token alone, gated by the state, or a recurrent state over the block.",
     )
     markov_rank: int = Field(
-        default=256, ge=0, description="Width through which the token before passes; 0: no Markov head."
+        default=256, ge=0, description="Width of the previous token's embedding; 0: no Markov head."
     )
     confidence_head: bool = Field(
-        default=True, description="Whether the draft says how likely each proposal is to be accepted."
+        default=True, description="Whether the draft predicts the probability that each proposal is accepted."
     )
     confidence_with_markov: bool = Field(
-        default=True, description="The confidence head also reads the Markov embedding of the token before."
+        default=True, description="The confidence head also reads the Markov embedding of the previous token."
     )
-    ce_weight: float = Field(default=0.1, ge=0, description="Of the cross-entropy with the label.")
+    ce_weight: float = Field(default=0.1, ge=0, description="Weight of the cross-entropy with the label.")
     tv_weight: float = Field(
-        default=0.9, ge=0, description="Of the distance |q - p| between the target's distribution and the draft's."
+        default=0.9,
+        ge=0,
+        description="Weight of the distance |q - p| between the target's distribution and the draft's.",
     )
-    confidence_weight: float = Field(default=1.0, ge=0, description="Of the confidence head's cross-entropy.")
+    confidence_weight: float = Field(default=1.0, ge=0, description="Weight of the confidence head's cross-entropy.")
 
     @model_validator(mode="after")
     def _heads_fit(self) -> DSparkOptions:

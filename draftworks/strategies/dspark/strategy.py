@@ -1,4 +1,4 @@
-"""DSpark as a draft strategy: DFlash's batches and anchors, a loss towards the target's distributions, counts."""
+"""DSpark as a draft strategy: DFlash's batches and anchors, a loss towards the target's distributions, metric sums."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 
 class DSparkStrategy(DFlashStrategy):
-    """Blocks at DFlash's anchors, where each label is predicted knowing the true token before it.
+    """Blocks at DFlash's anchors; each label is predicted from the true token before it.
 
-    What a label costs is in draftworks.strategies.dspark.loss. Its weight w is DFlash's: by place (`gamma`), or D-PACE, which takes
+    The loss of a label is in draftworks.strategies.dspark.loss. Its weight w is DFlash's: by place (`gamma`), or D-PACE, which takes
     its confidences from the cross-entropies of the corrected logits. (speculators leaves its confidence head out of D-PACE;
-    here w weighs all that a label costs, as in SpecForge's formula.)
+    here w weights the whole loss of a label, as in SpecForge's formula.)
 
-    The labels of a block are those up to the end of the anchor's answer in both modes of `options.loss`, as SpecForge has it
-    for DSpark; loss_weight = Σ of the weights by place. So `specforge` differs with D-PACE alone, for which no page gives a
-    normaliser of DSpark: it takes DFlash's, the number of samples.
+    In both modes of `options.loss` the labels of a block are those up to the end of the anchor's answer, as in SpecForge's
+    DSpark; loss_weight = Σ of the weights by place. So `specforge` differs only with D-PACE, for which no publication gives a
+    normaliser for DSpark: it takes DFlash's, the number of samples.
 
-    Beside `acc_*`, `loss_*` (what labels cost, before w) and `acceptance_*` (a, in training too) there are, each with its
-    `_denoms`: by place `confidence_error_sums`, of |σ(confidence) - a|, where there is a confidence head; and (1,), over the
-    blocks with a label that counts, `accept_len_sums`, leading labels that are the first choice, and `tau_sums`, the
-    accepted proposals to be expected under rejection sampling (SpecForge's `tau_probabilistic` is one more). All of them are fed
-    the true tokens: as long as a prefix is right, the draft's own words are these.
+    Beside `acc_*`, `loss_*` (before w) and `acceptance_*` (a, in training too) there are, each with its `_denoms`: by place,
+    `confidence_error_sums`, of |σ(confidence) - a|, with a confidence head; and (1,), over the blocks with a label that counts,
+    `accept_len_sums`, the leading labels that are the argmax, and `tau_sums`, the expected number of accepted proposals under
+    rejection sampling (SpecForge's `tau_probabilistic` is one more). All of them are computed on the true tokens; as long as a
+    prefix is correct, the draft's own tokens are these.
     """
 
     spec, name = DSPARK, DSPARK.name
@@ -56,9 +56,9 @@ class DSparkStrategy(DFlashStrategy):
         self.model = DSparkDraft(self.backbone, sizes, generator)
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """See the class for what the sums mean. The step of `ctx` decides the anchors of a training."""
+        """Return the sums that the class describes. In training, the anchors depend on the step of `ctx`."""
         ids, options = batch["input_ids"], self.options
-        blocks = self.blocks(batch, ctx)
+        blocks = self.draw_blocks(batch, ctx)
         labelled = replace(blocks, size=1 + options.block_size)
         label_mask = make_label_mask(labelled, batch["loss_mask"], contiguous=True)
         objective = DSparkObjective(
@@ -70,7 +70,7 @@ class DSparkStrategy(DFlashStrategy):
         )
         labels = gather_labels(labelled, ids)
         result = self.model(ids, batch["features"], batch["last"], blocks, labels, label_mask, objective)
-        weight = self.loss_weight(label_mask, len(batch["draws"]))
+        weight = self.compute_loss_weight(label_mask, len(batch["draws"]))
         return StepOutput(result.loss, weight.to(result.loss.dtype), _sums(result, label_mask))
 
     def drafter(self) -> Drafter:

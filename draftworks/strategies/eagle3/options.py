@@ -1,4 +1,4 @@
-"""EAGLE-3: its options, and what it needs of a target."""
+"""EAGLE-3's options, its taps, its checks against a target, and its registration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Eagle3Options(LayerOptions):
     added = (*LayerOptions.added, "norm_before_fc", "norm_before_residual", "sliding_window")
 
     ttt_length: int = Field(
-        default=7, ge=1, le=32, description="Draft steps unrolled in training; what one proposal can accept."
+        default=7, ge=1, le=32, description="Draft steps unrolled in training, which is the length of a proposal."
     )
     draft_vocab_size: int = Field(default=32000, ge=8, description="Most frequent supervised tokens the head predicts.")
     layer_ids: list[int] | None = Field(
@@ -35,7 +35,7 @@ class Eagle3Options(LayerOptions):
         description="Normalisation: by supervised tokens, or the reference's mean over all positions.",
     )
     fc_norm: bool = Field(
-        default=False, description="EAGLE-3.1: every tap gets a norm of its own before they are fused."
+        default=False, description="EAGLE-3.1: every tap has a norm of its own before they are fused."
     )
     norm_before_fc: bool = Field(
         default=False,
@@ -47,16 +47,16 @@ class Eagle3Options(LayerOptions):
     )
     norm_output: bool = Field(
         default=True,
-        description="The head reads the normed state. False as SpecForge means it; no server can be told so.",
+        description="The head reads the normed state. False as in SpecForge, which no server supports.",
     )
     feedback: Literal["pre_norm", "post_norm"] = Field(
         default="pre_norm",
-        description="State that the next step takes over. EAGLE-3.1 of speculators, vLLM and SGLang is post_norm.",
+        description="State that the next step takes over; post_norm is EAGLE-3.1 of speculators, vLLM and SGLang.",
     )
     sliding_window: int | None = Field(
         default=None,
         gt=1,
-        description="Rows of the text that a chain sees, its own included, counted from where it begins; default all.",
+        description="Positions of the text that a chain sees, back from its first one, which is included; default all.",
     )
     objective: Literal["ce", "lk_alpha", "lk_lambda"] = Field(
         default="ce",
@@ -68,7 +68,7 @@ class Eagle3Options(LayerOptions):
     kl_decay: float = Field(default=1.0, ge=0, description="lk_lambda: how fast that share falls as acceptance grows.")
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
         default="auto",
-        description="How it is computed, equal to rounding: auto is a fused kernel where there is one, else sdpa.",
+        description="Back end of attention, equal to rounding: auto is a fused kernel where there is one, else sdpa.",
     )
 
     @model_validator(mode="after")
@@ -83,7 +83,7 @@ class Eagle3Options(LayerOptions):
 
 
 def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]:
-    """The taps of EAGLE-3, ascending: three unless the options name others.
+    """Return the taps of EAGLE-3, ascending: three unless the options name others.
 
     Raises:
         ConfigError: a tap is not inside the target, or taps collide.
@@ -92,12 +92,12 @@ def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]
 
 
 def check_eagle3(options: Eagle3Options, target: TargetSizes) -> None:
-    """ConfigError for heads that no server takes."""
+    """Raise ConfigError for a number of heads that no server supports."""
     check_served_heads("eagle3", options.num_heads, target.hidden_size)
 
 
 def _mean_over_positions(options: Eagle3Options) -> str | None:
-    """The reference's number depends on how samples are batched and padded; a packed row would make another of it."""
+    """Return why samples cannot be packed: SpecForge's loss depends on batching and padding; a packed row would change it."""
     return "with loss: specforge takes means over padded positions" if options.loss == "specforge" else None
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 as a draft strategy (arXiv 2503.01840): batches, loss modes, counts."""
+"""EAGLE-3 as a draft strategy (arXiv 2503.01840): loss modes and metric sums."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 
 class LossScaling(NamedTuple):
-    """How the loss of a batch is made of the sums over rows of its steps, and what it weighs among batches.
+    """Weights by which the losses of a batch's steps are summed, and the weight of the batch among others.
 
     Attributes:
-        step_weights: T factors on the sums in the loss.
-        of_each_step, denoms: factor on the sums, and (T,) denominators, of the losses by step.
-        loss_weight: scalar, of the batch.
+        step_weights: T weights of the steps' loss sums in the loss.
+        metric_factor, denoms: factor on the steps' loss sums, and their (T,) denominators, in the metric sums.
+        loss_weight: scalar, `StepOutput.loss_weight`.
     """
 
     step_weights: list[float]
-    of_each_step: int
+    metric_factor: int
     denoms: Tensor
     loss_weight: Tensor
 
@@ -51,24 +51,24 @@ class LossScaling(NamedTuple):
 class Eagle3Strategy(DecoderStrategy, ChainStrategy):
     """One decoder layer trained on its own outputs over `ttt_length` steps.
 
-    `options.objective` says what a row costs, with CE and α as in draftworks.drafts.objectives: `ce` CE, `lk_alpha` −log α,
-    `lk_lambda` CE and 1 − α blended. A row whose target argmax is outside the draft vocabulary costs nothing, while
-    accuracy counts it as wrong. The modes of `options.loss`:
+    `options.objective` is the loss of a position, with CE and α as in draftworks.drafts.objectives: `ce` is CE, `lk_alpha`
+    −log α, `lk_lambda` a blend of CE and 1 − α. A position whose target argmax is outside the draft vocabulary has no loss,
+    and counts as wrong in the accuracy. The modes of `options.loss`:
 
-    `token_mean`: rows by `token_mean_label_mask`; loss_sum = Σ_i decay^i Σ_rows cost, loss_weight = rows supervised at step 0.
-        Depends on supervised tokens only, however they are batched and padded; so the blend of `lk_lambda` is each
-        row's own. `loss_denoms` counts the supervised rows of each step, like `acc_denoms`.
-    `specforge`: SpecForge's loss number for number. Rows by `specforge_label_mask`, the last position of every sample masked
-        out; loss_sum = Σ_i decay^i L_i and loss_weight = 1. For `ce`, L_i = Σ_rows CE / (B·S), padding and prompt counted
-        in B·S, which are the `loss_denoms`; for the others L_i is made of means over the batch, see `MeanLogAcceptance`
-        and `MeanBlend`, and `loss_denoms` are 1 in training.
+    `token_mean`: positions by `token_mean_label_mask`; loss_sum = Σ_i decay^i Σ_positions loss, loss_weight = positions
+        supervised at step 0. It depends on supervised tokens only, not on batching and padding; therefore the blend of
+        `lk_lambda` is computed for each position. `loss_denoms`, like `acc_denoms`, are the supervised positions of each step.
+    `specforge`: equal to SpecForge's loss. Positions by `specforge_label_mask`, the last position of every sample masked out;
+        loss_sum = Σ_i decay^i L_i and loss_weight = 1. For `ce`, L_i = Σ_positions CE / (B·S) with padding and prompts
+        included in B·S, which are the `loss_denoms`; for the others, L_i is made of means over the batch, see
+        `MeanLogAcceptance` and `MeanBlend`, and `loss_denoms` are 1 in training.
 
-    In training `specforge` counts a micro-batch as one; an evaluation weighs it by its B·S positions, as
-    SpecForge's Evaluator does, so that what an evaluation shows is its number too.
+    In training, `specforge` gives a micro-batch the weight 1; an evaluation weights it by its B·S positions, as SpecForge's
+    Evaluator does, so that evaluations are equal too.
 
-    In evaluations, or where the objective needs it, both also count the acceptance rate of each step over the supervised
-    rows whose target argmax is in the draft vocabulary (`acceptance_denoms`): the sum of α. This rate is conditional, and
-    higher the fewer tokens the draft has. With gradients off that over all supervised rows is counted beside it.
+    In evaluations, and in training if the objective needs it, `acceptance_sums` are Σ α of each step over the supervised
+    positions whose target argmax is in the draft vocabulary (`acceptance_denoms`). This rate is conditional, and higher the
+    smaller the draft vocabulary is. Evaluations also give it over all supervised positions.
     """
 
     spec, name = EAGLE3, EAGLE3.name
@@ -90,28 +90,28 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         return mask_last_positions(tensors, layout) if self.options.loss == "specforge" else tensors
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """See the class for what the sums mean. The loss follows no schedule."""
+        """Return the sums that the class describes. The loss follows no schedule."""
         mask, documents = batch["loss_mask"], Documents.of(batch)
         label_mask = self.chain_label_mask(mask, documents)
         supervised = label_mask.sum(dim=(1, 2), dtype=torch.float64)
-        shares = self._shares(supervised, mask.numel(), ctx.training)
-        weights, objective = shares.step_weights, self._objective(mask.numel())
+        scaling = self._scale_losses(supervised, mask.numel(), ctx.training)
+        weights, objective = scaling.step_weights, self._objective(mask.numel())
         inputs = (batch["input_ids"], batch["features"], batch["last"])
         result = self.model(*inputs, label_mask, weights, objective, documents, ctx.training)
-        loss_sums = {"loss_sums": result.loss_sums * shares.of_each_step, "loss_denoms": shares.denoms}
+        loss_sums = {"loss_sums": result.loss_sums * scaling.metric_factor, "loss_denoms": scaling.denoms}
         metric_sums = result.metric_sums(supervised) | loss_sums
-        return StepOutput(result.loss, shares.loss_weight.to(result.loss.dtype), metric_sums)
+        return StepOutput(result.loss, scaling.loss_weight.to(result.loss.dtype), metric_sums)
 
-    def _shares(self, supervised: Tensor, positions: int, training: bool) -> LossScaling:
-        """For (T,) supervised rows by step, among so many positions of the batch."""
+    def _scale_losses(self, supervised: Tensor, positions: int, training: bool) -> LossScaling:
+        """Return the scaling for (T,) supervised positions of each step, of B·S `positions` in the batch."""
         if self.options.loss == "token_mean":
             return LossScaling(self._step_weights, 1, supervised, supervised[0])
         batch_weight = 1 if training else positions
-        # The LK losses are means over rows already.
+        # The LK losses are means over the batch already.
         divisor, each = (positions, 1) if self.options.objective == "ce" else (1, batch_weight)
         return LossScaling(
             step_weights=[weight * batch_weight / divisor for weight in self._step_weights],
-            of_each_step=each,
+            metric_factor=each,
             denoms=torch.full_like(supervised, divisor * each),
             loss_weight=torch.full_like(supervised[0], batch_weight),
         )
@@ -124,7 +124,7 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         return Eagle3Drafter(self.model, self.tap_names)
 
     def fsdp_blocks(self) -> Sequence[nn.Module]:
-        """None: every step of the unroll calls the one layer, so sharding it by itself would gather it T times."""
+        """Return none: every step of the unroll calls the one layer, so sharding it by itself would gather it T times."""
         return ()
 
     def sizes_in_config(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""P-EAGLE: its options, and what it needs of a target."""
+"""P-EAGLE's options, its checks against a target, and its registration."""
 
 from __future__ import annotations
 
@@ -26,17 +26,15 @@ class PEagleOptions(LayerOptions):
     )
     execution = ("attention",)
 
-    num_depths: int = Field(
-        default=8, ge=1, le=32, description="Tokens proposed in one pass; what one proposal can accept."
-    )
+    num_depths: int = Field(default=8, ge=1, le=32, description="Tokens proposed in one pass.")
     down_sample_ratio: float = Field(
         default=0.8,
         gt=0,
         le=1,
-        description="Share of the places trained on at one depth that the next one keeps; 1 keeps all.",
+        description="Share of the positions trained on at one depth that the next one keeps; 1 keeps all.",
     )
     down_sample_ratio_min: float = Field(
-        default=0.2, ge=0, le=1, description="No depth is trained on fewer than this share of the places."
+        default=0.2, ge=0, le=1, description="No depth is trained on less than this share of the positions."
     )
     num_layers: int = Field(
         default=4, ge=1, description="Decoder layers of the draft; the first reads tokens beside states."
@@ -48,13 +46,13 @@ class PEagleOptions(LayerOptions):
     mask_token_id: int | None = Field(
         default=None,
         ge=0,
-        description="Stands where a token is not known yet: one that no text has. Default the last id.",
+        description="Token at places whose token is not known yet: one that no text has. Default the last id.",
     )
     train_embeddings: bool = Field(
         default=True,
-        description="The draft has embeddings of its own, which begin as the target's. False: it reads the target's.",
+        description="The draft has embeddings of its own, initially the target's. False: it uses the target's.",
     )
-    fc_norm: bool = Field(default=False, description="Every tap gets a norm of its own before they are fused.")
+    fc_norm: bool = Field(default=False, description="Every tap has a norm of its own before they are fused.")
     norm_before_residual: bool = Field(
         default=False,
         description="The first layer's residual stream begins with the normed state, not with the state itself.",
@@ -65,12 +63,12 @@ class PEagleOptions(LayerOptions):
     )
     attention: Literal["auto", "eager", "sdpa", "flex"] = Field(
         default="auto",
-        description="How it is computed, equal to rounding: auto is a fused kernel where there is one, else sdpa.",
+        description="Back end of attention, equal to rounding: auto is a fused kernel where there is one, else sdpa.",
     )
 
 
 def peagle_taps(num_layers: int, options: PEagleOptions) -> tuple[LayerTap, ...]:
-    """Those of EAGLE-3.
+    """Return the taps of EAGLE-3.
 
     Raises:
         ConfigError: a tap is not inside the target, or taps collide.
@@ -79,12 +77,12 @@ def peagle_taps(num_layers: int, options: PEagleOptions) -> tuple[LayerTap, ...]
 
 
 _KNOWN = 2
-"""Tokens of a sample before the first that is proposed: of the row, and the one after it."""
+"""Tokens of a sample before the first proposed one: the one at the position, and the next."""
 
 
 def check_peagle(options: PEagleOptions, target: TargetSizes) -> None:
-    """ConfigError for a mask token that the target does not have, a proposal that no sample can hold, or heads that no server
-    takes.
+    """Raise ConfigError for a mask token that the target does not have, a proposal longer than any sample, or a number of
+    heads that no server supports.
     """
     if options.num_depths + _KNOWN > target.max_length:
         raise ConfigError(
@@ -96,7 +94,7 @@ def check_peagle(options: PEagleOptions, target: TargetSizes) -> None:
 
 
 def _mean_over_micro_batches(options: PEagleOptions) -> str | None:
-    """A packed row has other samples than a padded micro-batch, and the reference's number is a mean over either."""
+    """Return why samples cannot be packed: SpecForge's loss is a mean over a micro-batch, and a packed row has other samples."""
     return "with loss: specforge takes means over micro-batches" if options.loss == "specforge" else None
 
 

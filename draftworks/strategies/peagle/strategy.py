@@ -1,4 +1,4 @@
-"""P-EAGLE as a draft strategy: batches, the draw of chains, loss modes, counts."""
+"""P-EAGLE as a draft strategy: drawn chains, loss modes and metric sums."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 
 
 class PEagleStrategy(DecoderStrategy):
-    """EAGLE-3's rows, each followed by a chain of masks whose length is drawn anew at every step (see `draw_chains`).
+    """EAGLE-3's positions, each followed by a chain of masked places whose length is drawn at every step (`draw_chains`).
 
-    A row costs its cross-entropy CE with the target's distribution over the draft vocabulary; one whose target argmax is
-    outside costs nothing, while accuracy counts it as wrong. The modes of `options.loss`:
+    The loss of a position at a depth is its cross-entropy CE with the target's distribution over the draft vocabulary; if the
+    target's argmax is outside, there is no loss, and the accuracy counts it as wrong. The modes of `options.loss`:
 
-    `token_mean`: row a at depth d counts if tokens a+1 … a+2+d are all supervised, as for EAGLE-3; chains go on from such rows.
-        loss_sum = Σ CE of the rows drawn, loss_weight = how many they are. So a depth weighs as much as it has rows: the
-        fewer are drawn the less, which is the reference's plain mean. (Weighing each row by how unlikely it was to
-        be drawn would teach deep depths as much as shallow ones, by few and noisy rows. Servers ask a depth for
-        something only after all before it have been accepted, so the falling weight is roughly that of its use.)
-    `specforge`: SpecForge's loss number for number, for one sample in a micro-batch as there. Row a at depth d counts if the mask
-        is on at a + d, the last position of every sample masked out, and at all of a + 1 … a + d;
-        loss_sum = Σ CE / number of rows with a label in the draft vocabulary, loss_weight = 1; in an evaluation a micro-batch
-        weighs its supervised tokens, as in SpecForge's Evaluator.
+    `token_mean`: position a at depth d is supervised if tokens a+1 … a+2+d all are, as for EAGLE-3; chains continue from such
+        positions. loss_sum = Σ CE of the drawn positions, loss_weight = their number. So the weight of a depth is the
+        number of positions drawn for it, as in the reference's plain mean. (Inverse probability weights would train deep depths
+        as much as shallow ones, on few and noisy positions. A server uses a depth only after all before it were accepted,
+        so the falling weight is roughly that of its use.)
+    `specforge`: equal to SpecForge's loss, for one sample in a micro-batch as there. Position a at depth d is supervised if the
+        mask is on at a + d, the last position of every sample masked out, and at all of a + 1 … a + d;
+        loss_sum = Σ CE / number of positions with a label in the draft vocabulary, loss_weight = 1; in an evaluation, the weight of
+        a micro-batch is its number of supervised tokens, as in SpecForge's Evaluator.
 
-    An evaluation draws nothing: it takes every chain that counts, to its full length, so its numbers depend on neither step nor
-    seed. Its depths have more rows than those of a training, so compare losses depth by depth.
+    An evaluation draws nothing: it takes every supervised chain at full length, so its numbers depend on neither step nor
+    seed. Its depths have more positions than in training, so compare losses depth by depth.
 
-    Counts are by depth, as EAGLE-3's are by step; SpecForge's `full_acc` is Σ acc_corrects / Σ acc_denoms, over rows with a label
-    in the draft vocabulary only. No proposal knows the ones before it, so a table of bigrams, which does,
-    would not be a fair comparison: this is no `ChainStrategy`.
+    Metric sums are by depth, as EAGLE-3's are by step; SpecForge's `full_acc` is Σ acc_corrects / Σ acc_denoms, over positions
+    with a label in the draft vocabulary only. A proposal does not depend on those before it, but a table of bigrams does, so the
+    comparison would not be fair: this is no `ChainStrategy`.
     """
 
     spec, name = PEAGLE, PEAGLE.name
@@ -68,8 +68,8 @@ class PEagleStrategy(DecoderStrategy):
         return mask_last_positions(tensors, layout) if self.options.loss == "specforge" else tensors
 
     def forward_loss(self, batch: TrainBatch, ctx: StepContext) -> StepOutput:
-        """See the class for what the sums mean. The step of `ctx` decides the chains of a training."""
-        kept = self.chains(batch, ctx)
+        """Return the sums that the class describes. In training, the chains depend on the step of `ctx`."""
+        kept = self.select_chains(batch, ctx)
         result = self.model(
             batch["input_ids"], batch["features"], batch["last"], kept, Documents.of(batch), ctx.training
         )
@@ -82,8 +82,8 @@ class PEagleStrategy(DecoderStrategy):
             return StepOutput(result.loss * (weight / labelled), weight, metric_sums)
         return StepOutput(result.loss, supervised.sum().to(result.loss.dtype), metric_sums)
 
-    def chains(self, batch: TrainBatch, ctx: StepContext) -> Tensor:
-        """Which rows the loss looks at, (D, B, S) bool; see the class."""
+    def select_chains(self, batch: TrainBatch, ctx: StepContext) -> Tensor:
+        """Return the positions of the loss at each depth, (D, B, S) bool; see the class."""
         documents = Documents.of(batch)
         supervise = specforge_label_mask if self.options.loss == "specforge" else token_mean_label_mask
         label_mask = supervise(batch["loss_mask"], self.options.num_depths, documents)

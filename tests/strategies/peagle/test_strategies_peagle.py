@@ -82,7 +82,7 @@ def expected_sums(strategy: PEagleStrategy, samples, kept: torch.Tensor) -> list
 def test_loss_and_gradients_are_those_of_the_reader(make, options):
     strategy = make(**options)
     batch = strategy.collate(SAMPLES, NAMES)
-    output, kept = strategy.forward_loss(batch, MIDDLE), strategy.chains(batch, MIDDLE)
+    output, kept = strategy.forward_loss(batch, MIDDLE), strategy.select_chains(batch, MIDDLE)
     sums = expected_sums(strategy, SAMPLES, kept)
     expected = sum(one.loss for one in sums)
     torch.testing.assert_close(output.loss_sum, expected)
@@ -102,7 +102,7 @@ def test_specforge_takes_the_mean_over_rows_with_a_label_of_a_sample_at_a_time(m
     strategy = make(loss="specforge", **options)
     for one, name in zip(SAMPLES, NAMES):
         batch = strategy.collate([one], [name])
-        output, kept = strategy.forward_loss(batch, MIDDLE), strategy.chains(batch, MIDDLE)
+        output, kept = strategy.forward_loss(batch, MIDDLE), strategy.select_chains(batch, MIDDLE)
         on = [*one["loss_mask"][:-1].tolist(), False]
         for depth, anchors in enumerate(kept[:, 0]):
             for anchor in anchors.nonzero()[:, 0].tolist():
