@@ -44,23 +44,30 @@ def chunked_loss(
     trained = [slot for slot, gradient in enumerate(gradients) if gradient is not None]
     totals: list[Tensor | None] = []
     for chunk in chunks:
-        parts = [tensor if tensor is None else tensor[chunk.index] for tensor in inputs] + list(shared)
+        parts = [tensor if tensor is None else _select(tensor, chunk.index) for tensor in inputs] + list(shared)
         for slot in trained:
             parts[slot] = parts[slot].detach().requires_grad_()
         with torch.set_grad_enabled(bool(trained)):
             found = formula(chunk, *parts)
         if trained:
             for slot, gradient in zip(trained, torch.autograd.grad(found[0], [parts[slot] for slot in trained])):
-                if slot < len(inputs):
+                if slot >= len(inputs):
+                    gradients[slot] += gradient
+                elif isinstance(chunk.index, slice):
                     gradients[slot][chunk.index] = gradient
                 else:
-                    gradients[slot] += gradient
+                    gradients[slot].index_copy_(0, chunk.index, gradient)
         loss, *others = (each if each is None else each.detach() for each in found)
         terms = [loss, *(each if each is None else each.double() for each in others)]
         totals = [one if one is None else one + other for one, other in zip(terms, totals)] if totals else terms
     kept = [gradients[slot].to(sources[slot].dtype) for slot in trained]
     loss = _LossWithGradients.apply(totals[0], kept, *(sources[slot] for slot in trained))
     return type(found)(loss, *totals[1:])
+
+
+def _select(tensor: Tensor, index: slice | Tensor) -> Tensor:
+    # index_select and index_copy_ are several times faster than indexing on a CPU.
+    return tensor[index] if isinstance(index, slice) else tensor.index_select(0, index)
 
 
 def _gradient_buffer(tensor: Tensor | None, with_grad: bool, wide: bool) -> Tensor | None:
