@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from draftworks.config.layer_options import LayerOptions
 from draftworks.config.strategies import StrategySpec
 from draftworks.drafts.collation import BatchLayout, collate_features, collate_with_last, sample_lengths
 from draftworks.drafts.documents import Documents
@@ -30,23 +29,23 @@ class DecoderStrategy(DraftStrategy):
     """A strategy whose model is decoder layers over taps. A subclass adds `model`, `forward_loss` and `drafter`.
 
     Args:
-        options: a `LayerOptions`; `num_heads`, `num_kv_heads` and `intermediate_size` default to the target's.
+        options: a subclass of `LayerOptions`; `num_heads`, `num_kv_heads` and `intermediate_size` default to the target's.
         vocab: required where the spec uses a vocabulary mapping, refused where it does not.
     """
 
     spec: ClassVar[StrategySpec]
+    options: Any
+    model: Any
     model_methods = ("propose",)
 
-    def __init__(self, options: LayerOptions, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
+    def __init__(self, options: Any, target: TargetParts, vocab: VocabMapping | None, seed: int) -> None:
         self.draft_ids = self._require_draft_ids(options, target, vocab)
         self.options = options
         self.feature_names = self.spec.list_features(target.num_layers, options)
         self.target = target.with_layer_options(options)
         self.seed = seed
 
-    def _require_draft_ids(
-        self, options: LayerOptions, target: TargetParts, vocab: VocabMapping | None
-    ) -> Tensor | None:
+    def _require_draft_ids(self, options: Any, target: TargetParts, vocab: VocabMapping | None) -> Tensor | None:
         """Return (V_d,) int64 ids of the reduced vocabulary, or None for a draft that predicts over the whole one."""
         if self.spec.uses_vocab_mapping:
             return require_draft_ids(self.name, vocab, options.draft_vocab_size, target)

@@ -7,7 +7,7 @@ that vocabulary, and q̃ the target's probabilities of those tokens, not renorma
     ∂CE/∂z = p − q,    ∂α/∂z = p ⊙ (m − Σ_v m_v p_v)  with  m_v = 1 where p_v < q̃_v, else 0.
 
 The LK losses of SpecForge are made of means over all labels of a step in a batch: these are the `BatchObjective`s. An
-`Objective` says the same of every label by itself, so that nothing depends on which samples share a batch.
+`Objective` is the same for every label by itself, so that nothing depends on which samples share a batch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ class Objective(ABC):
     """Whether it depends on α, for which the teacher's probability mass in the draft vocabulary is computed."""
 
     @abstractmethod
-    def label_losses(self, ce: Tensor, acceptance: Tensor | None, steps: Tensor) -> Tensor:
-        """Return the loss of every label, (n,), from its CE (n,), its α (n,), and its step in the unroll, (n,) int64."""
+    def label_losses(self, ce: Tensor, acceptance: Tensor, steps: Tensor) -> Tensor:
+        """Return the loss of every label, (n,), from its CE (n,), its α (n,), and its step in the unroll, (n,) int64.
+
+        α is 0 where it was not computed, see `needs_acceptance`.
+        """
 
 
 class CrossEntropy(Objective):
@@ -36,7 +39,7 @@ class CrossEntropy(Objective):
 
     needs_acceptance = False
 
-    def label_losses(self, ce: Tensor, acceptance: Tensor | None, steps: Tensor) -> Tensor:
+    def label_losses(self, ce: Tensor, acceptance: Tensor, steps: Tensor) -> Tensor:
         return ce
 
 

@@ -53,7 +53,7 @@ class DFlashStrategy(DecoderStrategy):
             strategy=self.name,
         )
         self.backbone = DFlashDraft(self.target, self._sizes, torch.Generator().manual_seed(seed))
-        self.model: nn.Module = self.backbone
+        self.model = self.backbone
 
     def complete_batch(
         self, tensors: dict[str, Tensor], sample_ids: Sequence[str], layout: BatchLayout

@@ -130,7 +130,7 @@ def _distill(
         logits = F.linear(states, head).to(wide)  # (n, V_d)
         log_p = logits.log_softmax(-1)
         ce = -torch.linalg.vecdot(chunk.q, log_p)  # (n,)
-        acceptance = None
+        acceptance = torch.zeros_like(ce)
         if chunk.mass is not None:
             p, mass_q = log_p.exp(), chunk.q * chunk.mass[:, None]
             # The minimum of both; torch.minimum takes more passes backward, as it splits gradients between equals.
@@ -151,7 +151,7 @@ def _distill(
             loss_sums=by_step(losses),
             corrects=by_step(correct),
             taught=by_step(known),
-            accepted=None if acceptance is None else by_step(acceptance * known),
+            accepted=None if chunk.mass is None else by_step(acceptance * known),
             accepted_all=by_step(acceptance) if with_unknown else None,
         )
 
