@@ -60,7 +60,7 @@ class DecoderStrategy(DraftStrategy):
         """The features that the model fuses, ascending: all but `last`."""
         return tuple(name for name in self.feature_names if name != "last")
 
-    def layer_sizes(self) -> dict[str, int]:
+    def resolve_layer_sizes(self) -> dict[str, int]:
         """Return the sizes that all decoder layers have: the options', or else the target's."""
         heads = resolve_head_counts(self.name, self.options, self.target)
         intermediate = self.options.intermediate_size or self.target.intermediate_size
@@ -110,7 +110,7 @@ class DecoderStrategy(DraftStrategy):
             "feature_names": list(self.feature_names),
             "hidden_size": target.hidden_size,
             "head_dim": target.head_dim,
-            **self.sizes_in_config(),
+            **self.describe_sizes(),
             "rms_norm_eps": target.rms_norm_eps,
             "rope_parameters": dict(target.rope),
             "max_position_embeddings": target.max_positions,
@@ -119,5 +119,5 @@ class DecoderStrategy(DraftStrategy):
         }
 
     @abstractmethod
-    def sizes_in_config(self) -> dict[str, Any]:
+    def describe_sizes(self) -> dict[str, Any]:
         """Return the sizes of the draft that its config names, beside those of the target."""

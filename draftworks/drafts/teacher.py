@@ -41,7 +41,9 @@ class Teacher(NamedTuple):
     draft_index: Tensor
 
     @torch.no_grad()
-    def distributions(self, positions: Tensor, dtype: torch.dtype, with_mass: bool, with_unknown: bool) -> TeacherChunk:
+    def compute_distributions(
+        self, positions: Tensor, dtype: torch.dtype, with_mass: bool, with_unknown: bool
+    ) -> TeacherChunk:
         """Return the distributions at the positions (n,), in `dtype`.
 
         The head runs in its own dtype, as in the target itself, so that the target's argmax is reproduced.

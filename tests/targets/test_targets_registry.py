@@ -14,7 +14,7 @@ from draftworks.config.validation import parse_spec
 from draftworks.data.sources import dataset_version, find_files
 from draftworks.errors import ConfigError, DataError
 from draftworks.storage.identity import FileDigests
-from draftworks.strategies.eagle3.options import Eagle3Options, eagle3_taps
+from draftworks.strategies.eagle3.options import Eagle3Options, choose_eagle3_taps
 from draftworks.targets.registry import Registry
 from draftworks.targets.resolve import resolve_target
 
@@ -228,9 +228,9 @@ def test_a_dataset_version_is_its_content(registry: Registry):
 
 
 def test_default_taps_are_the_references_and_collisions_are_an_error():
-    assert [tap.hf_index for tap in eagle3_taps(36, Eagle3Options())] == [2, 18, 33]
+    assert [tap.hf_index for tap in choose_eagle3_taps(36, Eagle3Options())] == [2, 18, 33]
     with pytest.raises(ConfigError, match="default layer ids .* taps collide"):
-        eagle3_taps(5, Eagle3Options())
+        choose_eagle3_taps(5, Eagle3Options())
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_default_taps_are_the_references_and_collisions_are_an_error():
 )
 def test_bad_layer_ids_are_refused(ids: list[int], message: str):
     with pytest.raises(ConfigError, match=message):
-        eagle3_taps(8, Eagle3Options(layer_ids=ids))
+        choose_eagle3_taps(8, Eagle3Options(layer_ids=ids))
 
 
 def test_every_strategy_says_which_features_it_needs():

@@ -63,7 +63,7 @@ class BlockDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
-        states = self._backbone.states()[None]
+        states = self._backbone.compute_states()[None]
         if temperature == 0:
             return Proposal(self._draft.decode(states, self._known, count, lambda logits: logits.argmax(-1))[0])
         drawn_from: list[Tensor] = []

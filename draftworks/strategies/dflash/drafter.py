@@ -32,9 +32,9 @@ class DFlashDrafter(Drafter):
     @torch.no_grad()
     def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
         model, count = self._model, len(next_tokens)
-        context = model.context(torch.cat([features[tap] for tap in self._taps], dim=-1)[None])
+        context = model.fuse_context(torch.cat([features[tap] for tap in self._taps], dim=-1)[None])
         rotation = model.rotary(self._length + count, context.dtype).window(self._length, count)
-        new = [layer.self_attn.key_value(context, rotation) for layer in model.layers]
+        new = [layer.self_attn.project_key_value(context, rotation) for layer in model.layers]
         self._context = [old.concat(fresh) for old, fresh in zip(self._context, new)] if self._context else new
         self._length += count
         self._anchor = next_tokens[-1:]
@@ -42,21 +42,21 @@ class DFlashDrafter(Drafter):
     @torch.no_grad()
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
         model = self._model
-        logits = F.linear(model.norm(self.states()[1 : 1 + count]), model.target_head)
+        logits = F.linear(model.norm(self.compute_states()[1 : 1 + count]), model.target_head)
         if temperature == 0:
             return Proposal(logits.argmax(-1))
         probabilities = distribution(logits, temperature)
         return Proposal(torch.stack([draw(one, generator) for one in probabilities]), probabilities)
 
     @torch.no_grad()
-    def states(self) -> Tensor:
+    def compute_states(self) -> Tensor:
         """Return the states (size, H), not normed, of the block that begins at the last known token."""
         if self._anchor is None:
             raise RuntimeError("propose was called before extend")
         model = self._model
         where = torch.tensor([[self._length]], device=self._anchor.device)
         block = Blocks(where, torch.ones_like(where, dtype=torch.bool), model.block_size)
-        rotation = model.rotation_at(block.positions, self._length + model.block_size)
+        rotation = model.get_rotation(block.positions, self._length + model.block_size)
         hidden, attend = model.embed_blocks(self._anchor[None]), DraftAttention(block.make_seen_keys(self._length))
         for layer, context in zip(model.layers, self._context, strict=True):
             hidden = layer.forward_cached(hidden, context, rotation, attend)

@@ -49,7 +49,9 @@ class DFlashFormat(ExportFormat):
             taps=draft.taps,
             draft_vocab_size=None,
             rope=dict(config["rope_parameters"]),
-            options=build_block_options(config["block_size"], config["mask_token_id"], list(draft.options.windows())),
+            options=build_block_options(
+                config["block_size"], config["mask_token_id"], list(draft.options.layer_windows())
+            ),
             **{name: config[name] for name in _SAME_NAMES},
         )
 
@@ -214,7 +216,7 @@ class SpeculatorsDFlash(DFlashFormat):
             "model_type": "qwen3",
             "num_hidden_layers": config["num_layers"],
             **build_layer_keys(draft, dtype),
-            **build_layer_type_keys(draft.options.windows()),
+            **build_layer_type_keys(draft.options.layer_windows()),
         }
         return {
             "architectures": ["DFlashSpeculator"],
@@ -276,7 +278,7 @@ class ZlabDFlash(DFlashFormat):
             "model_type": "qwen3",
             "num_hidden_layers": config["num_layers"],
             **build_layer_keys(draft, dtype),
-            **build_layer_type_keys(draft.options.windows()),
+            **build_layer_type_keys(draft.options.layer_windows()),
             "block_size": config["block_size"],
             "num_target_layers": config["num_target_layers"],
             "dflash_config": {

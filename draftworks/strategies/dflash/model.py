@@ -59,11 +59,11 @@ class DFlashAttention(nn.Module):
         self.q_norm = RmsNorm(self.head_dim, target.rms_norm_eps)
         self.k_norm = RmsNorm(self.head_dim, target.rms_norm_eps)
 
-    def query(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def project_query(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Return rotated queries (B, heads, n, D) of states (B, n, H)."""
         return rotation.apply(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2))
 
-    def key_value(self, x: Tensor, rotation: Rotation) -> KeyValue:
+    def project_key_value(self, x: Tensor, rotation: Rotation) -> KeyValue:
         """Return rotated keys, and values, (B, kv_heads, n, D) each, of states (B, n, H)."""
         key = rotation.apply(self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2))
         return KeyValue(key, self._heads(self.v_proj(x)).transpose(1, 2))
@@ -88,12 +88,12 @@ class DFlashLayer(nn.Module):
         self, hidden: Tensor, context: Tensor, at_context: Rotation, at_blocks: Rotation, attend: DraftAttention
     ) -> Tensor:
         """Return the blocks' states (B, A · size, H) after the layer, over the context (B, S, H)."""
-        return self.forward_cached(hidden, self.self_attn.key_value(context, at_context), at_blocks, attend)
+        return self.forward_cached(hidden, self.self_attn.project_key_value(context, at_context), at_blocks, attend)
 
     def forward_cached(self, hidden: Tensor, context: KeyValue, at_blocks: Rotation, attend: DraftAttention) -> Tensor:
         """Return the same over a context whose keys and values were computed before."""
         normed, attention = self.input_layernorm(hidden), self.self_attn
-        query, own = attention.query(normed, at_blocks), attention.key_value(normed, at_blocks)
+        query, own = attention.project_query(normed, at_blocks), attention.project_key_value(normed, at_blocks)
         attended = attend(query, context, own, self._window)  # (B, heads, A · size, D)
         hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -134,7 +134,7 @@ class DFlashDraft(nn.Module):
         """The target's head (V, H) in the dtype of its files."""
         return self.embed_tokens if self.own_target_head is None else self.own_target_head
 
-    def context(self, features: Tensor) -> Tensor:
+    def fuse_context(self, features: Tensor) -> Tensor:
         """Return the context that all layers attend to: fused taps, (B, S, taps · H) to (B, S, H)."""
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
@@ -149,11 +149,11 @@ class DFlashDraft(nn.Module):
         embedded = F.embedding(tokens, self.embed_tokens).to(self.fc.weight.dtype)
         return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
-    def rotation_at(self, positions: Tensor, longest: int) -> Rotation:
+    def get_rotation(self, positions: Tensor, longest: int) -> Rotation:
         """Return the rotation at every position (B, n), all below `longest`."""
         return self.rotary(longest, self.fc.weight.dtype).at(positions[:, None])
 
-    def states(self, input_ids: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
+    def compute_states(self, input_ids: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
         """Return the states of all blocks after the last layer, not normed: (B, A, size, H)."""
         length = context.shape[1]
         table = self.rotary(length + self.block_size, context.dtype)
@@ -181,7 +181,7 @@ class DFlashDraft(nn.Module):
         Args:
             labels, label_mask: (B, A, size - 1), int64 and bool.
         """
-        states = self.states(input_ids, self.context(features), blocks)[:, :, 1:]  # (B, A, size - 1, H)
+        states = self.compute_states(input_ids, self.fuse_context(features), blocks)[:, :, 1:]  # (B, A, size - 1, H)
         return block_cross_entropy(
             self.norm(states[label_mask]),  # (L, H)
             self.target_head,
@@ -222,7 +222,7 @@ class DFlashDraft(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """Return `propose` for any way to decode tokens from the states of blocks."""
-        context = self.context(features)  # (B, S, H)
+        context = self.fuse_context(features)  # (B, S, H)
         anchored = F.pad(position_mask[:, :-1], (1, 0))
         if documents is not None:
             anchored = anchored & (documents.positions > 0)
@@ -231,7 +231,7 @@ class DFlashDraft(nn.Module):
         at_once = PROPOSE_BLOCKS_AT_ONCE * (1 if documents is None else len(documents.lengths))
         for start in range(0, blocks.count, at_once):
             part = blocks.select(start, start + at_once)
-            states = self.states(input_ids, context, part)[part.live]  # (n, size, H)
+            states = self.compute_states(input_ids, context, part)[part.live]  # (n, size, H)
             row, block = part.live.nonzero().T
             anchors = part.anchors[row, block]
             known = input_ids[row, anchors]

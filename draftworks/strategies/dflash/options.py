@@ -76,13 +76,13 @@ class DFlashOptions(LayerOptions):
             raise ValueError(f"weighting {self.weighting} and gamma both weigh the labels of a block: set one of them")
         return self
 
-    def windows(self) -> tuple[int | None, ...]:
+    def layer_windows(self) -> tuple[int | None, ...]:
         """Return the window of every draft layer; None is full attention."""
         sliding = range(self.num_layers) if self.sliding_layers is None else self.sliding_layers
         return tuple(self.sliding_window if layer in sliding else None for layer in range(self.num_layers))
 
 
-def dflash_taps(num_layers: int, options: DFlashOptions) -> tuple[LayerTap, ...]:
+def choose_dflash_taps(num_layers: int, options: DFlashOptions) -> tuple[LayerTap, ...]:
     """Return taps spread evenly from after the second layer to after the third last, as in z-lab's drafts.
 
     Raises:
@@ -118,7 +118,7 @@ DFLASH = register_strategy(
         name="dflash",
         description="DFlash: a block of tokens proposed in one pass of a few layers over fused layers of the target.",
         options=DFlashOptions,
-        taps=dflash_taps,
+        taps=choose_dflash_taps,
         factory="draftworks.strategies.dflash.strategy:DFlashStrategy",
         uses_last_hidden=False,
         check=check_dflash,

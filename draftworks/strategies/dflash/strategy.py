@@ -45,10 +45,10 @@ class DFlashStrategy(DecoderStrategy):
         super().__init__(options, target, vocab, seed)
         self.draft_tokens = self.max_draft_tokens = options.block_size - 1
         self._sizes = DFlashSizes(
-            **self.layer_sizes(),
+            **self.resolve_layer_sizes(),
             block_size=options.block_size,
             mask_token_id=resolve_mask_token(self.name, options, self.target),
-            windows=options.windows(),
+            windows=options.layer_windows(),
             backend=options.attention,
             strategy=self.name,
         )
@@ -105,9 +105,9 @@ class DFlashStrategy(DecoderStrategy):
         scale = self.target.embedding_scale
         return super().config() | ({} if scale == 1 else {"embedding_scale": scale})
 
-    def sizes_in_config(self) -> dict[str, Any]:
+    def describe_sizes(self) -> dict[str, Any]:
         return {
-            **self.layer_sizes(),
+            **self.resolve_layer_sizes(),
             "num_layers": self.options.num_layers,
             "block_size": self._sizes.block_size,
             "mask_token_id": self._sizes.mask_token_id,

@@ -55,7 +55,7 @@ class DominoCorrection(nn.Module):
         """The output projection, (V, E)."""
         return self.embed_proj[2].weight
 
-    def prefixes(self, embedded: Tensor) -> Tensor:
+    def encode_prefixes(self, embedded: Tensor) -> Tensor:
         """Return the GRU states after each token: (N, k, H) to (N, k, G)."""
         return self.prefix_gru(embedded)[0]
 
@@ -63,7 +63,7 @@ class DominoCorrection(nn.Module):
         """Return the GRU state (n, G) after one more token, embedded (n, H), than `prefix` (n, G)."""
         return self.prefix_gru(embedded[:, None], None if prefix is None else prefix[None])[1][0]
 
-    def bottleneck(self, states: Tensor, prefixes: Tensor) -> Tensor:
+    def compute_bottleneck(self, states: Tensor, prefixes: Tensor) -> Tensor:
         """Return (L, E) from states (L, H) and GRU states (L, G)."""
         narrow, activation, _ = self.embed_proj
         return activation(narrow(torch.cat([states, prefixes], dim=-1)))
@@ -100,14 +100,17 @@ class DominoDraft(SequentialBlockDraft):
             labels, label_mask: (B, A, k), int64 and bool.
         """
         backbone = self.backbone
-        states = backbone.states(input_ids, backbone.context(features), blocks)[:, :, self._first_place :]
+        states = backbone.compute_states(input_ids, backbone.fuse_context(features), blocks)[:, :, self._first_place :]
         normed = backbone.norm(states[label_mask])  # (L, H)
         known = input_ids.gather(1, blocks.anchors)[..., None]
         previous = torch.cat([known, labels[..., :-1]], dim=-1)  # (B, A, k)
-        prefixes = self.correction.prefixes(self._embedded(previous.flatten(0, 1)))[label_mask.flatten(0, 1)]  # (L, G)
+        prefixes = self.correction.encode_prefixes(self._embedded(previous.flatten(0, 1)))[
+            label_mask.flatten(0, 1)
+        ]  # (L, G)
         is_corrected = torch.arange(labels.shape[-1], device=labels.device) >= self._pure_prefix
         bottlenecks = (
-            self.correction.bottleneck(normed, prefixes) * is_corrected.expand_as(label_mask)[label_mask][:, None]
+            self.correction.compute_bottleneck(normed, prefixes)
+            * is_corrected.expand_as(label_mask)[label_mask][:, None]
         )
         return domino_cross_entropy(
             DominoStates(normed, bottlenecks),
@@ -127,7 +130,7 @@ class DominoDraft(SequentialBlockDraft):
             logits = base[:, place]
             prefix = self.correction.advance(self._embedded(token), prefix)
             if place >= self._pure_prefix:
-                bottleneck = self.correction.bottleneck(normed[:, place], prefix)
+                bottleneck = self.correction.compute_bottleneck(normed[:, place], prefix)
                 logits = logits + F.linear(bottleneck, self.correction.projection)
             token = choose(logits)
             decoded.append(token)

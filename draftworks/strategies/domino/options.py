@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from draftworks.config.strategies import ExportSpec, StrategySpec, always_packable, register_strategy
 from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, dflash_taps
+from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps
 
 
 class DominoOptions(DFlashOptions):
@@ -52,7 +52,7 @@ class DominoOptions(DFlashOptions):
         """Labels of a block, which is the number of tokens that it can propose."""
         return self.block_size if self.shift_label else self.block_size - 1
 
-    def lambda_base(self, step: int, total_steps: int) -> float:
+    def compute_lambda_base(self, step: int, total_steps: int) -> float:
         """Return the share of the base loss: λ_start · (1 - step / ⌊total_steps · ratio⌋), at least 0; 0 without a horizon (SpecForge)."""
         if total_steps <= 0:
             return 0.0
@@ -71,7 +71,7 @@ DOMINO = register_strategy(
         name=DominoOptions.strategy,
         description="Domino: a block of DFlash, corrected token after token by a GRU over what it has proposed so far.",
         options=DominoOptions,
-        taps=dflash_taps,
+        taps=choose_dflash_taps,
         factory="draftworks.strategies.domino.strategy:DominoStrategy",
         uses_last_hidden=False,
         check=check_dflash,

@@ -63,7 +63,7 @@ class DominoStrategy(DFlashStrategy):
         blocks = self.draw_blocks(batch, ctx)
         labelled = replace(blocks, size=1 + options.labels)
         label_mask = make_label_mask(labelled, batch["loss_mask"], contiguous=options.loss == "token_mean")
-        share = options.lambda_base(ctx.global_step, ctx.total_steps) if ctx.training else 0.0
+        share = options.compute_lambda_base(ctx.global_step, ctx.total_steps) if ctx.training else 0.0
         objective = DominoObjective(self.weigh, share, options.objective_chunk_blocks)
         result = self.model(ids, batch["features"], blocks, gather_labels(labelled, ids), label_mask, objective)
         supervised = label_mask.sum(dim=(0, 1), dtype=torch.float64)

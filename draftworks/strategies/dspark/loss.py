@@ -107,7 +107,7 @@ def dspark_losses(
         logits = at_least_float32(F.linear(states, head).addmm(narrow, projection.T))  # (l, V)
         log_p = logits.log_softmax(-1)
         ce = F.nll_loss(log_p, chunk.labels, reduction="none")  # (l,)
-        q = teacher.distributions(positions, log_p.dtype)  # (l, V)
+        q = teacher.compute_distributions(positions, log_p.dtype)  # (l, V)
         distance = (log_p.exp() - q).abs().sum(-1)  # (l,)
         a = (1 - distance.detach() / 2).clamp(0, 1)
         cost, errors = objective.ce_weight * ce + objective.tv_weight * distance, None
@@ -136,7 +136,7 @@ class _Teacher(NamedTuple):
     last: Tensor
     head: Tensor
 
-    def distributions(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def compute_distributions(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the target's distributions (l, V) at the positions (l,); at equal positions they are computed once."""
         positions, which = positions.unique(return_inverse=True)
         logits = F.linear(self.last[positions].to(self.head.dtype), self.head)

@@ -68,7 +68,7 @@ class DSparkDraft(SequentialBlockDraft):
         """
         backbone, markov = self.backbone, self.markov_head
         taught = label_mask.any(-1)  # (B, A), on at N blocks
-        states = backbone.states(input_ids, backbone.context(features), blocks)[taught]  # (N, size, H)
+        states = backbone.compute_states(input_ids, backbone.fuse_context(features), blocks)[taught]  # (N, size, H)
         known = input_ids.gather(1, blocks.anchors)[taught]
         labels, label_mask = labels[taught], label_mask[taught]
         normed = backbone.norm(states)

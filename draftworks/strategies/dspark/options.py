@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from draftworks.config.strategies import ExportSpec, StrategySpec, always_packable, register_strategy
 from draftworks.storage.identity import LayerTap
-from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, dflash_taps, refuse_windows
+from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
 
 
 class DSparkOptions(DFlashOptions):
@@ -74,7 +74,7 @@ DSPARK = register_strategy(
         name=DSparkOptions.strategy,
         description="DSpark: a block of DFlash, each token biased by the one before it, with a confidence for each.",
         options=DSparkOptions,
-        taps=dflash_taps,
+        taps=choose_dflash_taps,
         factory="draftworks.strategies.dspark.strategy:DSparkStrategy",
         check=check_dflash,
         unpackable=always_packable,

@@ -71,11 +71,11 @@ class Eagle3Drafter(Drafter):
     def _project(self, hidden: Tensor, embedded: Tensor, start: int) -> Heads:
         """Return the heads of n positions (1, n, H), the first of which has rotary position `start`."""
         layer, length = self._model.midlayer, hidden.shape[1]
-        halves = layer.self_attn.halves()
+        halves = layer.self_attn.split_halves()
         joint = torch.nn.functional.linear(layer.begin_step(hidden).normed, halves.states)
         joint = joint + torch.nn.functional.linear(layer.input_layernorm(embedded), halves.tokens)
         rotation = self._model.rotary(start + length, joint.dtype).window(start, length)
-        return layer.self_attn.heads(joint, rotation)
+        return layer.self_attn.split_heads(joint, rotation)
 
     def _layer(self, hidden: Tensor, heads: Heads) -> Tensor:
         layer = self._model.midlayer

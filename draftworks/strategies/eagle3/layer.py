@@ -79,7 +79,7 @@ class Eagle3Attention(nn.Module):
         self.v_proj = seeded_linear(2 * width, sizes.num_kv_heads * self.head_dim, generator)
         self.o_proj = seeded_linear(sizes.num_heads * self.head_dim, width, generator)
 
-    def halves(self) -> ProjectionHalves:
+    def split_halves(self) -> ProjectionHalves:
         """Return q, k and v as one matrix, split into the columns for tokens and those for states."""
         joint = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
         return ProjectionHalves(*joint.chunk(2, dim=1))
@@ -89,7 +89,7 @@ class Eagle3Attention(nn.Module):
         out = F.scaled_dot_product_attention(*heads, enable_gqa=True)
         return out.transpose(1, 2).flatten(2)
 
-    def heads(self, joint: Tensor, rotation: Rotation) -> Heads:
+    def split_heads(self, joint: Tensor, rotation: Rotation) -> Heads:
         """Split (B, S, all heads · D) into heads, and rotate queries and keys."""
         heads = joint.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         query, key, value = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
@@ -153,7 +153,7 @@ class Eagle3Layer(nn.Module):
             hidden: (B, S, H), input of step 0.
             rotation: of as many positions as the longest document has, and steps - 1 more.
         """
-        halves = self.self_attn.halves()
+        halves = self.self_attn.split_halves()
         tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
 
         def project_known_tokens(step: int, _: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class Eagle3Layer(nn.Module):
             embedded: (B, S, H), tokens of step 0.
             embed_proposals: called with the output states of each step; the next step reads what it returns.
         """
-        halves = self.self_attn.halves()
+        halves = self.self_attn.split_halves()
         tokens = F.linear(self.input_layernorm(embedded), halves.tokens)
 
         def project_proposals(step: int, output: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class Eagle3Layer(nn.Module):
                 joint = active.scatter(
                     F.linear(normed, halves.states) + next_tokens(step, output)
                 )  # (B, S, all heads · D)
-            heads = self.self_attn.heads(joint, rotation.at(documents.positions + step))
+            heads = self.self_attn.split_heads(joint, rotation.at(documents.positions + step))
             keys.append(heads.key if step == 0 else per_query_head(heads.key, self.self_attn.num_heads))
             values.append(heads.value if step == 0 else per_query_head(heads.value, self.self_attn.num_heads))
             attended = ttt_attention(heads.query, keys, values, documents, *self.attention)  # (B, heads, S, D)

@@ -169,7 +169,7 @@ def _split_into_chunks(
     at_once = max(1, -(-fewest // steps), at_once)
     for start in range(0, max(count, 1), at_once):
         part = slice(start, start + at_once)
-        taught = teacher.distributions(plan.teacher_positions[part], dtype, with_mass, with_unknown)
+        taught = teacher.compute_distributions(plan.teacher_positions[part], dtype, with_mass, with_unknown)
         rows = plan.draft_positions[:, part][:, taught.kept]  # (T, m)
         step, position = (rows >= 0).nonzero(as_tuple=True)  # (n,), (n,)
         yield DistillationChunk(

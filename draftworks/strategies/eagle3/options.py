@@ -82,7 +82,7 @@ class Eagle3Options(LayerOptions):
         return self
 
 
-def eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]:
+def choose_eagle3_taps(num_layers: int, options: Eagle3Options) -> tuple[LayerTap, ...]:
     """Return the taps of EAGLE-3, ascending: three unless the options name others.
 
     Raises:
@@ -125,7 +125,7 @@ EAGLE3 = register_strategy(
         name="eagle3",
         description="EAGLE-3: autoregressive draft of one decoder layer over fused layers of the target.",
         options=Eagle3Options,
-        taps=eagle3_taps,
+        taps=choose_eagle3_taps,
         factory="draftworks.strategies.eagle3.strategy:Eagle3Strategy",
         uses_vocab_mapping=True,
         check=check_eagle3,

@@ -80,7 +80,7 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         generator = torch.Generator().manual_seed(seed)
         attention = Eagle3AttentionOptions(options.attention, options.sliding_window)
         self.model = Eagle3Draft(
-            self.target, Eagle3Sizes(**self.layer_sizes()), self.draft_ids, generator, norms, attention
+            self.target, Eagle3Sizes(**self.resolve_layer_sizes()), self.draft_ids, generator, norms, attention
         )
         self._step_weights = [options.step_decay**step for step in range(options.ttt_length)]
 
@@ -127,8 +127,8 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         """Return none: every step of the unroll calls the one layer, so sharding it by itself would gather it T times."""
         return ()
 
-    def sizes_in_config(self) -> dict[str, Any]:
-        return self.layer_sizes()
+    def describe_sizes(self) -> dict[str, Any]:
+        return self.resolve_layer_sizes()
 
     def _objective(self, positions: int) -> Objective | BatchObjective:
         options = self.options

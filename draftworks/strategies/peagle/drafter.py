@@ -32,7 +32,7 @@ class PEagleDrafter(Drafter):
 
     @torch.no_grad()
     def extend(self, features: Mapping[str, Tensor], next_tokens: Tensor) -> None:
-        inputs = self._model.begin(torch.cat([features[tap] for tap in self._taps], dim=-1), next_tokens)
+        inputs = self._model.make_inputs(torch.cat([features[tap] for tap in self._taps], dim=-1), next_tokens)
         self._last = self._forward(inputs, keeps=True)[-1:]
         self._length += len(next_tokens)
 
@@ -42,7 +42,7 @@ class PEagleDrafter(Drafter):
             raise RuntimeError("propose was called before extend")
         states = self._last
         if count > 1:
-            masked = TokenInputs(*(x.expand(count - 1, -1) for x in self._model.begin_masked()))
+            masked = TokenInputs(*(x.expand(count - 1, -1) for x in self._model.make_masked_inputs()))
             states = torch.cat([states, self._forward(masked, keeps=False)])
         logits = self._model.lm_head(states)
         if temperature == 0:
@@ -55,7 +55,7 @@ class PEagleDrafter(Drafter):
         model, count = self._model, len(inputs.hidden)
         rotation = model.rotary(self._length + count, inputs.hidden.dtype).window(self._length, count)
         layouts = [_CachedLayout(cache, rotation, model.head_dim, keeps) for cache in self._cache]
-        return model.through_layers(inputs, layouts)
+        return model.run_layers(inputs, layouts)
 
 
 @dataclass

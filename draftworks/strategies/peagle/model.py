@@ -247,16 +247,16 @@ class PEagleDraft(ReducedVocabularyDraft):
         """Return the input state of a position (…, H) from the taps side by side, ascending, (…, taps · H)."""
         return fuse_taps(features, self.fc_norm, self.fc)
 
-    def begin(self, features: Tensor, next_tokens: Tensor) -> TokenInputs:
+    def make_inputs(self, features: Tensor, next_tokens: Tensor) -> TokenInputs:
         """Return the input of positions at depth 0, from their features (n, taps · H) and the next tokens (n,)."""
         return TokenInputs(self.fuse(features), self.embed(next_tokens))
 
-    def begin_masked(self) -> TokenInputs:
+    def make_masked_inputs(self) -> TokenInputs:
         """Return the input of one masked place; it is the same for all."""
         token = torch.full((1,), self.mask_token_id, device=self.mask_hidden.device)
-        return self.begin(self.mask_hidden[0], token)
+        return self.make_inputs(self.mask_hidden[0], token)
 
-    def through_layers(
+    def run_layers(
         self, inputs: TokenInputs, layouts: Sequence[TokenLayout], wanted: ActivePositions | None = None
     ) -> Tensor:
         """Return the normed states that `lm_head` reads, of the wanted tokens or of all.
@@ -271,7 +271,7 @@ class PEagleDraft(ReducedVocabularyDraft):
             hidden = layer(hidden, layout, wanted if number == len(others) else None)
         return self.norm(hidden)
 
-    def states(self, input_ids: Tensor, features: Tensor, kept: Tensor, documents: Documents) -> list[Tensor]:
+    def compute_states(self, input_ids: Tensor, features: Tensor, kept: Tensor, documents: Documents) -> list[Tensor]:
         """Return the normed states of the kept positions, (R_d, H) for each depth, by ascending position.
 
         Args:
@@ -281,12 +281,12 @@ class PEagleDraft(ReducedVocabularyDraft):
         """
         chains = Chains.of(kept, documents)
         by_depth = TokensByDepth.where(kept, chains)
-        inputs = self.begin(features.flatten(0, 1), documents.shift_left(input_ids, 1).flatten()).concat(
-            self.begin_masked()
+        inputs = self.make_inputs(features.flatten(0, 1), documents.shift_left(input_ids, 1).flatten()).concat(
+            self.make_masked_inputs()
         )
         layout = TrainingLayout(chains, self.rotary, self.head_dim, inputs.hidden.dtype, self._attention)
         wanted = ActivePositions(by_depth.index, 1, input_ids.numel() + chains.count)
-        return list(self.through_layers(inputs, [layout] * len(self.layers), wanted).split(by_depth.sizes))
+        return list(self.run_layers(inputs, [layout] * len(self.layers), wanted).split(by_depth.sizes))
 
     def forward(
         self, input_ids: Tensor, features: Tensor, last: Tensor, kept: Tensor, documents: Documents, training: bool
@@ -296,7 +296,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         Args:
             last: (B, S, H), the target's last hidden state after its final norm.
         """
-        states = torch.cat(self.states(input_ids, features, kept, documents))  # (W, H)
+        states = torch.cat(self.compute_states(input_ids, features, kept, documents))  # (W, H)
         plan = make_teacher_plan(kept)
         active = [ActivePositions.where(on) for on in kept]
         rows = [each.renumber(rows) for each, rows in zip(active, plan.draft_positions, strict=True)]
@@ -320,7 +320,7 @@ class PEagleDraft(ReducedVocabularyDraft):
         proposals = input_ids.new_full((input_ids.numel(), count), -1)
         for anchors in position_mask.flatten().nonzero().squeeze(1).split(PROPOSE_CHAINS_AT_ONCE):
             here = torch.zeros_like(position_mask).flatten().index_fill(0, anchors, True).view_as(position_mask)
-            states = self.states(input_ids, features, here.expand(count, *here.shape), documents)
+            states = self.compute_states(input_ids, features, here.expand(count, *here.shape), documents)
             choices = [argmax_of_head(self.lm_head.weight, state) for state in states]
             proposals[anchors] = draft_ids[torch.stack(choices, dim=-1)]
         return proposals.unflatten(0, input_ids.shape)

@@ -67,7 +67,7 @@ class PEagleOptions(LayerOptions):
     )
 
 
-def peagle_taps(num_layers: int, options: PEagleOptions) -> tuple[LayerTap, ...]:
+def choose_peagle_taps(num_layers: int, options: PEagleOptions) -> tuple[LayerTap, ...]:
     """Return the taps of EAGLE-3.
 
     Raises:
@@ -103,7 +103,7 @@ PEAGLE = register_strategy(
         name="peagle",
         description="P-EAGLE: several tokens proposed in one pass of a few layers, EAGLE-3's rows followed by masks.",
         options=PEagleOptions,
-        taps=peagle_taps,
+        taps=choose_peagle_taps,
         factory="draftworks.strategies.peagle.strategy:PEagleStrategy",
         uses_vocab_mapping=True,
         divides_heads=True,

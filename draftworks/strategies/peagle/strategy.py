@@ -96,7 +96,7 @@ class PEagleStrategy(DecoderStrategy):
 
     def _sizes(self) -> PEagleSizes:
         mask = resolve_mask_token(self.name, self.options, self.target)
-        return PEagleSizes(**self.layer_sizes(), num_layers=self.options.num_layers, mask_token_id=mask)
+        return PEagleSizes(**self.resolve_layer_sizes(), num_layers=self.options.num_layers, mask_token_id=mask)
 
-    def sizes_in_config(self) -> dict[str, Any]:
+    def describe_sizes(self) -> dict[str, Any]:
         return {**self._sizes()._asdict(), "num_depths": self.options.num_depths}

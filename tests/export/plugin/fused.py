@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from draftworks.strategies import ExportSpec, StrategySpec, register_strategy
-from draftworks.strategies.eagle3.options import Eagle3Options, eagle3_taps
+from draftworks.strategies.eagle3.options import Eagle3Options, choose_eagle3_taps
 
 FUSED = register_strategy(
     StrategySpec(
         name="fused_eagle3",
         description="EAGLE-3.",
         options=Eagle3Options,
-        taps=eagle3_taps,
+        taps=choose_eagle3_taps,
         factory="fused_format:FusedStrategy",
         uses_vocab_mapping=True,
         exports=(

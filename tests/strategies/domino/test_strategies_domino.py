@@ -145,10 +145,16 @@ def test_packed_samples_give_the_sums_and_proposals_of_padded_ones(make, shift_l
 
 def test_the_share_of_the_base_loss_falls_to_nothing_and_needs_a_horizon():
     options = DominoOptions()
-    assert [options.lambda_base(step, 11) for step in (0, 1, 4, 5, 10)] == [1.0, 0.8, pytest.approx(0.2), 0.0, 0.0]
-    assert options.lambda_base(3, 0) == 0.0
+    assert [options.compute_lambda_base(step, 11) for step in (0, 1, 4, 5, 10)] == [
+        1.0,
+        0.8,
+        pytest.approx(0.2),
+        0.0,
+        0.0,
+    ]
+    assert options.compute_lambda_base(3, 0) == 0.0
     at_once = DominoOptions(lambda_base_decay_ratio=0.0, lambda_base_start=0.3)
-    assert [at_once.lambda_base(step, 11) for step in (0, 1)] == [0.3, 0.0]
+    assert [at_once.compute_lambda_base(step, 11) for step in (0, 1)] == [0.3, 0.0]
 
 
 def test_an_evaluation_looks_at_what_is_served_whatever_the_step(make):
