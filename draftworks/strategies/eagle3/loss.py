@@ -129,7 +129,7 @@ def _distill(
     def formula(chunk: DistillationChunk, states: Tensor, head: Tensor) -> DistillationLosses:
         logits = F.linear(states, head).to(wide)  # (n, V_d)
         log_p = logits.log_softmax(-1)
-        ce = -torch.linalg.vecdot(chunk.q, log_p)  # (n,)
+        ce = -(chunk.q * log_p).sum(-1)  # (n,)
         acceptance = torch.zeros_like(ce)
         if chunk.mass is not None:
             p, mass_q = log_p.exp(), chunk.q * chunk.mass[:, None]
