@@ -135,9 +135,11 @@ class PEagleLayer(nn.Module):
 
     def forward(self, hidden: Tensor, layout: TokenLayout, wanted: ActivePositions | None = None) -> Tensor:
         """Return the states (T, H) of all tokens, or of the wanted ones, from those before the layer (n, H)."""
-        return self._apply(self.input_layernorm(hidden), hidden, layout, wanted)
+        return self._forward_over(self.input_layernorm(hidden), hidden, layout, wanted)
 
-    def _apply(self, read: Tensor, residual: Tensor, layout: TokenLayout, wanted: ActivePositions | None) -> Tensor:
+    def _forward_over(
+        self, read: Tensor, residual: Tensor, layout: TokenLayout, wanted: ActivePositions | None
+    ) -> Tensor:
         attention = self.self_attn
         attended = layout.attend(attention.q_proj(read), attention.k_proj(read), attention.v_proj(read))
         residual = layout.expand_states(residual)
@@ -167,7 +169,7 @@ class PEagleFirstLayer(PEagleLayer):
         """Return the same as other layers; `embedded` are the tokens' embeddings (n, H)."""
         normed = self.hidden_norm(hidden)
         read = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-        return self._apply(read, normed if self._norm_before_residual else hidden, layout, wanted)
+        return self._forward_over(read, normed if self._norm_before_residual else hidden, layout, wanted)
 
 
 PROPOSE_CHAINS_AT_ONCE = 2048
