@@ -29,7 +29,7 @@ def exported(toys: Toys, shift_label: bool) -> list[list[int]]:
         rows = strategy.model.backbone.norm(states)
     target = {"embedding": draft.parts.embedding.float(), "head": draft.parts.head.float()}
     save_file({"rows": rows, "anchors": anchors, **target}, toys.folder / f"{name}.safetensors")
-    return strategy.model.say(states, anchors, strategy.draft_tokens, lambda logits: logits.argmax(-1)).tolist()
+    return strategy.model.decode(states, anchors, strategy.draft_tokens, lambda logits: logits.argmax(-1)).tolist()
 
 
 @pytest.mark.sglang

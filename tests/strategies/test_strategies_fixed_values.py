@@ -70,7 +70,7 @@ def _chains(strategy: DraftStrategy) -> tuple[torch.Tensor, dict[str, list[float
     if strategy.name == "eagle3":
         found = reference(strategy, drawn)
         return found.loss, {"acc_corrects": found.corrects, "acc_denoms": found.denoms}
-    kept = strategy.chains(strategy.collate(drawn, NAMES), HALFWAY)
+    kept = strategy.select_chains(strategy.collate(drawn, NAMES), HALFWAY)
     sums = [peagle_sums(strategy, one, side_by_side(one), kept[:, row]) for row, one in enumerate(drawn)]
     corrects = [sum(right) for right in zip(*(one.corrects for one in sums), strict=True)]
     return sum(one.loss for one in sums), {"acc_corrects": corrects, "acc_denoms": kept.sum(dim=(1, 2)).tolist()}
@@ -81,7 +81,9 @@ def _blocks(strategy: DraftStrategy) -> tuple[torch.Tensor, dict[str, list[float
     anchors = anchors_drawn(strategy, strategy.collate(drawn, NAMES), HALFWAY.global_step)
     of = {
         "dflash": dflash_sums,
-        "domino": lambda *given: domino_sums(*given, options.lambda_base(HALFWAY.global_step, HALFWAY.total_steps)),
+        "domino": lambda *given: domino_sums(
+            *given, options.compute_lambda_base(HALFWAY.global_step, HALFWAY.total_steps)
+        ),
         "dspark": dspark_sums,
     }[strategy.name]
     sums = [of(strategy, one, side_by_side(one), at) for one, at in zip(drawn, anchors, strict=True)]

@@ -47,7 +47,7 @@ def peagle_reader(strategy: DraftStrategy) -> PEagleReader:
 def dflash_reader(strategy: DraftStrategy, first_row: int = 1) -> DFlashReader:
     """The backbone, too, of a strategy that is built on DFlash."""
     config, target = strategy.config(), strategy.target
-    windows = strategy.options.windows()
+    windows = strategy.options.layer_windows()
     weights = _weights(strategy, "backbone.", "correction.")
     return DFlashReader(
         taps=_taps(config),
