@@ -1,4 +1,4 @@
-"""The base of everything read from YAML. Torch-free."""
+"""Base class of all models that are read from YAML. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class Spec(BaseModel):
-    """Base of everything read from YAML: frozen, no unknown keys, finite numbers (digests are of JSON, which has no others)."""
+    """Base of all models read from YAML: frozen, no unknown keys, finite numbers only (digests use JSON, which has no others)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 

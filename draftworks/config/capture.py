@@ -1,4 +1,4 @@
-"""What a user says of capture: by which engine the target's hidden states are taken, and how they are stored. Torch-free."""
+"""Options of capture: the engine that computes the target's hidden states, and how they are stored. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from draftworks.config.base import Dtype, Spec
 from draftworks.config.sglang import ServerSpec
 
 _SAME_ENGINE = {"sglang": "sglang_server"}
-"""SGLang is SGLang, in this process or behind HTTP: the one backend's results are good for the other."""
+"""Backends that share one engine name in identities: SGLang gives the same results in this process and behind HTTP."""
 
 
 class CustomEngineSpec(Spec):
-    """An engine of yours, for `backend: custom`: where it is, and what it calls itself in the keys of its features."""
+    """A user's own engine, for `backend: custom`: its entry point, and its name and revision in feature keys."""
 
     entry_point: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
@@ -32,7 +32,7 @@ class CustomEngineSpec(Spec):
 
 
 class CaptureSpec(Spec):
-    """How the target's hidden states are captured. `backend`, `dtype` and `compute_dtype` decide what they are."""
+    """How the target's hidden states are captured. `backend`, `dtype` and `compute_dtype` determine their values."""
 
     backend: Literal["hf", "sglang", "sglang_server", "custom"] = Field(
         default="hf",
@@ -87,19 +87,19 @@ class CaptureSpec(Spec):
 
     @property
     def engine(self) -> str:
-        """Who computes, for the identities of results."""
+        """Name of the engine in the identities of results."""
         if self.custom is not None:
             return f"custom:{self.custom.engine}/{self.custom.numerics}"
         return _SAME_ENGINE.get(self.backend, self.backend)
 
     @property
     def inside_sglang(self) -> bool:
-        """Whether the program that loads the engine has to be run by SGLang's own Python."""
+        """Whether the program that loads the engine must run in SGLang's Python environment."""
         return self.backend == "sglang"
 
     @property
     def engine_args(self) -> list[str]:
-        """What SGLang is told beyond what it is always told: it may change its numbers."""
+        """Additional arguments of SGLang; part of the identity, since they may change its numbers."""
         return self.server.args if self.backend in ("sglang", "sglang_server") else []
 
     def identity(self) -> dict[str, Any]:

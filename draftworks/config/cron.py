@@ -1,4 +1,4 @@
-"""Cron expressions of five fields and time zones, checked before they reach a scheduler. Standard library only."""
+"""Validation of five-field cron expressions and time zones before they reach a scheduler. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST_MONTHS = {month: 30 if month in (4, 6, 9, 11) else 31 for month in range
 
 @dataclass(frozen=True)
 class CronField:
-    """One of the five fields: what it counts, from where to where, and names for its numbers."""
+    """One of the five fields of a cron expression: its name, its range, and names for its numbers."""
 
     name: str
     low: int
@@ -20,10 +20,10 @@ class CronField:
     names: tuple[str, ...] = ()
 
     def parse(self, text: str) -> set[int]:
-        """The numbers that a field's text stands for.
+        """Return the numbers that the text of a field selects.
 
         Raises:
-            ValueError: it stands for none, or for one outside the field.
+            ValueError: it is malformed, or a number is outside the range of the field.
         """
         return {value for item in text.split(",") for value in self._parse_item(item)}
 
@@ -60,10 +60,10 @@ FIELDS = (
 
 
 def parse_cron(text: str) -> str:
-    """The expression, its fields one space apart.
+    """Return a cron expression with its fields separated by single spaces.
 
     Raises:
-        ValueError: it has not five fields, one of them is wrong, or no such date ever comes.
+        ValueError: it does not have five fields, a field is invalid, or the date never occurs (30 February).
     """
     parts = text.split()
     if len(parts) != len(FIELDS):
@@ -76,7 +76,7 @@ def parse_cron(text: str) -> str:
 
 
 def require_timezone(name: str) -> str:
-    """The name if it is a time zone; ValueError otherwise."""
+    """Return `name` if it is a time zone; raise ValueError otherwise."""
     try:
         ZoneInfo(name)
     except (KeyError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""What a draft on disk says of itself. Torch-free."""
+"""The config.json of a draft on disk. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """What config.json holds.
+    """Contents of a draft's config.json.
 
     Attributes:
-        draft: the strategy's own description, with its options.
-        target_digest: of the target the draft was trained for.
-        weights_digest: of model.safetensors, so that the two files cannot be mixed up.
-        provenance: whatever else is worth knowing: data, training, versions. Never checked.
+        draft: description by the strategy, with its options.
+        target_digest: digest of the target that the draft was trained for.
+        weights_digest: digest of model.safetensors, so that files of two drafts cannot be mixed.
+        provenance: data, training and versions, for information; never checked.
     """
 
     strategy: str
@@ -34,7 +34,7 @@ class DraftConfig:
 
 
 def read_draft_config(folder: Path) -> DraftConfig:
-    """The draft's config.json.
+    """Read a draft's config.json.
 
     Raises:
         StoreError: missing, damaged, or of another schema.

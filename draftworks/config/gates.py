@@ -1,4 +1,4 @@
-"""Which failed checks of a target fail its run. Torch-free."""
+"""Which failed checks of a target make its run fail. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Outcome = Literal["warn", "error"]
 
 
 class GateSpec(Spec):
-    """What a failed check does: `warn` shows it and goes on, `error` fails the run and lets nothing be exported.
+    """Effect of each failed check: `warn` reports it and continues, `error` fails the run and prevents the export.
 
-    Only what is a matter of judgement is listed. Checks of which a failure means that something is broken (features that
-    are not the target's, exports that do not compute the draft's logits) always end the run.
+    Only checks that are a matter of judgement are listed. Checks whose failure means a defect (features that are not the
+    target's, exports that do not compute the draft's logits) always fail the run.
     """
 
     loss_falls: Outcome = Field(default="error", description="Training loss ends below where it began.")

@@ -1,4 +1,4 @@
-"""Options of the decoder layers that drafts are made of."""
+"""Options of a draft's decoder layers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ROPE_KEYS = {
     ),
     "yarn": ("rope_theta", "factor"),
 }
-"""The rope types that drafts compute, and what each has to say."""
+"""The rope types that drafts can compute, with the parameters that each requires."""
 
 
 class LayerOptions(StrategyOptions):
-    """What a draft's layers take from the target unless they have their own: drafts of peers often do."""
+    """Layer parameters that default to the target's; drafts made by other software often have their own."""
 
     structural: ClassVar[tuple[str, ...]] = ("head_dim", "rms_norm_eps", "rope")
     added: ClassVar[tuple[str, ...]] = structural

@@ -1,4 +1,4 @@
-"""What a draft's layers take over from a target's configuration, and what they have of their own where they cannot."""
+"""Default shape of a draft's layers, derived from the target's configuration, with replacements where it does not apply."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from draftworks.config.layer_options import ROPE_KEYS
 _FULL = "full_attention"
 _THETA, _EPS = 10000.0, 1e-6
 _IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
-"""Rope parameters that only tell the positions of images apart: in text all of a token's positions are one."""
+"""Rope parameters that matter for images only: for text all position indices of a token are equal."""
 _SCALED_EMBEDDINGS = ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text")
-"""Model types whose embedding module gives rows times sqrt(hidden_size)."""
+"""Model types whose embedding module multiplies its output by sqrt(hidden_size)."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes, norms and positions of a draft's layers, by default.
+    """Default sizes, norm epsilon and rotary parameters of a draft's layers.
 
     Attributes:
-        rope: rope parameters in the form of transformers 5, of a kind that drafts and servers compute.
-        own: a sentence for each of these that is not the target's, with the reason.
+        rope: `rope_parameters` of transformers 5, of a type that drafts and servers can compute.
+        own: one sentence, with the reason, for each value that differs from the target's.
     """
 
     num_heads: int
@@ -37,14 +37,14 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A value, and why it is not the target's; None where it is."""
+    """A value and the reason why it differs from the target's; None if it does not."""
 
     value: Any
     reason: str | None = None
 
 
 def choose_layer_shape(config: Any) -> LayerShape:
-    """The layers of a draft for a target of this configuration, the text part where it is a wrapper's."""
+    """Return the default layer shape for a target with this configuration (the text config of a multimodal wrapper)."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim, width, eps, rope = (
@@ -65,12 +65,12 @@ def choose_layer_shape(config: Any) -> LayerShape:
 
 
 def embedding_scale(model_type: str | None, hidden_size: int) -> float:
-    """By what a target of that (text) model type multiplies rows of its embedding before the first layer reads them."""
+    """Return the factor that a target of this (text) model type applies to embeddings before its first layer."""
     return math.sqrt(hidden_size) if model_type in _SCALED_EMBEDDINGS else 1.0
 
 
 def choose_rope(config: Any) -> _Choice:
-    """The target's rope if a draft can compute it, else one over the whole head with the same base."""
+    """Return the target's rope parameters if a draft can compute them, else unscaled ones for the whole head, same base."""
     found = dict(getattr(config, "rope_parameters", None) or {})
     reasons = []
     per_type = {name: rope for name, rope in found.items() if isinstance(rope, Mapping)}
@@ -101,7 +101,7 @@ def _choose_head_dim(config: Any) -> _Choice:
 
 
 def _choose_intermediate_size(config: Any) -> _Choice:
-    """A mixture of experts that has no dense layer does not say one: as wide as the experts that a token goes through."""
+    """Return the MLP width; for a mixture of experts without a dense layer, the total width of a token's active experts."""
     dense = getattr(config, "intermediate_size", None)
     if isinstance(dense, int):
         return _Choice(dense)
@@ -110,7 +110,7 @@ def _choose_intermediate_size(config: Any) -> _Choice:
         shared = getattr(config, "shared_expert_intermediate_size", None) or 0
         width = expert * chosen + shared
         return _Choice(
-            width, f"intermediate_size: {width}, that of the experts which a token of the target goes through"
+            width, f"intermediate_size: {width}, the total width of the experts that process a token in the target"
         )
     width = 64 * math.ceil(config.hidden_size * 8 / 3 / 64)
     return _Choice(width, f"intermediate_size: {width}, 8/3 of hidden_size, since the target's config has none")

@@ -1,4 +1,4 @@
-"""Layer ids of a strategy's options as taps."""
+"""Validation of strategy options: layer ids as taps, and numbers of attention heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from draftworks.storage.identity import LayerTap
 
 
 def choose_eagle_taps(strategy: str, given: list[int] | None, num_layers: int) -> tuple[LayerTap, ...]:
-    """The taps of EAGLE-3 and its relatives, ascending: three unless the options name others. Raises ConfigError."""
+    """Return the taps of an EAGLE-3-like draft, ascending: the three default ones, or those in `given`. Raises ConfigError."""
     default = [2, num_layers // 2, num_layers - 3]
     return parse_taps(strategy, given, default, num_layers, len(default if given is None else given))
 
@@ -18,7 +18,11 @@ def choose_eagle_taps(strategy: str, given: list[int] | None, num_layers: int) -
 def parse_taps(
     strategy: str, given: list[int] | None, default: list[int], num_layers: int, count: int
 ) -> tuple[LayerTap, ...]:
-    """Explicit or default layer ids as taps, with every way they can be wrong reported."""
+    """Return `given`, or else `default`, layer ids as taps.
+
+    Raises:
+        ConfigError: the ids are too few or many, outside the target, repeated, or not ascending.
+    """
     ids = default if given is None else given
     origin = "default" if given is None else "configured"
     where = f"{strategy}: {origin} layer ids {ids} of a target with {num_layers} layers"
@@ -36,7 +40,7 @@ def parse_taps(
 
 
 def check_heads(num_heads: int | None, num_kv_heads: int | None) -> None:
-    """ValueError where both are given and do not go together; what is not given is the target's."""
+    """Raise ValueError if both are given and `num_heads` is not a multiple of `num_kv_heads`; None means the target's."""
     if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
         raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
 
@@ -52,15 +56,17 @@ def check_mask_token(strategy: str, mask_token_id: int | None, vocab_size: int) 
 
 @dataclass(frozen=True)
 class ServedHeads:
-    """Heads of queries, and of keys and values, that a server's class for Llama takes."""
+    """Numbers of query heads and key-value heads that transformers' LlamaConfig accepts."""
 
     num_heads: int
     num_kv_heads: int
 
 
 def choose_served_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> ServedHeads:
-    """The most heads, up to the given number, that divide `hidden_size`: transformers' LlamaConfig, by which servers read
-    an EAGLE-3 or P-EAGLE draft, refuses any other number, though only `head_dim` decides what is computed.
+    """Return the largest number of heads, up to `num_heads`, that divides `hidden_size`.
+
+    Servers read EAGLE-3 and P-EAGLE drafts with transformers' LlamaConfig, which refuses other numbers, although only
+    `head_dim` affects the computation.
     """
     dividing = [heads for heads in range(num_heads, 0, -1) if hidden_size % heads == 0]
     heads = next((heads for heads in dividing if heads % num_kv_heads == 0), dividing[0])
@@ -68,7 +74,7 @@ def choose_served_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> 
 
 
 def check_served_heads(strategy: str, num_heads: int | None, hidden_size: int) -> None:
-    """ConfigError for a configured number of heads with which no server would load the draft."""
+    """Raise ConfigError if the configured number of heads does not divide `hidden_size`, which servers refuse."""
     if num_heads is not None and hidden_size % num_heads:
         raise ConfigError(
             f"{strategy}: num_heads {num_heads} does not divide the target's hidden_size {hidden_size}, and no server loads "

@@ -1,4 +1,4 @@
-"""What a user writes in `registry/`: targets, data sets and the deployment, as validated types. Torch-free.
+"""Models of the files in `registry/`: targets, data sets, eval sets and the deployment. Torch-free.
 
 Every model refuses unknown keys.
 """
@@ -134,8 +134,8 @@ class TrainingSpec(Spec):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What decides the weights; how the global batch is cut into pieces and how it is kept safe does not. How often
-        one evaluates does: the best of the evaluated drafts is the result.
+        """Return the options that determine the weights. The interval of evaluations is one: the best evaluated draft is
+        the result. How the global batch is divided, and how often checkpoints are saved, is not.
         """
         cut = {"processes", "micro_batch_size", "pack_tokens", "pack_overlong"}
         kept = {"save_every", "keep_checkpoints", "save_async"}
@@ -158,7 +158,7 @@ class LoopSpec(Spec):
 
 
 class EvaluationSpec(Spec):
-    """How the target's drafts are measured, and when again without being asked."""
+    """How the target's drafts are measured, and the schedule on which they are measured again."""
 
     cron: str | None = Field(
         default=None, description="When to measure again, as minute hour day month weekday; None = at no fixed time."
@@ -189,12 +189,12 @@ class EvaluationSpec(Spec):
         return require_timezone(value)
 
     def identity(self) -> dict[str, Any]:
-        """What decides the figures of a report."""
+        """Return the options that determine the figures of a report."""
         return self.model_dump(include={"draft_tokens", "loop", "confidence", "resamples", "slices"})
 
 
 class ExportSettings(Spec):
-    """In what form a draft is handed to servers."""
+    """Formats and dtype in which a draft is exported for servers."""
 
     formats: list[str] | None = Field(
         default=None, description="Of the strategy's export formats; default all that fit, [] for no export."
@@ -216,7 +216,7 @@ class StrategyEntry(Spec):
 
 
 class TargetSpec(Spec):
-    """A large language model that is to have drafts: one file `registry/targets/NAME.yaml`, one Dagster partition."""
+    """A large language model to train drafts for: one file `registry/targets/NAME.yaml`, one Dagster partition."""
 
     name: str
     description: str = Field(default="", description="For people.")
@@ -330,7 +330,7 @@ class LauncherSpec(Spec):
 
 
 class DeploymentSpec(Spec):
-    """`registry/deployment.yaml`: what belongs to this installation rather than to a target."""
+    """`registry/deployment.yaml`: settings of this installation, independent of the targets."""
 
     var: str = Field(default="../var", description="Where runs write, relative to the registry.")
     launcher: LauncherSpec = Field(default_factory=LauncherSpec)

@@ -1,4 +1,4 @@
-"""What a user says of the assistant's words that a draft learns from: whose they are, and how they are generated. Torch-free."""
+"""Options of the answers that a draft is trained on: their source, and how they are generated. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ENVIRONMENT_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 
 class EndpointSpec(Spec):
-    """An OpenAI-compatible server that runs the target, asked at `/chat/completions`: SGLang, vLLM, a gateway.
+    """An OpenAI-compatible server that runs the target, called at `/chat/completions`: SGLang, vLLM, a gateway.
 
-    `server` says which fields beyond OpenAI's it understands. Servers drop unknown fields without a word, so an option of
-    the responses that it cannot be told is refused.
+    `server` names the fields that it supports beyond OpenAI's. Servers ignore unknown fields silently, so response options
+    without a supported field are refused.
     """
 
     base_urls: list[str] = Field(
@@ -51,12 +51,12 @@ class EndpointSpec(Spec):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What decides the answers: not where the servers are, nor how patiently they are asked."""
+        """Return the options that determine the answers; addresses, time limits and numbers of attempts do not."""
         return self.model_dump(include={"model", "server", "token_ids"})
 
 
 class ResponseSpec(Spec):
-    """Where the assistant's words come from. Drafts learn what the *target* says, so `regenerate` is the default."""
+    """Source of the answers. A draft learns the *target's* own answers, so `regenerate` is the default."""
 
     mode: Literal["regenerate", "passthrough"] = Field(
         default="regenerate", description="The target answers the prompts, or the data's own answers are taken."
@@ -99,7 +99,9 @@ class ResponseSpec(Spec):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """What decides the answers. Options that are newer than results that are kept count only where they are used."""
+        """Return the options that determine the answers. Options added later are included only if they are set, so that the
+        identities of earlier results stay the same.
+        """
         decided = self.model_dump(exclude={"batch_size", "endpoint", "thinking"})
         if self.endpoint is not None:
             decided["endpoint"] = self.endpoint.identity()

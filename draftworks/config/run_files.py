@@ -1,4 +1,4 @@
-"""Run files: what a program under `draftworks.programs` is asked to do, as one YAML file. Torch-free.
+"""Run files: the input of a program in `draftworks.programs`, as one YAML file. Torch-free.
 
 A Dagster asset writes one and launches the program on it; a person can write the same file and start the same program
 by hand. Paths are absolute, or relative to the folder of the run file.
@@ -33,7 +33,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 
 
 class TargetFiles(Spec):
-    """A resolved target: where its files are and what they are."""
+    """A resolved target: locations, digests and shape of its model and tokenizer."""
 
     name: str
     model: str = Field(description="Directory or hub id.")
@@ -57,7 +57,7 @@ class TargetFiles(Spec):
 
 
 class StoreSpec(Spec):
-    """A feature store, as run files name it; a bare path is a local one."""
+    """A feature store in a run file; a bare path means a local store."""
 
     kind: StoreKind = "local"
     root: Path = Field(description="Folder of the store.")
@@ -69,18 +69,18 @@ class StoreSpec(Spec):
 
 
 class RunFile(Spec):
-    """Base of all run files. `out` is where the program writes its results: it must exist and be empty or resumable."""
+    """Base of all run files. `out` is the output folder: it must exist, and be empty or hold an interrupted run's files."""
 
     out: Path
 
     @classmethod
     def load(cls: type[SpecType], path: Path) -> SpecType:
-        """Read and validate; relative paths are taken from the folder of `path`."""
+        """Read and validate a run file; its relative paths are resolved against its own folder."""
         return _resolve_paths(load_yaml(path, cls), path.resolve().parent)
 
     @property
     def longest_wait_s(self) -> float:
-        """How long the program may rightly do nothing but wait for a server, in seconds."""
+        """Longest time in seconds for which the program may only wait for a server without being stalled."""
         sglang, endpoint = getattr(self, "sglang", None), getattr(getattr(self, "responses", None), "endpoint", None)
         waits = [0.0] if sglang is None else [sglang.start_timeout_s, sglang.request_timeout_s]
         return max(waits if endpoint is None else [*waits, endpoint.timeout_s])
@@ -92,13 +92,13 @@ class RunFile(Spec):
 
 
 class TargetRun(RunFile):
-    """Base of the run files of programs that work on a target: they begin only if its files are those of the digests."""
+    """Base of run files with a target; the programs start only if the target's files still have the recorded digests."""
 
     target: TargetFiles
 
 
 class RegenerateRun(TargetRun):
-    """Let the target answer the conversations: writes the sets `out/conversations` and `out/tokens`."""
+    """Generate the target's answers to conversations: writes the sets `out/conversations` and `out/tokens`."""
 
     conversations: Path = Field(description="Folder of a conversations set.")
     answers: Path = Field(
@@ -220,7 +220,7 @@ class ServeRun(TargetRun):
 
 
 def _resolve_paths(spec: SpecType, base: Path) -> SpecType:
-    """The spec with every relative path in it, nested ones too, taken from `base`."""
+    """Return the spec with every relative path, also in nested specs, resolved against `base`."""
     moved: dict[str, Any] = {}
     for name, value in spec:
         if isinstance(value, Path):

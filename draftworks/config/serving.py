@@ -1,4 +1,4 @@
-"""What a user says of the serving check: how many prompts a live server is asked, and how it is set up. Torch-free."""
+"""Options of the serving check: how many prompts are sent to a live server, and how it is started. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draftworks.config.sglang import StartedServer
 
 
 class ServingSpec(Spec):
-    """Rung 6 of the acceptance ladder: the exported draft in a live SGLang server that we start for it."""
+    """Rung 6 of the acceptance ladder: the exported draft in a live SGLang server that is started for the measurement."""
 
     prompts: int = Field(default=0, ge=0, description="Held-out samples to answer; 0 leaves the rung out.")
     concurrency: int = Field(default=8, ge=1, description="Requests at a time.")
@@ -26,5 +26,5 @@ class ServingSpec(Spec):
     server: StartedServer = Field(default_factory=StartedServer)
 
     def identity(self) -> dict[str, Any]:
-        """What decides the figures."""
+        """Return the options that determine the figures."""
         return self.model_dump(exclude={"device"})

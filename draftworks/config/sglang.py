@@ -1,4 +1,4 @@
-"""What a user says of SGLang: how a target is served, and where SGLang is on this machine. Torch-free."""
+"""Options of SGLang: how a target is served, and where SGLang is installed on this machine. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RESERVED_ARGUMENTS = (
     *("--mem-fraction-static", "--max-total-tokens", "--chunked-prefill-size", "--forward-hooks"),
     *("--enable-return-aux-hidden-states", "--return-aux-hidden-state-layer-ids"),
 )
-"""Arguments of SGLang that follow from the registry; given once more, they would win, and results have keys of something else."""
+"""SGLang arguments that are set from the registry. Given again in `args` they would win, and contradict the feature keys."""
 
 
 _FULL_PRECISION = ("auto", "bfloat16", "bf16")
@@ -33,7 +33,7 @@ _QUANTIZING = ("--quantization", "--torchao-config", "--lora-paths", "--enable-l
 
 
 def find_quantizing_args(args: Sequence[str]) -> list[str]:
-    """Those of some arguments of SGLang, as they are written, that make its numbers others than the checkpoint's."""
+    """Return those of SGLang's arguments that make it compute with other numbers than the checkpoint's."""
     named = []
     for index, word in enumerate(args):
         name, _, value = word.partition("=")
@@ -44,7 +44,7 @@ def find_quantizing_args(args: Sequence[str]) -> list[str]:
 
 
 class StartedServer(Spec):
-    """An SGLang server that we start."""
+    """An SGLang server that Draftworks starts."""
 
     tp_size: int = Field(default=1, ge=1, description="GPUs that share the target, of each server we start.")
     dp_size: int = Field(
@@ -74,9 +74,7 @@ class StartedServer(Spec):
 
 
 class ServerSpec(StartedServer):
-    """The SGLang server that runs a target for `backend: sglang_server`, or several of them that share the work: started by
-    us, or yours by their addresses.
-    """
+    """The SGLang servers of a target for `backend: sglang_server`: one or several, started by Draftworks or external."""
 
     url: str | None = Field(
         default=None, description="Of a server that is running; None = each process starts its own."
@@ -120,12 +118,12 @@ class ServerSpec(StartedServer):
 
     @property
     def external(self) -> tuple[str, ...]:
-        """Addresses of servers that are running; empty where we start our own."""
+        """Addresses of external servers; empty if Draftworks starts its own."""
         return (self.url,) if self.url is not None else tuple(self.urls)
 
 
 class SGLangSpec(Spec):
-    """Where SGLang is on this machine, and how patient we are with it."""
+    """The installation of SGLang on this machine, and time limits for it."""
 
     python: str = Field(
         default="../.venv-sglang/bin/python", description="Of the environment with SGLang, relative to the registry."

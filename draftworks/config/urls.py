@@ -1,4 +1,4 @@
-"""Addresses of HTTP servers, as users write them. Standard library only."""
+"""Validation of HTTP server addresses. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from urllib.parse import urlsplit
 
 
 def parse_url(value: str) -> str:
-    """The address without a slash at its end.
+    """Return an address without a trailing slash.
 
     Raises:
-        ValueError: no http(s) address with a host, or one with a query, or with a user or password in it, which would end up
-            in logs and results. The message does not repeat the address.
+        ValueError: it is not an http(s) address with a host, has a query, or has a user or password, which would appear in
+            logs and results. The message does not repeat the address.
     """
     try:
         parts = urlsplit(value)
@@ -27,7 +27,7 @@ def parse_url(value: str) -> str:
 
 
 def parse_urls(values: list[str]) -> list[str]:
-    """As `parse_url`, of each; ValueError also for an address that comes twice."""
+    """Return each address as `parse_url` does; raise ValueError also for a repeated address."""
     urls = [parse_url(value) for value in values]
     if len(set(urls)) < len(urls):
         raise ValueError("every address once: a server that comes twice would be given twice the work")

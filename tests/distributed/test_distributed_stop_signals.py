@@ -74,7 +74,7 @@ def test_a_request_made_anew_ends_a_program_at_once():
 import os, signal
 from draftworks.distributed import stop_signals
 stop_signals.REPEATS_S = 0
-with stop_signals.deferred_stop() as request:
+with stop_signals.defer_stop() as request:
     os.kill(os.getpid(), signal.SIGINT)
     print("noted", flush=True)
     os.kill(os.getpid(), signal.SIGTERM)

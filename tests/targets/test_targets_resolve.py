@@ -41,7 +41,7 @@ def resolved(registry: Path, **fields: str):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (refusal(GatedRepoError), "terms to be accepted.*HF_TOKEN.*local directory"),
+        (refusal(GatedRepoError), "Accept its terms.*HF_TOKEN.*local directory"),
         (refusal(RepositoryNotFoundError), "no such model, or it is private.*HF_TOKEN.*local directory"),
         (HFValidationError("bad id"), "no such model"),
         (refusal(RevisionNotFoundError), "no such commit. Correct the revision"),

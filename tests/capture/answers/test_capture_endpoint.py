@@ -16,6 +16,7 @@ from thinking import thinking_target
 from draftworks.capture.answers.answer_sets import find_answers_file
 from draftworks.capture.answers.endpoint import EndpointAnswerer
 from draftworks.capture.answers.regenerate import RegenerateSummary, find_max_sample_length, regenerate_with
+from draftworks.config.capture import CaptureSpec
 from draftworks.config.run_files import RegenerateRun, TargetFiles
 from draftworks.data.chat import ChatTokenizer
 from draftworks.data.conversations import QUARANTINE_FILE, Conversation, Turn, write_conversations
@@ -323,7 +324,7 @@ def test_a_refused_key_ends_the_run_at_once(tiny_target, tmp_path: Path):
 
 def test_neither_the_engine_of_capture_nor_the_address_is_part_of_the_answers(tiny_target, tmp_path: Path):
     files = set()
-    for name, run in (("a", {}), ("b", {"compute_dtype": "bfloat16"})):
+    for name, run in (("a", {}), ("b", {"capture": CaptureSpec()})):
         with endpoint_run(tmp_path / name, tiny_target, FakeChat(tiny_target), run=run) as made:
             files.add(find_answers_file(made).name)
     assert len(files) == 1

@@ -264,7 +264,7 @@ def test_progress_tells_conversations_throughput_and_the_time_left_of_this_run_a
     seen: list[Progress] = []
     summary = regenerate(run, Slow(tiny_engine), chat, seen.append, clock=lambda: now[0])
     per_answer = summary.generated_tokens // 4
-    assert [each.line() for each in seen[:3]] == [
+    assert [each.summarize() for each in seen[:3]] == [
         {"conversations": "1/5", "tokens/s": 0, "eta": "?"},
         {"conversations": "2/5", "tokens/s": round(per_answer / 10), "eta": "30s"},
         {"conversations": "3/5", "tokens/s": round(per_answer / 10), "eta": "20s"},
