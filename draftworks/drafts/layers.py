@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from draftworks.drafts.supervision import Teacher
 from draftworks.drafts.target_parts import TargetParts
-from draftworks.drafts.teacher import Teacher
 from draftworks.errors import ConfigError
 
 if TYPE_CHECKING:

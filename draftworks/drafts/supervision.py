@@ -1,4 +1,4 @@
-"""Label masks of drafts that predict several tokens from each position, in the two loss modes of EAGLE-3.
+"""Supervision of drafts that predict several tokens per position: label masks, and the teacher at each position.
 
 The draft at position t and step i has seen the target's hidden states up to t and the tokens up to t+1+i, and predicts
 token t+2+i. Its teacher is the target's distribution at position t+1+i. A label mask (T, B, S) says which of these
@@ -77,3 +77,60 @@ def make_teacher_plan(label_mask: Tensor) -> TeacherPlan:
     offsets = torch.arange(1, steps + 1, device=label_mask.device)[:, None]
     draft_positions = torch.where(taught[:, positions], positions[None] - offsets, -1)  # (T, P)
     return TeacherPlan(positions, draft_positions)
+
+
+class TeacherChunk(NamedTuple):
+    """Distributions and labels at m teacher positions.
+
+    Attributes:
+        kept: (n,) bool, which of the n positions asked for these are.
+        q: (m, V_d), the target's distribution, renormalised over the draft vocabulary.
+        labels: (m,) int64, the target's argmax as draft id; -1 outside the draft vocabulary.
+        mass: (m,), the target's probability mass in the draft vocabulary; None if it was not asked for.
+    """
+
+    kept: Tensor
+    q: Tensor
+    labels: Tensor
+    mass: Tensor | None
+
+
+class Teacher(NamedTuple):
+    """The target's side of the loss.
+
+    Attributes:
+        last: (N, H) last hidden states, post-norm.
+        head: (V, H), frozen.
+        draft_ids: (V_d,) int64, target id of every draft id, ascending.
+        draft_index: (V,) int64, draft id of every target id, -1 outside the draft vocabulary.
+    """
+
+    last: Tensor
+    head: Tensor
+    draft_ids: Tensor
+    draft_index: Tensor
+
+    @torch.no_grad()
+    def compute_distributions(
+        self, positions: Tensor, dtype: torch.dtype, with_mass: bool, with_unknown: bool
+    ) -> TeacherChunk:
+        """Return the distributions at the positions (n,), in `dtype`.
+
+        The head runs in its own dtype, as in the target itself, so that the target's argmax is reproduced.
+
+        Args:
+            with_unknown: keep positions whose label is outside the draft vocabulary; otherwise they are left out.
+        """
+        logits = F.linear(self.last[positions].to(self.head.dtype), self.head)  # (n, V)
+        labels = self.draft_index[logits.max(-1).indices]  # (n,)
+        restricted = logits[:, self.draft_ids]  # (n, V_d)
+        kept = labels >= 0
+        if with_unknown:
+            kept = torch.ones_like(kept)
+        elif not kept.all():
+            logits, restricted, labels = logits[kept] if with_mass else logits, restricted[kept], labels[kept]
+        restricted = restricted.to(dtype)
+        mass = None
+        if with_mass:
+            mass = restricted.logsumexp(-1).sub_(logits.to(dtype).logsumexp(-1)).exp_()
+        return TeacherChunk(kept, restricted.softmax(-1), labels, mass)

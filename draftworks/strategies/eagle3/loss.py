@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.chunked_loss import chunked_loss
 from draftworks.drafts.objectives import BatchObjective, CrossEntropy, Objective
-from draftworks.drafts.supervision import TeacherPlan
-from draftworks.drafts.teacher import Teacher
+from draftworks.drafts.supervision import Teacher, TeacherPlan
 
 CHUNK_ELEMENTS = 2**20
 """Logits held at a time, the larger number of the teacher's and the draft's; at least MIN_CHUNK_LABELS labels."""

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from draftworks.drafts.objectives import Blend, CrossEntropy, LogAcceptance, MeanBlend, MeanLogAcceptance
-from draftworks.drafts.supervision import TeacherPlan, make_teacher_plan, token_mean_label_mask
-from draftworks.drafts.teacher import Teacher
+from draftworks.drafts.supervision import Teacher, TeacherPlan, make_teacher_plan, token_mean_label_mask
 from draftworks.strategies.eagle3 import loss as losses
 from draftworks.strategies.eagle3.loss import distill, number_across_steps
 
