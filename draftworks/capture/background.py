@@ -1,4 +1,4 @@
-"""Work that may wait for an answer which never comes, and does not keep the program from ending meanwhile."""
+"""Futures of daemon threads: work that may block forever and must not keep the program from exiting."""
 
 from __future__ import annotations
 

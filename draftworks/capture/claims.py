@@ -1,10 +1,10 @@
-"""Who captures what, where several processes capture into one store at a time: each feature is captured by one of them.
+"""Claims of processes that capture into one store at the same time: each feature is captured by one of them.
 
     {store}/claims/all.lock       held for a moment by who takes or gives back
     {store}/claims/{id}.keys      feature keys that a process is capturing, one a line
     {store}/claims/{id}.lock      held by that process; it goes with it, and so does the claim
 
-Without claims nothing would be wrong, since keys are content, but work would be done twice.
+Claims only avoid duplicate work: keys are content digests, so features captured twice are the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a target engine offers, whatever it is built on, and how one is found by the name of its backend."""
+"""Interface of a target engine, and the table of backends that load one by name."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from draftworks.storage.identity import EngineIdentity, LastHidden, LayerTap, di
 
 
 def derive_seed(seed: int, key: str) -> int:
-    """A seed for one request, 0 to 2**31 - 1: `key` tells it from the others of a run."""
+    """Return a seed for one request, 0 to 2**31 - 1, derived from the run's seed and the request's `key`."""
     hashed = sha256(f"{seed}/{key}".encode()).digest()
     return int.from_bytes(hashed[:4], "big") >> 1
 
 
 @dataclass(frozen=True)
 class Generated:
-    """One response. `ids` includes the end token if there is one; `finished` is false if it was cut by a limit."""
+    """One generated answer. `ids` includes the end token if there is one; `finished` is False if a limit cut it off."""
 
     ids: tuple[int, ...]
     finished: bool
@@ -60,7 +60,7 @@ class TargetEngine(ABC):
         return f"the engine of backend {self.backend}"
 
     def members(self) -> Sequence[TargetEngine]:
-        """The engines that share its work, each of which can be asked by itself."""
+        """Return the engines that share the work, each of which can be called by itself."""
         return (self,)
 
     @abstractmethod

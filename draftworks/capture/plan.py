@@ -1,4 +1,4 @@
-"""What a capture has to do, worked out before a target is loaded: keys, what is missing, bytes, batches."""
+"""Plan of a capture, made before a target is loaded: keys, missing features, bytes, batches."""
 
 from __future__ import annotations
 

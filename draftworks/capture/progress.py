@@ -1,4 +1,4 @@
-"""How far a run that takes a while has come."""
+"""Progress of a long run: counts, throughput, remaining time."""
 
 from __future__ import annotations
 

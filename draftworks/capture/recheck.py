@@ -1,4 +1,4 @@
-"""Re-capture of a few stored samples: are the features in the store what this engine computes today?
+"""Compares stored features of a few samples with a fresh capture by the same engine.
 
 Keys name our numerics revision of an engine, not package versions. So a new version of torch or transformers changes no
 key, and this check says whether it changed the numbers, and the revision has to be raised.

@@ -1,4 +1,4 @@
-"""Checks that what was captured can be what training believes it is."""
+"""Checks of captured streams: shape, dtype, finite values, and agreement of `last` with the target's logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A circuit breaker: who failed several times in a row is left alone for a while, and then tried with one request."""
+"""A circuit breaker: after several failures in a row it blocks requests for a while, then allows one trial request."""
 
 from __future__ import annotations
 

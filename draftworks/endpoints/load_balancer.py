@@ -1,4 +1,4 @@
-"""Work spread over servers that do the same: to the one with the least to do, and away from those that fail."""
+"""Load balancing over equivalent servers: requests go to the least busy one, and not to servers that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The look at a target with which every run begins, remembered while nothing that it looks at has changed. Torch-free."""
+"""The pre-flight examination at the start of every run, cached until one of its inputs changes. Torch-free."""
 
 from __future__ import annotations
 

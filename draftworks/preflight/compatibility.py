@@ -1,4 +1,4 @@
-"""What the strategies of a target ask of it together: taps and a draft vocabulary. Torch-free, checked before any cost."""
+"""Checks that a target satisfies its strategies: taps, vocabulary, options, exports. Torch-free, before any expensive work."""
 
 from __future__ import annotations
 

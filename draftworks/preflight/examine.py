@@ -1,4 +1,4 @@
-"""Everything that can be known of a target before it costs anything: of its entry, files and data, without its weights.
+"""Pre-flight examination of a target: its entry, files and data, without loading its weights.
 
 Torch-free to import: torch, transformers and pyarrow are imported when the cheap questions are answered.
 """

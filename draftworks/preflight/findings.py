@@ -1,4 +1,4 @@
-"""What a look at a target before it costs anything has found. Torch-free."""
+"""Errors and warnings collected by the pre-flight checks of a target. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """An error is what a run would fail of, or what makes its result worthless; a warning is what somebody should know before."""
+    """One problem. An error would make a run fail or its result useless; a warning is for the user to consider before."""
 
     severity: Severity
     text: str

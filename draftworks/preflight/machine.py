@@ -1,4 +1,4 @@
-"""Whether this machine has what a target's entry takes for granted: folders, processors, another Python, keys. Torch-free."""
+"""Checks of this machine for a target: writable folders, processors, SGLang's Python, API keys. Torch-free."""
 
 from __future__ import annotations
 

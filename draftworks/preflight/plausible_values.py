@@ -1,4 +1,4 @@
-"""Values of a target that are valid, and that nobody can mean. Torch-free.
+"""Warnings and errors for option values that are valid but implausible. Torch-free.
 
 Bounds of errors are far outside of what anybody has trained with; those of warnings are where mistyped digits show.
 """

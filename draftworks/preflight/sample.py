@@ -1,4 +1,4 @@
-"""The first rows of a target's data, taken as far as they go without the model: parsed, rendered, tokenized, measured."""
+"""Checks on the first data rows of a target: parsed, rendered, tokenized and measured, without the model."""
 
 from __future__ import annotations
 

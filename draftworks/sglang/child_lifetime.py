@@ -1,4 +1,4 @@
-"""Children of a process that end with it from their first moment on.
+"""Spawned child processes that end with their parent from the moment they start.
 
 SGLang's processes ask the kernel for that themselves, but only after seconds of imports: who kills us in that time would
 leave them behind. Run as a module it gives another program such children: `child_lifetime FOLDER MODULE ARG…`. Standard

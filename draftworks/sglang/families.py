@@ -1,4 +1,4 @@
-"""What SGLang is known not to do with a family of models: found by running 0.5.23, see docs/sglang.md. Torch-free."""
+"""Known limitations of SGLang by model family, found by running 0.5.23; see docs/sglang.md. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang as a process of ours: started, watched, stopped, and never left behind."""
+"""An SGLang server as a child process: start, readiness, log, stop; it never outlives this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a speculating SGLang says of its own work: request by request, in its metrics and in its server info.
+"""SGLang's counters of speculative decoding: per request, in its metrics and in its server info.
 
 The counters of a request are what counts: they are exact, and of nobody else's requests. Metrics and server info are of
 the whole server, its warm-up included, and are good for a cross-check. Names are those of SGLang 0.5.23.

@@ -1,4 +1,4 @@
-"""From a target's registry entry to files with known content. Torch-free; only a hub target reaches for the network."""
+"""Resolves a target's registry entry to files with digests. Torch-free; only a hub target uses the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do a target's weights belong to its configuration? Answered from names and shapes, by transformers' own loading without data.
+"""Checks a target's weights against its configuration by names and shapes, with transformers' loader on the meta device.
 
 Torch-free to import: torch and transformers are loaded by what needs them.
 """

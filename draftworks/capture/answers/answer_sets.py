@@ -1,4 +1,4 @@
-"""Finished answers: where they are kept, what they depend on, and how they become a set to train on."""
+"""Finished answers: their file, their identity, and the conversation and token sets written from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who answers conversations: a target engine that is given token ids, or a server that is given messages."""
+"""Sources of answers: a target engine that receives token ids, or a server that receives messages."""
 
 from __future__ import annotations
 
