@@ -81,7 +81,7 @@ def _check_exports(
     canonical = CanonicalDraft(Path("draft"), record, draft.model.state_dict(), files, parts)
     for name in wanted:
         if name in refused:
-            continue  # told by `check_demands`, where somebody asked for it
+            continue  # told by `check_requirements`, where somebody asked for it
         try:
             config = load_format(strategy.name, name).config(canonical, getattr(torch, entry.export.dtype))
             build_server_configs(config)
