@@ -96,7 +96,7 @@ store.put(SampleRef("s1", "", "", "", {"last": ""}, {}), {"last": torch.full((40
 @pytest.mark.parametrize(
     ("module", "name", "when", "samples"),
     [
-        ("draftworks.features.sample_file", "save_file", "after", 0),
+        ("safetensors.torch", "save_file", "after", 0),
         ("draftworks.features.shared_dir_store", "fsync", "before", 0),
         ("os", "link", "before", 0),
         ("os", "link", "after", 1),

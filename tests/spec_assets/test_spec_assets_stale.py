@@ -11,6 +11,8 @@ from dagster._core.definitions.data_version import CachingStaleStatusResolver, S
 from dagster._core.loader import LoadingContextForTest
 
 from draftworks.storage.asset_names import TARGET_MODEL, of_strategy
+from draftworks.targets.registry import Registry
+from spec_assets.unused import find_unused_assets
 
 TWO_STRATEGIES = """
   dflash:
@@ -40,7 +42,7 @@ CHANGES: dict[str, tuple[str, Any, set[str]]] = {
     "evaluation": (
         "evaluation.resamples",
         177,
-        {of_strategy(strategy)[kind] for strategy in STRATEGIES for kind in (1, 3)},
+        {of_strategy(strategy).report for strategy in STRATEGIES},
     ),
     "what decides no result": ("strategies.eagle3.training.log_every", 3, set()),
 }
@@ -90,11 +92,15 @@ def make_the_rest(site: Any, instance: dg.DagsterInstance) -> None:
 def stale(site: Any, instance: dg.DagsterInstance) -> set[str]:
     graph = site.definitions().resolve_asset_graph()
     resolver = CachingStaleStatusResolver(instance, graph, LoadingContextForTest(instance))
+    registry = Registry(site.registry)
+    unused = find_unused_assets(registry.load_target("small"), registry)
     keys = [key for key in graph.get_all_asset_keys() if graph.get(key).group_name != "inputs"]
     return {
         key.to_user_string()
         for key in keys
-        if key != dg.AssetKey("leaderboard") and resolver.get_status(key, "small") == StaleStatus.STALE
+        if key != dg.AssetKey("leaderboard")
+        and key.to_user_string() not in unused
+        and resolver.get_status(key, "small") == StaleStatus.STALE
     }
 
 
