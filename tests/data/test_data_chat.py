@@ -249,7 +249,7 @@ def test_a_template_that_never_ends_is_an_error_once_and_for_all(make_target, mo
     monkeypatch.setattr("draftworks.data.chat.RENDER_LIMIT_S", 0.2)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}"
     chat = ChatTokenizer.load(make_target(endless))
-    with pytest.raises(ConfigError, match=r"not done with one conversation after 0\.2 s"):
+    with pytest.raises(ConfigError, match=r"has not finished one conversation after 0\.2 s"):
         chat.encode(Conversation.of([Turn("user", "a"), Turn("assistant", "abc")]))
 
 
