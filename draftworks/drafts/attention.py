@@ -238,7 +238,8 @@ class _InGroups(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
         query, *keys_and_values, output = ctx.saved_tensors[:6]
         gradients = [torch.zeros_like(x) for x in (query, *keys_and_values)]
         for group, lse in zip(ctx.groups, ctx.saved_tensors[6:], strict=True):
@@ -256,4 +257,5 @@ class _InGroups(torch.autograd.Function):
 def _part(group: Group, query: Tensor, *keys_and_values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value of a group; `keys_and_values` are the context's, then the draft tokens'."""
     context, own = KeyValue(*keys_and_values[:2]), KeyValue(*keys_and_values[2:])
-    return query[:, :, group.tokens], *context.select(group.context).concat(own.select(group.own))
+    key, value = context.select(group.context).concat(own.select(group.own))
+    return query[:, :, group.tokens], key, value

@@ -170,7 +170,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
         return _scatter(grad, ctx.saved_tensors[0], ctx.positions), None
 
 
@@ -184,7 +185,8 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 

@@ -129,15 +129,16 @@ class ByDocument(CausalKernel):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Attended:
         parts = [self._kernel.forward(*(_cut_run(x, run) for x in (query, key, value))) for run in self._runs]
-        output, lse = (_join_runs([part[field] for part in parts], self._runs, query) for field in range(2))
+        output = _join_runs([part.output for part in parts], self._runs, query)
+        lse = _join_runs([part.lse for part in parts], self._runs, query)
         return Attended(output, lse, tuple(part.rest for part in parts))
 
     def backward(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended) -> Gradients:
         parts = []
         for run, rest in zip(self._runs, attended.rest, strict=True):
-            inputs = (_cut_run(x, run) for x in (grad, query, key, value))
+            of_run = [_cut_run(x, run) for x in (grad, query, key, value)]
             mine = Attended(_cut_run(attended.output, run), _cut_run(attended.lse, run), rest)
-            parts.append(self._kernel.backward(*inputs, mine))
+            parts.append(self._kernel.backward(of_run[0], of_run[1], of_run[2], of_run[3], mine))
         return Gradients(*(_join_runs(found, self._runs, query) for found in zip(*parts, strict=True)))
 
 
@@ -177,10 +178,10 @@ class MaskedKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, attended: Attended
     ) -> Gradients:
-        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
         with torch.enable_grad():
-            output = self.forward(*inputs, seen).output
-        return Gradients(*torch.autograd.grad(output, inputs, grad))
+            output = self.forward(query, key, value, seen).output
+        return Gradients(*torch.autograd.grad(output, (query, key, value), grad))
 
 
 class CpuMaskedFlash(MaskedKernel):
@@ -215,12 +216,12 @@ def choose_masked_kernel(device_type: str, dtype: torch.dtype, head_size: int) -
 def _equal(fast: MaskedKernel, plain: MaskedKernel, dtype: torch.dtype, head_size: int) -> bool:
     """Compare output and gradients of two kernels on a small batch row."""
     tolerance, generator = 0.05 if dtype.itemsize == 2 else 1e-4, torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, heads, 7, head_size, generator=generator).to(dtype) for heads in (4, 2, 2)]
+    query, key, value = (torch.randn(1, heads, 7, head_size, generator=generator).to(dtype) for heads in (4, 2, 2))
     seen, results = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril(), []
     try:
         for kernel in (fast, plain):
-            attended = kernel.forward(*inputs, seen)
-            results.append([attended.output, *kernel.backward(inputs[0], *inputs, seen, attended)])
+            attended = kernel.forward(query, key, value, seen)
+            results.append([attended.output, *kernel.backward(query, query, key, value, seen, attended)])
     except (AttributeError, RuntimeError, TypeError):  # an operator that is missing, or has other arguments
         return False
     return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*results, strict=True))

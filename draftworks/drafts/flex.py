@@ -100,7 +100,7 @@ def _flex_equals_sdpa(device: torch.device, dtype: torch.dtype, head_size: int) 
         if flex:
             output = get_flex_attention(device.type)(query, key, value, block_mask=mask, enable_gqa=True)
         else:
-            every_head = (x.repeat_interleave(times, dim=1) for x, times in zip(leaves, groups, strict=True))
-            output = F.scaled_dot_product_attention(*every_head, is_causal=True)
+            every_head = [x.repeat_interleave(times, dim=1) for x, times in zip(leaves, groups, strict=True)]
+            output = F.scaled_dot_product_attention(every_head[0], every_head[1], every_head[2], is_causal=True)
         results.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
     return all(torch.allclose(a, b, rtol=0.05, atol=0.05) for a, b in zip(*results, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 def uninitialized(kind: type[Layer], *sizes: int, **options: Any) -> Layer:
     """Return a layer without initialised weights on the default device; `torch.device("meta")` gives sizes alone."""
-    return nn.utils.skip_init(kind, *sizes, device=torch.get_default_device(), **options)
+    return cast(Layer, nn.utils.skip_init(kind, *sizes, device=torch.get_default_device(), **options))
 
 
 def seeded_linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
@@ -64,7 +64,8 @@ class _RmsNormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
         x, weight, inverse = ctx.saved_tensors
         grad, gain = grad.to(inverse.dtype), weight.to(inverse.dtype)
         unit = x.to(inverse.dtype) * inverse
@@ -107,7 +108,8 @@ class _SwigluFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
         gate, up = ctx.saved_tensors
         d_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return d_gate, F.silu(gate).mul_(grad)
@@ -141,7 +143,8 @@ class _RotateFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
+        (grad,) = grads
         cos, sin = ctx.saved_tensors
         return _rotate(grad, cos, -sin), None, None
 
@@ -156,6 +159,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class Rotary(nn.Module):
     """Rotary position embedding with the target's parameters."""
+
+    inv_freq: Tensor
 
     def __init__(self, target: TargetParts) -> None:
         super().__init__()

@@ -43,6 +43,8 @@ def verify(proposal: Proposal, logits: Tensor, temperature: float, generator: Ge
         greedy = logits.argmax(-1)  # (k + 1,)
         accepted = int((greedy[:-1] == proposal.tokens).cumprod(0).sum())
         return Verdict(accepted, int(greedy[accepted]))
+    if proposal.probabilities is None:
+        raise ValueError("a proposal made at temperature 0 cannot be verified at another")
     target = distribution(logits, temperature)
     for index, token in enumerate(proposal.tokens.tolist()):
         p, q = target[index], proposal.probabilities[index].to(target.dtype)

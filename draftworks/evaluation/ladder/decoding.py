@@ -73,7 +73,7 @@ def measure_draft_gap(
         drafter = strategy.drafter()
         drafter.extend(features, following)
         proposal = drafter.propose(len(proposed) + 1, LOW_TEMPERATURE, generator)
-        if proposal.tokens[:-1].tolist() == list(proposed):
+        if proposal.probabilities is not None and proposal.tokens[:-1].tolist() == list(proposed):
             largest = proposal.probabilities[-1].double().topk(2).values
             return _finite(LOW_TEMPERATURE * float(largest.log().diff().neg()))
     return None

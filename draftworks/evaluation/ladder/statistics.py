@@ -138,6 +138,8 @@ def paired_difference(
     resampled_a, resampled_b = _resample(pairs, resampling)
     interval = _percentiles(resampled_a - resampled_b, resampling.confidence)
     mean_a, mean_b = map(micro_mean, pairs)
+    assert mean_a is not None, "a measured prompt has a pass"
+    assert mean_b is not None
     difference = mean_a - mean_b
     return PairedDifference(difference, interval, len(shared), len(of_a) - len(shared), len(of_b) - len(shared))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -84,7 +85,8 @@ class TargetSession:
 
     @property
     def _croppable_layers(self) -> list[DynamicLayer]:
-        return [layer for index, layer in enumerate(self._cache.layers) if index not in self._recurrent]
+        layers = [layer for index, layer in enumerate(self._cache.layers) if index not in self._recurrent]
+        return cast(list[DynamicLayer], layers)
 
     def _crop(self, tokens: int) -> None:
         """Remove the last `tokens` tokens; layers with a window shrink to it again, also if `tokens` is 0."""

@@ -100,7 +100,7 @@ def compare_with_replaced_draft(artifacts: ArtifactStore, asset: str, target: st
         return ReplacedDraftComparison(
             new, old, reason="no held-out prompt has the same tokens in both reports and a pass in both"
         )
-    return ReplacedDraftComparison(new, old, paired_difference(*pair, resampling=measured.resampling))
+    return ReplacedDraftComparison(new, old, paired_difference(pair[0], pair[1], resampling=measured.resampling))
 
 
 def find_previous_report(artifacts: ArtifactStore, report: Artifact) -> Artifact | None:

@@ -62,6 +62,7 @@ def _format_speed_ups(report: Report) -> list[str]:
         f"{_format_speed_up(loop.speed_up)} as fast as plain decoding "
         f"({_describe_decoding(loop.temperature)}, {loop.acceptance.prompts:,} prompts)"
         for loop in loops
+        if loop.acceptance is not None
     ]
 
 
@@ -91,14 +92,14 @@ def _render_rungs(report: Report) -> str:
 
 def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
     found = [each for each in findings if each.draft == draft]
-    accuracies = _format_percentages(each.value for each in found if each.rung == 0)
+    accuracies = _format_percentages(each.value for each in found if each.rung == 0 and each.value is not None)
     row = {"draft": draft, "accuracy % by position (rung 0)": accuracies}
     for each in found:
         if each.rung == 1:
             row[f"{each.metric} (rung 1)"] = _format_number(each.value)
         if each.rung > 1:
             row[each.metric] = _format_length(each)
-        if each.metric == WALK and each.value is not None:
+        if each.metric == WALK and each.value is not None and each.acceptance is not None:
             row["tokens per pass (walk)"] = _format_number(each.acceptance.tokens_per_pass)
         if each.rung == 4:
             row[f"speed-up ({_describe_decoding(each.temperature)})"] = _format_speed_up(each.speed_up)
@@ -107,12 +108,12 @@ def _draft_row(draft: str, findings: Iterable[Finding]) -> dict[str, str]:
 
 def _render_rates(report: Report) -> str:
     """Return the acceptance rates of rejection sampling, for the drafts where they were measured."""
-    rows, coverage = [], None
+    rows, coverage = [], 0.0
     for name, measured in report.drafts.items():
         rates = measured.result.acceptance_rates
         if rates is None or rates.unconditional is None:
             continue
-        coverage = rates.coverage
+        coverage = rates.coverage or 0.0
         rows.append(
             {
                 "draft": name,
@@ -203,12 +204,12 @@ def _format_interval(measured: Any) -> str:
     return f"{_format_number(measured.low)}–{_format_number(measured.high)}"
 
 
-def _format_number(value: float) -> str:
-    return f"{value:.2f}"
+def _format_number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}"
 
 
-def _format_speed_up(speed_up: float) -> str:
-    return f"{speed_up:.2f}×"
+def _format_speed_up(speed_up: float | None) -> str:
+    return "none" if speed_up is None else f"{speed_up:.2f}×"
 
 
 def _format_share(share: float) -> str:

@@ -48,7 +48,7 @@ def slice_acceptance(
     known = columns.reindex([prompt.sample_id for prompt in prompts])
     rows = []
     for column in by:
-        for value, positions in _slice_column(known[column]):
+        for value, positions in _slice_column(known.loc[:, column]):
             measured = summarize_acceptance([prompts[position] for position in positions], resampling)
             rows.append({"column": column, "value": value, **{name: getattr(measured, name) for name in MEASURES}})
     return pd.DataFrame(rows, columns=["column", "value", *MEASURES]).astype(MEASURES)

@@ -163,7 +163,10 @@ class ReportSummary:
     @property
     def simulated_acc_len(self) -> float:
         """Rung 1 of the trained draft; every report has it."""
-        return self.select_scores(TRAINED, 1)[0].value
+        [score] = self.select_scores(TRAINED, 1)
+        if score.value is None:
+            raise StoreError(f"a report without {score.metric} of the trained draft. {EVALUATE_AGAIN}")
+        return score.value
 
     def select_scores(self, draft: str, rung: int) -> tuple[RungScore, ...]:
         """Return the scores of a draft on a rung: on rung 0 one per draft position, on rung 4 one per temperature."""

@@ -92,10 +92,9 @@ def build_differences_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
 
 def select_slices_to_show(slices: pd.DataFrame) -> pd.DataFrame:
     """Return the slices of columns with more than one slice; of a column with many, the largest."""
-    several = slices[slices.groupby("column")["value"].transform("size") > 1]
-    largest = (
-        several.sort_values("prompts", ascending=False, kind="stable").groupby("column").head(MAX_SLICES_PER_COLUMN)
-    )
+    several = slices.loc[slices["column"].map(slices["column"].value_counts()) > 1]
+    by_size = several.sort_values(by="prompts", ascending=False, kind="stable")
+    largest = by_size.groupby("column").head(MAX_SLICES_PER_COLUMN)
     return several.loc[sorted(largest.index)]
 
 

@@ -49,7 +49,7 @@ def save_report(report: Report, folder: Path) -> None:
 def _save_slices_plot(report: Report, path: Path) -> None:
     """Write the plot of the slices; without a pass to show, remove an old one."""
     shown = select_slices_to_show(report.walk_slices)
-    if not shown["passes"].any():
+    if not (shown["passes"] > 0).to_numpy().any():
         path.unlink(missing_ok=True)
         return
     with publish_file(path) as staging:
