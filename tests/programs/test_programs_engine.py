@@ -93,7 +93,7 @@ def test_captures_and_answers_find_in_it_what_their_entry_asks_for(registry: Pat
             lines.append(serving.stdout.readline())
             assert lines[-1], lines
         found = Registry(registry)
-        target = found.target("small")
+        target = found.load_target("small")
         files, client = resolve_target(target, found, FileDigests()), SGLangClient(target.capture.server.url, 60)
         info = require_server(client, files, target.capture, LAYERS, longest=target.max_length)
         assert set(LAYERS) <= set(info.layer_ids)
