@@ -79,6 +79,7 @@ reference: $(VENV)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
 
 check: $(VENV)/ready
 	$(BIN)/draftworks check

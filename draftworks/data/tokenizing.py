@@ -162,7 +162,7 @@ def _tokenizer(target: TargetFiles, thinking: bool | None) -> ChatTokenizer:
 
 
 def _encode_chunk(work: _Work, conversations: Sequence[Conversation]) -> list[CutRow | RejectedSample]:
-    chat = _tokenizer(work.target, work.thinking)
+    chat = _tokenizer(work.target, work.thinking)  # pyright: ignore[reportArgumentType] - frozen models have a hash
     encode = partial(_encode, chat, work.only_last_turn)
     return [_cut_or_reject(each.id, partial(encode, each), work.max_length) for each in conversations]
 

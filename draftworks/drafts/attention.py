@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from draftworks.drafts.flash_kernels import Attended, choose_masked_kernel
 from draftworks.drafts.flex import check_flex, flex_works, get_flex_attention
+from draftworks.drafts.torch_compile import without_compile
 
 GROUP_TOKENS = {"cpu": 128, "cuda": 4096}
 """Query tokens per group of the `sdpa` back end, by device type."""
@@ -175,7 +176,7 @@ class DraftAttention:
         self._groups: dict[int | None, list[Group]] = {}
         self._flex_masks: dict[int | None, Any] = {}
 
-    @torch.compiler.disable  # groups differ from batch to batch; flex is compiled by itself
+    @without_compile  # groups differ from batch to batch; flex is compiled by itself
     def __call__(self, query: Tensor, context: KeyValue, own: KeyValue, window: int | None = None) -> Tensor:
         """Return the attention of one layer, (B, heads, n, D).
 
@@ -238,8 +239,7 @@ class _InGroups(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        (grad,) = grads
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         query, *keys_and_values, output = ctx.saved_tensors[:6]
         gradients = [torch.zeros_like(x) for x in (query, *keys_and_values)]
         for group, lse in zip(ctx.groups, ctx.saved_tensors[6:], strict=True):

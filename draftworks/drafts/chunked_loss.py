@@ -6,7 +6,7 @@ Autograd takes the gradients of a chunk while its logits are at hand. They are k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,29 +40,42 @@ def chunked_loss(
     """
     with_grad = torch.is_grad_enabled()
     sources = (*inputs, *shared)
-    gradients = [_gradient_buffer(tensor, with_grad, wide=slot >= len(inputs)) for slot, tensor in enumerate(sources)]
-    trained = [slot for slot, gradient in enumerate(gradients) if gradient is not None]
-    totals: list[Tensor | None] = []
+    trained = {
+        slot: tensor for slot, tensor in enumerate(sources) if tensor is not None and with_grad and tensor.requires_grad
+    }
+    gradients = {slot: _gradient_buffer(tensor, wide=slot >= len(inputs)) for slot, tensor in trained.items()}
+    totals: Sums | None = None
     for chunk in chunks:
-        parts = [tensor if tensor is None else _select(tensor, chunk.index) for tensor in inputs] + list(shared)
-        for slot in trained:
-            parts[slot] = parts[slot].detach().requires_grad_()
+        parts = [None if tensor is None else _select(tensor, chunk.index) for tensor in inputs] + list(shared)
+        leaves = {
+            slot: part.detach().requires_grad_()
+            for slot, part in enumerate(parts)
+            if slot in trained and part is not None
+        }
         with torch.set_grad_enabled(bool(trained)):
-            found = formula(chunk, *parts)
+            found = formula(chunk, *(leaves.get(slot, part) for slot, part in enumerate(parts)))
+        loss = found[0]
+        assert loss is not None, "the first of a formula's sums is its loss"
         if trained:
-            for slot, gradient in zip(trained, torch.autograd.grad(found[0], [parts[slot] for slot in trained])):
+            for slot, gradient in zip(leaves, torch.autograd.grad(loss, list(leaves.values()))):
                 if slot >= len(inputs):
                     gradients[slot] += gradient
                 elif isinstance(chunk.index, slice):
                     gradients[slot][chunk.index] = gradient
                 else:
                     gradients[slot].index_copy_(0, chunk.index, gradient)
-        loss, *others = (each if each is None else each.detach() for each in found)
-        terms = [loss, *(each if each is None else each.double() for each in others)]
-        totals = [one if one is None else one + other for one, other in zip(terms, totals)] if totals else terms
-    kept = [gradients[slot].to(sources[slot].dtype) for slot in trained]
-    loss = _LossWithGradients.apply(totals[0], kept, *(sources[slot] for slot in trained))
-    return type(found)(loss, *totals[1:])
+        terms = [loss.detach(), *(None if each is None else each.detach().double() for each in found[1:])]
+        summed = terms if totals is None else [_add(one, other) for one, other in zip(totals, terms, strict=True)]
+        make: Any = type(found)
+        totals = make(*summed)
+    if totals is None:
+        raise ValueError("a chunked loss needs at least one chunk")
+    kept = [gradients[slot].to(tensor.dtype) for slot, tensor in trained.items()]
+    return type(totals)(_LossWithGradients.apply(totals[0], kept, *trained.values()), *totals[1:])
+
+
+def _add(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return None if one is None or other is None else one + other
 
 
 def _select(tensor: Tensor, index: slice | Tensor) -> Tensor:
@@ -70,10 +83,8 @@ def _select(tensor: Tensor, index: slice | Tensor) -> Tensor:
     return tensor[index] if isinstance(index, slice) else tensor.index_select(0, index)
 
 
-def _gradient_buffer(tensor: Tensor | None, with_grad: bool, wide: bool) -> Tensor | None:
-    """Return zeros to collect the gradient in, or None for a tensor that needs no gradient."""
-    if tensor is None or not (with_grad and tensor.requires_grad):
-        return None
+def _gradient_buffer(tensor: Tensor, wide: bool) -> Tensor:
+    """Return zeros to collect the gradient in."""
     return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32) if wide else tensor.dtype)
 
 
@@ -87,5 +98,5 @@ class _LossWithGradients(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_loss: Tensor):
+    def backward(ctx, grad_loss: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, None, *(gradient * grad_loss.to(gradient.dtype) for gradient in ctx.saved_tensors)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from torch.nn import functional as F
 from draftworks.features.contracts import TrainBatch
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True)
+class Run:
     """`count` consecutive documents of equal length, from position `begin` on."""
 
     begin: int
@@ -80,7 +80,7 @@ class Documents:
         runs: list[Run] = []
         for begin, length in zip(accumulate(self.lengths, initial=0), self.lengths):
             if runs and runs[-1].length == length:
-                runs[-1] = runs[-1]._replace(count=runs[-1].count + 1)
+                runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
             else:
                 runs.append(Run(begin, 1, length))
         return tuple(runs)
@@ -170,8 +170,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        (grad,) = grads
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         return _scatter(grad, ctx.saved_tensors[0], ctx.positions), None
 
 
@@ -185,8 +184,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        (grad,) = grads
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 

@@ -64,8 +64,7 @@ class _RmsNormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        (grad,) = grads
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, inverse = ctx.saved_tensors
         grad, gain = grad.to(inverse.dtype), weight.to(inverse.dtype)
         unit = x.to(inverse.dtype) * inverse
@@ -108,8 +107,7 @@ class _SwigluFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        (grad,) = grads
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
         d_gate = torch.ops.aten.silu_backward(grad * up, gate)
         return d_gate, F.silu(gate).mul_(grad)
@@ -143,8 +141,7 @@ class _RotateFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        (grad,) = grads
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         cos, sin = ctx.saved_tensors
         return _rotate(grad, cos, -sin), None, None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 KINDS = 64
 """Kinds of arguments that a function is compiled for. One batch row or several, one tile or several, a window or none,
@@ -28,3 +30,8 @@ def compile_for_many_kinds(function: Callable[..., Any], **options: Any) -> Call
             return fast(*args, **kwargs)
 
     return call
+
+
+def without_compile(function: Function) -> Function:
+    """`torch.compiler.disable` as a decorator that keeps the function's type: graphs break there."""
+    return cast(Function, torch.compiler.disable(function))

@@ -48,7 +48,7 @@ def plot_slices(slices: pd.DataFrame, title: str) -> bytes:
     names = [f"{column} = {value:.30}  (n = {prompts:,})" for column, value, prompts in zip(*columns, strict=True)]
     axes.set_yticks(rows, [name.replace("$", r"\$") for name in names])  # a dollar would start a formula
     axes.set_ylim(len(measured) - 0.5, -0.5)
-    axes.set_xlim(0, max(1.05 * float(measured["high"].max()), 0.1))
+    axes.set_xlim(0, max(1.05 * max(measured["high"], default=0.0), 0.1))
     label_axes(axes, title, "rung3_walk_acc_len (draft tokens per pass)", "")
     return render_png(figure)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -92,7 +93,8 @@ def build_differences_table(drafts: Mapping[str, DraftMeasurement]) -> pa.Table:
 
 def select_slices_to_show(slices: pd.DataFrame) -> pd.DataFrame:
     """Return the slices of columns with more than one slice; of a column with many, the largest."""
-    several = slices.loc[slices["column"].map(slices["column"].value_counts()) > 1]
+    sizes = Counter(slices["column"])
+    several = slices.loc[[sizes[column] > 1 for column in slices["column"]]]
     by_size = several.sort_values(by="prompts", ascending=False, kind="stable")
     largest = by_size.groupby("column").head(MAX_SLICES_PER_COLUMN)
     return several.loc[sorted(largest.index)]

@@ -63,14 +63,15 @@ class BlockDrafter(Drafter):
 
     @torch.no_grad()
     def propose(self, count: int, temperature: float, generator: Generator | None) -> Proposal:
-        states = self._backbone.compute_states()[None]
+        states, known = self._backbone.compute_states()[None], self._known
+        assert known is not None, "compute_states refuses a drafter that knows no token"
         if temperature == 0:
-            return Proposal(self._draft.decode(states, self._known, count, lambda logits: logits.argmax(-1))[0])
+            return Proposal(self._draft.decode(states, known, count, lambda logits: logits.argmax(-1))[0])
         drawn_from: list[Tensor] = []
 
         def sample(logits: Tensor) -> Tensor:
             drawn_from.append(distribution(logits[0], temperature))
             return draw(drawn_from[-1], generator)[None]
 
-        tokens = self._draft.decode(states, self._known, count, sample)[0]
+        tokens = self._draft.decode(states, known, count, sample)[0]
         return Proposal(tokens, torch.stack(drawn_from))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Generator, Tensor
@@ -12,7 +13,7 @@ from draftworks.drafts.anchors import Blocks
 from draftworks.drafts.attention import DraftAttention, KeyValue
 from draftworks.drafts.sampling import distribution, draw
 from draftworks.drafts.strategy import Drafter, Proposal
-from draftworks.strategies.dflash.model import DFlashDraft
+from draftworks.strategies.dflash.model import DFlashDraft, DFlashLayer
 
 
 class DFlashDrafter(Drafter):
@@ -34,7 +35,7 @@ class DFlashDrafter(Drafter):
         model, count = self._model, len(next_tokens)
         context = model.fuse_context(torch.cat([features[tap] for tap in self._taps], dim=-1)[None])
         rotation = model.rotary(self._length + count, context.dtype).window(self._length, count)
-        new = [layer.self_attn.project_key_value(context, rotation) for layer in model.layers]
+        new = [layer.self_attn.project_key_value(context, rotation) for layer in _layers(model)]
         self._context = [old.concat(fresh) for old, fresh in zip(self._context, new)] if self._context else new
         self._length += count
         self._anchor = next_tokens[-1:]
@@ -58,6 +59,10 @@ class DFlashDrafter(Drafter):
         block = Blocks(where, torch.ones_like(where, dtype=torch.bool), model.block_size)
         rotation = model.get_rotation(block.positions, self._length + model.block_size)
         hidden, attend = model.embed_blocks(self._anchor[None]), DraftAttention(block.make_seen_keys(self._length))
-        for layer, context in zip(model.layers, self._context, strict=True):
+        for layer, context in zip(_layers(model), self._context, strict=True):
             hidden = layer.forward_cached(hidden, context, rotation, attend)
         return hidden[0]
+
+
+def _layers(model: DFlashDraft) -> list[DFlashLayer]:
+    return cast("list[DFlashLayer]", list(model.layers))

@@ -106,6 +106,9 @@ class DFlashDraft(nn.Module):
         generator: the only source of randomness of the initial weights.
     """
 
+    embed_tokens: Tensor
+    own_target_head: Tensor | None
+
     def __init__(self, target: TargetParts, sizes: DFlashSizes, generator: torch.Generator) -> None:
         super().__init__()
         width, eps = target.hidden_size, target.rms_norm_eps

@@ -17,7 +17,7 @@ publication specifies the initial value; from 0, no noise has to be unlearned.)
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class DominoCorrection(nn.Module):
     @property
     def projection(self) -> Tensor:
         """The output projection, (V, E)."""
-        return self.embed_proj[2].weight
+        return cast(nn.Linear, self.embed_proj[2]).weight
 
     def encode_prefixes(self, embedded: Tensor) -> Tensor:
         """Return the GRU states after each token: (N, k, H) to (N, k, G)."""

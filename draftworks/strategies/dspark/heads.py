@@ -87,9 +87,11 @@ class RnnMarkovHead(MarkovHead):
         # (3r, r), (3r, r + H)
         of_memory, of_inputs = self.joint_proj.weight.split([rank, self.joint_proj.in_features - rank], dim=1)
         inputs = F.linear(torch.cat([embedded, states], dim=-1), of_inputs, self.joint_proj.bias)  # (n, k, 3r)
-        memory, narrow = torch.zeros_like(embedded[:, 0]), []
+        memory = torch.zeros_like(embedded[:, 0])
+        narrow: list[Tensor] = []
         for of_place in inputs.unbind(1):
             step = _recur(of_place + F.linear(memory, of_memory), memory)
+            assert step.memory is not None, "this head has a memory"
             memory = step.memory
             narrow.append(step.narrow)
         return torch.stack(narrow, dim=1)  # (n, k, r)
@@ -101,6 +103,8 @@ class RnnMarkovHead(MarkovHead):
 
 class NoMarkovHead(nn.Module):
     """A Markov head of rank 0, which adds nothing and has no parameters."""
+
+    projection: Tensor
 
     def __init__(self, vocab: int) -> None:
         super().__init__()

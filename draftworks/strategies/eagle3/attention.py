@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.flash_kernels import CAUSAL_KERNELS, PACKED_KERNELS, Attended, ByDocument, CausalKernel
 from draftworks.drafts.flex import check_flex, get_block_mask_factory, get_flex_attention
+from draftworks.drafts.torch_compile import without_compile
 
 
 def fused_ttt_attention(
@@ -123,7 +124,7 @@ class _FusedTttAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         query, output, lse, weights, *keys_and_values = ctx.saved_tensors
         steps = len(keys_and_values) // 2
         keys, values = keys_and_values[:steps], keys_and_values[steps:]
@@ -133,6 +134,7 @@ class _FusedTttAttention(torch.autograd.Function):
         wide, scale = lse.dtype, query.shape[-1] ** -0.5
         inner = _dots(grad, output, wide) if steps > 1 else None
         for weight, key, value in zip(weights[1:], keys[1:], values[1:], strict=True):
+            assert inner is not None
             d_score = _dots(grad, value, wide).sub_(inner).mul_(weight).mul_(scale).to(query.dtype).unsqueeze(-1)
             d_query.addcmul_(d_score, key)
             d_keys.append(d_score * query)
@@ -227,7 +229,7 @@ TttAttention = Callable[..., Tensor]
 """A function of query, keys, values and documents; those that support windows take one after these."""
 
 
-@torch.compiler.disable  # the fused kernel's private operators, and flex, which is compiled by itself
+@without_compile  # the fused kernel's private operators, and flex, which is compiled by itself
 def ttt_attention(
     query: Tensor,
     keys: Sequence[Tensor],

@@ -101,6 +101,7 @@ def distill(
     if isinstance(objective, BatchObjective):
         with torch.no_grad():
             means = _distill(states, head, teacher, plan, step_weights, CrossEntropy(), True, False)
+        assert means.accepted is not None, "asked for with the mass"
         objective = objective.for_batch(means.accepted, means.taught)
     with_mass = objective.needs_acceptance or not training
     return _distill(states, head, teacher, plan, step_weights, objective, with_mass, not training)

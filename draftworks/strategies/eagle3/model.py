@@ -49,6 +49,9 @@ class Eagle3Draft(ReducedVocabularyDraft):
         generator: the only source of randomness of the initial weights; `lm_head` begins as the target's rows.
     """
 
+    embed_tokens: Tensor
+    own_target_head: Tensor | None
+
     def __init__(
         self,
         target: TargetParts,

@@ -79,6 +79,7 @@ class Eagle3Strategy(DecoderStrategy, ChainStrategy):
         norms = Eagle3Norms(**{name: getattr(options, name) for name in Eagle3Norms._fields})
         generator = torch.Generator().manual_seed(seed)
         attention = Eagle3AttentionOptions(options.attention, options.sliding_window)
+        assert self.draft_ids is not None, "EAGLE-3 predicts over a reduced vocabulary"
         self.model = Eagle3Draft(
             self.target, Eagle3Sizes(**self.resolve_layer_sizes()), self.draft_ids, generator, norms, attention
         )

@@ -32,6 +32,7 @@ from draftworks.drafts.layers import (
 from draftworks.drafts.objectives import CrossEntropy
 from draftworks.drafts.supervision import make_teacher_plan
 from draftworks.drafts.target_parts import TargetParts
+from draftworks.drafts.torch_compile import without_compile
 from draftworks.strategies.eagle3.attention import ttt_attention
 from draftworks.strategies.eagle3.loss import DistillationLosses, distill, number_across_steps
 from draftworks.strategies.peagle.chains import Chains, TokensByDepth
@@ -77,7 +78,7 @@ class TrainingLayout(TokenLayout):
         self._at_chains = table.at(chains.positions)
         self._attend_chains = DraftAttention(chains.make_seen_keys(), backend, "peagle")
 
-    @torch.compiler.disable  # the number of chains differs in every batch
+    @without_compile  # the number of chains differs in every batch
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         own = [self._masked_heads(x)[None].transpose(1, 2) for x in (query, key, value)]
         query, key, value = (self._batch_heads(x).transpose(1, 2) for x in (query, key, value))
@@ -89,7 +90,7 @@ class TrainingLayout(TokenLayout):
         masked = self._attend_chains(own_query, context, KeyValue(own_key, own[2]))
         return torch.cat([batch, masked[0].transpose(0, 1).flatten(1)])
 
-    @torch.compiler.disable
+    @without_compile
     def expand_states(self, x: Tensor) -> Tensor:
         count = self._chains.batch * self._chains.length
         return torch.cat([x[:count], x[count:].expand(self._chains.count, -1)])
@@ -163,7 +164,7 @@ class PEagleFirstLayer(PEagleLayer):
         self.hidden_norm = RmsNorm(target.hidden_size, target.rms_norm_eps)
         self._norm_before_residual = norm_before_residual
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - it reads the tokens too
         self, hidden: Tensor, embedded: Tensor, layout: TokenLayout, wanted: ActivePositions | None = None
     ) -> Tensor:
         """Return the same as other layers; `embedded` are the tokens' embeddings (n, H)."""
@@ -202,6 +203,9 @@ class PEagleDraft(ReducedVocabularyDraft):
         generator: the only source of randomness of the initial weights; embeddings and head begin as the target's.
         attention: back end of both attentions, see `ttt_attention` and draftworks.drafts.attention.
     """
+
+    target_embedding: Tensor
+    own_target_head: Tensor | None
 
     def __init__(
         self,

@@ -58,6 +58,7 @@ class PEagleStrategy(DecoderStrategy):
         self._depth_sampling = DepthSampling(options.down_sample_ratio, options.down_sample_ratio_min)
         traits = PEagleTraits(options.train_embeddings, options.fc_norm, options.norm_before_residual)
         generator = torch.Generator().manual_seed(seed)
+        assert self.draft_ids is not None, "P-EAGLE predicts over a reduced vocabulary"
         self.model = PEagleDraft(self.target, self._sizes(), self.draft_ids, generator, traits, options.attention)
 
     def complete_batch(
