@@ -122,7 +122,9 @@ def test_ropes_and_widths_of_their_own_are_told_with_the_reason(family_target: M
 
     assert own("llama") == own("qwen3") == own("mistral") == own("gpt_oss") == own("deepseek_v3") == ""
     assert own("qwen3_next") == "rope: over whole heads, of which the target turns 0.25"
-    assert "intermediate_size: 72, that of the experts which a token of the target goes through" in own("qwen3_5_moe")
+    assert "intermediate_size: 72, the total width of the experts that process a token in the target" in own(
+        "qwen3_5_moe"
+    )
     assert "that of full_attention layers, since the target has one for each of" in own("gemma3")
 
 
