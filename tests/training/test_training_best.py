@@ -81,7 +81,7 @@ def test_a_best_is_recorded_as_it_is_told_to_be(tmp_path: Path):
     save_best(manager, 1, 0.5)
     save_best(manager, 2, 0.4)
     assert manager.best_dir() == CheckpointManager(tmp_path, "run").best_dir() == manager.folder.final(2)
-    with pytest.raises(ValueError, match="nothing cannot be the best"):
+    with pytest.raises(ValueError, match="an empty evaluation cannot be the best"):
         manager.update_best(2, {})
 
 

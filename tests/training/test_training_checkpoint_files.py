@@ -108,13 +108,13 @@ def rewritten(change: Callable[[dict[str, Any]], object], sealed: bool = True) -
 
 DAMAGE = {
     "no record": (lambda f: (f / RECORD).unlink(), f"{RECORD} is missing"),
-    "empty record": (lambda f: (f / RECORD).write_text(""), f"{RECORD}: not the record"),
-    "cut-off record": (lambda f: (f / RECORD).write_text('{"run_id"'), f"{RECORD}: not the record"),
-    "record of nothing": (lambda f: (f / RECORD).write_text("{}"), f"{RECORD}: not the record"),
-    "record is a list": (lambda f: (f / RECORD).write_text("[]"), f"{RECORD}: not the record"),
-    "record lacks a field": (rewritten(lambda values: values.pop("state")), f"{RECORD}: not the record"),
+    "empty record": (lambda f: (f / RECORD).write_text(""), f"{RECORD}: not a checkpoint record"),
+    "cut-off record": (lambda f: (f / RECORD).write_text('{"run_id"'), f"{RECORD}: not a checkpoint record"),
+    "record of nothing": (lambda f: (f / RECORD).write_text("{}"), f"{RECORD}: not a checkpoint record"),
+    "record is a list": (lambda f: (f / RECORD).write_text("[]"), f"{RECORD}: not a checkpoint record"),
+    "record lacks a field": (rewritten(lambda values: values.pop("state")), f"{RECORD}: not a checkpoint record"),
     "record is altered": (rewritten(lambda v: v.update(step=3), sealed=False), f"{RECORD}: altered"),
-    "record lacks its digest": (lambda f: _without_digest(f / RECORD), f"{RECORD}: not the record"),
+    "record lacks its digest": (lambda f: _without_digest(f / RECORD), f"{RECORD}: not a checkpoint record"),
     "other schema": (rewritten(lambda v: v.update(schema_version=99)), f"{RECORD}: schema 99, expected 1"),
     "missing file": (lambda f: (f / "history.json").unlink(), "history.json: cannot be read: No such file"),
     "file is a folder": (
