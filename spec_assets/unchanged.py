@@ -1,7 +1,9 @@
 """Finds the steps of a run whose results exist already. They run in the run's process, since a new process costs more.
- The function of the asset is called with an artifact store that does not build: it reports whether the current result
+
+The function of the asset is called with an artifact store that does not build: it reports whether the current result
 is of the identity that the function computed. If that cannot be told at once (a file would have to be read for its
-digest, an error), the step gets a process of its own."""
+digest, an error), the step gets a process of its own.
+"""
 
 from __future__ import annotations
 
