@@ -14,8 +14,10 @@ Result = TypeVar("Result")
 def run_in_background(
     work: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Future[Result]:
-    """Run `work` in a thread of its own, a daemon: the threads of an executor are waited for when the program ends, and a
-    closed HTTP client wakes none of those that read an answer.
+    """Run `work` in its own daemon thread and return the future of its result.
+
+    An executor would wait for its threads when the program ends, and closing an HTTP client does not wake the threads
+    that read a response from it.
     """
     future: Future[Result] = Future()
 

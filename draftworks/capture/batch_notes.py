@@ -1,7 +1,8 @@
-"""The batches of a capture, cut once: what goes through the target together decides the last bits of its features.
+"""Batches of a capture, fixed when it begins: the composition of a batch decides the last bits of its features.
 
-What a capture lacks when it begins is noted beside the store, and one that goes on after an interruption cuts the same
-batches from that note, on any number of ranks. A batch of which something is stored already is computed whole.
+The samples that lack features when a capture begins are written to a note beside the store. A capture that resumes
+after an interruption cuts the same batches from that note, on any number of ranks. A batch of which some features are
+stored already is computed whole.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_json
 
 FOLDER = "begun"
-"""In the root of the feature store."""
+"""Folder of the notes, in the root of the feature store."""
 ABANDONED_AFTER_S = 30 * 24 * 3600.0
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class BatchNote:
-    """What a capture lacked when it began.
+    """The samples that lacked features when a capture began.
 
     Attributes:
-        world: its number of ranks then.
-        rows: samples of the tokenized set, ascending: the first of those with the same tokens.
+        world: number of ranks when the capture began.
+        rows: indices of the samples in the tokenized set, ascending; of samples with the same tokens, the first.
     """
 
     world: int
@@ -45,8 +46,10 @@ class BatchNote:
 
     @classmethod
     def read_or_write(cls, run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], world: int) -> BatchNote:
-        """The note of this capture; written now if there is none. Of several ranks that write, the first one counts,
-        and nobody captures before there is one: so all see the same.
+        """Return the note of this capture, and write it first if there is none.
+
+        If several ranks write at the same time, the first note counts. No rank captures before a note exists, so all
+        ranks use the same one.
 
         Raises:
             StoreError: the note cannot be written or read.
@@ -66,7 +69,7 @@ class BatchNote:
 
     @classmethod
     def _read(cls, path: Path, samples: int) -> BatchNote | None:
-        """None where there is no note, or one that nobody can read: what is missing is then cut anew."""
+        """Return the note, or None if there is none or it is unreadable: missing features are then batched anew."""
         try:
             value = read_json(path)
             world, rows = value["world"], tuple(value["rows"])
@@ -81,12 +84,13 @@ class BatchNote:
 def cut_batches(
     run: CaptureRun, plan: CapturePlan, tokens: Sequence[TokenRow], rank: int, world: int
 ) -> list[list[SampleJob]]:
-    """This rank's batches, in their order. Jobs of which nothing is missing are computed with the others and not stored.
+    """Return this rank's batches, in their order.
 
-    Only where the same batch gives the same bits again: elsewhere no more is computed than is missing.
+    For a backend whose batches are repeatable, jobs without missing features stay in their batch: they are computed
+    with the others and not stored. For other backends, only samples with missing features are computed.
 
     Raises:
-        StoreError: what is missing now cannot be noted.
+        StoreError: the note of the missing samples cannot be written or read.
     """
     limit = run.capture.batch_tokens
     if not plan.jobs:
@@ -117,7 +121,7 @@ def _make_whole_job(streams: StreamPlan, tokens: Sequence[TokenRow], row: int) -
 
 
 def _find_note(run: CaptureRun, tokens: Sequence[TokenRow]) -> Path:
-    """By what is to be captured, and what decides how it is cut."""
+    """Return the note's path, named by what is to be captured and by what decides how it is cut into batches."""
     streams = StreamPlan.of(run)
     content = hashlib.sha256()
     for row in tokens:
@@ -127,7 +131,7 @@ def _find_note(run: CaptureRun, tokens: Sequence[TokenRow]) -> Path:
 
 
 def _publish_once(path: Path, value: Any) -> None:
-    """Write a document that is not there yet; one that appears meanwhile stays."""
+    """Write a JSON file unless it exists; a file that another process writes meanwhile is kept."""
     own = path.with_name(f"{path.name}.{os.getpid()}.own")
     try:
         with publish_file(own) as staging:
@@ -136,7 +140,7 @@ def _publish_once(path: Path, value: Any) -> None:
             os.link(own, path)
         except FileExistsError:
             return
-        except OSError:  # no links on this file system
+        except OSError:  # the file system has no hard links
             if not path.exists():
                 os.replace(own, path)
     finally:

@@ -1,8 +1,8 @@
 """Claims of processes that capture into one store at the same time: each feature is captured by one of them.
 
-    {store}/claims/all.lock       held for a moment by who takes or gives back
-    {store}/claims/{id}.keys      feature keys that a process is capturing, one a line
-    {store}/claims/{id}.lock      held by that process; it goes with it, and so does the claim
+    {store}/claims/all.lock       held briefly by a process that takes claims
+    {store}/claims/{id}.keys      feature keys that a process is capturing, one per line
+    {store}/claims/{id}.lock      held by that process; when the process ends, the lock and the claim end too
 
 Claims only avoid duplicate work: keys are content digests, so features captured twice are the same.
 """
@@ -30,21 +30,29 @@ Batches = Sequence[Sequence[SampleJob]]
 
 @dataclass(frozen=True)
 class Claimed:
-    """What a process may capture of what it asked for, and a lock that one of those who have the rest holds."""
+    """The feature keys that a process may capture, and the lock of one process that has claimed the others.
+
+    Attributes:
+        own: those of the requested keys that this process has claimed.
+        busy: lock file of one of the processes that hold the rest; None if no other process holds any.
+    """
 
     own: frozenset[str]
     busy: Path | None = None
 
 
 class Claims:
-    """The claims on the features of a store, in its folder `claims`."""
+    """Claims on the features of a store, kept in its folder `claims`."""
 
     def __init__(self, store_root: Path) -> None:
         self._folder = store_root / "claims"
 
     @contextmanager
     def take(self, keys: Collection[str]) -> Iterator[Claimed]:
-        """Claim those of the keys that no other living process has, for as long as the block lasts."""
+        """Claim the keys that no other living process has claimed, until the `with` block ends.
+
+        Where no claim can be made, all keys are returned with a warning: two runs may then capture the same features.
+        """
         claim = self._folder / uuid.uuid4().hex
         lock = FileLock(claim.with_suffix(".lock"), thread_local=False)
         try:
@@ -73,7 +81,7 @@ class Claims:
         return Claimed(left, busy)
 
     def _give_back(self, claim: Path, lock: FileLock) -> None:
-        """Its keys first: whoever finds these without a holder takes them for those of a dead process."""
+        """Remove a claim, its keys first: keys whose lock is not held would look like those of a dead process."""
         claim.with_suffix(".keys").unlink(missing_ok=True)
         lock.release()
         claim.with_suffix(".lock").unlink(missing_ok=True)
@@ -85,7 +93,7 @@ class Claims:
 
 
 def _read_living_claim(path: Path) -> frozenset[str]:
-    """The keys of a claim whose process lives; that of a dead one is removed."""
+    """Return the keys of a claim if its process is alive; remove the claim of a dead process and return no keys."""
     lock = FileLock(path.with_suffix(".lock"))
     try:
         lock.acquire(timeout=0)
@@ -93,7 +101,7 @@ def _read_living_claim(path: Path) -> frozenset[str]:
         try:
             return frozenset(path.read_text().split())
         except FileNotFoundError:
-            return frozenset()  # given back just now
+            return frozenset()  # the process has just given its claim back
     path.unlink(missing_ok=True)
     lock.release()
     path.with_suffix(".lock").unlink(missing_ok=True)
@@ -103,13 +111,14 @@ def _read_living_claim(path: Path) -> frozenset[str]:
 def share_out(
     windows: Sequence[Batches], store: KeyedFeatureStore, claims: Claims, whole: bool = False
 ) -> Generator[Batches, None, None]:
-    """What is still to be captured of each window, and by nobody else at this moment; it is on disk when the next is asked for.
+    """Yield, for each window, the batches that still lack features and that no other process is capturing now.
 
-    Windows that others are capturing come again once those have ended: then it is in the store, or left to this process.
+    The store is flushed to disk before the next window is yielded. A window that another process is capturing is looked
+    at again when that process has ended: its features are then in the store, or left to this process.
 
     Args:
-        whole: batches keep their samples, also those of which nothing is to be stored: what is computed together decides the
-            last bits.
+        whole: whether batches keep all their samples, also those of which nothing is to be stored, because the
+            composition of a batch decides the last bits of its features.
 
     Raises:
         StoreError: shards of the store are damaged.
@@ -137,7 +146,7 @@ def share_out(
 
 
 def _wait(busy: Path, samples: int) -> None:
-    """Until the process that holds a lock has given it back."""
+    """Wait until the process that holds the lock `busy` has released it."""
     with hold_lock(busy, f"another run is capturing {samples} samples that this one needs too: waiting for it"):
         busy.unlink(missing_ok=True)
 
@@ -147,7 +156,7 @@ def _collect_keys(window: Batches) -> set[str]:
 
 
 def _restrict(window: Batches, keys: frozenset[str], whole: bool) -> Batches:
-    """The window without what is not among the keys, and without batches of which nothing is left."""
+    """Return the window restricted to the given keys, without batches of which nothing is left to store."""
     trimmed = [[_restrict_job(job, keys) for job in batch] for batch in window]
     kept = [[job for job in batch if whole or job.missing] for batch in trimmed]
     return [batch for batch in kept if any(job.missing for job in batch)]

@@ -40,11 +40,12 @@ class TargetEngine(ABC):
 
     Attributes:
         backend: name in `KNOWN_BACKENDS`.
-        identity: who computes; part of every feature key.
+        identity: identity of the engine; part of every feature key.
         last_hidden: norm convention of the stream `last`.
-        concurrent: whether `generate` may be called from several threads, and answers more in the same time if it is.
-        tried: whether we know this version of what it is built on; else nothing is taken from it that was not compared.
-        replicas: copies of the target that answer side by side.
+        concurrent: whether `generate` may be called from several threads, which then raises its throughput.
+        tried: whether this version of the underlying software is one that was tested; if not, nothing that it computes
+            is used without a comparison.
+        replicas: copies of the target that answer in parallel.
     """
 
     backend: ClassVar[str]
@@ -56,7 +57,7 @@ class TargetEngine(ABC):
 
     @property
     def where(self) -> str:
-        """What it is called in messages."""
+        """Name of the engine in messages."""
         return f"the engine of backend {self.backend}"
 
     def members(self) -> Sequence[TargetEngine]:
@@ -65,23 +66,25 @@ class TargetEngine(ABC):
 
     @abstractmethod
     def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
-        """Hidden states of every row: by stream name ("hf3", "last"), each (S, H) on CPU in the compute dtype, S the
-        row's own length.
+        """Return the hidden states of every sequence, by stream name ("hf3", "last").
+
+        Each stream is (S, H) on CPU in the compute dtype, with S the sequence's own length.
 
         Raises:
-            CaptureError: a row is empty, too long or has ids outside the vocabulary; a tap is outside the target.
+            CaptureError: a sequence is empty, too long or has ids outside the vocabulary; a tap is outside the target.
         """
 
     @abstractmethod
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """The target's own logits at the end of every row, (R, V) on CPU: what capture is verified against.
+        """Return the target's own logits of the last R positions of every sequence, (R, V) on CPU.
 
-        R is at least 1 and at most S, as many as the engine can give at no great cost.
+        Captured features are verified against them. R is at least 1 and at most S: as many positions as the engine can
+        give at little cost.
         """
 
     @abstractmethod
     def head_logits(self, last: Tensor) -> Tensor:
-        """Logits (R, V), on CPU, from rows (R, H) of the stream `last`, by the target's head alone."""
+        """Return logits (R, V) on CPU, computed by the target's head alone from positions (R, H) of `last`."""
 
     @abstractmethod
     def generate(
@@ -93,23 +96,26 @@ class TargetEngine(ABC):
         turn: int = 0,
         end_ids: Collection[int] = (),
     ) -> list[Generated]:
-        """Responses to prompts, at most `max_total` tokens with their prompt; see draftworks.capture.engines.generate."""
+        """Return responses to prompts; prompt and response have at most `max_total` tokens together.
+
+        See draftworks.capture.engines.generate.
+        """
 
     def close(self) -> None:  # noqa: B027 - an engine inside this process has nothing to close
-        """End what the engine runs outside this process."""
+        """Stop what the engine runs outside this process."""
 
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """Surroundings of an engine, for those that need more than a target and a device.
+    """Resources for engines that need more than a target and a device.
 
     Attributes:
-        folder: on the disk of this machine, the engine's own, and created by it.
-        taps: everything that will be captured, beside `last`; None = nothing, the engine only generates.
-        head: the target's output matrix (V, H), read when it is needed.
-        embedding: the target's input matrix (V, H), likewise.
-        local_rank: of this process among those of this machine, each of which has an engine.
-        longest: tokens of the longest sequence that will be asked for; 0 if that is not known.
+        folder: on the disk of this machine, used by this engine only and created by it.
+        taps: all taps that will be captured, beside `last`; None = nothing, the engine only generates.
+        head: reads the target's output matrix (V, H), when it is needed.
+        embedding: reads the target's input matrix (V, H), when it is needed.
+        local_rank: rank of this process among those of this machine, each of which has an engine.
+        longest: number of tokens of the longest sequence that will be requested; 0 if it is not known.
     """
 
     folder: Path
@@ -126,11 +132,11 @@ class Backend:
     """A way to run targets.
 
     Attributes:
-        loader: called as `load_engine` is.
-        engine: who computes, for identities.
-        numerics: raised when its numbers change beyond rounding: old features then no longer count.
+        loader: "module:function" with the arguments of `load_engine`.
+        engine: name of the engine in identities.
+        numerics: revision, raised when the engine's numbers change beyond rounding; old features then no longer count.
         repeatable: whether the same batch gives the same bits again, in another process on the same machine. Only then
-            is a capture that goes on worth the batches that it began with.
+            does a capture that resumes repeat the batches that it began with.
     """
 
     loader: str
@@ -166,7 +172,7 @@ KNOWN_BACKENDS: dict[str, Backend] = {
 
 
 def find_backend(name: str) -> Backend:
-    """The backend of that name; ConfigError with the known ones otherwise."""
+    """Return the backend of that name; raise ConfigError with the known names if there is none."""
     if name not in KNOWN_BACKENDS:
         close = difflib.get_close_matches(name, KNOWN_BACKENDS, n=1)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -175,10 +181,10 @@ def find_backend(name: str) -> Backend:
 
 
 def make_engine_identity(capture: CaptureSpec) -> EngineIdentity:
-    """Identity of the engine that `capture` asks for, without loading it.
+    """Return the identity of the engine that `capture` configures, without loading it.
 
-    The compute dtype is part of it: states computed in bfloat16 and stored in float32 are not those computed in float32.
-    So is whatever else the engine is told that may change its numbers.
+    The compute dtype is part of it: states computed in bfloat16 and stored in float32 differ from those computed in
+    float32. All other engine arguments that may change its numbers are part of it too.
     """
     if capture.custom is not None:
         return EngineIdentity(f"custom:{capture.custom.engine}-{capture.compute_dtype}", capture.custom.numerics)
@@ -190,10 +196,10 @@ def make_engine_identity(capture: CaptureSpec) -> EngineIdentity:
 def load_engine(
     target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace | None = None
 ) -> TargetEngine:
-    """Load a target with the backend that `capture` names onto `device`, which decides instead of `capture.device`.
+    """Load a target with the backend that `capture` names onto `device`, which overrides `capture.device`.
 
     Raises:
-        ConfigError: the backend is unknown, or the target is missing, unreadable or no causal language model.
+        ConfigError: the backend is unknown, or the target is missing, unreadable or not a causal language model.
         EngineError: the engine cannot be started or reached, or serves something else.
     """
     module, _, attribute = find_backend(capture.backend).loader.partition(":")
@@ -201,7 +207,7 @@ def load_engine(
 
 
 def check_sequences(sequences: Sequence[Sequence[int]], context: int, vocab_size: int) -> None:
-    """CaptureError for a row that is empty, longer than the context or has ids outside the vocabulary."""
+    """Raise CaptureError for a sequence that is empty, longer than the context or has ids outside the vocabulary."""
     for index, row in enumerate(sequences):
         if not 0 < len(row) <= context:
             raise CaptureError(f"row {index} has {len(row)} tokens, expected 1 to {context} (the context)")

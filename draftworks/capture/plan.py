@@ -1,4 +1,4 @@
-"""Plan of a capture, made before a target is loaded: keys, missing features, bytes, batches."""
+"""Plan of a capture, made before a target is loaded: feature keys, missing features, bytes and batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Streams of a run and how their keys and specs are made."""
+    """Streams of a run, and the identity from which their feature keys and specs are made."""
 
     streams: tuple[Stream, ...]
     identity: FeatureIdentity
@@ -27,7 +27,7 @@ class StreamPlan:
 
     @classmethod
     def of(cls, run: CaptureRun) -> StreamPlan:
-        """Raises CaptureError for taps that are not inside the target."""
+        """Return the streams that `run` captures; raise CaptureError if a tap is outside the target."""
         outside = [k for k in run.taps if not 0 <= k < run.target.num_layers]
         if outside:
             raise CaptureError(
@@ -48,7 +48,7 @@ class StreamPlan:
         return tuple(stream.name for stream in self.streams)
 
     def make_keys(self, token_digest: str) -> dict[str, str]:
-        """Feature key by stream name: a function of the sample's tokens, never of its batch or its id."""
+        """Return the feature keys by stream name: functions of the sample's tokens, not of its batch or its id."""
         return {stream.name: self.identity.key(token_digest, stream) for stream in self.streams}
 
     def make_specs(self, num_tokens: int) -> dict[str, FeatureSpec]:
@@ -67,7 +67,13 @@ class StreamPlan:
 
 @dataclass(frozen=True)
 class SampleJob:
-    """A sample of which something is missing. `keys` are all its keys, `missing` the streams to be stored."""
+    """A sample and its missing features.
+
+    Attributes:
+        row: index of the sample in the tokenized set.
+        keys: feature keys of all its streams, by stream name.
+        missing: names of the streams to be stored.
+    """
 
     row: int
     sample_id: str
@@ -76,13 +82,19 @@ class SampleJob:
     missing: tuple[str, ...]
 
     def owner(self, world: int) -> int:
-        """The rank that captures it: decided by content, so that ranks agree whatever each sees in the store."""
+        """Return the rank that captures it; it depends on content only, so ranks agree whatever the store holds."""
         return int(next(iter(self.keys.values())), 16) % world
 
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """Everything that is missing, over all ranks; `nbytes` is what storing it takes."""
+    """All missing features, over all ranks.
+
+    Attributes:
+        samples: number of samples of the set.
+        jobs: the samples with missing features.
+        nbytes: number of bytes that storing the missing features takes.
+    """
 
     streams: StreamPlan
     samples: int
@@ -93,7 +105,7 @@ class CapturePlan:
         return [job for job in self.jobs if job.owner(world) == rank]
 
     def count_bytes(self, job: SampleJob) -> int:
-        """What storing a sample's missing streams takes."""
+        """Return the number of bytes that storing a sample's missing streams takes."""
         specs = self.streams.make_specs(job.num_tokens)
         return sum(specs[name].nbytes for name in job.missing)
 
@@ -106,7 +118,7 @@ class CapturePlan:
 
 
 def plan_capture(run: CaptureRun, tokens: Sequence[TokenRow], store: KeyedFeatureStore) -> CapturePlan:
-    """Find out what is missing. Samples with the same tokens are captured once.
+    """Plan the capture of all features that the store lacks. Samples with the same tokens are captured once.
 
     Raises:
         CaptureError: a sample is empty, longer than the target's context or has ids outside its vocabulary; a tap is
@@ -130,7 +142,7 @@ def plan_capture(run: CaptureRun, tokens: Sequence[TokenRow], store: KeyedFeatur
 
 
 def require_budget(plan: CapturePlan, run: CaptureRun) -> None:
-    """CaptureError if what is missing takes more than the configured budget, or than the disk has left."""
+    """Raise CaptureError if the missing features need more bytes than the configured budget or the free disk space."""
     budget = run.capture.budget_gb * GB
     if plan.nbytes > budget:
         raise CaptureError(
@@ -147,7 +159,7 @@ def require_budget(plan: CapturePlan, run: CaptureRun) -> None:
 
 
 def make_batches(jobs: Sequence[SampleJob], batch_tokens: int) -> Iterator[list[SampleJob]]:
-    """Jobs of similar length together, the longest first, at most `batch_tokens` with padding (or a single sample)."""
+    """Yield batches of jobs of similar length, longest first: at most `batch_tokens` with padding, or one sample."""
     batch: list[SampleJob] = []
     for job in sorted(jobs, key=lambda each: (-each.num_tokens, each.row)):
         if batch and batch[0].num_tokens * (len(batch) + 1) > batch_tokens:
@@ -161,7 +173,7 @@ def make_batches(jobs: Sequence[SampleJob], batch_tokens: int) -> Iterator[list[
 def make_windows(
     plan: CapturePlan, cut: Iterable[Sequence[SampleJob]], nbytes: int
 ) -> Iterator[list[Sequence[SampleJob]]]:
-    """Batches in their order, as many together as store at most `nbytes` (or a single one)."""
+    """Yield windows of consecutive batches that together store at most `nbytes`, or of a single batch."""
     window: list[Sequence[SampleJob]] = []
     size = 0
     for batch in cut:

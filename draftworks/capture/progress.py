@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """Where one rank stands.
+    """Progress of one rank.
 
     Attributes:
         unit: what is counted: "samples", "conversations".
-        done: of `total`, those of earlier runs included.
-        share: of this run's own work, by whatever best tells how long the rest takes; 0 to 1.
-        tokens: processed in this run, in `seconds`.
+        done: how many of `total` are done, those of earlier runs included.
+        share: finished share of this run's own work, 0 to 1, in the measure that best predicts the remaining time.
+        tokens: number of tokens processed in this run, in `seconds`.
     """
 
     unit: str
@@ -30,17 +30,17 @@ class Progress:
 
     @property
     def eta_s(self) -> float | None:
-        """None before anything is done."""
+        """Estimated remaining seconds; None before anything is done."""
         return self.seconds * (1 - self.share) / self.share if self.share else None
 
     def summarize(self) -> dict[str, float | int | str]:
-        """The figures worth a line of a log."""
+        """Return the figures for one log line: units done, tokens per second and remaining time."""
         eta = "?" if self.eta_s is None else _format_duration(self.eta_s)
         return {self.unit: f"{self.done}/{self.total}", "tokens/s": round(self.tokens_per_s), "eta": eta}
 
 
 def _format_duration(seconds: float) -> str:
-    """The two largest units: 40s, 3m05s, 2h30m, 4d06h."""
+    """Format a duration in its two largest units: 40s, 3m05s, 2h30m, 4d06h."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,7 +1,7 @@
-"""Compares stored features of a few samples with a fresh capture by the same engine.
+"""Comparison of the stored features of a few samples with a fresh capture by the same engine.
 
-Keys name our numerics revision of an engine, not package versions. So a new version of torch or transformers changes no
-key, and this check says whether it changed the numbers, and the revision has to be raised.
+Feature keys contain the engine's numerics revision, not package versions, so a new version of torch or transformers
+changes no key. This check shows whether it changed the numbers; then the revision has to be raised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STORED_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2}
 
 @dataclass(frozen=True)
 class Recheck:
-    """What the re-captured samples showed; differences are shares of the largest absolute value."""
+    """Result of comparing the re-captured samples; differences are shares of the largest absolute value."""
 
     samples: int
     tokens: int
@@ -46,7 +46,7 @@ def recheck(
     """Compare `count` samples, spread over the set, with a fresh capture and with the target's own logits.
 
     Raises:
-        StoreError: a sample is not in the store as its reference says.
+        StoreError: a sample in the store does not match its reference.
     """
     chosen = refs[:: -(-len(refs) // count)]
     rows = [tokens[ref.metadata["row"]].input_ids.tolist() for ref in chosen]
@@ -69,7 +69,7 @@ def recheck(
 
 @dataclass(frozen=True)
 class _Pair:
-    """One sample: stored against fresh."""
+    """Comparison of the stored and the fresh features of one sample."""
 
     rows_equal_tokens: bool
     finite: bool
@@ -81,7 +81,7 @@ class _Pair:
         stored, handle = store.get(ref)
         names = [name for name in ref.feature_keys if name != "last"]
         taps = [LayerTap(int(name.removeprefix("hf"))) for name in names]
-        fresh = engine.capture([row], taps)[0]
+        fresh = engine.capture([row], taps)[0]  # by stream name, (S, H) each
         rows_equal = all(len(stream) == len(row) for stream in stored.values())
         pair = cls(
             rows_equal_tokens=rows_equal,
@@ -96,7 +96,7 @@ class _Pair:
 
 
 def _measure_head_difference(engine: TargetEngine, row: list[int], last: Tensor) -> float:
-    expected = engine.logits([row])[0]
+    expected = engine.logits([row])[0]  # (R, V), the last R positions
     return _measure_difference(expected, engine.head_logits(last[-len(expected) :]))
 
 

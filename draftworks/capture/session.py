@@ -1,4 +1,4 @@
-"""Capturing the features of a tokenized set: only what is missing, resumable, verified.
+"""Capture of the features of a tokenized set: resumable, verified, and only of features that are missing.
 
 With several ranks, each calls `capture_missing`; after a barrier, one calls `write_manifest`.
 """
@@ -40,19 +40,19 @@ from draftworks.storage.identity import LayerTap, digest
 
 VERIFIED_SAMPLES = 4
 VERIFIED_TOKENS = 256
-"""The head is checked on the beginnings of the first samples: their logits over a large vocabulary stay small."""
+"""The head is checked on this many tokens of each first sample, so that logits over a large vocabulary stay small."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CaptureSummary:
-    """What a rank did.
+    """Result of one rank's capture.
 
     Attributes:
-        samples: size of the set.
-        captured: how many samples this rank ran through the target and stored.
-        failed: samples of which the target gave no sound features, and why.
+        samples: number of samples of the set.
+        captured: number of samples that this rank ran through the target and stored.
+        failed: samples for which the target gave no sound features, with the reasons.
     """
 
     samples: int
@@ -66,7 +66,7 @@ class CaptureSummary:
 
 EngineFactory = Callable[[], TargetEngine]
 Confirmation = Callable[[TargetEngine], None]
-"""Raises UnsoundEngineError where an engine is no longer what it was when the capture began."""
+"""Raises UnsoundEngineError if an engine is no longer what it was when the capture began."""
 
 
 def capture_features(
@@ -75,7 +75,7 @@ def capture_features(
     tokens: Sequence[TokenRow],
     progress: ProgressCallback | None = None,
 ) -> CaptureSummary:
-    """Capture what is missing and write the feature set, in one process. See `capture_missing`."""
+    """Capture the missing features and write the feature set, in one process. See `capture_missing`."""
     summary = capture_missing(run, engine, tokens, progress=progress)
     write_manifest(run, tokens, summary.failed)
     return summary
@@ -92,17 +92,18 @@ def capture_missing(
 ) -> CaptureSummary:
     """Capture this rank's share of the features that the store lacks.
 
-    Killed at any moment, it leaves a store that is sound; called again, it goes on from the last published shard.
+    A capture that is killed at any moment leaves a sound store; the next call goes on from the last published shard.
 
     Args:
-        engine: called once, and only if this rank has anything to capture.
+        engine: loads the engine; called once, and only if this rank has anything to capture.
         progress: called after every batch.
-        confirm: for an engine that somebody else can change: nothing is stored before it was called after the capture.
+        confirm: check of an engine that another party can change; features are stored only after a check that follows
+            their capture.
 
     Raises:
-        CaptureError: see `plan_capture`, `require_budget`, and draftworks.capture.verify; for single samples only if
-            they are more than `capture.max_failed_share` of the set.
-        EngineError: the engine cannot go on. What was captured is kept.
+        CaptureError: see `plan_capture`, `require_budget`, and draftworks.capture.verify; errors of single samples are
+            raised only if these are more than `capture.max_failed_share` of the set.
+        EngineError: the engine cannot go on. Features that are already stored are kept.
     """
     store = open_store_to_write(run.store, shard_bytes=run.capture.shard_mb << 20)
     store.gc()
@@ -121,15 +122,16 @@ def write_manifest(
 ) -> FeatureSetManifest:
     """Write refs.jsonl and manifest.json into `run.out`, once every rank has captured its share.
 
-    A reference's metadata says which tokens its features are of: the sample's `row` in the set, their digest `tokens`.
-    Samples that failed are left out and written to quarantine.jsonl with their reasons; that file is there only if there are any.
+    A reference's metadata names the tokens of its features: the sample's `row` in the set, and their digest `tokens`.
+    Samples that failed are left out and written to quarantine.jsonl with their reasons; that file exists only if there
+    are any.
 
     Args:
-        failed: of all ranks.
+        failed: failed samples of all ranks.
 
     Raises:
-        CaptureError: more samples failed than `capture.max_failed_share` allows, or all.
-        StoreError: other features are missing: a rank did not finish.
+        CaptureError: more samples failed than `capture.max_failed_share` allows, or all of them.
+        StoreError: features of other samples are missing: a rank did not finish.
     """
     store = open_store(run.store)
     streams = StreamPlan.of(run)
@@ -150,7 +152,7 @@ def write_manifest(
 
 
 def _quarantine(run: CaptureRun, refs: Sequence[SampleRef], failed: Sequence[RejectedSample]) -> set[str]:
-    """Ids of the samples to leave out: those that failed, and those with the same tokens."""
+    """Write quarantine.jsonl and return the ids of failed samples and of samples with the same tokens."""
     if not failed:
         return set()
     reasons = {each.sample_id: each.reason for each in failed}
@@ -177,7 +179,7 @@ def _make_too_many_error(run: CaptureRun, failed: Sequence[RejectedSample], samp
 
 @dataclass(frozen=True)
 class _Captured:
-    """A sample with its features, in the compute dtype."""
+    """A sample with its features, in the compute dtype: `streams` by name, (S, H) each; `row` are its token ids."""
 
     job: SampleJob
     row: list[int]
@@ -216,7 +218,7 @@ class _Session:
         self._failed: list[RejectedSample] = []
 
     def run(self, factory: EngineFactory) -> CaptureSummary:
-        """Capture, together with whoever else captures into this store: what another has at work is left to it."""
+        """Capture this rank's jobs; features that another process is capturing into this store are left to it."""
         started = time.monotonic()
         shared = share_out(
             list(make_windows(self._plan, self._batches, self._run.capture.shard_mb << 20)),
@@ -268,9 +270,9 @@ class _Session:
             self._store_held(engine)
 
     def _capture_sound(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[_Captured]:
-        """Features of the samples of a batch that have sound ones; the others are noted.
+        """Return the samples of a batch whose features are sound; record the others as failed.
 
-        An engine's error does not say which sample it is about, so that each half of the batch is then tried by itself.
+        An engine's error does not say which sample caused it, so each half of the batch is then tried by itself.
         """
         rows = [self._tokens[job.row].input_ids.tolist() for job in batch]
         missing = {name for job in batch for name in job.missing}
@@ -289,7 +291,7 @@ class _Session:
         sound = []
         for job, row, streams in zip(batch, rows, found, strict=True):
             if not job.missing:
-                continue  # stored before the interruption
+                continue  # its features were stored before the interruption
             try:
                 verify_capture(config, job.sample_id, streams, job.num_tokens)
             except CaptureError as error:
@@ -299,7 +301,11 @@ class _Session:
         return sound
 
     def _note_failure(self, job: SampleJob, error: CaptureError) -> None:
-        """Leave a sample out; the first error is raised where that is one too many."""
+        """Record a failed sample.
+
+        Raises:
+            CaptureError: more samples failed than `capture.max_failed_share` allows; `error` itself if it is the first.
+        """
         self._failed.append(RejectedSample(job.sample_id, str(error)))
         log.warning("%s", error)
         if len(self._failed) > self._run.capture.max_failed_share * self._plan.samples:
@@ -317,7 +323,7 @@ class _Session:
         self._held_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
     def _store_held(self, engine: TargetEngine | None) -> None:
-        """Store what was captured since the last time, once the engine is confirmed to be what it was."""
+        """Confirm that the engine is unchanged, then store the samples captured since the last call."""
         if self._held and self._confirm is not None and engine is not None:
             try:
                 self._confirm(engine)

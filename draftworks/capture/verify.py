@@ -16,11 +16,14 @@ HEAD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2
 
 
 def verify_capture(config: CaptureConfig, sample_id: str, streams: Mapping[str, Tensor], num_tokens: int) -> None:
-    """The streams are those that were asked for, by name, order, width and dtype, with a finite row for every token.
+    """Check the names, order, width and dtype of a sample's streams, and that every position has finite values.
+
+    Args:
+        streams: by stream name, (S, H) each, with S = `num_tokens`.
 
     Raises:
-        UnsoundEngineError: names, order, width or dtype are others: no sample is at fault.
-        CaptureError: rows are missing, not finite, or nothing but zeros; with sample and stream named.
+        UnsoundEngineError: names, order, width or dtype are not as configured, which is not the sample's fault.
+        CaptureError: positions are missing, values are not finite or all zero; the message names sample and stream.
     """
     if tuple(streams) != config.names:
         raise UnsoundEngineError(
@@ -52,18 +55,18 @@ def _advise(dtype: str) -> str:
 def check_head(
     engine: TargetEngine, sample_ids: Sequence[str], sequences: Sequence[Sequence[int]], last: Sequence[Tensor]
 ) -> None:
-    """The target's own head on the captured `last` gives the logits of a separate, plain forward pass.
+    """Check that the target's head on the captured `last` gives the logits of a separate, plain forward pass.
 
     Args:
-        last: as the engine returned it, before it is stored in another dtype.
+        last: (S, H) per sequence, as the engine returned it, before it is stored in another dtype.
 
     Raises:
         CaptureError: `last` is not what the head reads (wrong norm convention), or the target changes its logits after
             the head (softcap, scaling).
     """
     for sample_id, row, hidden in zip(sample_ids, sequences, last, strict=True):
-        expected = engine.logits([row])[0].double()
-        found = engine.head_logits(hidden[-len(expected) :]).double()
+        expected = engine.logits([row])[0].double()  # (R, V), the last R positions
+        found = engine.head_logits(hidden[-len(expected) :]).double()  # (R, V)
         scale = max(1.0, float(expected.abs().max()))
         difference = float((expected - found).abs().max()) / scale
         allowed = HEAD_TOLERANCE[hidden.dtype]

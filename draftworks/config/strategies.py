@@ -1,4 +1,4 @@
-"""What the platform knows of a draft strategy before it imports torch, and the register of those it knows."""
+"""Torch-free specification of draft strategies, and the register of all known strategies."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 
 PLUGINS = "draftworks.strategies"
-"""Entry-point group: importing a module named there registers strategies, in every process."""
+"""Entry-point group: every process imports its modules, and each import registers strategies."""
 
 LayerCounting = Literal["layers_passed", "layer_output"]
-"""How a format numbers a tap: `hf_index` itself, or the 0-based layer that wrote the stream, one less."""
+"""How a format numbers a tap: by `hf_index` itself, or by the 0-based layer that wrote the stream (one less)."""
 
 
 class StrategyOptions(Spec):
     """Base of a strategy's options.
 
     Attributes:
-        structural: those that decide what the draft computes, beyond its sizes: a draft that begins from another has to
-            agree with it in them. The others shape its training.
-        execution: those that only say how it is computed, and are no part of what it is.
-        added: those that came when there were drafts already, which are what they were as long as these stay at default.
+        structural: names of options that decide what the draft computes, beyond its sizes; a draft that starts from
+            another must have equal values. The other options affect its training.
+        execution: names of options that decide only how the draft is computed; they are not in its identity.
+        added: names of options that are newer than existing drafts; they are left out of the identity at their
+            default, so that the identities of those drafts stay the same.
     """
 
     structural: ClassVar[tuple[str, ...]] = ()
@@ -38,11 +39,12 @@ class StrategyOptions(Spec):
     added: ClassVar[tuple[str, ...]] = ()
 
     def identity(self) -> dict[str, Any]:
-        """What decides the draft."""
+        """Return the options that decide the draft, by name."""
         unset = [name for name in self.added if getattr(self, name) == type(self).model_fields[name].default]
         return self.model_dump(exclude={*self.execution, *unset})
 
     def structure(self) -> dict[str, Any]:
+        """Return the structural options and their values."""
         return {name: getattr(self, name) for name in self.structural}
 
 
@@ -52,13 +54,14 @@ class ExportSpec:
 
     Attributes:
         name: unique among all strategies, such as `sglang_eagle3`.
-        description: who loads it, from which version on.
+        description: software that loads it, and from which version on.
         factory: dotted path `module:callable` of the `ExportFormat` (see draftworks.export.export_format).
-        reader: dotted path `module:callable` of what makes an `ExportReader` of an `ExportFolder`, `TargetTensors` and a
-            dtype (see draftworks.export.readers.reader), without code of the format's own.
-        counting: of its layer ids.
-        refuses: see `refusal`, which asks it.
-        embeds_rows: the draft embeds as the target does, but its loaders look up bare rows of the target's matrix.
+        reader: dotted path `module:callable` that makes an `ExportReader` from an `ExportFolder`, `TargetTensors` and a
+            dtype (see draftworks.export.readers.reader); it shares no code with the format's writer.
+        counting: how its layer ids number the taps.
+        refuses: returns why the format cannot hold a draft of these options and taps, or None; see `find_refusal`.
+        embeds_rows: whether its loaders look up unscaled rows of the target's embedding matrix, although the draft
+            embeds as the target does.
     """
 
     name: str
@@ -77,7 +80,7 @@ class ExportSpec:
             )
 
     def find_refusal(self, options: StrategyOptions, taps: tuple[LayerTap, ...]) -> str | None:
-        """Why no draft of these options and taps can be written so that a server computes the same; None if one can."""
+        """Return why a server could not compute the same with an exported draft of these options; None if it can."""
         if self.counting == "layer_output" and any(tap.hf_index == 0 for tap in taps):
             return (
                 f"layer_ids {[tap.hf_index for tap in taps]}: 0 is the embeddings, which have no number in this format"
@@ -85,7 +88,7 @@ class ExportSpec:
         return None if self.refuses is None else self.refuses(options, taps)
 
     def find_embedding_refusal(self, scale: float) -> str | None:
-        """Why no draft for a target that multiplies its embeddings by `scale` can be written; None if one can."""
+        """Return why no draft can be written for a target that scales its embeddings by `scale`; None if one can."""
         if not self.embeds_rows or scale == 1:
             return None
         return f"the target multiplies its embeddings by {scale:.4g}, of which this format's loaders know nothing"
@@ -96,23 +99,24 @@ def _refuse_packing(options: StrategyOptions) -> str | None:
 
 
 def always_packable(options: StrategyOptions) -> str | None:
-    """For a strategy whose `DraftStrategy` has `pack`, whatever its options."""
+    """Return None: the value of `unpackable` for a strategy whose `DraftStrategy` has `pack` under all options."""
     return None
 
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """What the platform must know of a strategy before it imports torch.
+    """Torch-free specification of a strategy.
 
     Attributes:
-        options: typed options, with defaults.
-        taps: the layer taps a target with `num_layers` layers needs under given options.
+        options: class of the typed options, with defaults.
+        taps: returns the layer taps to capture, from the target's number of layers and the options.
         uses_last_hidden: whether the teacher is recomputed from the last hidden state.
-        uses_vocab_mapping: whether the draft predicts over a reduced vocabulary; its options then have `draft_vocab_size`.
-        check: raises ConfigError for options that do not fit the target's sizes, beyond what `taps` finds.
-        divides_heads: servers read the draft by a class whose heads must divide the hidden size, so that it has a number of
-            its own where the target's do not.
-        unpackable: why no training under such options can be packed, None if one can; see `check_packing`.
+        uses_vocab_mapping: whether the draft predicts over a reduced vocabulary; its options then have
+            `draft_vocab_size`.
+        check: raises ConfigError for options that do not fit the target's sizes, beyond the errors of `taps`.
+        divides_heads: whether servers read the draft with a class whose number of heads must divide the hidden size;
+            if the target's number does not, the draft has a number of its own.
+        unpackable: returns why training under these options cannot be packed, None if it can; see `check_packing`.
         factory: dotted path `module:callable` of the `DraftStrategy` (see draftworks.drafts.strategy).
         exports: formats its drafts can be written in.
     """
@@ -130,22 +134,25 @@ class StrategySpec:
     exports: tuple[ExportSpec, ...] = ()
 
     def list_features(self, num_layers: int, options: StrategyOptions) -> tuple[str, ...]:
-        """Names of the stored features a training sample needs: taps in ascending order, then `last`."""
+        """Return the names of the stored features that a training sample needs: taps, ascending, then `last`."""
         names = tuple(tap.name for tap in self.taps(num_layers, options))
         return (*names, "last") if self.uses_last_hidden else names
 
     def parse_options(self, values: dict[str, Any], where: str) -> Any:
+        """Return the validated options. Raises ConfigError, beginning with `where`, for an unknown key or bad value."""
         return parse_spec(self.options, values, where)
 
     def identity(self, options: StrategyOptions, hidden_size: int, num_heads: int | None) -> dict[str, Any]:
-        """What of a strategy decides the draft for a target of these sizes. Drafts with heads that do not divide it were made
-        when this was not seen, and no server takes them: they are not taken for those that are made now.
+        """Return the options that decide the draft for a target of these sizes, by name.
+
+        Older versions made drafts whose number of heads does not divide the hidden size, which no server accepts. The
+        extra `num_heads` entry gives the drafts made now another identity.
         """
         uneven = num_heads is not None and hidden_size % num_heads and getattr(options, "num_heads", None) is None
         return options.identity() | ({"num_heads": "dividing"} if self.divides_heads and uneven else {})
 
     def export(self, name: str) -> ExportSpec:
-        """The export format of that name; ConfigError with the closest names for an unknown one."""
+        """Return the export format with that name. Raises ConfigError with the closest names if it is unknown."""
         formats = {spec.name: spec for spec in self.exports}
         if name not in formats:
             raise ConfigError(f"strategy {self.name} has no export format {name!r}: {_suggest_names(name, formats)}")
@@ -154,24 +161,25 @@ class StrategySpec:
     def find_refusals(
         self, options: StrategyOptions, taps: tuple[LayerTap, ...], wanted: Iterable[str] | None = None
     ) -> dict[str, str]:
-        """Of the formats `wanted`, or of all, those that cannot hold such a draft, with the reason."""
+        """Return name and reason of the formats in `wanted` (None: all) that cannot hold a draft of these options."""
         formats = self.exports if wanted is None else [self.export(name) for name in wanted]
         reasons = {spec.name: spec.find_refusal(options, taps) for spec in formats}
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def check_packing(self, options: StrategyOptions, where: str) -> None:
-        """ConfigError if samples cannot be packed: the draft has no such batches, or its loss is of padded ones."""
+        """Raise ConfigError if samples cannot be packed: the draft or its loss supports only padded batches."""
         reason = self.unpackable(options)
         if reason is not None:
             raise ConfigError(f"{where}: pack_tokens is set, but {self.name} {reason}. Leave pack_tokens out")
 
     def load_factory(self) -> Callable[..., Any]:
+        """Import and return the callable that makes the `DraftStrategy`."""
         return load_dotted(self.factory)
 
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """What of a target's shape is known from its config alone."""
+    """Sizes of a target that its entry and config.json give, without its weights."""
 
     num_layers: int
     hidden_size: int
@@ -180,7 +188,7 @@ class TargetSizes:
 
 
 def load_dotted(path: str) -> Any:
-    """The attribute that `module:attribute` names."""
+    """Import and return the attribute that `module:attribute` names."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -189,10 +197,10 @@ _REGISTRY: dict[str, StrategySpec] = {}
 
 
 def register_strategy(spec: StrategySpec) -> StrategySpec:
-    """Make a strategy known to the whole platform.
+    """Register a strategy for this process and return it.
 
     Raises:
-        ConfigError: a second one of the same name, or with an export format whose name is taken.
+        ConfigError: the name of the strategy or of one of its export formats is taken.
     """
     if spec.name in _REGISTRY:
         raise ConfigError(f"strategy {spec.name!r} is registered already")
@@ -209,7 +217,7 @@ def register_strategy(spec: StrategySpec) -> StrategySpec:
 
 
 def resolve_strategy(name: str) -> StrategySpec:
-    """The strategy of that name; ConfigError with the closest names for an unknown one."""
+    """Return the strategy with that name. Raises ConfigError with the closest names if it is unknown."""
     known = available_strategies()
     if name not in known:
         raise ConfigError(f"unknown strategy {name!r}: {_suggest_names(name, known)}")
@@ -217,7 +225,7 @@ def resolve_strategy(name: str) -> StrategySpec:
 
 
 def resolve_export(name: str) -> ExportSpec:
-    """The export format of that name, of any strategy; ConfigError with the closest names for an unknown one."""
+    """Return any strategy's export format with that name. Raises ConfigError with the closest names if unknown."""
     formats = {export.name: export for strategy in available_strategies() for export in _REGISTRY[strategy].exports}
     if name not in formats:
         raise ConfigError(f"unknown export format {name!r}: {_suggest_names(name, formats)}")
@@ -225,13 +233,13 @@ def resolve_export(name: str) -> ExportSpec:
 
 
 def available_strategies() -> tuple[str, ...]:
-    """Names of all of them, those of plug-ins included."""
+    """Return the names of all strategies, plug-ins included, sorted."""
     _load_plugins()
     return tuple(sorted(_REGISTRY))
 
 
 def _suggest_names(name: str, known: Iterable[str]) -> str:
-    """For the error about an unknown name: those it may have been meant for, and all there are."""
+    """Return the end of an error message about an unknown name: the closest names, then all known ones."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=2)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
@@ -240,7 +248,7 @@ def _suggest_names(name: str, known: Iterable[str]) -> str:
 
 @functools.cache
 def _load_plugins() -> None:
-    """Import the module of every strategy: those here and those of other packages are entry points alike."""
+    """Import the module of every strategy; those of this package and of other packages are all entry points."""
     named = {(plugin.name, plugin.value): plugin for plugin in entry_points(group=PLUGINS)}
     for plugin in named.values():
         plugin.load()
@@ -248,11 +256,12 @@ def _load_plugins() -> None:
 
 
 def _load_own(installed: Set[str]) -> None:
-    """Where the package is read from a checkout without being installed, as in an engine's environment, there are no entry
-    points, and its own strategies are its folders.
+    """Import the package's own strategies from its folders if the package is not installed.
+
+    In a checkout that is not installed, as in an engine's environment, there are no entry points.
 
     Raises:
-        ConfigError: it is installed, but was before a strategy came.
+        ConfigError: the package is installed, but its entry points are older than a strategy.
     """
     folders = sorted(path.parent.name for path in (Path(__file__).parents[1] / "strategies").glob("*/options.py"))
     modules = {name: f"{PLUGINS}.{name}.options" for name in folders}

@@ -1,8 +1,9 @@
-"""YAML files that a person writes, read within limits: no file, however odd, costs more than one ConfigError. Torch-free.
+"""Strict, bounded reading of YAML files: any invalid or excessive file gives one ConfigError. Torch-free.
 
 PyYAML's own loaders take the last of two equal keys, recurse as deep as the file is nested (in C, until the process
-ends), expand every alias, and make dates and numbers of any length. Here a first pass over the parser's events, which
-does not recurse, refuses all of that; only what it lets through is composed and constructed.
+crashes), expand every alias, and construct dates and integers of any length. A first pass over the parser's events,
+which does not recurse, refuses equal keys, deep nesting, too many nodes and unusual tags. Only a file that passes it is
+composed and constructed, with dates as text and integers of at most 64 bits.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ from draftworks.errors import ConfigError
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 MAX_NODES = 20_000
-"""Keys, values and containers of a file, what aliases repeat counted as often as it is repeated."""
+"""Largest number of keys, values and containers in a file; the nodes of an alias count at each use."""
 MAX_INTEGER = 2**63 - 1
 _MERGE = "<<"
 _CORE = "tag:yaml.org,2002:"
 _TAGS = {None, "!", *(_CORE + kind for kind in ("null", "bool", "int", "float", "str", "seq", "map"))}
 _TAG_DIRECTIVE = re.compile(r"^%TAG\b", re.MULTILINE)
-"""libyaml's time is quadratic in their number."""
+"""The directive is refused: libyaml's time is quadratic in the number of directives."""
 
 
 class _Refused(Exception):
-    """Why a file is not taken: what is wrong, and in which 0-based line."""
+    """Reason why a file is refused, and its 0-based line."""
 
     def __init__(self, reason: str, line: int) -> None:
         super().__init__(reason)
         self.line = line
 
 
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # in C where PyYAML has it
-    """SafeLoader with dates as text and integers of a length that everything else can hold."""
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the C loader if PyYAML has it
+    """SafeLoader that keeps dates as text and refuses integers beyond 64 bits, which other formats cannot hold."""
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_CORE) not in ("timestamp", "value")]
@@ -67,11 +68,11 @@ _Loader.add_constructor(f"{_CORE}int", _construct_integer)
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """The mapping that a YAML file holds; {} for an empty one.
+    """Return the mapping in a YAML file; {} for an empty file.
 
     Raises:
-        ConfigError: one line: not a regular file, larger than `MAX_BYTES`, not UTF-8, not YAML, deeper or larger than the
-            limits above, a key given twice, an integer beyond 64 bits, or something else than a mapping.
+        ConfigError: in one line: not a regular file, larger than `MAX_BYTES`, not UTF-8, not YAML, deeper or larger
+            than the limits above, a key given twice, an integer beyond 64 bits, or not a mapping.
     """
     text = _read_text(path)
     try:
@@ -81,7 +82,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
         raise ConfigError(f"{path}: line {refused.line + 1}: {refused}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {_shorten_error(error)}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:  # a tag on text that is not of it
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:  # a tag does not fit its text
         raise ConfigError(f"{path}: not valid YAML: {type(error).__name__}: {_shorten(error)}") from None
     if found is None:
         return {}
@@ -91,7 +92,7 @@ def read_mapping(path: Path) -> dict[Any, Any]:
 
 
 def _read_text(path: Path) -> str:
-    """What a regular file holds. Opened without waiting, since nobody may ever write to a pipe of that name."""
+    """Return the text of a regular file. Opened without blocking, since a pipe of that name may have no writer."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as stream:
@@ -121,8 +122,9 @@ class _Container:
     """A mapping or list that is being read.
 
     Attributes:
-        nodes: in it so far, itself included.
-        lines: of a mapping, the line of every key; None for a list.
+        anchor: its YAML anchor, None without one.
+        nodes: number of nodes in it so far, itself included.
+        lines: the 0-based line of every key of a mapping; None for a list.
         key_next: whether the next node is a key.
     """
 
@@ -134,12 +136,12 @@ class _Container:
 
 @dataclass
 class _EventCounter:
-    """What is open and what there was so far, in a reading of events."""
+    """Counts nodes and checks keys and tags over the events of a file, with a stack of the open containers."""
 
     open: list[_Container] = field(default_factory=list)
     nodes: int = 0
     nodes_of: dict[str, int] = field(default_factory=dict)
-    """Of each anchor that is whole."""
+    """Number of nodes of each anchor whose value is complete."""
 
     def take(self, event: Event) -> None:
         if (tag := getattr(event, "tag", None)) not in _TAGS:
@@ -170,7 +172,7 @@ class _EventCounter:
             raise _Refused(f"nested deeper than {MAX_DEPTH} levels", _line_of(event))
         self._switch_key_value()
         if event.anchor is not None:
-            self.nodes_of.pop(event.anchor, None)  # a name that is given anew means what follows
+            self.nodes_of.pop(event.anchor, None)  # an anchor name that is used again refers to the new value
         mapping = isinstance(event, MappingStartEvent)
         self.open.append(_Container(event.anchor, lines={} if mapping else None, key_next=mapping))
         self._add(1, event)
@@ -197,7 +199,7 @@ class _EventCounter:
         self._switch_key_value()
 
     def _switch_key_value(self) -> None:
-        """After a key of a mapping comes its value, and after that the next key."""
+        """Switch an open mapping between key and value, which alternate."""
         if self.open and self.open[-1].lines is not None:
             self.open[-1].key_next = not self.open[-1].key_next
 
@@ -217,7 +219,7 @@ def _line_of(event: Event) -> int:
 
 
 def _shorten_error(error: yaml.YAMLError) -> str:
-    """What PyYAML says in several lines and with a copy of the text."""
+    """Return PyYAML's message of several lines, with an excerpt of the file, as one line without the excerpt."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     said = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))) or str(error)
     where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "

@@ -1,4 +1,7 @@
-"""Values of a user's file against a model: each problem one line that names the file, the key, what was expected and found."""
+"""Validates the values of a user's file against a model.
+
+Each problem is one line with the file, the key, the expected and the found value.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,17 @@ from draftworks.config.strict_yaml import read_mapping
 from draftworks.errors import ConfigError
 
 CREDENTIALS = re.compile(r"//[^/\s]*@")
-"""Credentials in a URL; error messages leave them out."""
+"""Credentials in a URL; error messages mask them."""
 SECRET = "api_key_env"
-"""A key whose value is not shown in messages: users write a secret there by mistake."""
+"""Suffix of keys whose value is not shown in messages, since users write a secret there by mistake."""
 
 
 def load_yaml(path: Path, model: type[SpecType], **extra: Any) -> SpecType:
-    """Read one registry file into `model`; `extra` adds fields the file must not give itself (its name).
+    """Read one registry file into `model`; `extra` adds fields that follow from elsewhere, such as the file's name.
 
     Raises:
-        ConfigError: unreadable file, bad YAML (see `strict_yaml`), unknown key (closest names suggested) or bad value.
+        ConfigError: unreadable file, bad YAML (see `strict_yaml`), unknown key (closest names suggested), bad value, or
+            a value in the file that differs from the one in `extra`.
     """
     raw = read_mapping(path)
     given = [key for key in extra if key in raw and raw[key] != extra[key]]
@@ -33,7 +37,7 @@ def load_yaml(path: Path, model: type[SpecType], **extra: Any) -> SpecType:
 
 
 def parse_spec(model: type[SpecType], values: dict[str, Any], where: str) -> SpecType:
-    """`model(**values)`, its errors as one ConfigError that begins with `where`."""
+    """Return `model(**values)`. Raises one ConfigError for all problems, each line beginning with `where`."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -41,7 +45,7 @@ def parse_spec(model: type[SpecType], values: dict[str, Any], where: str) -> Spe
 
 
 def describe_validation_error(error: ValidationError, model: type[BaseModel], where: str) -> str:
-    """One line per problem: where, what is wrong, what was found, and the closest key for an unknown one."""
+    """Return one line per problem: where, what is wrong, what was found, and the closest keys for an unknown one."""
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
@@ -57,7 +61,7 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel], wh
                 allowed = re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))
             hint = _meant(problem["input"], allowed)
             found = " (not shown)" if key.endswith(SECRET) else f" (found {_short(problem['input'])})"
-            # Of keys that do not fit each other the message has the values.
+            # If several keys contradict each other, the message already contains their values.
             together = problem["type"] == "value_error" and isinstance(problem["input"], dict)
             lines.append(f"{message}{'' if together else found}{hint}")
     return "\n".join(lines)
@@ -69,7 +73,7 @@ def _meant(found: Any, known: list[str]) -> str:
 
 
 def _keys_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    """Field names of the nested model at a location of `model`; empty where it is not a model."""
+    """Return the field names of the nested model at a location of `model`; empty if there is no model."""
     current: Any = model
     for part in location:
         field = getattr(current, "model_fields", {}).get(part)
@@ -78,7 +82,7 @@ def _keys_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
         if found:
             current = found[0]
         elif field is None and current is not model:
-            continue  # a key of a dict of models, as in `strategies.eagle3`
+            continue  # a key in a dict of models, as in `strategies.eagle3`
     return list(getattr(current, "model_fields", {}))
 
 

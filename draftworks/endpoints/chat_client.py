@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server's `/chat/completions`, as far as we use it."""
+"""Client of the part of an OpenAI-compatible server's `/chat/completions` that Draftworks uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.sglang.client import CONNECT_TIMEOUT_S
 
 MAX_SHOWN_CHARACTERS = 500
-"""Characters of a server's own message in ours."""
+"""Maximum number of characters of a server's message that an error message quotes."""
 PATH = "/chat/completions"
 _TRY_AGAIN = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.CONFLICT, httpx.codes.TOO_MANY_REQUESTS)
 _NEVER = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
@@ -21,15 +21,15 @@ _NEVER = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND
 
 @dataclass(frozen=True)
 class Completion:
-    """What a server answered.
+    """A server's answer to one chat request.
 
     Attributes:
-        text: of the answer.
-        reasoning: what the server took out of the text as thoughts; empty if nothing.
-        finish: the server's reason: `stop`, `length`, or something that makes it no answer.
-        token_ids: of the answer, if the server told them.
-        prompt_ids: of the prompt as the server rendered it, if it told them.
-        prompt_tokens, completion_tokens: how many there were, if it told that.
+        text: text of the answer.
+        reasoning: reasoning text that the server separated from the answer; empty if there is none.
+        finish: the server's finish reason: `stop`, `length`, or another one, with which the answer is not usable.
+        token_ids: token ids of the answer; None if the server did not send them.
+        prompt_ids: token ids of the prompt as the server rendered it; None if the server did not send them.
+        prompt_tokens, completion_tokens: numbers of tokens; None if the server did not send them.
     """
 
     text: str
@@ -42,10 +42,10 @@ class Completion:
 
 
 class ChatClient:
-    """Talks to one server, for any number of threads. No error repeats the key.
+    """Client of one server, for any number of threads. Error messages do not contain the API key.
 
     Args:
-        base_url: up to and with `/v1`.
+        base_url: URL up to and including `/v1`.
         api_key: sent as a bearer token.
     """
 
@@ -67,12 +67,13 @@ class ChatClient:
         self._http.close()
 
     def complete(self, body: Mapping[str, Any]) -> Completion:
-        """The answer to a request.
+        """Send a request body and return the server's answer.
 
         Raises:
-            ConfigError: the key is refused, or there is no such model or address.
+            ConfigError: the key is refused, or the model or address does not exist.
             CaptureError: the server refuses this request.
-            EngineError: no connection, no answer in time, too busy, an error of the server, or an answer of another shape.
+            EngineError: no connection, no answer in time, too busy, an error of the server, or an answer of another
+                form.
         """
         response = self._send(body)
         status = response.status_code
@@ -117,7 +118,7 @@ class ChatClient:
 
 
 def _parse_completion(body: dict[str, Any]) -> Completion:
-    """SGLang and vLLM give token ids under different names, in different places."""
+    """Return the `Completion` in an answer; SGLang and vLLM send token ids under different names and places."""
     choice = body["choices"][0]
     message, usage = choice["message"], body.get("usage") or {}
     return Completion(

@@ -14,7 +14,10 @@ Clock = Callable[[], float]
 
 
 class BreakerState(Enum):
-    """CLOSED: requests pass. OPEN: none does. HALF_OPEN: the cool-down is over, and one may try."""
+    """State of a breaker.
+
+    CLOSED: requests pass. OPEN: no request passes. HALF_OPEN: the cool-down is over, and one trial request may pass.
+    """
 
     CLOSED = "closed"
     OPEN = "open"
@@ -22,12 +25,16 @@ class BreakerState(Enum):
 
 
 class CircuitBreaker:
-    """Whoever was let through by `allow` says what came of it: `succeeded`, `failed`, or `abandoned`. For any number of threads.
+    """Circuit breaker for one server, for any number of threads.
+
+    A caller that `allow` let through has to report the outcome: `record_success`, `record_failure` or
+    `record_abandoned`.
 
     Args:
-        failures: in a row, that open it.
-        cooldown_s: until an open one lets a trial through; a trial that fails opens it anew, for as long again.
-        clock: seconds, never going back.
+        failures: number of failures in a row that open the breaker.
+        cooldown_s: seconds until an open breaker allows a trial request; a failed trial opens it for the same time
+            again.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, failures: int = FAILURES, cooldown_s: float = COOLDOWN_S, clock: Clock = time.monotonic) -> None:
@@ -51,7 +58,7 @@ class CircuitBreaker:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing has failed since it last worked."""
+        """Whether no failure was recorded since the last success."""
         with self._lock:
             return self._failures == 0
 
@@ -63,7 +70,7 @@ class CircuitBreaker:
             return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._trial)
 
     def allow(self) -> bool:
-        """Let a request through, or not. Of a half-open one the first to ask becomes the trial."""
+        """Return whether a request may pass; the first request to a half-open breaker becomes the trial."""
         with self._lock:
             if not self.is_available:
                 return False
@@ -71,14 +78,17 @@ class CircuitBreaker:
             return True
 
     def record_success(self) -> None:
-        """It works: closed, whatever was before."""
+        """Record a success, which closes the breaker from any state."""
         with self._lock:
             self._failures = 0
             self._opened_at = None
             self._trial = False
 
     def record_failure(self) -> bool:
-        """Note a failure; whether it opened the breaker. One that was on its way when it opened changes nothing."""
+        """Record a failure and return whether it opened the breaker.
+
+        Failures reported while the breaker is open, of requests sent before it opened, change nothing.
+        """
         with self._lock:
             state = self.state
             if state is BreakerState.OPEN:
@@ -91,6 +101,6 @@ class CircuitBreaker:
             return True
 
     def record_abandoned(self) -> None:
-        """Nobody knows what came of it: another may try."""
+        """Record that a request's outcome is unknown; another request may become the trial."""
         with self._lock:
             self._trial = False

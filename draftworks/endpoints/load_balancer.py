@@ -19,8 +19,14 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Server(Generic[Client]):
-    """One of them. `outstanding` requests are on their way to it, `taken` is all it was ever given; one that is `held` gets
-    nothing, not even a trial.
+    """State of one server behind the load balancer.
+
+    Attributes:
+        name: name of the server in logs and errors.
+        outstanding: number of requests that it has not answered yet.
+        taken: number of all requests that it was ever given.
+        held: whether it gets no requests, not even a trial request.
+        error: its last failure; None if there was none.
     """
 
     name: str
@@ -37,22 +43,23 @@ class Server(Generic[Client]):
 
     @property
     def is_out(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Whether the server is held or its breaker is open, so that waiting for it is useless."""
         return self.held or self.breaker.state is BreakerState.OPEN
 
     def has_room(self, requests: int, limit: int) -> bool:
-        """More than the limit fits only where nothing else is."""
+        """Return whether the server can take `requests` more; more than the limit fits only if it has no other."""
         return self.outstanding == 0 or self.outstanding + requests <= limit
 
 
 class LoadBalancer(Generic[Client]):
-    """Servers side by side, for any number of threads.
+    """Load balancer over equivalent servers, for any number of threads.
 
     Args:
-        clients: by the name under which logs and errors know them.
-        max_outstanding: requests that a server has at a time; whoever has more waits until there is room somewhere.
-        new_breaker: makes the breaker of each.
-        on_open: called with the client and its error when it has failed so often that it gets no more work for a while.
+        clients: client of each server, by the server's name in logs and errors.
+        max_outstanding: maximum number of requests that a server has at a time; callers wait until one has room.
+        new_breaker: creates the circuit breaker of each server.
+        on_open: called with the client and its error when a failure opens the breaker, so that it gets no work for a
+            while.
     """
 
     def __init__(
@@ -68,14 +75,15 @@ class LoadBalancer(Generic[Client]):
         self._changed = threading.Condition()
 
     def run(self, work: Callable[[Client], Result], requests: int = 1) -> Result:
-        """What `work` returns for one of the servers, tried on each until one does it.
+        """Return the result of `work` for one of the servers; on an engine error, try the next server.
 
         Args:
-            requests: that `work` sends.
+            requests: number of requests that `work` sends.
 
         Raises:
             EngineError: no server is left to try; the message has the last error of each.
-            CaptureError: a server refused the work, as any of them would.
+            PassingTroubleError: all servers were tried, and the last one failed only temporarily.
+            CaptureError: a server refused the work, as all of them would.
         """
         tried: set[str] = set()
         while True:
@@ -83,7 +91,7 @@ class LoadBalancer(Generic[Client]):
             try:
                 result = work(server.client)
             except PassingTroubleError as error:
-                server.breaker.record_success()  # it lives: whoever asked waits a little, unless another one does it
+                server.breaker.record_success()  # the server is up: try another one, else the caller waits
                 tried.add(server.name)
                 if len(tried) == len(self.servers):
                     raise
@@ -92,7 +100,7 @@ class LoadBalancer(Generic[Client]):
                 tried.add(server.name)
                 self._note_failure(server, error)
             except CaptureError:
-                server.breaker.record_success()  # it lives, and has answered
+                server.breaker.record_success()  # the server is up and has answered
                 raise
             except BaseException:
                 server.breaker.record_abandoned()
@@ -104,7 +112,10 @@ class LoadBalancer(Generic[Client]):
                 self._release(server, requests)
 
     def reopen(self, client: Client | None = None) -> None:
-        """Give a server work again because it was mended, or all of them because whoever asks has waited long enough."""
+        """Close the breaker of a server, or of all servers if `client` is None, so that it gets work again.
+
+        A single server is reopened after its repair, all servers when the caller has waited long enough.
+        """
         with self._changed:
             for server in self.servers:
                 if client is None or server.client is client:
@@ -113,16 +124,16 @@ class LoadBalancer(Generic[Client]):
 
     @property
     def has_sound_server(self) -> bool:
-        """Whether a server may be asked of which no failure is known since it last worked or was mended."""
+        """Whether a usable server has no recorded failure since its last success or its reopening."""
         with self._changed:
             return any(each.is_usable and each.breaker.is_sound for each in self.servers)
 
     def hold(self, client: Client) -> None:
-        """Give a server no work until it is released, whatever its breaker says."""
+        """Give a server no work until `release`, whatever the state of its breaker."""
         self._set_held(client, True)
 
     def release(self, client: Client) -> None:
-        """Leave it to its breaker again."""
+        """End a `hold`: the server's breaker decides again whether it gets work."""
         self._set_held(client, False)
 
     def _set_held(self, client: Client, held: bool) -> None:
@@ -133,7 +144,11 @@ class LoadBalancer(Generic[Client]):
             self._changed.notify_all()
 
     def _take_server(self, requests: int, tried: Collection[str]) -> Server[Client]:
-        """The one with the least to do among those that may be asked, once there is room at any of them."""
+        """Wait until an untried usable server has room, and return the least busy one with the requests assigned to it.
+
+        Raises:
+            EngineError: all untried servers are held or their breakers are open, or none is left to try.
+        """
         with self._changed:
             while True:
                 untried = [each for each in self.servers if each.name not in tried]
@@ -145,7 +160,7 @@ class LoadBalancer(Generic[Client]):
                         return server
                 if all(each.is_out for each in untried):
                     raise self._make_exhausted_error()
-                self._changed.wait()  # for room, or for what comes of a trial
+                self._changed.wait()  # for room, or for the outcome of a trial request
 
     def _release(self, server: Server[Client], requests: int) -> None:
         with self._changed:

@@ -17,18 +17,18 @@ from draftworks.storage.identity import digest
 from draftworks.targets.registry import Registry
 
 REVISION = 2
-"""Raised when the same target may be judged otherwise: what is remembered then no longer counts."""
+"""Increased with each change that can alter the findings; cached ones of other revisions are ignored."""
 _LIBRARIES = ("draftworks", "torch", "transformers")
 
 
 def examine_before_run(
     target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], remembered: Path
 ) -> tuple[Finding, ...]:
-    """Findings about values, drafts and the first rows of the data of a target. Verdicts without an error are kept.
+    """Return findings about a target's values, drafts and first data rows. Findings without an error are cached.
 
     Args:
         data: data version of every data set of the target and of its eval sets, by name.
-        remembered: folder of kept verdicts, by content of entry, files and data.
+        remembered: folder of cached findings, keyed by the content of entry, files and data.
     """
     path = _verdict(target, files, registry, data, remembered)
     known = _read_cached(path)
@@ -36,7 +36,7 @@ def examine_before_run(
         return known
     findings = Findings()
     check_values(target, findings)
-    from draftworks.preflight.drafts import check_drafts  # torch: only where there is something to find out
+    from draftworks.preflight.drafts import check_drafts  # imports torch, so only without a cached result
     from draftworks.preflight.sample import check_sample
 
     check_drafts(target, files, findings)
@@ -49,7 +49,7 @@ def examine_before_run(
 def is_examined(
     target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], remembered: Path
 ) -> bool:
-    """Whether `examine_before_run` would only read its verdict."""
+    """Whether `examine_before_run` would only read cached findings."""
     return _read_cached(_verdict(target, files, registry, data, remembered)) is not None
 
 
@@ -66,4 +66,4 @@ def _read_cached(path: Path) -> tuple[Finding, ...] | None:
     try:
         return tuple(Finding(**each) for each in json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
-        return None  # it is found out again
+        return None  # absent or unreadable: the target is examined again

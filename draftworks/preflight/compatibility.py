@@ -1,4 +1,7 @@
-"""Checks that a target satisfies its strategies: taps, vocabulary, options, exports. Torch-free, before any expensive work."""
+"""Checks that a target satisfies its strategies: taps, vocabulary, options, exports. Torch-free.
+
+The checks run before any expensive work.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ SGLANG_EAGLE3 = "sglang_eagle3"
 
 
 def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registry) -> None:
-    """ConfigError if the model cannot give what its strategies need, or a draft to begin from is not one of them."""
+    """Raise ConfigError if the model does not satisfy its strategies, or a `start_from` draft does not fit its own."""
     _check_serving(target)
     refuse_on_cpu(target, files)
     if target.capture.backend in ("sglang", "sglang_server") and not target.capture.server.external:
@@ -55,7 +58,7 @@ def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registr
 
 
 def _check_served_taps(target: TargetSpec, files: TargetFiles, name: str, export: ExportSettings) -> None:
-    """ConfigError for an EAGLE-3 draft that SGLang could only serve with other layers than it is trained on."""
+    """Raise ConfigError for an EAGLE-3 draft that SGLang could only serve with other taps than it is trained on."""
     written = [made.name for made in resolve_strategy(name).exports]
     if SGLANG_EAGLE3 not in (written if export.formats is None else export.formats):
         return
@@ -68,7 +71,7 @@ def _check_served_taps(target: TargetSpec, files: TargetFiles, name: str, export
 
 @contextmanager
 def _name_target_in_errors(target: TargetSpec) -> Iterator[None]:
-    """A strategy's error names the strategy; here it says whose entry it is in, too."""
+    """Prefix a ConfigError raised inside with the target's name; a strategy's own error names only the strategy."""
     try:
         yield
     except ConfigError as error:
@@ -76,7 +79,10 @@ def _name_target_in_errors(target: TargetSpec) -> Iterator[None]:
 
 
 def _check_serving(target: TargetSpec) -> None:
-    """A format that no strategy of the target writes would be missed only when all else is made."""
+    """Raise ConfigError if no strategy of the target writes the serving format.
+
+    Without this check its absence would be noticed only after all other work.
+    """
     wanted = target.evaluation.serving.format
     known = [made.name for name in target.strategies for made in resolve_strategy(name).exports]
     if wanted is not None and wanted not in known:
@@ -89,7 +95,10 @@ def _check_serving(target: TargetSpec) -> None:
 def _check_export(
     strategy: StrategySpec, options: StrategyOptions, files: TargetFiles, settings: ExportSettings, where: str
 ) -> None:
-    """Who wants no export says so; any other draft has to have one in the end."""
+    """Raise ConfigError if a requested format cannot hold the draft, or, without `formats`, if no format can.
+
+    A draft without any export has to be requested with an empty `formats`.
+    """
     refused = strategy.find_refusals(options, strategy.taps(files.num_layers, options), settings.formats)
     exports = [strategy.export(name) for name in settings.formats or ()]
     if any(export.embeds_rows for export in exports):
@@ -129,7 +138,7 @@ def _check_start_from(
 
 
 def _list_inputs(strategy: StrategySpec, options: StrategyOptions, files: TargetFiles) -> dict[str, object]:
-    """What a draft of these options reads, under the names that it has in a draft's config."""
+    """Return what a draft of these options reads, under the keys of a draft's config."""
     inputs: dict[str, object] = {"feature_names": list(strategy.list_features(files.num_layers, options))}
     if "mask_token_id" in type(options).model_fields:
         chosen = options.model_dump()["mask_token_id"]
@@ -138,7 +147,7 @@ def _list_inputs(strategy: StrategySpec, options: StrategyOptions, files: Target
 
 
 def collect_taps(target: TargetSpec, num_layers: int) -> list[int]:
-    """hf_index of every tap that any strategy of the target needs, ascending.
+    """Return the hf_index of every tap that any strategy of the target needs, ascending and without duplicates.
 
     Raises:
         ConfigError: a strategy's taps lie outside the target or collide.
@@ -153,7 +162,7 @@ def collect_taps(target: TargetSpec, num_layers: int) -> list[int]:
 
 
 def resolve_draft_vocab_size(target: TargetSpec) -> int | None:
-    """The one reduced vocabulary that the target's strategies share; None if none of them reduces it.
+    """Return the size of the reduced vocabulary that the target's strategies share; None if none of them has one.
 
     Raises:
         ConfigError: two strategies of the target ask for different sizes.

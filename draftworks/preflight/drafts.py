@@ -1,4 +1,4 @@
-"""Every draft of a target, built without memory and without weights, and read by the servers' configuration classes."""
+"""Checks that every draft of a target can be built (on device meta) and that servers can read its configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from draftworks.preflight.findings import Findings
 
 
 def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> None:
-    """Build each strategy's draft on device meta, ask how much it can propose, and build what its exports would say."""
+    """Build each strategy's draft on device meta, and check its exports' configs and its number of draft tokens."""
     try:
         parts = TargetParts.load(files, tensors=False)
     except DraftworksError as error:
@@ -37,7 +37,7 @@ def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> 
             draft = _build_draft(strategy, options, parts)
         except DraftworksError as error:
             findings.error(f"{where}: {error}")
-        except Exception as error:  # whatever sizes that do not fit lead to, in a plug-in too
+        except Exception as error:  # inconsistent sizes may raise any error, in a plug-in too
             _report_build_failure(strategy, where, error, findings)
         else:
             most[name] = draft.max_draft_tokens
@@ -47,14 +47,14 @@ def check_drafts(target: TargetSpec, files: TargetFiles, findings: Findings) -> 
 
 def _build_draft(strategy: StrategySpec, options: Any, parts: TargetParts) -> DraftStrategy:
     vocab = None
-    if strategy.uses_vocab_mapping:  # any of the right size: which tokens are in it is known when the answers are
+    if strategy.uses_vocab_mapping:  # any of the right size: its tokens are known only after the answers
         vocab = build_vocab_mapping(np.zeros(parts.vocab_size, dtype=np.int64), options.draft_vocab_size)
     with torch.device("meta"):
         return strategy.load_factory()(options, parts, vocab, 0)
 
 
 def _report_build_failure(strategy: StrategySpec, where: str, error: Exception, findings: Findings) -> None:
-    """A plug-in's draft may need real tensors to begin with; ours do not."""
+    """Report a failed build: an error for a built-in strategy, a warning for a plug-in, which may need real tensors."""
     said = (
         f"{where}: no draft of these options can be built: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     )
@@ -73,7 +73,7 @@ def _check_exports(
     where: str,
     findings: Findings,
 ) -> None:
-    """What every format that is to be written would say in config.json, read by the classes of servers."""
+    """Build the config.json of every format to be written, and parse it with the servers' configuration classes."""
     options = strategy.parse_options(entry.options, where=where)
     refused = strategy.find_refusals(options, strategy.taps(files.num_layers, options))
     wanted = [spec.name for spec in strategy.exports] if entry.export.formats is None else entry.export.formats
@@ -81,13 +81,13 @@ def _check_exports(
     canonical = CanonicalDraft(Path("draft"), record, draft.model.state_dict(), files, parts)
     for name in wanted:
         if name in refused:
-            continue  # told by `check_requirements`, where somebody asked for it
+            continue  # `check_requirements` reports it if it was requested
         try:
             config = load_format(strategy.name, name).config(canonical, getattr(torch, entry.export.dtype))
             build_server_configs(config)
         except DraftworksError as error:
             findings.error(f"{where}: its export {name} would be loaded by no server: {error}")
-        except Exception as error:  # a plug-in's format, which may want weights
+        except Exception as error:  # a plug-in's format may need weights
             findings.warning(f"{where}: its export {name} was not looked at: {type(error).__name__}: {error}")
 
 

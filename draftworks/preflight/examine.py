@@ -1,6 +1,6 @@
 """Pre-flight examination of a target: its entry, files and data, without loading its weights.
 
-Torch-free to import: torch, transformers and pyarrow are imported when the cheap questions are answered.
+Torch-free to import: torch, transformers and pyarrow are imported only after the cheap checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from draftworks.targets.weights import check_target_weights
 
 
 def examine_entry(name: str, registry: Registry, digests: FileDigests) -> tuple[Finding, ...]:
-    """All findings about the registry's target of that name. A wrong entry is a finding, and never raises."""
+    """Return all findings about a target of the registry. An invalid entry is a finding too, and does not raise."""
     findings = Findings()
     try:
         target = registry.load_target(name)
@@ -51,7 +51,7 @@ def examine_target(target: TargetSpec, files: TargetFiles | None, registry: Regi
     """Add all findings about a target.
 
     Args:
-        files: None where they are not known: then the entry alone and the lists of its files are looked at.
+        files: None if the target could not be resolved; then only entry, machine and data files are checked.
     """
     check_values(target, findings)
     check_machine(target, registry, findings)
@@ -75,7 +75,7 @@ def examine_target(target: TargetSpec, files: TargetFiles | None, registry: Regi
 
 
 def _check_data(target: TargetSpec, registry: Registry, findings: Findings) -> bool:
-    """Whether the data sets of a target and of its eval sets are there, as files of a known kind."""
+    """Check that the data sets of a target and of its eval sets exist as readable files; return whether they do."""
     before = len(findings.errors)
     where = f"target {target.name}"
     wanted: dict[str, str] = {}

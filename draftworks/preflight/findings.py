@@ -14,7 +14,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem. An error would make a run fail or its result useless; a warning is for the user to consider before."""
+    """One problem. An error would make a run fail or its result useless; a warning is for the user to judge."""
 
     severity: Severity
     text: str
@@ -22,7 +22,7 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Collects findings; the same is said once."""
+    """Collects findings without duplicates."""
 
     found: list[Finding] = field(default_factory=list)
 
@@ -34,7 +34,7 @@ class Findings:
 
     @contextmanager
     def collect_errors(self) -> Iterator[None]:
-        """A DraftworksError inside is an error found, and ends only what is inside."""
+        """Record a DraftworksError raised inside the context as an error, and continue after the context."""
         try:
             yield
         except DraftworksError as error:

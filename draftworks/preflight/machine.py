@@ -10,7 +10,7 @@ from draftworks.preflight.findings import Findings
 from draftworks.targets.registry import Registry
 
 _MAX_RANKS_PER_PROCESSOR = 4
-"""So many times the processors there are."""
+"""More CPU ranks for each processor than this are warned about."""
 
 
 def check_machine(target: TargetSpec, registry: Registry, findings: Findings) -> None:
@@ -32,7 +32,7 @@ def check_machine(target: TargetSpec, registry: Registry, findings: Findings) ->
 
 
 def check_writable(registry: Registry, findings: Findings) -> None:
-    """That results can be published: whatever is above a folder that is still to be made has to be a folder, and writable."""
+    """Check that results can be published: each result folder, or its nearest existing parent, is a writable folder."""
     deployment = registry.load_deployment()
     places = {"var": registry.resolve_var_folder()}
     if deployment.features.root is not None:
@@ -60,7 +60,7 @@ def _find_existing(place: Path) -> Path:
 
 
 def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) -> None:
-    """Only whether its environment is there: what is in it the programs ask, and it takes seconds."""
+    """Check only that SGLang's environment exists; the programs check its content themselves, which takes seconds."""
     python = Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python))
     backend, asked = target.capture.backend, target.evaluation.serving.prompts > 0
     ours = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)

@@ -1,6 +1,7 @@
 """Warnings and errors for option values that are valid but implausible. Torch-free.
 
-Bounds of errors are far outside of what anybody has trained with; those of warnings are where mistyped digits show.
+Bounds of errors lie far outside the values that drafts have been trained with; bounds of warnings are set to catch a
+mistyped digit.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ MAX_LR, UNUSUAL_LR = 1.0, 0.03
 
 @dataclass(frozen=True)
 class UnusualValue:
-    """A value that is warned of.
+    """A value that gets a warning.
 
     Attributes:
-        key: below `strategies.NAME.training`.
-        usual: what it is otherwise, in words.
+        key: the option's key below `strategies.NAME.training`.
+        usual: text of the warning: the usual values, or why this one is doubtful.
     """
 
     key: str
@@ -29,7 +30,7 @@ class UnusualValue:
 
 
 def check_values(target: TargetSpec, findings: Findings) -> None:
-    """Of every strategy's training, of the answers and of the evaluation."""
+    """Check the values of every strategy's training, of the answers and of the evaluation."""
     for name, entry in target.strategies.items():
         where, training = f"target {target.name}: strategies.{name}.training", entry.training
         if training.max_steps == 0:

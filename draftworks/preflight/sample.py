@@ -24,16 +24,22 @@ from draftworks.preflight.findings import Findings
 from draftworks.targets.registry import Registry
 
 SAMPLE_ROWS = 64
-"""Rows that are looked at."""
+"""Number of data rows that are read from each data set."""
 MAX_JSON_LIST_BYTES = 256 << 20
-"""Bytes of a JSON list, which has to be read whole to see its first rows."""
+"""Largest JSON file in bytes; larger ones are skipped, as a JSON list has to be read whole for its first rows."""
 _WARNING_SHARE = 0.5
-"""Share of a sample from which on a loss is told."""
+"""Share of lost or cut rows in a sample above which a warning is given."""
 
 
 @dataclass
 class Sample:
-    """The first rows of a data set. `reasons` are those of rows that cannot be used."""
+    """The first data rows of a data set.
+
+    Attributes:
+        kind: "tokens" for tokenized data, as `detect_kind` returns it.
+        items: parsed rows: token rows or conversations.
+        reasons: for each rejected row, why it cannot be used.
+    """
 
     kind: str
     items: list[Any] = field(default_factory=list)
@@ -46,7 +52,14 @@ class Sample:
 
 @dataclass
 class Tokenized:
-    """Of a sample, in tokens: what training would see of the data's own answers, and the prompts."""
+    """Token statistics of a sample, with the data's own answers.
+
+    Attributes:
+        lengths: number of tokens of each sequence, prompt and answer, before any cut.
+        prompts: number of tokens of each conversation's first prompt.
+        counts: occurrences of each token id.
+        reasons: for each conversation that cannot be tokenized, why.
+    """
 
     lengths: list[int] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
@@ -55,7 +68,7 @@ class Tokenized:
 
 
 def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, findings: Findings) -> None:
-    """What the first rows of every data set of a target show; the files are there, which somebody else has seen to."""
+    """Check the first rows of every data set of a target; the caller has checked that the files exist."""
     where = f"target {target.name}"
     chat = None
     with findings.collect_errors():
@@ -81,10 +94,10 @@ def check_sample(target: TargetSpec, files: TargetFiles, registry: Registry, fin
 
 
 def read_sample(dataset: DatasetSpec, root: Path, files: TargetFiles) -> Sample:
-    """The first `SAMPLE_ROWS` rows, over as many files as it takes.
+    """Return the first `SAMPLE_ROWS` data rows, from as many files as necessary.
 
     Raises:
-        DataError: no file, an unreadable one, or no row that shows a format.
+        DataError: no file, an unreadable one, or no row whose format is recognised.
     """
     sample = Sample(detect_kind(dataset, root))
     expected = None if dataset.format == "auto" else dataset.format
@@ -140,7 +153,7 @@ def _tokenize(sample: Sample, chat: ChatTokenizer | None, target: TargetSpec) ->
 
 
 def _first_prompt(conversation: Conversation) -> Sequence[Any]:
-    """The turns before the assistant first speaks."""
+    """Return the turns before the assistant's first turn."""
     turns = conversation.turns
     return turns[: next(number for number, turn in enumerate(turns) if turn.role == "assistant")]
 
@@ -186,7 +199,10 @@ def _check_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findi
 def _check_mask_tokens(
     target: TargetSpec, files: TargetFiles, chat: ChatTokenizer, used: Counter[int], findings: Findings
 ) -> None:
-    """The token that stands for unknown ones must be none that text has: the draft would take the one for the other."""
+    """Check that the mask token does not occur in text: the draft would confuse such text with masked places.
+
+    A default mask token that does is a warning, a chosen one an error.
+    """
     for name, entry in target.strategies.items():
         if "mask_token_id" not in resolve_strategy(name).options.model_fields:
             continue
@@ -194,7 +210,7 @@ def _check_mask_tokens(
         chosen = entry.options.get("mask_token_id")
         mask = files.vocab_size - 1 if chosen is None else chosen
         if not isinstance(mask, int) or mask >= files.vocab_size:
-            continue  # told by the strategy
+            continue  # the strategy's own check reports it
         text = chat.ordinary_token(mask)
         if used[mask]:
             said = f"{where}: {mask} is {used[mask]} times in the sample of the data" + (f" ({text!r})" if text else "")

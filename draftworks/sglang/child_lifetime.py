@@ -1,8 +1,8 @@
 """Spawned child processes that end with their parent from the moment they start.
 
-SGLang's processes ask the kernel for that themselves, but only after seconds of imports: who kills us in that time would
-leave them behind. Run as a module it gives another program such children: `child_lifetime FOLDER MODULE ARG…`. Standard
-library only: it runs in SGLang's environment.
+SGLang's processes ask the kernel for this themselves, but only after seconds of imports; if this process is killed
+during that time, they would be left behind. Run as a module (`child_lifetime FOLDER MODULE ARG…`), it applies the same
+to the child processes of another program. It uses the standard library only, because it runs in SGLang's environment.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from draftworks.distributed import parent_death
 
 @contextmanager
 def tie_children_to_parent(folder: Path) -> Iterator[None]:
-    """Within, processes that multiprocessing spawns end with the thread that starts them.
+    """Make processes that multiprocessing spawns inside this context end with the thread that starts them.
 
     Args:
-        folder: existing, for the file they are spawned through; no other process may use it at the same time.
+        folder: existing folder for the script that they are spawned through; no other process may use it at the same
+            time.
     """
     before = spawn.get_executable()
     shim = folder / "mortal-python"
@@ -37,14 +38,14 @@ def tie_children_to_parent(folder: Path) -> Iterator[None]:
 
 
 def build_command(folder: Path, module: str) -> list[str]:
-    """The words between a Python and the arguments of a module that it runs, with mortal children."""
+    """Return the words between a Python and a module's arguments that run the module with its children tied to it."""
     return ["-m", __name__, str(folder), module]
 
 
 def _run(folder: str, module: str, *arguments: str) -> None:
     sys.argv = [module, *arguments]
     with tie_children_to_parent(Path(folder)):
-        # What it spawns looks for its functions in the main module, so it has to be that one.
+        # The module has to run as the main module: the processes that it spawns look up their functions there.
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

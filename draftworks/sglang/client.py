@@ -1,4 +1,4 @@
-"""SGLang's HTTP interface, as far as we use it."""
+"""Client of the part of SGLang's HTTP interface that Draftworks uses."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """How a running server is set up, as it says itself.
+    """Configuration of a running server, as the server reports it.
 
     Attributes:
-        model: what it serves now; `started_with` is what it was started with, before any update of its weights.
-        convention: how `layer_ids` are counted: `eagle3`, `dflash` or `dspark`; None if it does not say.
-        attention_dp: groups of ranks with requests of their own; our hook writes on the first rank alone.
+        model: the model that it serves now.
         layer_ids: layers whose outputs are captured; None if it captures none.
-        spool: where our hook writes; None if it has not loaded it.
-        numerics: arguments that change its numbers and are not at their default, by name.
+        spool: the folder that the capture hook writes to; None if the server has not loaded the hook.
+        numerics: arguments that change its numerical results and are not at their default, by name.
+        started_with: the model that it was started with, before any update of its weights.
+        convention: how `layer_ids` are counted: `eagle3`, `dflash` or `dspark`; None if the server does not report it.
+        attention_dp: number of groups of ranks that have separate requests; the capture hook writes on the first rank
+            only.
     """
 
     version: str
@@ -46,7 +48,7 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A prompt, and SGLang's own sampling parameters for it."""
+    """A prompt with SGLang's sampling parameters for it."""
 
     request_id: str
     input_ids: Sequence[int]
@@ -55,11 +57,11 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """What SGLang answered to a prompt.
+    """SGLang's answer to a prompt.
 
     Attributes:
-        finish: SGLang's reason: `stop` (an end token, which is part of `output_ids`) or `length`.
-        cached_tokens: of the prompt, found in the prefix cache and not computed.
+        finish: SGLang's finish reason: `stop` (an end token, which is part of `output_ids`) or `length`.
+        cached_tokens: number of tokens of the prompt that were found in the prefix cache and not computed.
     """
 
     output_ids: tuple[int, ...]
@@ -68,7 +70,7 @@ class Generation:
 
 
 class SGLangClient:
-    """Talks to one server, for any number of threads.
+    """Client of one server, for any number of threads.
 
     Raises (all methods):
         EngineError: no connection, no answer in time, or an error of the server.
@@ -78,7 +80,7 @@ class SGLangClient:
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
-        # As many connections as there are callers: how many requests run together is theirs to say.
+        # No limit on connections: the callers decide how many requests run together.
         limits = httpx.Limits(max_connections=None)
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S)
         self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=limits)
@@ -113,14 +115,14 @@ class SGLangClient:
         )
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of a text by the server's tokenizer, without special tokens."""
+        """Return the token ids of a text by the server's tokenizer, without special tokens."""
         found = self._call_for_object("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).get("tokens")
         if not isinstance(found, list):
             raise EngineError(f"SGLang at {self.url} answered /tokenize without tokens: {str(found)[:200]}")
         return found
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """One answer for each request, in their order; the server works on them together."""
+        """Return one answer for each request, in their order; the server processes them together."""
         answers = self._call(
             "POST",
             "/generate",
@@ -138,7 +140,10 @@ class SGLangClient:
         return [parse_generation(answer) for answer in answers]
 
     def _get_model_info(self) -> dict[str, Any]:
-        """Its answer to /model_info: weights may have been replaced since it was started. Empty where it does not know that."""
+        """Return the server's answer to /model_info; empty if the server does not know that path.
+
+        It names the weights that are served now, which may have been replaced since the start.
+        """
         try:
             return self._call_for_object("GET", "/model_info")
         except CaptureError:
@@ -176,7 +181,12 @@ class SGLangClient:
 
 
 def parse_generation(answer: Any) -> Generation:
-    """Raises AbortedRequestError for a request that was given up, EngineError for an answer of another form."""
+    """Return SGLang's answer of /generate as a `Generation`.
+
+    Raises:
+        AbortedRequestError: SGLang gave up the request.
+        EngineError: the answer has another form.
+    """
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]
@@ -197,7 +207,7 @@ def _count_attention_groups(found: dict[str, Any]) -> int:
 
 
 def _list_changed_numerics(found: dict[str, Any]) -> dict[str, str]:
-    """Of those that are easily set and forgotten."""
+    """Return the arguments that are not at their default, among those that are easily set and forgotten."""
     defaults: dict[str, tuple[Any, ...]] = {
         "quantization": (None,),
         "kv_cache_dtype": ("auto",),

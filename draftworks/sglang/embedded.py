@@ -1,4 +1,4 @@
-"""SGLang inside this process: one `sglang.Engine` on a thread of its own, and the processes it starts."""
+"""SGLang inside this process: one `sglang.Engine` on its own thread, and the processes that it starts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from draftworks.sglang.server import ServerOptions, find_free_port
 
 WHERE = "SGLang in this process"
 _POLL_S = 0.5
-"""How soon a thread that waits for an answer notices that there will be none."""
+"""Interval at which a thread that waits for an answer checks whether the Engine has failed or was closed."""
 
 
 def require_sglang_here() -> str:
-    """The version of SGLang that the Python which runs this has; ConfigError if it has none."""
+    """Return the version of SGLang in the running Python; raise ConfigError if it is not installed there."""
     where = f"this Python, {sys.executable},"
     try:
         version = importlib.metadata.version("sglang")
@@ -44,16 +44,17 @@ def require_sglang_here() -> str:
 
 
 class EmbeddedSGLang:
-    """One Engine, to be asked by any number of threads. Nothing of it outlives this process.
+    """One Engine that any number of threads can use; its processes end with this process.
 
-    It lives on a thread of its own: an Engine belongs to the event loop it is made in, on the main thread it would put its
-    own handlers in the place of this process's, and the kernel ends its processes with the thread that started them.
+    It runs on its own thread for three reasons: an Engine belongs to the event loop that it is created in, on the main
+    thread it would replace the signal handlers of this process, and the kernel ends its processes with the thread that
+    started them.
 
     Args:
-        options: what a server would be started with.
-        start_timeout_s: until it has to be ready.
-        request_timeout_s: until it has to have answered.
-        grace_s: for its orderly end, before its processes are killed.
+        options: the same options that a server would be started with.
+        start_timeout_s: seconds until it has to be ready.
+        request_timeout_s: seconds until it has to have answered.
+        grace_s: seconds for an orderly shutdown, before its processes are killed.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class EmbeddedSGLang:
         self._fault: str | None = None
 
     def start(self) -> None:
-        """Start it and wait until it is ready.
+        """Start the Engine and wait until it is ready.
 
         Raises:
             ConfigError: SGLang does not know one of the arguments.
@@ -90,7 +91,7 @@ class EmbeddedSGLang:
             raise
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """One answer for each request, in their order; the Engine works on them together.
+        """Return one answer for each request, in their order; the Engine processes them together.
 
         Raises:
             EngineError: it failed, was closed, or did not answer in time.
@@ -112,15 +113,15 @@ class EmbeddedSGLang:
         except ValueError as error:
             raise CaptureError(f"{WHERE} refuses a request: {error}") from error
         except Exception as error:
-            self._require_sound()  # its end cancels what is still asked
+            self._require_sound()  # closing the Engine cancels requests that are still running
             raise EngineError(f"{WHERE} failed: {type(error).__name__}: {error}") from error
 
     def fail(self, reason: str) -> None:
-        """From now on it answers nobody, and who waits is told the reason; the first one counts."""
+        """Make all waiting and later calls of `generate` fail with this reason; the first reason is kept."""
         self._fault = self._fault or reason
 
     def close(self) -> None:
-        """End it and all its processes."""
+        """End the Engine and all its processes."""
         self.fail("the engine was closed")
         if not self._thread.is_alive():
             return
@@ -128,13 +129,13 @@ class EmbeddedSGLang:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(self._grace_s)
         deadline = time.monotonic() + self._grace_s
-        while self._thread.is_alive() and time.monotonic() < deadline:  # a start under way may start more of them
+        while self._thread.is_alive() and time.monotonic() < deadline:  # an unfinished start may start more of them
             self._kill_processes()
             self._thread.join(_POLL_S)
         self._kill_processes()
 
     def _run_thread(self) -> None:
-        """All that the thread does."""
+        """Create the Engine, run its event loop until `close` stops it, then shut it down; the body of the thread."""
         asyncio.set_event_loop(self._loop)
         try:
             with (
@@ -171,7 +172,10 @@ class EmbeddedSGLang:
             raise EngineError(f"{WHERE} answers no more: {self._fault}")
 
     def _kill_processes(self) -> None:
-        """Whatever this process has started since: it starts nothing else while an Engine lives."""
+        """Kill all child processes that were started since `__init__`.
+
+        This is safe because this process starts no other children while an Engine runs.
+        """
         processes = set(psutil.Process().children(recursive=True)) - self._others
         for process in processes:
             with suppress(psutil.Error):
@@ -185,11 +189,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _make_engine(options: ServerOptions) -> Any:
-    """An Engine that is set up by the very arguments a server would be started with."""
-    import sglang as installed  # in SGLang's own environment
+    """Create an Engine from the same arguments that a server would be started with."""
+    import sglang as installed  # installed in SGLang's environment only
 
     sglang: Any = installed
-    logging.getLogger("sglang").setLevel(logging.WARNING)  # here; the log level below is for its processes
+    logging.getLogger("sglang").setLevel(logging.WARNING)  # for this process; below is SGLang's own level
     parser = _Parser(prog="sglang")
     sglang.ServerArgs.add_cli_args(parser)
     parsed = vars(parser.parse_args(["--log-level", "warning", *options.build_arguments(find_free_port())]))
@@ -198,7 +202,10 @@ def _make_engine(options: ServerOptions) -> Any:
 
 @contextmanager
 def _set_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """What SGLang's processes inherit as they are started; afterwards it is ours again, and so is our logging."""
+    """Set the environment that SGLang's processes inherit; on exit restore this process's environment and logging.
+
+    Variables of a launcher's process group are hidden meanwhile.
+    """
     hidden = [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]
     before = {name: os.environ.pop(name, None) for name in {*hidden, *environment}}
     root = logging.getLogger()

@@ -1,4 +1,4 @@
-"""SGLang's environment: another Python than ours, examined before anything of ours runs there. Torch-free."""
+"""Checks of the Python that SGLang is installed in, made before Draftworks runs anything there. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ import draftworks
 from draftworks.errors import ConfigError
 
 SGLANG_VERSIONS = ("0.5.23",)
-"""Whose inner types the capture hook reads, and whose numbers were compared with those of transformers."""
+"""Versions whose internal types the capture hook reads and whose numbers were compared with those of transformers."""
 FIRST_CAPTURING = (0, 5, 23)
-"""The first with an option to return the hidden states of some layers (`--return-aux-hidden-state-layer-ids`)."""
+"""First version with an option to return the hidden states of given layers (`--return-aux-hidden-state-layer-ids`)."""
 PROGRAM_LIBRARIES = {"dagster_pipes": "dagster-pipes", "pyarrow": "pyarrow", "tenacity": "tenacity"}
-"""What the programs that run a target import and SGLang does not bring: distributions by module."""
+"""Libraries that the programs that run a target import and SGLang does not install: distribution by module name."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "DAGSTER_PIPES_")
-"""Of the process group that one of our processes may be a rank of: SGLang would take them for its own."""
+"""Prefixes of the variables that describe the process group of a Draftworks process.
+
+They are hidden from SGLang, which would take them for its own.
+"""
 _TIMEOUT_S = 60
 
 log = logging.getLogger(__name__)
 
 
 def require_version(python: Path) -> str:
-    """The version of SGLang that a Python has.
+    """Return the version of SGLang that is installed in a Python's environment.
 
     Raises:
-        ConfigError: no such Python, or no SGLang.
+        ConfigError: the Python cannot be run, or has no SGLang.
     """
     where = _describe_python(python)
     done = _run_python(python, "import importlib.metadata as m; print(m.version('sglang'))")
@@ -39,7 +42,7 @@ def require_version(python: Path) -> str:
 
 
 def check_version(version: str, where: str) -> None:
-    """Warn of a version of SGLang that the capture hook was not tried with."""
+    """Log a warning if the capture hook was not tested with this version of SGLang."""
     if version not in SGLANG_VERSIONS:
         log.warning(
             "%s is SGLang %s; Draftworks was tried with %s. It may answer and serve; what it captures is taken only after it was "
@@ -49,7 +52,7 @@ def check_version(version: str, where: str) -> None:
 
 
 def require_capturing(version: str, where: str) -> None:
-    """ConfigError for an SGLang that has no option to return hidden states; it may answer and serve."""
+    """Raise ConfigError if this version of SGLang cannot return hidden states; it can still answer and serve."""
     numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     if numbers is not None and tuple(map(int, numbers.groups())) < FIRST_CAPTURING:
         expected = ".".join(map(str, FIRST_CAPTURING))
@@ -60,13 +63,13 @@ def require_capturing(version: str, where: str) -> None:
 
 
 def build_program_environment(python: Path, folder: Path) -> dict[str, str]:
-    """What a program of ours needs in its environment to be run by SGLang's Python.
+    """Return the environment variables that a Draftworks program needs to be run by SGLang's Python.
 
     Args:
-        folder: for a link to this package; created if absent.
+        folder: folder for a link to this package; created if absent.
 
     Raises:
-        ConfigError: as `require_version`, or a library that our programs need is not there.
+        ConfigError: as `require_version`, or a library that Draftworks programs need is missing.
     """
     require_version(python)
     asked = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
@@ -81,7 +84,7 @@ def build_program_environment(python: Path, folder: Path) -> dict[str, str]:
 
 
 def require_cpu_speculation(python: Path) -> None:
-    """ConfigError unless the SGLang of a Python can speculate without a GPU, by our platform plug-in."""
+    """Raise ConfigError unless this Python has our platform plug-in, with which SGLang speculates without a GPU."""
     asked = "import importlib.util as u; print(u.find_spec('draftworks_sglang_cpu.speculation') is not None)"
     if _run_python(python, asked).stdout.strip() != "True":
         raise ConfigError(
@@ -91,7 +94,10 @@ def require_cpu_speculation(python: Path) -> None:
 
 
 def link_package(folder: Path) -> Path:
-    """A folder with nothing but a link to this package, so that SGLang sees none of the libraries installed beside it."""
+    """Put a link to this package into `folder` and return `folder`, for use as SGLang's PYTHONPATH.
+
+    The folder has only this link, so that SGLang sees none of the libraries that are installed beside this package.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "draftworks"
     link.unlink(missing_ok=True)

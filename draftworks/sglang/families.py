@@ -1,4 +1,4 @@
-"""Known limitations of SGLang by model family, found by running 0.5.23; see docs/sglang.md. Torch-free."""
+"""Known limitations of SGLang by model family, found by running version 0.5.23; see docs/sglang.md. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NOT_ON_CPU = {
     "deepseek_v3": "its attention for a CPU takes no compressed keys and values (MLA)",
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NET),
 }
-"""Model types that it does not run there, with the reason."""
+"""Model types that SGLang does not run on a CPU, with the reason."""
 _SUBLAYERS = ("gemma3", "gemma3_text")
-"""Model types of which it hands out what the last sublayer added instead of the residual stream."""
+"""Model types for which SGLang returns the output of the last sublayer instead of the residual stream."""
 _WINDOWLESS = ("mistral",)
-"""Model types that it runs with full attention, whatever window their config names."""
+"""Model types that SGLang runs with full attention, whatever sliding window their config sets."""
 
 
 def refuse_on_cpu(spec: TargetSpec, files: TargetFiles) -> None:
-    """ConfigError for a target that SGLang would have to run on a CPU and cannot."""
+    """Raise ConfigError if the target is to be captured with SGLang on a CPU and SGLang cannot run it there."""
     if not _uses_sglang(spec) or spec.capture.device != "cpu":
         return
     kind = read_text_config(files).get("model_type")
@@ -37,7 +37,7 @@ def refuse_on_cpu(spec: TargetSpec, files: TargetFiles) -> None:
 
 
 def list_sglang_remarks(spec: TargetSpec, files: TargetFiles) -> list[str]:
-    """What a person should know before SGLang captures or serves this target; other versions may do better."""
+    """Return warnings for the user before SGLang captures or serves this target; other versions may do better."""
     config, said = read_text_config(files), []
     kind, window = config.get("model_type"), _find_window(config)
     if kind in _SUBLAYERS:

@@ -1,8 +1,9 @@
-"""Inside SGLang: writes hidden states to the spool as they are computed. Runs in the serving environment.
+"""Forward hook inside SGLang that writes hidden states to the spool as they are computed.
 
-SGLang loads it by its own option for forward hooks and calls it after the layer that makes logits, where every token's
-tapped streams and last hidden state are at hand. It is the only module of ours that knows SGLang's inner types, those of
-the versions in draftworks.sglang.environment. Needs torch and safetensors only.
+It runs in SGLang's environment and needs torch and safetensors only. SGLang loads it by its option for forward hooks
+and calls it after the logits layer, where the tapped streams and the last hidden state of every token are available. It
+is the only module of Draftworks that uses SGLang's internal types, those of the versions in
+draftworks.sglang.environment.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from draftworks.sglang.spool import Part, is_captured, wants_logits, write_failu
 
 log = logging.getLogger(__name__)
 FORMER_FACTORY = "draftworks.serving.sglang_hook:capture_hook"
-"""The hook where it was before: a server that was started then runs on with it."""
+"""Former import path of the hook, which servers that were started with an earlier version still report."""
 
 
 class SGLangCaptureBackend:
-    """The hook: called with every forward pass, writes the parts of our requests.
+    """Forward hook that writes the parts of Draftworks' requests; SGLang calls it at every forward pass.
 
-    It never raises, since an error here would end the engine: whoever waits finds the reason in the spool.
+    It never raises, because an error here would end the engine; the waiting reader finds the reason in the spool.
 
     Args:
         spool: existing folder; see draftworks.sglang.spool.
@@ -45,11 +46,12 @@ class SGLangCaptureBackend:
             log.exception("draftworks: hidden states were not written, and nobody can be told")
 
     def write(self, batch: Any, output: Any) -> None:
-        """Write the parts of our requests in a prefill.
+        """Write the parts of Draftworks' requests in a prefill.
 
         Args:
             batch: SGLang's `ForwardBatch`.
-            output: SGLang's `LogitsProcessorOutput`, (rows, k * H) and (rows, H), the requests of the batch one after another.
+            output: SGLang's `LogitsProcessorOutput`: `hidden_states` (N, k * H) and `last_hidden_states` (N, H) for N
+                positions, the requests of the batch one after another.
         """
         ours = [request_id for request_id in batch.rids if is_captured(request_id)]
         try:
@@ -63,12 +65,12 @@ class SGLangCaptureBackend:
 
 
 def capture_hook(config: dict[str, Any]) -> SGLangCaptureBackend:
-    """What SGLang calls to make the hook; `config` is that of `format_hook_option`."""
+    """Create the hook; SGLang calls this with the `config` of `format_hook_option`."""
     return SGLangCaptureBackend(Path(config["spool"]))
 
 
 def format_hook_option(spool: Path) -> str:
-    """The value of SGLang's option `--forward-hooks` that loads the hook."""
+    """Return the value of SGLang's option `--forward-hooks` that loads the hook."""
     hook = {
         "name": "draftworks-capture",
         "target_modules": ["logits_processor", "*.logits_processor"],  # wrappers nest it under `language_model`
@@ -79,13 +81,17 @@ def format_hook_option(spool: Path) -> str:
 
 
 def find_spool(hooks: Sequence[Mapping[str, Any]]) -> Path | None:
-    """Where our hook writes, of the hooks that a server says it has loaded; None if ours is not among them."""
+    """Return the spool folder of the capture hook among a server's loaded hooks; None if it is not among them."""
     ours = (f"{__name__}:{capture_hook.__name__}", FORMER_FACTORY)
     return next((Path(hook["config"]["spool"]) for hook in hooks if hook.get("hook_factory") in ours), None)
 
 
 def _find_prefill(args: Sequence[Any]) -> Any:
-    """SGLang's `ForwardBatch`; None for decoding, a warm-up, or a rank whose rows are copies of the first one's."""
+    """Return SGLang's `ForwardBatch` of a prefill among the hook's arguments.
+
+    The result is None for decoding, for a warm-up, and on a tensor-parallel rank other than the first, which holds
+    copies of the same states.
+    """
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch  # pyright: ignore[reportMissingImports]
 
     batch = next((each for each in args if isinstance(each, ForwardBatch)), None)
@@ -95,7 +101,7 @@ def _find_prefill(args: Sequence[Any]) -> Any:
 
 
 def _split_requests(batch: Any, output: Any) -> Iterator[tuple[str, Part]]:
-    """Cut a packed batch into its requests."""
+    """Yield the id and the part of each of Draftworks' requests in a packed batch."""
     lengths = batch.extend_seq_lens_cpu
     ends = list(accumulate(lengths))
     if output.last_hidden_states is None or output.hidden_states is None:
@@ -105,9 +111,10 @@ def _split_requests(batch: Any, output: Any) -> Iterator[tuple[str, Part]]:
     rows = zip(batch.rids, batch.extend_prefix_lens_cpu, lengths, ends, strict=True)
     for index, (request_id, start, length, end) in enumerate(rows):
         if is_captured(request_id):
-            here = slice(end - length, end)
-            logits: Tensor | None = output.next_token_logits[index] if wants_logits(request_id) else None
-            ids = batch.input_ids[here].long()
+            here = slice(end - length, end)  # T positions of this request, of the N of the batch
+            logits: Tensor | None = output.next_token_logits[index] if wants_logits(request_id) else None  # (V,)
+            ids = batch.input_ids[here].long()  # (T,)
+            # taps (T, k * H), last (T, H)
             yield request_id, Part(start, ids, output.hidden_states[here], output.last_hidden_states[here], logits)
 
 

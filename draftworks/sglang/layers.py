@@ -1,9 +1,10 @@
-"""How SGLang counts layers and what it cannot capture, by the architecture of a target. Torch-free.
+"""SGLang's layer ids and the limits of its capture, by the architecture of a target. Torch-free.
 
-SGLang's ids name the layer whose output is captured, and each model class turns them into "layers passed" by adding 1.
-The classes of DeepSeek's kind do so for an EAGLE-3 draft only if the first id is 1, else they take the ids as layers
-passed already; for DFlash they always add 1, as all others do. (SGLang 0.5.23, `set_eagle3_layers_to_capture` of
-models/deepseek_v2.py and models/glm4_moe_lite.py, and what inherits or delegates to them.)
+An id of SGLang names the layer whose output is captured, and each model class converts it into a number of layers
+passed by adding 1. For an EAGLE-3 draft, the DeepSeek-like classes add 1 only if the first id is 1; otherwise they take
+the ids as numbers of layers passed. For DFlash they always add 1, as all other classes do. Source: SGLang 0.5.23,
+`set_eagle3_layers_to_capture` of models/deepseek_v2.py and models/glm4_moe_lite.py, and the classes that inherit from
+them or delegate to them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ COUNTED_BY_THE_FIRST = frozenset(
         "MistralLarge3ForCausalLM",
     }
 )
-"""Architectures whose EAGLE-3 ids are counted so."""
+"""Architectures whose EAGLE-3 ids name layers (0-based) if the first id is 1, and count layers passed otherwise."""
 
 
 ATTENTION_DP = ("--enable-dp-attention", "--attn-dp-size")
@@ -52,32 +53,33 @@ def _make_class_names(of_text: str, of_wrappers: str) -> frozenset[str]:
 
 
 CAPTURED_FOR_EAGLE3 = _make_class_names(_EAGLE3, _EAGLE3_WRAPPERS)
-"""Architectures whose class in SGLang 0.5.23 can be told which layers to capture for an EAGLE-3 draft."""
+"""Architectures whose class in SGLang 0.5.23 accepts a list of layers to capture for an EAGLE-3 draft."""
 CAPTURED_FOR_DFLASH_ONLY = _make_class_names(_DFLASH, _DFLASH_WRAPPERS)
 
 
 def read_architecture(target: TargetFiles) -> str:
-    """The first of `architectures` in the target's config.json; empty where it names none."""
+    """Return the first of `architectures` in the target's config.json; empty if it names none or cannot be read."""
     path: Path | None = Path(target.model) / "config.json"
     if target.revision is not None:
         path = fetch_hub_file(f"target {target.name}", target.model, target.revision, "config.json")
     try:
         named = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path is not None else None
     except (OSError, ValueError, AttributeError):
-        return ""  # whoever loads the target says what is wrong with it
+        return ""  # the code that loads the target reports what is wrong with the file
     return str(named[0]) if isinstance(named, list) and named else ""
 
 
 def choose_capture_convention(architecture: str) -> str:
-    """The algorithm by whose convention SGLang adds 1 to every id, whatever they are."""
+    """Return the speculative algorithm for which SGLang adds 1 to every layer id, whatever the ids are."""
     return "DFLASH" if architecture in COUNTED_BY_THE_FIRST | CAPTURED_FOR_DFLASH_ONLY else "EAGLE3"
 
 
 def check_capture(where: str, architecture: str, args: Sequence[str]) -> None:
-    """ConfigError where a server that we would start cannot capture a target: its family, or a set-up in `args`.
+    """Raise ConfigError if a server of ours cannot capture the target, by its architecture or by an option in `args`.
 
     Args:
-        where: "target mine", for messages.
+        where: the target as error messages name it, such as "target mine".
+        args: additional arguments of the server.
     """
     if architecture and architecture not in CAPTURED_FOR_EAGLE3 | CAPTURED_FOR_DFLASH_ONLY:
         raise ConfigError(
@@ -93,20 +95,20 @@ def check_capture(where: str, architecture: str, args: Sequence[str]) -> None:
 
 
 def resolve_captured_layers(ids: Sequence[int], convention: str | None, architecture: str) -> tuple[int, ...]:
-    """The layers (0-based) whose outputs SGLang captures when it is told these ids; -1 is the embeddings.
+    """Return the layers (0-based) whose outputs SGLang captures for these ids; -1 is the embeddings.
 
     Args:
-        convention: as its server says, `eagle3` or `dflash`; None where it does not.
+        convention: as the server reports it, `eagle3` or `dflash`; None if it does not report one.
     """
     as_passed = architecture in COUNTED_BY_THE_FIRST and convention != "dflash" and bool(ids) and ids[0] != 1
     return tuple(sorted(layer - 1 if as_passed else layer for layer in ids))
 
 
 def to_eagle3_ids(taps: Sequence[LayerTap], architecture: str) -> list[int]:
-    """Ids in an EAGLE-3 draft by which SGLang gives it these taps.
+    """Return the layer ids for an EAGLE-3 draft's config with which SGLang feeds it these taps.
 
     Raises:
-        ConfigError: there are none for them.
+        ConfigError: no ids select these taps.
     """
     outputs = [tap.to_layer_output() for tap in taps]
     if architecture not in COUNTED_BY_THE_FIRST or outputs[0] == 1:
@@ -121,5 +123,5 @@ def to_eagle3_ids(taps: Sequence[LayerTap], architecture: str) -> list[int]:
 
 
 def from_eagle3_ids(ids: Sequence[int], architecture: str) -> tuple[LayerTap, ...]:
-    """The taps that SGLang gives an EAGLE-3 draft with these ids: the inverse of `to_eagle3_ids`."""
+    """Return the taps that SGLang feeds an EAGLE-3 draft with these ids: the inverse of `to_eagle3_ids`."""
     return tuple(LayerTap.from_layer_output(layer) for layer in resolve_captured_layers(ids, "eagle3", architecture))

@@ -1,4 +1,4 @@
-"""An SGLang server as a child process: start, readiness, log, stop; it never outlives this process."""
+"""SGLang server as a child process: start, readiness, log and stop; it ends at the latest with this process."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _POLL_S = 0.25
 _ANSWER_TIMEOUT_S = 10
 _LOG_EVERY_S = 30.0
 _SPARE_CONTEXT = 16
-"""SGLang keeps some positions for itself; a sample as long as the target's context has to fit all the same."""
+"""Positions added to the context: SGLang reserves some, and a sample as long as the target's context has to fit."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a server serves and how; an Engine in this process takes the same.
+    """Options of an SGLang server; an Engine in this process takes the same.
 
     Attributes:
         layer_ids: layers (0-based) whose outputs are captured, ascending; empty for a server that only generates.
         spool: where hidden states are written; see draftworks.sglang.spool.
         device: `cpu` or `cuda`.
-        dp_size: copies of the target in the server, on `tp_size` GPUs each.
-        first_gpu: the first of all its GPUs.
-        draft: to speculate with; not on a server that captures.
-        convention: by which SGLang counts `layer_ids`: the algorithm whose drafts count them so.
+        dp_size: number of copies of the target in the server, each on `tp_size` GPUs.
+        first_gpu: index of the first of the server's GPUs.
+        draft: draft to speculate with; None on a server that captures.
+        convention: speculative algorithm by whose convention SGLang counts `layer_ids`.
     """
 
     model: str
@@ -72,11 +72,14 @@ class ServerOptions:
 
     @property
     def gpus(self) -> int:
-        """Ranks of the server; on a CPU each of them has a core."""
+        """Number of ranks of the server; on a CPU each rank has one core."""
         return self.tp_size * self.dp_size
 
     def build_arguments(self, port: int) -> list[str]:
-        """Of `sglang.launch_server`. A cached prefix or a prompt in chunks would lose hidden states, so both are off."""
+        """Return the arguments of `sglang.launch_server`.
+
+        The prefix cache and chunked prefill are off, because a cached prefix or a chunked prompt loses hidden states.
+        """
         values: dict[str, str | int | float | None] = {
             "--model-path": self.model,
             "--revision": self.revision,
@@ -98,7 +101,7 @@ class ServerOptions:
         return [*words, "--disable-radix-cache", "--sleep-on-idle", *served, *self.extra]
 
     def build_environment(self) -> dict[str, str]:
-        """Variables that SGLang's processes need beside those that are there."""
+        """Return the environment variables that SGLang's processes need in addition to the inherited ones."""
         own = {
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -106,15 +109,15 @@ class ServerOptions:
         if self.revision is None:
             own["HF_HUB_OFFLINE"] = "1"
         if self.device == "cpu" and self.gpus > 1:
-            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.gpus)))  # a core for each rank
+            own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(self.gpus)))  # one core for each rank
         return own if self.draft is None else own | self.draft.build_environment(self.device)
 
     def _build_capture_arguments(self) -> list[str]:
         if not self.layer_ids:
             return []
-        named = ["--enable-return-aux-hidden-states", "--speculative-algorithm", self.convention]  # no draft
+        named = ["--enable-return-aux-hidden-states", "--speculative-algorithm", self.convention]  # without a draft
         layers = ["--return-aux-hidden-state-layer-ids", *map(str, self.layer_ids)]
-        # A replayed graph runs no hook, and prompts are where hidden states are taken.
+        # A replayed CUDA graph calls no hook, and hidden states are captured in the prefill.
         graphs = ["--disable-prefill-cuda-graph"] if self.device == "cuda" else []
         return [*named, *layers, *graphs, "--forward-hooks", format_hook_option(self.spool)]
 
@@ -123,10 +126,12 @@ class SGLangServer:
     """One server on the loopback interface.
 
     Args:
-        python: of the environment SGLang is installed in.
-        folder: for its log, a link to this package and what its processes are started through; created if absent, and of
-            no other server at the same time.
-        port: None is one that is free when it starts.
+        python: Python of the environment that SGLang is installed in.
+        folder: folder for the log, a link to this package and the script that starts the server's processes; created if
+            absent. No other server may use it at the same time.
+        start_timeout_s: seconds until the server has to be ready.
+        grace_s: seconds between the request to end and the kill.
+        port: None chooses a port that is free when the server starts.
     """
 
     def __init__(
@@ -145,7 +150,7 @@ class SGLangServer:
         self._grace_s = grace_s
         self._port = port
         self._process: subprocess.Popen[bytes] | None = None
-        # The kernel ends a server when the *thread* that started it ends, so that thread is one of our own.
+        # The kernel ends a server when the *thread* that started it ends, so this object keeps a thread for that.
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sglang-starter")
         self.url = ""
         self.version = ""
@@ -159,11 +164,12 @@ class SGLangServer:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it and wait until it serves.
+        """Start the server and wait until it serves.
 
         Raises:
-            ConfigError: there is no SGLang at `python`, or one that cannot return the hidden states that are to be captured.
-            EngineError: it ended or was not ready in time, with the end of its log; or another server has its port.
+            ConfigError: `python` has no SGLang, or one that cannot return the hidden states to be captured.
+            EngineError: the server ended or was not ready in time (the message has the end of its log), or another
+                server has its port.
         """
         self.version = require_version(self._python)
         if self._options.layer_ids:
@@ -182,11 +188,11 @@ class SGLangServer:
             raise
 
     def is_running(self) -> bool:
-        process = self._process  # another thread may be ending it
+        process = self._process  # a local copy, because another thread may be in `stop`
         return process is not None and process.poll() is None
 
     def stop(self) -> None:
-        """End it and all its processes: asked first, killed after the grace."""
+        """End the server and all its processes: SIGTERM first, then a kill after `grace_s` seconds."""
         process = self._process
         if process is None:
             return
@@ -206,7 +212,7 @@ class SGLangServer:
         self._process = None
 
     def read_log_tail(self) -> str:
-        """The last lines of its log, indented."""
+        """Return the last lines of the server's log, indented."""
         with self.log.open("rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LOG_TAIL_BYTES))
             lines = stream.read().decode("utf-8", errors="replace").splitlines()
@@ -250,10 +256,13 @@ class SGLangServer:
         return False
 
     def _require_ours(self, answer: httpx.Response) -> None:
-        """Its port was free when it was chosen, but another server may have taken it before SGLang did.
+        """Raise EngineError unless the answer of /server_info comes from the server that was started.
+
+        The port was free when it was chosen, but another server may have taken it before SGLang did.
 
         Raises:
-            EngineError: what answers serves another model, or writes elsewhere, as another server of the same model does.
+            EngineError: the server that answers serves another model, or captures to another spool, as another server
+                of the same model does.
         """
         found = _parse_object(answer)
         expected: dict[str, Any] = {"model_path": self._options.model}
@@ -267,10 +276,10 @@ class SGLangServer:
             )
 
     def _build_environment(self) -> dict[str, str]:
-        """Ours, without what speaks of our own process group, and with this package where SGLang finds its hook.
+        """Return this process's environment without its process group's variables, and with this package on PYTHONPATH.
 
-        The package is reached through a folder with nothing but a link to it, so that SGLang sees none of the libraries
-        that are installed beside it.
+        SGLang imports its hook from there. The folder on PYTHONPATH has only a link to the package, so that SGLang sees
+        none of the libraries that are installed beside it.
         """
         ours = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
         package = link_package(self._folder / "package")
@@ -284,7 +293,7 @@ def find_free_port() -> int:
 
 
 def _parse_object(answer: httpx.Response) -> dict[str, Any]:
-    """Empty if it is none."""
+    """Return the JSON object of an answer; empty if the answer is not a JSON object."""
     try:
         found = answer.json()
     except ValueError:

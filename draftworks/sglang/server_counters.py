@@ -1,7 +1,7 @@
 """SGLang's counters of speculative decoding: per request, in its metrics and in its server info.
 
-The counters of a request are what counts: they are exact, and of nobody else's requests. Metrics and server info are of
-the whole server, its warm-up included, and are good for a cross-check. Names are those of SGLang 0.5.23.
+Results are computed from the counters of each request, which are exact and do not include other requests. Metrics and
+server info cover the whole server, including its warm-up, and serve as a cross-check. Names are those of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _VERIFY_CALLS, _TOKENS = "sglang:spec_verify_calls_total", "sglang:generation_to
 
 @dataclass(frozen=True)
 class SpeculatedAnswer:
-    """An answer, and what the target accepted on the way.
+    """An answer with the counters of accepted tokens of its request.
 
     Attributes:
-        passes: passes of the target after the prefill, which gives the first token.
-        histogram: entry n is the number of passes that accepted exactly n proposals. What the last pass accepted beyond
-            the answer's end is in it, and not in `output_ids`.
+        passes: number of passes of the target after the prefill, which gives the first token.
+        histogram: entry n is the number of passes that accepted exactly n proposed tokens. It includes tokens that the
+            last pass accepted beyond the answer's end, which `output_ids` does not.
     """
 
     output_ids: tuple[int, ...]
@@ -33,10 +33,11 @@ class SpeculatedAnswer:
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> SpeculatedAnswer:
-        """From an answer of /generate.
+        """Parse an answer of /generate.
 
         Raises:
-            EngineError: the server gave the request up, or counts nothing: it does not speculate.
+            EngineError: the server gave up the request, its counters contradict each other, or it sent no counters,
+                because it does not speculate.
         """
         meta, ids = answer["meta_info"], answer["output_ids"]
         if meta["finish_reason"]["type"] == "abort":
@@ -49,7 +50,7 @@ class SpeculatedAnswer:
                     "SGLang answered without counters of speculative decoding: it runs without a draft, or is another "
                     f"version. It sent {', '.join(sorted(meta))}"
                 )
-            return cls(tuple(ids), 0, ())  # over with the prefill: nothing was there to verify
+            return cls(tuple(ids), 0, ())  # the answer ended with the prefill: there was nothing to verify
         found = tuple(meta["spec_correct_drafts_histogram"])
         if sum(found) != meta["spec_verify_ct"]:
             raise EngineError(
@@ -58,25 +59,26 @@ class SpeculatedAnswer:
         return cls(tuple(ids), meta["spec_verify_ct"], found)
 
     def accepted_per_pass(self) -> list[int]:
-        """Accepted proposals of each pass, in no order, without what the last pass accepted beyond the answer's end.
+        """Return the number of accepted tokens of each pass, in no particular order.
 
-        SGLang does not tell which pass was the last. It is taken to be one of those that accepted most, so the sum is exact
-        and one entry of the histogram may not be.
+        Tokens that the last pass accepted beyond the answer's end are not counted. SGLang does not report which pass
+        was the last; it is assumed to be one of those that accepted most. The sum is therefore exact, but one entry may
+        not be.
         """
         accepted = sorted(n for n, passes in enumerate(self.histogram) for _ in range(passes))
         beyond = 1 + sum(accepted) + self.passes - len(self.output_ids)
-        if accepted and beyond > 1:  # the first token beyond would be the target's own, which is no proposal
+        if accepted and beyond > 1:  # the first token beyond is the target's own, not a proposed one
             accepted[-1] -= beyond - 1
         return accepted
 
 
 @dataclass(frozen=True)
 class Counters:
-    """Of a server since it was started.
+    """Counters of a server since its start.
 
     Attributes:
-        passes: passes of the target that verified something, one for each request they held.
-        tokens: that it generated.
+        passes: number of verifying passes of the target, counted once for each request in the pass.
+        tokens: number of generated tokens.
     """
 
     passes: int
@@ -84,7 +86,7 @@ class Counters:
 
     @classmethod
     def of_metrics(cls, text: str) -> Counters:
-        """From /metrics, in Prometheus' text format.
+        """Parse the answer of /metrics, in Prometheus' text format.
 
         Raises:
             EngineError: a counter is missing, as on a server without --enable-metrics.
@@ -96,10 +98,10 @@ class Counters:
 
 
 def read_metric(text: str, name: str) -> float:
-    """The sum of a metric over its labels, as those of the ranks of a data-parallel server; 0 where nothing was counted yet.
+    """Return the sum of a metric over its labels, such as the ranks of a data-parallel server; 0 if not counted yet.
 
     Raises:
-        EngineError: the text does not know the metric.
+        EngineError: the text does not have the metric.
     """
     samples = (found for line in text.splitlines() if (found := _SAMPLE.match(line)))
     values = [float(found["value"]) for found in samples if found["name"] == name]
@@ -109,14 +111,14 @@ def read_metric(text: str, name: str) -> float:
 
 
 def read_accept_length(info: Mapping[str, Any]) -> float | None:
-    """Tokens per pass as /server_info has them, the mean over data-parallel ranks; None where it has none."""
+    """Return tokens per pass by /server_info, the mean over data-parallel ranks; None if it does not report them."""
     states: Sequence[Mapping[str, Any]] = info.get("internal_states") or []
     values = [state["avg_spec_accept_length"] for state in states if "avg_spec_accept_length" in state]
     return sum(values) / len(values) if values else None
 
 
 def read_verified_tokens(info: Mapping[str, Any]) -> int:
-    """How many tokens a pass verifies, by /server_info: the proposals, and the token before them.
+    """Return the number of tokens that a pass verifies, by /server_info: the proposed ones and the token before them.
 
     Raises:
         EngineError: the server does not speculate.

@@ -1,4 +1,4 @@
-"""SGLang's HTTP interface where a draft is at work: answers with their counters, and the server's own figures."""
+"""Client of an SGLang server that speculates: answers with their counters, and the server's own counters."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from draftworks.sglang.server_counters import Counters, SpeculatedAnswer
 
 
 class SpeculatingClient(SGLangClient):
-    """Talks to one server that speculates, for any number of threads. Raises as `SGLangClient` does."""
+    """Client of one server that speculates, for any number of threads. Raises as `SGLangClient` does."""
 
     def answer(self, request: GenerateRequest) -> SpeculatedAnswer:
-        """What the server says to one prompt."""
+        """Return the server's answer to one prompt, with its counters."""
         body = {"rid": request.request_id, "input_ids": list(request.input_ids), "sampling_params": request.sampling}
         return SpeculatedAnswer.of(self._call("POST", "/generate", body))
 
     def get_raw_info(self) -> dict[str, Any]:
-        """All of /server_info."""
+        """Return the whole answer of /server_info."""
         return self._call("GET", "/server_info")
 
     def get_counters(self) -> Counters:
-        """What the server has done so far."""
+        """Return the server's counters since its start, from /metrics."""
         try:
             response = self._http.get("/metrics").raise_for_status()
         except httpx.HTTPError as error:

@@ -1,4 +1,4 @@
-"""A draft for a server to speculate with: from the command that an export tells to what we start ourselves."""
+"""Options of a server that speculates with a draft, parsed from the serving command that an export writes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ STEPS, BRANCHES, VERIFIED = (
 )
 _PREFIX = "--speculative-"
 _ON_CPU = ("--attention-backend", "triton", "--triton-attention-num-kv-splits", "1")
-"""SGLang speculates with Triton kernels, which our platform plug-in has interpreted on a CPU; each split costs one more turn."""
+"""Arguments for speculation on a CPU.
+
+SGLang speculates with Triton kernels, which the project's platform plug-in runs in Triton's interpreter on a CPU; each
+KV split costs one more iteration there.
+"""
 
 _CPU_ALGORITHMS = ("EAGLE", "EAGLE3", "DFLASH")
-"""Those for which our platform plug-in stands in on a CPU. DSPARK is refused there by SGLang itself."""
+"""Algorithms that the project's platform plug-in supports on a CPU. SGLang itself refuses DSPARK there."""
 
 
 @dataclass(frozen=True)
 class Speculation:
     """SGLang's options for speculative decoding, by name; `ALGORITHM` and `DRAFT` are among them.
 
-    Only chains are meant: one proposal at each step, as the walk counts them.
+    Only chains are supported: one proposed token at each step, as the walk counts them.
     """
 
     options: dict[str, str]
 
     @classmethod
     def of_command(cls, command: str, placeholder: str, folder: Path) -> Speculation:
-        """The options in a command line of `sglang.launch_server`, with the draft in `folder`.
+        """Parse the speculation options of a command line of `sglang.launch_server`, with the draft in `folder`.
 
         Args:
-            placeholder: stands for the draft's folder in the command.
+            placeholder: text that stands for the draft's folder in the command.
 
         Raises:
-            ConfigError: the command does not say what SGLang needs to know of a draft.
+            ConfigError: the command lacks the algorithm or the draft's path.
         """
         words = shlex.split(command)
         options = {word: value for word, value in zip(words, words[1:]) if word.startswith(_PREFIX)}
@@ -49,11 +53,11 @@ class Speculation:
 
     @property
     def algorithm(self) -> str:
-        """As SGLang names it: EAGLE3, DFLASH, ..."""
+        """Name of the algorithm in SGLang, such as EAGLE3 or DFLASH."""
         return self.options[ALGORITHM]
 
     def require_supported(self, device: str) -> None:
-        """ConfigError where SGLang does not speculate so on a device of this type."""
+        """Raise ConfigError if SGLang does not run this algorithm on a device of this type."""
         if device == "cpu" and self.algorithm not in _CPU_ALGORITHMS:
             raise ConfigError(
                 f"SGLang does not serve drafts with {ALGORITHM} {self.algorithm} on a CPU: expected one of "
@@ -61,16 +65,19 @@ class Speculation:
             )
 
     def with_draft_tokens(self, count: int) -> Speculation:
-        """The same, proposing `count` tokens a pass where the server is told how many; a block has them in its config.json."""
+        """Return a copy that proposes `count` tokens a pass, if the number is a server option.
+
+        Block drafts have the number in their config.json; for them the result is this object unchanged.
+        """
         if STEPS not in self.options:
             return self
         return Speculation({**self.options, STEPS: str(count), BRANCHES: "1", VERIFIED: str(count + 1)})
 
     def build_arguments(self, device: str) -> list[str]:
-        """Of `sglang.launch_server`, with the server's own counters switched on."""
+        """Return the arguments of `sglang.launch_server`, including the one that enables the server's metrics."""
         words = [word for pair in self.options.items() for word in pair]
         return [*words, "--enable-metrics", *(_ON_CPU if device == "cpu" else ())]
 
     def build_environment(self, device: str) -> dict[str, str]:
-        """Variables of the server beside those of every server."""
+        """Return the environment variables of the server in addition to those of every server."""
         return {"TRITON_INTERPRET": "1"} if device == "cpu" else {}

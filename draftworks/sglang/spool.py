@@ -1,10 +1,11 @@
-"""The folder through which a serving engine hands hidden states to us: a safetensors file for each pass over a request.
+"""Folder in which an engine passes hidden states to Draftworks: a safetensors file for each pass over a request.
 
-    spool/{request id}.{start}.safetensors     complete: it appears by a rename
-    spool/{request id}.failed                  why the engine could not write it, as text
+    spool/{request id}.{start}.safetensors     always complete, because it appears by a rename
+    spool/{request id}.failed                  the reason why the engine could not write it, as text
 
-The writer runs inside the engine, the reader in our process on the same machine. Nothing here is kept: the reader takes
-what it asked for, checks it, and puts it into the feature store. Needs torch and safetensors only.
+The writer runs inside the engine, the reader in a Draftworks process on the same machine. Files here are temporary: the
+reader removes the ones that it requested, checks them, and writes them to the feature store. Needs torch and
+safetensors only.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _FILE_OF_A_REQUEST = re.compile(rf"{_PREFIX}(logits-)?[0-9a-f]{{32}}\..+")
 
 
 def new_request_id(with_logits: bool = False) -> str:
-    """An id that makes the engine write this request's states, and its next-token logits if asked to."""
+    """Return an id that makes the engine write this request's states, and its next-token logits if `with_logits`."""
     return f"{_WITH_LOGITS if with_logits else _PREFIX}{uuid.uuid4().hex}"
 
 
 def is_captured(request_id: str) -> bool:
-    """Whether the states of a request are to be written: only ours, not those of a health check or of other clients."""
+    """Return whether a request's states are to be written; those of health checks and other clients are not."""
     return request_id.startswith(_PREFIX)
 
 
@@ -49,11 +50,11 @@ class Part:
     """One forward pass over `T` consecutive tokens of a request. A sound capture is one part that begins at 0.
 
     Attributes:
-        start: tokens before these, which came from a cache or from an earlier pass.
+        start: number of tokens before these, which came from a cache or from an earlier pass.
         input_ids: (T,), int64.
         taps: (T, k * H), the tapped streams side by side in ascending order.
         last: (T, H), after the final norm.
-        logits: (V,), of the token after the last, as the engine samples from it; None if not asked for.
+        logits: (V,), for the token after the last one, as the engine samples from them; None if not requested.
     """
 
     start: int
@@ -64,7 +65,7 @@ class Part:
 
 
 def write_part(spool: Path, request_id: str, part: Part) -> None:
-    """Make a part appear in the spool, complete. Tensors may be on any device."""
+    """Write a part to the spool; its file appears complete, by a rename. Tensors may be on any device."""
     tensors = {"input_ids": part.input_ids, "taps": part.taps, "last": part.last}
     if part.logits is not None:
         tensors["logits"] = part.logits
@@ -76,12 +77,12 @@ def write_part(spool: Path, request_id: str, part: Part) -> None:
 
 
 def write_failure(spool: Path, request_id: str, reason: str) -> None:
-    """Tell the reader why there is no part."""
+    """Write the reason why there is no part, for the reader."""
     (spool / f"{request_id}.failed").write_text(reason, encoding="utf-8")
 
 
 def take_parts(spool: Path, request_id: str) -> list[Part]:
-    """All parts of a finished request in the order of their tokens, removed from the spool; none if there are none.
+    """Return all parts of a finished request, if any, in the order of their tokens; remove them from the spool.
 
     Raises:
         PassingTroubleError: the engine failed to write one, as on a full disk, or a file is damaged.
@@ -97,21 +98,21 @@ def take_parts(spool: Path, request_id: str) -> list[Part]:
 
 
 def discard_parts(spool: Path, request_ids: Iterable[str]) -> None:
-    """Remove whatever the spool has of these requests."""
+    """Remove all files of these requests from the spool."""
     for request_id in request_ids:
         for path in spool.glob(f"{request_id}.*"):
             path.unlink(missing_ok=True)
 
 
 def sweep(spool: Path, older_than_s: float) -> None:
-    """Remove files of requests that nobody waits for any more, since who asked was killed; other files stay.
+    """Remove old files of requests whose reader was killed; files that do not belong to a request stay.
 
     Args:
-        older_than_s: since they were written; longer than any request waits for its answer.
+        older_than_s: minimum age in seconds since the file was written; longer than any request waits for its answer.
     """
     oldest = time.time() - older_than_s
     for path in spool.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # gone by now, or of another user: it is in nobody's way
+        with suppress(OSError):  # removed meanwhile, or another user's file: harmless
             if _FILE_OF_A_REQUEST.fullmatch(path.name) and path.stat().st_mtime < oldest:
                 path.unlink()
 

@@ -1,4 +1,4 @@
-"""The files of a target by name, in a directory or at a commit of the hub. Torch-free."""
+"""Finds the files of a target by name, in a directory or at a commit of the hub. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,39 +16,43 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Where a target's files are; those of the hub are downloaded when they are asked for."""
+    """The files of a target in its directory or on the hub; a hub file is downloaded on the first request for it."""
 
     target: TargetFiles
 
     @property
     def where(self) -> str:
-        """The target, for messages."""
+        """Name, path or hub id, and commit of the target, for messages."""
         at = "" if self.target.revision is None else f" at commit {self.target.revision}"
         return f"target {self.target.name}: {self.target.model}{at}"
 
     def require_folder(self) -> None:
-        """ConfigError where the target should be a directory and is none."""
+        """Raise ConfigError if the target has no revision (so it must be a directory) and that directory is absent."""
         if self.target.revision is None and not Path(self.target.model).is_dir():
             raise ConfigError(
                 f"{self.where}: no such directory. Correct `model`, or give the `revision` (commit) of a hub id."
             )
 
     def find_file(self, filename: str) -> Path | None:
-        """Where a file is; None if the target has no such file."""
+        """Return the local path of a file; None if the target has no such file."""
         if self.target.revision is not None:
             return fetch_hub_file(f"target {self.target.name}", self.target.model, self.target.revision, filename)
         path = Path(self.target.model) / filename
         return path if path.is_file() else None
 
     def require_file(self, filename: str) -> Path:
-        """Where a file of weights is. Raises StoreError if there is none."""
+        """Return the local path of a file of weights. Raises StoreError if the target has no such file."""
         path = self.find_file(filename)
         if path is None:
             raise StoreError(f"{self.where}: {filename} is missing; weights must be safetensors")
         return path
 
     def read_index(self) -> dict[str, str] | None:
-        """File of each tensor, as the index says; None if there is no index. Raises StoreError for one that is none."""
+        """Return the file name of each tensor from the index; None without an index.
+
+        Raises:
+            StoreError: the index is not JSON, or does not map tensors to names of files in the same folder.
+        """
         path = self.find_file(INDEX)
         if path is None:
             return None

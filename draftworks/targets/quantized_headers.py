@@ -1,4 +1,7 @@
-"""Headers of a quantised checkpoint as those of the plain one: scales left out, packed weights under the name they stand for."""
+"""Translates tensor headers of a quantised checkpoint to those of the unquantised model, without loading weights.
+
+Scales and zero points are left out; a packed weight gets the name of the weight that it encodes.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,19 @@ _MODULE_SCALES = (
     ".weight_format",
 )
 _CODES = {"U8", "U16", "U32", "I16", "I32", "F4", "F6_E2M3", "F6_E3M2"}
-"""Types of weights that are several to an element, so that the shape is not the weight's."""
+"""Dtypes of packed weights: one stored element holds several weights, so the stored shape is not the weight's."""
 UNKNOWN = (0,)
-"""Shape of a tensor whose own cannot be told from its header."""
+"""Placeholder shape of a tensor whose real shape cannot be derived from its header."""
 
 
 @dataclass(frozen=True)
 class PlainHeaders:
-    """Tensors as a model without quantisation would have them; `note` says what of them is unknown."""
+    """Tensor headers as the model without quantisation would have them.
+
+    Attributes:
+        unshaped: names of the tensors whose shape is `UNKNOWN`.
+        note: a sentence about the tensors whose shape is unknown; None if every shape is known.
+    """
 
     tensors: Mapping[str, TensorHeader] = field(repr=False)
     unshaped: frozenset[str] = frozenset()
@@ -41,17 +49,17 @@ class PlainHeaders:
 
 @dataclass(frozen=True)
 class _PlainTensor:
-    """The plain tensor that a stored one stands for."""
+    """Name and header of the unquantised tensor that a stored tensor encodes."""
 
     name: str
     header: TensorHeader
 
 
 def strip_quantization(tensors: Mapping[str, TensorHeader], config: Any) -> PlainHeaders:
-    """Translate names and shapes of a quantised checkpoint; those of another one are given back as they are.
+    """Translate names and shapes of a quantised checkpoint; return those of an unquantised one unchanged.
 
-    Knows block scales (fp8, DeepSeek's layout), MXFP4 (gpt-oss), compressed-tensors, GPTQ, AWQ, ModelOpt and
-    bitsandbytes. What it does not know stays, and is unexpected then.
+    Supports block scales (fp8, DeepSeek's layout), MXFP4 (gpt-oss), compressed-tensors, GPTQ, AWQ, ModelOpt and
+    bitsandbytes. A tensor of an unsupported layout keeps its name, so the later check reports it as unexpected.
 
     Args:
         config: `quantization_config` of the target, or None.
@@ -71,7 +79,7 @@ def strip_quantization(tensors: Mapping[str, TensorHeader], config: Any) -> Plai
 
 def _to_plain(name: str, header: TensorHeader, tensors: Mapping[str, TensorHeader]) -> _PlainTensor:
     if name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors and len(header.shape) == 4:
-        experts, rows, groups, nbytes = header.shape  # two values of 4 bits a byte, of the transposed matrix
+        experts, rows, groups, nbytes = header.shape  # (E, out, G, B): two 4-bit values a byte, transposed matrix
         return _PlainTensor(name.removesuffix("_blocks"), replace(header, shape=(experts, groups * nbytes * 2, rows)))
     for suffix in _PACKED:
         if name.endswith(suffix):
@@ -80,7 +88,7 @@ def _to_plain(name: str, header: TensorHeader, tensors: Mapping[str, TensorHeade
 
 
 def _is_auxiliary(name: str, tensors: Mapping[str, TensorHeader]) -> bool:
-    """Whether it is a scale or the like, of a weight that is there."""
+    """Whether a tensor is a scale, zero point or similar that belongs to a weight among `tensors`."""
     module = next((name.removesuffix(suffix) for suffix in _BESIDE_PACKED if name.endswith(suffix)), None)
     if module is not None:
         return any(f"{module}{packed}" in tensors for packed in _PACKED)

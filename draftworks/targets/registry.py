@@ -1,4 +1,7 @@
-"""The registry: the folder of YAML files that a user edits, as validated specs. Torch-free, reads only what it is asked for."""
+"""The registry: the folder of YAML files that a user edits, read as validated specs. Torch-free.
+
+A file is opened only when its entry is requested.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +28,27 @@ from draftworks.errors import ConfigError
 from draftworks.storage.names import require_name
 
 KINDS = ("targets", "datasets", "evals")
-"""The folders of a registry."""
+"""The folders of a registry; each YAML file in them is one entry."""
 DEPLOYMENT = "deployment.yaml"
 _INVALID_KEY = re.compile(r"\.\.\.|[\x00-\x1f\x7f]|[\ud800-\udfff]")
-"""What Dagster takes in no partition key. Other names that are none are partitions, whose first step says so."""
+"""Characters that Dagster does not allow in a partition key. A name that is invalid otherwise is still a partition, and
+the first step of its run reports the problem."""
 HELDOUT = "heldout"
-"""The built-in eval set: rows split off a target's own conversations."""
+"""The built-in eval set: data rows split off a target's own conversations."""
 
 
 @dataclass(frozen=True)
 class Registry:
-    """`root/targets/*.yaml`, `root/datasets/*.yaml` and `root/deployment.yaml`."""
+    """Registry in a folder: `targets/*.yaml`, `datasets/*.yaml`, `evals/*.yaml` and `deployment.yaml` below `root`."""
 
     root: Path
 
     def list_targets(self) -> list[str]:
-        """Names of all targets, sorted; the files are not opened."""
+        """Return the names of all targets, sorted; the files are not opened."""
         return self._list_names("targets")
 
     def load_target(self, name: str) -> TargetSpec:
-        """One target, its strategies' options checked.
+        """Return one target, after validation of its strategies' options and export formats.
 
         Raises:
             ConfigError: unknown target (closest names suggested), unknown key, bad value, unknown strategy, option or
@@ -63,14 +67,14 @@ class Registry:
         return spec
 
     def find_target_file(self, name: str) -> Path:
-        """Where a target is described; not opened. ConfigError for a name that has none, with the closest ones."""
+        """Return the path of a target's file, not opened. Raises ConfigError with the closest names if it is absent."""
         return self._find_path("targets", name)
 
     def load_dataset(self, name: str) -> DatasetSpec:
         return load_yaml(self._find_path("datasets", name), DatasetSpec, name=name)
 
     def list_eval_sets(self) -> list[str]:
-        """Names of all eval sets, sorted; `heldout` is built in and not among them."""
+        """Return the names of all eval sets, sorted; `heldout` is built in and not among them."""
         return self._list_names("evals")
 
     def load_eval_set(self, name: str) -> EvalSpec:
@@ -79,24 +83,24 @@ class Registry:
         return load_yaml(self._find_path("evals", name), EvalSpec, name=name)
 
     def load_deployment(self) -> DeploymentSpec:
-        """The deployment; defaults where there is no file."""
+        """Return the deployment; defaults if there is no file."""
         path = self.root / DEPLOYMENT
         return load_yaml(path, DeploymentSpec) if os.path.lexists(path) else DeploymentSpec()
 
     def resolve_var_folder(self) -> Path:
-        """Where runs write."""
+        """Return the folder that runs write to, `var` of the deployment."""
         return self.resolve_path(self.load_deployment().var)
 
     def resolve_path(self, path: str) -> Path:
-        """A path of the registry: relative ones start at its root."""
+        """Return a path of a registry file as an absolute one; a relative path starts at the registry's root."""
         return (self.root / path).resolve()
 
     def find_problems(self) -> list[str]:
-        """Everything wrong with any entry or file of the registry, as far as it says so itself; a message each."""
+        """Return a message for each problem that the registry's files show: all entries, deployment, unread files."""
         return self.find_shared_problems() + self._collect_errors("targets", self.load_target)
 
     def find_shared_problems(self) -> list[str]:
-        """What is wrong with files that are no target's own; a message each."""
+        """Return a message for each problem in data sets, eval sets, deployment and unread files."""
         found = self.find_unread_files()
         found += self._collect_errors("datasets", self.load_dataset) + self._collect_errors("evals", self.load_eval_set)
         try:
@@ -115,7 +119,7 @@ class Registry:
         return found
 
     def find_unread_files(self) -> list[str]:
-        """Files that look like entries and are none, a message each."""
+        """Return a message for each file that looks like an entry but is not read."""
         found = []
         for kind in KINDS:
             for path in self._list_visible(kind):
@@ -137,7 +141,7 @@ class Registry:
         return sorted(path.stem for path in files if not _INVALID_KEY.search(path.stem))
 
     def _list_visible(self, kind: str) -> list[Path]:
-        """What is in a folder, sorted, without what editors hide there."""
+        """Return the paths in a folder, sorted, without hidden files (such as those of editors)."""
         folder = self.root / kind
         if not folder.is_dir() and kind == "evals":
             return []
@@ -150,7 +154,7 @@ class Registry:
             path = self.root / kind / f"{require_name(name)}.yaml"
         except ValueError as error:
             raise ConfigError(f"{self.root / kind}: {error}") from error
-        if not os.path.lexists(path):  # of a link that leads nowhere the reader says so
+        if not os.path.lexists(path):  # a broken link passes: the reader reports it
             names = self._list_names(kind)
             close = difflib.get_close_matches(name, names, n=2)
             hint = f"did you mean {' or '.join(close)}?" if close else f"there are: {', '.join(names[:20]) or 'none'}"
@@ -159,7 +163,7 @@ class Registry:
 
 
 def _format_path(path: Path) -> str:
-    """The path in one line of text, whatever bytes are in it."""
+    """Return the path as one line of printable text, with control characters and invalid bytes escaped."""
     return (
         str(path).encode("unicode_escape", "backslashreplace").decode() if _INVALID_KEY.search(str(path)) else str(path)
     )
@@ -176,7 +180,7 @@ def _explain_name(name: str) -> str:
 def apply_overrides(
     target: str, strategy: StrategySpec, entry: StrategyEntry, options: dict[str, Any], training: dict[str, Any]
 ) -> StrategyEntry:
-    """A target's strategy with every option filled in: the registry's, and over them those of one run.
+    """Return a target's strategy entry with every option filled in; a run's options override those of the registry.
 
     Raises:
         ConfigError: unknown option or setting, or a bad value.
@@ -188,10 +192,10 @@ def apply_overrides(
 
 
 def resolve_recipe(target: TargetSpec, registry: Registry) -> dict[str, Any]:
-    """The recipe of a target as JSON: every option that decides a result, with the defaults filled in.
+    """Return the recipe of a target as JSON values: every option that decides a result, with the defaults filled in.
 
     Raises:
-        StoreError: a draft to begin from is not there.
+        StoreError: a draft to start from is absent.
     """
     return {
         "max_length": target.max_length,
@@ -208,10 +212,10 @@ def resolve_recipe(target: TargetSpec, registry: Registry) -> dict[str, Any]:
 
 
 def resolve_training_options(target: TargetSpec, strategy: str, registry: Registry) -> dict[str, Any]:
-    """Options of one strategy of a target and of its training as JSON, with the defaults filled in.
+    """Return the options of one strategy of a target and of its training as JSON values, with the defaults filled in.
 
     Raises:
-        StoreError: the draft to begin from is not there.
+        StoreError: the draft to start from is absent.
     """
     entry = target.strategies[strategy]
     return {

@@ -17,7 +17,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 _NEEDED = ("max_position_embeddings", "num_hidden_layers", "hidden_size", "vocab_size")
 _SHAPE = (*_NEEDED, "num_attention_heads")
 GENERATION_CONFIG = "generation_config.json"
-"""Names the tokens that end an answer, so it counts with the tokenizer's files, though it lies with the model's."""
+"""Names the tokens that end an answer, so its digest is part of the tokenizer's, although it lies in the model's
+folder."""
 
 
 _MAX = {
@@ -26,18 +27,18 @@ _MAX = {
     "vocab_size": 1 << 24,
     "max_position_embeddings": 1 << 31,
 }
-"""Beyond what any model has: more would be built layer by layer until memory ends."""
+"""Upper bounds beyond any real model; without them a draft would be built layer by layer until memory runs out."""
 
 
 def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -> TargetFiles:
     """Locate model and tokenizer, digest them, and read the shape of the model from its config.json.
 
     A directory is identified by the content of config.json and its safetensors files, a hub model by id and commit.
-    The tokenizer's digest also covers what ends an answer, the model's generation_config.json.
+    The tokenizer's digest also covers the model's generation_config.json, which names the tokens that end an answer.
 
     Raises:
         ConfigError: a path that is absent or not a model directory, a hub id that cannot be read, a config without the
-            usual fields, or samples that would be longer than the model's context.
+            usual fields, or a `max_length` beyond the model's context.
     """
     model = _locate(spec.model, spec.revision, registry, f"target {spec.name}: model")
     tokenizer = spec.tokenizer or spec.model
@@ -75,7 +76,7 @@ def resolve_target(spec: TargetSpec, registry: Registry, digests: FileDigests) -
 
 
 def read_num_layers(spec: TargetSpec, registry: Registry) -> int:
-    """Return the number of decoder layers of a target's model, without a look at its weights.
+    """Return the number of decoder layers of a target's model, without reading its weights.
 
     Raises:
         ConfigError: a path that is absent or not a model directory, or a config without the usual fields.
@@ -86,13 +87,13 @@ def read_num_layers(spec: TargetSpec, registry: Registry) -> int:
 
 def _complete_config(spec: TargetSpec, model: str) -> dict[str, Any]:
     config = _read_model_config(model, spec.revision, f"target {spec.name}")
-    if any(config.get(name) is None for name in _NEEDED):  # only then: it imports transformers, also in a sensor's tick
+    if any(config.get(name) is None for name in _NEEDED):  # only if needed: imports transformers, even in a sensor
         config = _fill_defaults(model, spec.revision, config)
     return config
 
 
 def digest_target_files(target: TargetFiles) -> TargetFiles:
-    """The target with the digests that its files have now; those that were remembered as they are are not read again.
+    """Return the target with the current digests of its files; a file with an up-to-date cached digest is not reread.
 
     Raises:
         ConfigError: files are absent.
@@ -109,10 +110,10 @@ def digest_target_files(target: TargetFiles) -> TargetFiles:
 
 
 def require_unchanged(target: TargetFiles) -> None:
-    """What a program asks before it loads the target of a run file: are its files those that were digested?
+    """Raise ConfigError if a target's files changed after its run file was written; programs call it before loading.
 
     Raises:
-        ConfigError: weights, config.json, tokenizer, template or generation_config.json are others, or absent.
+        ConfigError: weights, config.json, tokenizer, template or generation_config.json changed or are absent.
     """
     found = digest_target_files(target)
     parts = {
@@ -158,7 +159,7 @@ def _locate_template(spec: TargetSpec, registry: Registry) -> Path | None:
 
 
 def read_text_config(target: TargetFiles) -> dict[str, Any]:
-    """What config.json says of a target's language model, without the defaults of its class. Raises ConfigError."""
+    """Return the fields of the language model in config.json, without the defaults of its class. Raises ConfigError."""
     return _read_model_config(target.model, target.revision, f"target {target.name}")
 
 
@@ -184,13 +185,17 @@ def _read_model_config(model: str, revision: str | None, where: str) -> dict[str
 
 
 def _fill_defaults(model: str, revision: str | None, config: dict[str, Any]) -> dict[str, Any]:
-    """Some wrappers' files, such as Gemma 3's, say of the text model only what is not its class's default."""
+    """Return the config with the defaults of its transformers class for absent fields of `_SHAPE`.
+
+    The files of some multimodal models, such as Gemma 3, give only those fields of the text model that differ from the
+    default.
+    """
     from transformers import AutoConfig
 
     try:
         text = AutoConfig.from_pretrained(model, revision=revision or "main", trust_remote_code=False).get_text_config()
     except (OSError, ValueError, KeyError):
-        return config  # what is missing is told by name
+        return config  # the caller reports each missing field by name
     return {name: getattr(text, name, None) for name in _SHAPE} | {k: v for k, v in config.items() if v is not None}
 
 
@@ -210,7 +215,7 @@ def _read_num_heads(config: dict[str, Any]) -> int | None:
 
 
 def _digest_weights(model: str, revision: str | None, digests: FileDigests) -> str:
-    """Identity of a model: of its directory's config.json and safetensors files, or of hub id and commit.
+    """Return the digest of a model: over its directory's config.json and safetensors files, or over hub id and commit.
 
     Raises:
         ConfigError: the directory has no safetensors file or no config.json.
@@ -240,7 +245,7 @@ def _digest_tokenizer(tokenizer: str, revision: str | None, template: Path | Non
 
 
 def _digest_generation_config(model: str, revision: str | None, digests: FileDigests) -> str | None:
-    """Identity of what ends an answer, as far as the model's files say so; None if they do not."""
+    """Return the digest of generation_config.json (on the hub, of id and commit); None if a directory has none."""
     if revision is not None:
         return digest(["hub", model, revision])
     path = Path(model) / GENERATION_CONFIG

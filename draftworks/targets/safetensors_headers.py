@@ -1,4 +1,4 @@
-"""Names, dtypes and shapes of a model's tensors from the headers of its safetensors files. No weight is read. Torch-free."""
+"""Reads names, dtypes and shapes of a model's tensors from safetensors headers, without the weights. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftworks.storage.regular_files import open_regular, parse_json
 from draftworks.targets.model_files import INDEX, WEIGHTS, ModelFiles
 
 MAX_HEADER_BYTES = 100_000_000
-"""Bytes; the limit of the format's own reader."""
+"""Limit for a header in bytes, the same as in the safetensors library."""
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -33,7 +33,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor as its file's header tells it. `dtype` is the format's name ("BF16"), `file` that of the file."""
+    """A tensor's entry in a header. `dtype` is the safetensors name ("BF16"), `file` the name of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,11 +42,11 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class ModelHeaders:
-    """All tensors that transformers loads for a model, by name, and those of the index that it does not.
+    """All tensors that transformers loads for a model, by name, and tensors of the index that it does not load.
 
     Attributes:
-        beside: tensors in files that the index names beside a whole `model.safetensors`: other engines read them,
-            transformers does not.
+        beside: tensors in the other files of the index if there is a complete `model.safetensors`: other engines read
+            them, transformers does not.
     """
 
     tensors: Mapping[str, TensorHeader] = field(repr=False)
@@ -54,10 +54,10 @@ class ModelHeaders:
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """Header of one safetensors file.
+    """Return the tensors in the header of one safetensors file, by name.
 
     Raises:
-        StoreError: it is no such file, is cut off, or describes tensors that it does not hold.
+        StoreError: the file is not safetensors, is truncated, or describes tensors that it does not hold.
     """
     try:
         with open_regular(path) as stream:
@@ -77,20 +77,23 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
 
 
 def read_model_headers(target: TargetFiles) -> ModelHeaders:
-    """Headers of a target's weights, of a directory or of a pinned commit of the hub.
+    """Return the headers of a target's weights, from a directory or a pinned commit of the hub.
 
-    Files are chosen as transformers does: `model.safetensors` if there is one, else those that the index names.
+    The choice of files is that of transformers: `model.safetensors` if it exists, else the files of the index.
 
     Raises:
-        ConfigError: the hub cannot be asked.
-        StoreError: there are no weights, a file that the index names is absent, a tensor is not where the index says, or
-            a file is damaged.
+        ConfigError: the hub cannot be reached.
+        StoreError: there are no weights, a file that the index names is absent, a tensor is not in the file that the
+            index names, a tensor is in several files, or a file is damaged.
     """
     files = _HeaderReader(target)
     unasked: list[ConfigError] = []
 
     def attempt(look: Callable[[], Found | None]) -> Found | None:
-        """One of the two is enough, and out of the network the cache knows of that one only."""
+        """Return the result of `look`, or None if the hub cannot be reached.
+
+        One of weights and index is enough, and without a network the cache holds only the one that exists.
+        """
         try:
             return look()
         except ConfigError as error:
@@ -122,10 +125,10 @@ def read_model_headers(target: TargetFiles) -> ModelHeaders:
 
 
 class _HeaderReader(ModelFiles):
-    """The headers of a target's files."""
+    """Reads the headers of a target's files."""
 
     def header(self, filename: str) -> dict[str, TensorHeader] | None:
-        """Header of a file, None if there is no such file. Of the hub's, only the header is fetched."""
+        """Return the header of a file, None if there is no such file. Only the header of a hub file is fetched."""
         target = self.target
         if target.revision is None:
             path = self.find_file(filename)
@@ -147,7 +150,7 @@ class _HeaderReader(ModelFiles):
 
 
 def _check_index(where: str, index: Mapping[str, str], headers: Mapping[str, Mapping[str, TensorHeader]]) -> None:
-    """Each tensor of the index is in its file, and nothing is in two files."""
+    """Raise StoreError unless each tensor of the index is in its file and no tensor is in two files."""
     astray = sorted(name for name, file in index.items() if name not in headers[file])
     if astray:
         raise StoreError(

@@ -1,6 +1,6 @@
-"""Checks a target's weights against its configuration by names and shapes, with transformers' loader on the meta device.
+"""Checks names and shapes of a target's weights against its configuration, with transformers' loader on device meta.
 
-Torch-free to import: torch and transformers are loaded by what needs them.
+Torch-free to import: torch and transformers are imported inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 CHECK_REVISION = 1
-"""Raised when a verdict may come out otherwise: remembered ones then no longer count."""
+"""Increased with each change that can alter a verdict; cached verdicts of other revisions are ignored."""
 _SHOWN = 3
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
 _MASK = re.compile(r"(?:^|\.)(?:attn|attention)\.(?:masked_)?bias$")
-"""Causal masks, which older versions of GPT-2 and GPT-NeoX saved among the weights."""
+"""Names of causal masks, which older versions of GPT-2 and GPT-NeoX saved among the weights."""
 _LOOKAHEAD_NAME = re.compile(r"(?:^|\.)(?:mtp|nextn)")
 _LOOKAHEAD_LAYER = re.compile(r"^(.*\blayers\.(\d+)\.)eh_proj\.")
-"""A layer that predicts a further token, in the place after the model's own: DeepSeek's and GLM's layout."""
+"""Tensor of a multi-token-prediction layer, numbered after the model's own layers (DeepSeek's and GLM's layout)."""
 
 
 @dataclass(frozen=True)
 class WeightsCheck:
-    """What was found out about a target's weights.
+    """Result of a successful check of a target's weights.
 
     Attributes:
-        model_class: of transformers, by which the names were expected; None if they were not checked.
-        note: in words what was not checked, or checked by name only; None if there is nothing to say.
+        model_class: name of the transformers class that gave the expected names; None if names were not checked.
+        tensors: number of tensors in the files.
+        note: a sentence about tensors that were not checked, or by name only; None if all were checked.
     """
 
     model_class: str | None
@@ -54,11 +55,13 @@ class WeightsCheck:
 
 @dataclass(frozen=True)
 class Discrepancies:
-    """How the tensors of some files differ from those of the model that a configuration describes, by name.
+    """Differences between the tensors in the files and those of the model that config.json describes.
 
     Attributes:
-        mismatched: shape found and shape expected by name.
-        broken: tensors that cannot be put together from the files' ones, and why.
+        missing: names of tensors of the model that the files lack.
+        unexpected: names of tensors in the files that the model lacks.
+        mismatched: name to shape found and shape expected.
+        broken: name to reason, for tensors that cannot be assembled from those in the files.
     """
 
     missing: tuple[str, ...] = ()
@@ -71,15 +74,15 @@ class Discrepancies:
 
 
 def check_target_weights(target: TargetFiles, backend: str = "hf", remembered: Path | None = None) -> WeightsCheck:
-    """Compare the names and shapes in a target's files with those of its model class. Reads headers, no weights.
+    """Compare the names and shapes in a target's files with those of its model class. Reads headers, not weights.
 
     Args:
-        backend: of capture; with another than `hf`, a family that transformers does not know is no error but a note.
-        remembered: folder of verdicts, by content of what was checked: a second check of the same costs nothing.
+        backend: capture backend; unless it is `hf`, a family that transformers does not know is a note, not an error.
+        remembered: folder of cached verdicts, keyed by the checked content: a second check of the same is a lookup.
 
     Raises:
-        ConfigError: the configuration is unreadable, needs code of its own or is of an unknown family; the hub cannot be
-            asked.
+        ConfigError: the configuration is unreadable, needs code of its own or is of an unknown family; the hub cannot
+            be reached.
         StoreError: a file is absent or damaged; tensors are missing, unexpected or of another shape.
     """
     verdict = None if remembered is None else remembered / f"{_make_verdict_key(target, backend)}.json"
@@ -93,15 +96,15 @@ def check_target_weights(target: TargetFiles, backend: str = "hf", remembered: P
 
 
 def is_checked(target: TargetFiles, backend: str, remembered: Path) -> bool:
-    """Whether `check_target_weights` would only read its verdict."""
+    """Whether `check_target_weights` would only read a cached verdict."""
     return _read_verdict(remembered / f"{_make_verdict_key(target, backend)}.json") is not None
 
 
 def require_loaded(target: TargetFiles, model: PreTrainedModel, loading: Mapping[str, Any]) -> None:
-    """StoreError unless every weight came from the files and every tensor of the files went into the model.
+    """Raise StoreError unless every weight came from the files and every tensor of the files went into the model.
 
     Args:
-        loading: what `from_pretrained` gives with `output_loading_info=True`.
+        loading: the loading info that `from_pretrained` returns with `output_loading_info=True`.
     """
     missing = set(loading["missing_keys"]) | set(loading.get("error_msgs") or ())
     mismatched = {name: (tuple(found), tuple(expected)) for name, found, expected in loading["mismatched_keys"]}
@@ -132,7 +135,7 @@ def _check(target: TargetFiles, backend: str) -> WeightsCheck:
 
 
 def _require_plain_files(target: TargetFiles, config: PreTrainedConfig | str) -> None:
-    """Transformers can be told to load something else than the model's own files; other engines would not follow."""
+    """Raise ConfigError if transformers would load other weights than the model's own, which other engines read."""
     elsewhere = getattr(config, "transformers_weights", None)
     if elsewhere is not None:
         raise ConfigError(
@@ -147,7 +150,7 @@ def _require_plain_files(target: TargetFiles, config: PreTrainedConfig | str) ->
 
 
 def read_model_config(target: TargetFiles) -> PreTrainedConfig | str:
-    """The target's configuration as transformers reads it, or in words why it does not know the family.
+    """Return the target's configuration from transformers, or a sentence that says why it does not know the family.
 
     Raises:
         ConfigError: config.json is absent or unreadable, or needs code of its own.
@@ -170,7 +173,7 @@ def read_model_config(target: TargetFiles) -> PreTrainedConfig | str:
             raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
         code = " without code of its own (auto_map), which is never run" if needs_code else ""
         return f"transformers {version('transformers')} does not know the model_type {kind!r} of {path}{code}"
-    except Exception as error:  # each configuration class has its own ways
+    except Exception as error:  # each configuration class may raise errors of its own
         raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
 
 
@@ -182,7 +185,11 @@ def _config_file(target: TargetFiles) -> Path:
 
 
 def _empty_model(target: TargetFiles, config: PreTrainedConfig) -> PreTrainedModel:
-    """The class that the loader takes, on device meta."""
+    """Return a model of the class that the loader chooses, on device meta and without quantisation.
+
+    Raises:
+        ConfigError: the class cannot be built with this configuration.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -192,7 +199,7 @@ def _empty_model(target: TargetFiles, config: PreTrainedConfig) -> PreTrainedMod
     try:
         with torch.device("meta"):
             return loader.from_config(config, trust_remote_code=False)
-    except Exception as error:  # whatever a model does with a configuration that makes no sense
+    except Exception as error:  # a model may raise any error for an inconsistent configuration
         raise ConfigError(
             f"target {target.name}: no model can be built of {target.model}/config.json: {type(error).__name__}: {error}"
         ) from error
@@ -209,7 +216,7 @@ def _remove_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _compare(model: PreTrainedModel, tensors: Mapping[str, TensorHeader], unshaped: Collection[str]) -> Discrepancies:
-    """Load tensors without data into a model without data, as transformers loads: renamed, merged, tied."""
+    """Load meta tensors into a meta model with transformers' own loader, which renames, merges and ties them."""
     import torch
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
@@ -237,7 +244,10 @@ def _last_line(error: object) -> str:
 
 
 def _gaps(tensors: Iterable[str]) -> dict[str, str]:
-    """Experts that are stored one by one are stacked in their order, whatever their numbers: a gap would shift them."""
+    """Return stacked expert tensors with absent expert numbers, and which numbers are absent.
+
+    The loader stacks experts in ascending order and ignores their numbers, so a gap would shift all later experts.
+    """
     numbers: dict[str, set[int]] = {}
     for name in tensors:
         if matched := _EXPERT.match(name):
@@ -256,7 +266,10 @@ def _make_discrepancies(
     broken: Mapping[str, str],
     config: PreTrainedConfig,
 ) -> Discrepancies:
-    """Without layers that predict further tokens, which no causal language model of transformers has, and old masks."""
+    """Return the discrepancies; unexpected tensors of multi-token-prediction layers and old causal masks are ignored.
+
+    No causal language model of transformers has multi-token-prediction layers.
+    """
     layers = config.get_text_config().num_hidden_layers
     lookahead = [m for m in map(_LOOKAHEAD_LAYER.match, unexpected) if m and int(m[2]) >= layers]
     prefixes = tuple(m[1] for m in lookahead)
@@ -287,7 +300,7 @@ def _format_discrepancies(target: TargetFiles, model_class: str, found: Discrepa
 
 
 def _advise(found: Discrepancies, layers: int) -> str:
-    """What to do, as far as the names show what happened."""
+    """Return advice for the user, derived from the names that differ."""
     wrapped = [name.split(".")[0] for name in found.unexpected if name.partition(".")[2] in found.missing]
     if wrapped and len(wrapped) == len(found.unexpected) and len(set(wrapped)) == 1:
         return (
@@ -321,12 +334,12 @@ def _read_verdict(verdict: Path | None) -> WeightsCheck | None:
     try:
         return WeightsCheck(**read_json(verdict))
     except (OSError, ValueError, TypeError):
-        return None  # it is made again
+        return None  # an unreadable verdict is computed again
 
 
 @contextmanager
 def _silence_transformers():
-    """Without transformers' bars and reports: what they say is said once, by us."""
+    """Turn off transformers' progress bars and log; this module's own error reports the same problems once."""
     from transformers.utils import logging as transformers_logging
 
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Finished answers: their file, their identity, and the conversation and token sets written from them."""
+"""The file and identity of finished answers, and the conversation and token sets written from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from draftworks.storage.identity import EngineIdentity, digest
 
 CONVERSATIONS = "conversations"
 RECORD_SCHEMA = 2
-"""Of a kept answer: what `Dialogue.record` writes. Another number begins another file."""
+"""Version of the record that `Dialogue.to_record` writes. Another version uses another file."""
 SHOWN_REJECTIONS = 5
 
 log = logging.getLogger(__name__)
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MissingAnswers:
-    """What the target did not say: conversations without any answer, answers cut by a limit, turns never written."""
+    """Answers that are missing: conversations without any answer, answers cut by a limit, turns never generated."""
 
     rejected: tuple[RejectedSample, ...]
     unfinished_answers: int
     dropped_turns: int
 
     def summarize(self) -> dict[str, Any]:
-        """For the summary of the tokenized set."""
+        """Return the fields for the summary of the tokenized set."""
         return {
             **count_rejections(self.rejected),
             "unfinished_answers": self.unfinished_answers,
@@ -47,23 +47,23 @@ class MissingAnswers:
 
 @dataclass(frozen=True)
 class PublishedAnswers:
-    """The sets that were written: what was lost on the way, and the summary of the tokenized one."""
+    """Result of writing the answer sets: the missing answers, and the summary of the tokenized set."""
 
     losses: MissingAnswers
     tokens: dict[str, Any]
 
 
 def find_answers_file(run: RegenerateRun) -> Path:
-    """Where finished answers are kept: one file for each identity of answers."""
+    """Return the path of the file of finished answers; each identity of answers has its own file."""
     return run.answers / f"{digest(make_answers_identity(run))}.jsonl"
 
 
 @contextmanager
 def open_kept_answers(run: RegenerateRun) -> Iterator[RecordFile]:
-    """The finished answers of a run's kind, for this run alone while it lasts, those that were kept elsewhere among them.
+    """Open the file of finished answers with this run's identity, locked for this run while the context lasts.
 
-    Another run that gives answers of this kind, of this target or of one with the same weights, is waited for: what it has
-    answered need not be answered again.
+    Answers of the same identity in `run.earlier_answers` are copied into it first. If another run, of this target or of
+    one with the same weights, is adding answers of this identity, wait for it: its answers are then reused.
 
     Raises:
         StoreError: a file of answers is unreadable, or damaged.
@@ -79,7 +79,7 @@ def open_kept_answers(run: RegenerateRun) -> Iterator[RecordFile]:
 
 
 def make_answers_identity(run: RegenerateRun) -> dict[str, Any]:
-    """What decides the answers."""
+    """Return the identity of the answers: the inputs and options that decide them."""
     endpoint = run.responses.endpoint
     engine = EngineIdentity(f"endpoint-{endpoint.server}") if endpoint else make_engine_identity(run.capture)
     return {
@@ -99,10 +99,11 @@ def publish_answers(
     """Write `out/conversations` and `out/tokens` in the order of the input, and first `out/quarantine.jsonl`.
 
     Args:
-        refused: conversations that this run could not have answered; a later one may, so `answers` has nothing of them.
+        refused: conversations that the answerer refused in this run. They are not in `answers`, because a later run may
+            get an answer for them.
 
     Raises:
-        DataError: more than `run.max_rejected_share` of the conversations have no answer, or all.
+        DataError: more than `run.max_rejected_share` of the conversations, or all of them, have no answer.
     """
     ids = [each.id for each in read_conversations(run.conversations)]
     losses = _collect_missing((answers[each] for each in ids if each in answers), refused)
@@ -133,7 +134,7 @@ def _collect_missing(records: Iterable[dict[str, Any]], refused: Sequence[Reject
 
 
 def _add_excerpts(run: RegenerateRun, rejected: Sequence[RejectedSample]) -> list[RejectedSample]:
-    """With how each conversation begins, so that a person knows it again."""
+    """Add the beginning of each rejected conversation, so that a reader can recognise it."""
     wanted = {each.sample_id for each in rejected}
     begins = {
         each.id: make_excerpt(each.turns[0].content)

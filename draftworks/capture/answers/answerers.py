@@ -12,11 +12,11 @@ from draftworks.data.chat import ChatTokenizer
 
 
 class Answerer(ABC):
-    """Gives each dialogue its next answer.
+    """Source of the next answer of each dialogue.
 
     Attributes:
-        concurrent: whether `answer` may be called from several threads, and answers more in the same time if it is.
-        replicas: copies of the target that answer side by side.
+        concurrent: whether `answer` may be called from several threads, which then raises its throughput.
+        replicas: number of copies of the target that answer in parallel.
     """
 
     concurrent: bool
@@ -24,23 +24,27 @@ class Answerer(ABC):
 
     @abstractmethod
     def answer(self, dialogues: Sequence[Dialogue], turn: int) -> list[Generated]:
-        """The next answer of each dialogue, in their order; `turn` counts those before it.
+        """Return the next answer of each dialogue, in the order of `dialogues`.
+
+        Args:
+            turn: number of answers that each dialogue has already.
 
         Raises:
-            CaptureError: the target refuses; of a concurrent answerer it is about the one dialogue it was given.
-            EngineError: it cannot go on.
+            CaptureError: the target refuses a dialogue. A concurrent answerer is called with one dialogue, so the error
+                is about that one.
+            EngineError: the answerer cannot go on.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End what it runs; answers that are still awaited fail."""
+        """Release the engine or the connections; calls of `answer` that are still running fail."""
 
 
 class EngineAnswerer(Answerer):
-    """Answers by a target engine.
+    """Answerer that generates with a target engine.
 
     Args:
-        max_length: most tokens of prompt and answer.
+        max_length: largest number of tokens of prompt and answer together.
     """
 
     def __init__(self, engine: TargetEngine, sampling: ResponseSpec, chat: ChatTokenizer, max_length: int) -> None:

@@ -1,4 +1,4 @@
-"""One conversation whose assistant turns are being written anew, as the exact tokens the target saw and said."""
+"""A conversation whose assistant turns are regenerated, as the exact tokens that the target read and generated."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from draftworks.errors import DataError
 
 
 class Dialogue:
-    """Prompt ids + generated ids (+ continuation ids + generated ids ...).
+    """A conversation's token ids: prompt and generated ids, then continuation and generated ids of each later turn.
 
-    Generated ids are kept as they were, never decoded and tokenized again. Where the template goes on with something else
-    than prompt and answer as they were (without the thoughts of earlier answers, say), the next answer begins a sample of
-    its own, so that every supervised token follows what the target saw when it said it. An assistant turn that opens the
-    conversation is context; one that follows another without a turn between is left out.
+    Generated ids are kept as they were, never decoded and tokenized again. Where the template renders the next prompt
+    with other tokens than the earlier prompt and answer (without the thoughts of earlier answers, for example), the
+    next answer begins a sample of its own, so that every supervised token follows the tokens that the target read when
+    it generated that token. An assistant turn that opens the conversation is context; an assistant turn directly after
+    another one is left out.
 
     Args:
-        max_length: most tokens of a sample.
-        rendered: the target is given messages: what it sees is always what the template prints of the conversation so far.
+        max_length: largest number of tokens of a sample.
+        rendered: whether the target receives messages instead of token ids. Its input is then always the template's
+            rendering of the conversation so far.
 
     Attributes:
-        refused: why nobody answers it.
+        refused: why the target gives this dialogue no answer; None if it was not refused.
 
     Raises:
-        DataError: no assistant turn to write, the template refuses the conversation, or the prompt leaves no room.
+        DataError: no assistant turn to generate, the template refuses the conversation, or the prompt leaves no room.
     """
 
     def __init__(
@@ -61,13 +63,13 @@ class Dialogue:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The conversation so far."""
+        """The turns of the conversation so far."""
         return tuple(self._turns)
 
     def add(self, response: Generated) -> None:
-        """Take the response to `ids`, then whatever leads up to the next one; `done` if there is no next one.
+        """Append a response to `ids`, then the prompt of the next response; set `done` if there is no next one.
 
-        `stopped` says why, if the template refuses to go on after this response.
+        If the template refuses to go on after this response, `stopped` is its reason.
         """
         self._spans.append((len(self.ids), len(self.ids) + len(response.ids)))
         self._answered += 1
@@ -94,7 +96,7 @@ class Dialogue:
         self._turns.extend(following)
 
     def _render_continuation(self, following: tuple[Turn, ...]) -> list[int]:
-        """What the target sees next: up to and with the header of the next answer."""
+        """Return the token ids that the target reads next, up to and including the header of the next answer."""
         if not self._rendered and self._chat.keeps_answer(self._turns, following):
             return [*self.ids, *self._chat.encode_continuation(self._turns, following)]
         return self._chat.encode_prompt([*self._turns, *following])
@@ -103,8 +105,11 @@ class Dialogue:
         return {"ids": self.ids, "generated": self._spans}
 
     def to_record(self) -> dict[str, Any]:
-        """What is written to the partial file: the sample, whether its last answer was cut by a limit, and how many
-        answers were never written because the conversation stopped; in `earlier`, samples that end with earlier answers.
+        """Return the record for the file of finished answers.
+
+        It has the last sample, whether its last answer was cut by a limit (`unfinished`), and how many answers were
+        never generated because the conversation stopped (`dropped_turns`). `earlier` has the samples that end with
+        earlier answers.
         """
         earlier = {"earlier": self._earlier} if self._earlier else {}
         return {
@@ -118,9 +123,10 @@ class Dialogue:
 
 
 def build_token_rows(record: Mapping[str, Any], original: Conversation, only_last_turn: bool = False) -> list[TokenRow]:
-    """The tokenized samples of a record: the masks cover what was generated (or the last turn) and nothing else.
+    """Return the tokenized samples of a record; the masks are true on the generated tokens (or the last turn's) only.
 
-    The last sample has the id of the conversation, earlier ones have it with a number behind.
+    The last sample has the id of the conversation; earlier ones have that id with a number appended. With
+    `only_last_turn` there is only the last sample.
     """
     last = _make_token_row(record, original.id, original, only_last_turn)
     if only_last_turn:
@@ -130,21 +136,21 @@ def build_token_rows(record: Mapping[str, Any], original: Conversation, only_las
 
 
 def build_conversation(record: Mapping[str, Any], original: Conversation) -> Conversation:
-    """The conversation of a record, under the id of the one it was made from."""
+    """Return the conversation of a record, with the id and columns of the original one."""
     return Conversation(original.id, tuple(Turn(*turn) for turn in record["turns"]), original.columns)
 
 
 def _make_token_row(
     sample: Mapping[str, Any], sample_id: str, original: Conversation, only_last_turn: bool = False
 ) -> TokenRow:
-    mask = np.zeros(len(sample["ids"]), dtype=np.bool_)
+    mask = np.zeros(len(sample["ids"]), dtype=np.bool_)  # (S,)
     for start, end in sample["generated"][-1 if only_last_turn else 0 :]:
         mask[start:end] = True
     return TokenRow(sample_id, np.array(sample["ids"], dtype=np.int32), mask, original.columns)
 
 
 def _split_questions(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:
-    """What precedes each assistant turn that is to be written."""
+    """Return, for each assistant turn to generate, the turns between the previous one and it."""
     questions, pending, asked = [], [], False
     for turn in turns:
         if turn.role != "assistant":

@@ -1,8 +1,8 @@
-"""Answers by an OpenAI-compatible server that runs the target, `responses.endpoint`.
+"""Answers from OpenAI-compatible servers that run the target (`responses.endpoint`).
 
-With token ids the server also tells the prompt's, which have to be those of the registry's tokenizer and chat template: so
-what is learnt is what the target said to what it saw. Without them there is only text: it is tokenized here, and may come
-out as other tokens than the target's.
+With `token_ids` the server also returns the prompt's token ids. They have to equal those of the registry's tokenizer
+and chat template, so that the training data is exactly what the target read and generated. Without `token_ids` the
+answer is text, which is tokenized here and may give other tokens than the target generated.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ def build_request_fields(
     end_ids: Sequence[int],
     template_options: Mapping[str, bool],
 ) -> dict[str, Any]:
-    """What all requests have in common.
+    """Return the fields that all requests have in common.
 
-    Every option that a server knows is sent even where it is off: left out, the model's generation_config.json decides. The
-    penalties that OpenAI knows, presence and frequency, are added to logits; none of them is our multiplicative one.
+    Every option that a server supports is sent even where it is off, because the model's generation_config.json decides
+    an option that is left out. OpenAI's penalties (presence and frequency) are added to logits; neither is equivalent
+    to the multiplicative `repetition_penalty`, so no penalty is sent to an `openai` server.
 
     Args:
-        sampling: with an endpoint.
+        sampling: its `endpoint` is set.
         end_ids: ids that end an answer.
-        template_options: what the chat template is told beside the messages.
+        template_options: options passed to the chat template in addition to the messages.
     """
     endpoint = sampling.endpoint
     assert endpoint is not None
@@ -62,7 +63,7 @@ def build_request_fields(
 
 
 def to_messages(turns: Sequence[Turn]) -> list[dict[str, str]]:
-    """Turns as chat servers take them."""
+    """Return turns as messages of the chat completions API."""
     return [{"role": turn.role, "content": turn.content} for turn in turns]
 
 
@@ -72,15 +73,15 @@ log = logging.getLogger(__name__)
 
 
 class EndpointAnswerer(Answerer):
-    """Asks the servers of an endpoint, each time the one with the least to do.
+    """Answerer that sends each request to the least busy server of an endpoint.
 
     Args:
-        sampling: with an endpoint.
-        max_length: most tokens of prompt and answer.
-        environment: where the API key is.
+        sampling: its `endpoint` is set.
+        max_length: largest number of tokens of prompt and answer together.
+        environment: environment variables, which hold the API key.
 
     Raises:
-        ConfigError: the environment has no such variable.
+        ConfigError: the API key's variable is not set, or its value cannot be a key.
     """
 
     concurrent = True
@@ -141,7 +142,12 @@ class EndpointAnswerer(Answerer):
             self._balancer.reopen()  # no server was left, and the wait was the cool-down
 
     def _check_prompt(self, completion: Completion, dialogue: Dialogue) -> None:
-        """What the target saw has to be what the draft will see."""
+        """Check that the target read the tokens that the draft will read.
+
+        Raises:
+            ConfigError: the server returned other prompt ids. If it returns only their number, a difference is logged
+                once as a warning.
+        """
         if completion.prompt_ids is not None:
             if list(completion.prompt_ids) != dialogue.ids:
                 raise ConfigError(self._describe_difference(completion.prompt_ids, dialogue.ids))

@@ -1,8 +1,8 @@
-"""An append-only JSONL file of finished records, found again by id.
+"""An append-only JSONL file of finished records, indexed by id.
 
-A torn last line, left by a kill, is cut off; any other line that is no record is an error, and the file is left alone.
-A record that was changed since it was written counts as absent, with a warning: to make it again costs one record, to stop
-costs the run. Records of before there were checksums are given them when their file is opened.
+A torn last line, left by a kill, is cut off. Any other line that is not a record is an error, and the file is not
+changed. A record that was changed since it was written counts as absent, with a warning: making it again costs one
+record, while an error would cost the run. Files written before checksums existed get them when they are opened.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class RecordFile:
-    """Records {"id": ..., ...}, one per line. Only their positions are kept in memory.
+    """File of records {"id": ..., ...}, one per line. Only their byte offsets are kept in memory.
 
     Args:
         path: created if absent.
-        identity: what the records were made with; its line comes first.
+        identity: identity of the records; the first line holds it.
 
     Raises:
-        StoreError: the file was begun with another identity, or a whole line of it is no record.
+        StoreError: the file was begun with another identity, or one of its whole lines is not a record.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
@@ -70,18 +70,19 @@ class RecordFile:
         return unseal(json.loads(line))
 
     def extend(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append records; they are on disk when this returns."""
+        """Append records and flush them to disk (fsync) before returning."""
         records = list(records)
         starts = self._append(records)
         self._offsets.update({record["id"]: start for record, start in zip(records, starts, strict=True)})
 
     def take_over(self, other: Path) -> int:
-        """Append the records of another file of the same identity that are not here; how many. `other` is left as it is.
+        """Append the records of another file of the same identity that are absent here, and return their number.
 
-        What was taken over is noted beside this file, so that it is not read again before it has grown.
+        `other` is not changed. Its size is noted in a file beside this one, so that it is not read again until it has
+        grown.
 
         Raises:
-            StoreError: as for this file, of `other`.
+            StoreError: `other` was begun with another identity, or one of its whole lines is not a record.
         """
         noted = self._path.with_suffix(".taken.json")
         size, known = other.stat().st_size, _read_noted_sizes(noted)
@@ -105,7 +106,7 @@ class RecordFile:
         return starts
 
     def _scan(self, identity: dict[str, Any]) -> int:
-        """Index what is there; the end of the last whole record."""
+        """Index the intact records and return the byte offset of the end of the last whole line."""
         self._file.seek(0)
         end = 0
         for number, line in enumerate(self._file, start=1):
@@ -125,7 +126,7 @@ class RecordFile:
         return end
 
     def _seal_earlier(self, identity: dict[str, Any]) -> None:
-        """Give checksums to the records of a file from before there were any. StoreError as for every reading."""
+        """Add checksums to the records of a file without any. Raise StoreError if a whole line is not a record."""
         if not self._path.exists():
             return
         with self._path.open("rb") as stream:
@@ -146,7 +147,11 @@ class RecordFile:
 
 
 def _parse_record(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """A whole line's record. Whatever else it holds was not left by a kill: cutting there could lose good records."""
+    """Return the record of a whole line, or raise StoreError if it is not a record.
+
+    A kill leaves only a torn last line, so an invalid whole line is damage; cutting the file there could lose good
+    records.
+    """
     try:
         record = parse_json(line)
     except ValueError as error:
@@ -166,7 +171,7 @@ def _make_damage_error(path: Path, number: int, problem: str) -> StoreError:
 
 
 def _read_intact_records(path: Path, identity: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The whole, unchanged records of a file that somebody else writes, or that an earlier version has written."""
+    """Yield the whole, unchanged records of a file that another run is writing, or that has no checksums yet."""
     with path.open("rb") as stream:
         first = stream.readline()
         if not first.endswith(b"\n"):

@@ -1,7 +1,7 @@
-"""Let the target answer the conversations itself, so that a draft learns what the target says.
+"""Regenerate the assistant turns of conversations with the target, so that a draft learns the target's own answers.
 
-Every assistant turn is generated in order, many conversations at a time; a finished conversation is on disk at once, so a run that is
-killed goes on where it was, and a run with some new conversations answers only those.
+Every assistant turn is generated in order, many conversations at a time. A finished conversation is written to disk at
+once, so a killed run resumes where it was, and a run with some new conversations answers only those.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from draftworks.data.rejected import RejectedSample, check_rejected
 from draftworks.errors import CaptureError, DataError
 
 WINDOW = 16
-"""Batches among which conversations are sorted by the length of their prompt, so that little is padding."""
+"""Number of batches in a window. Conversations in a window are sorted by prompt length, which reduces padding."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RegenerateSummary:
-    """What came of a run. `generated_tokens` and `seconds` are of this run alone, `tokens` is the set's summary."""
+    """Result of a run. `generated_tokens` and `seconds` are of this run only; `tokens` is the token set's summary."""
 
     conversations: int
     resumed: int
@@ -52,7 +52,10 @@ def regenerate(
     progress: ProgressCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RegenerateSummary:
-    """Let a target engine answer; as `regenerate_with`. `engine` is called once, and only if something is left to generate."""
+    """Run `regenerate_with` on a target engine.
+
+    `engine` is called once, and only if something is left to generate.
+    """
 
     def answerer() -> Answerer:
         return EngineAnswerer(engine(), run.responses, chat, find_max_sample_length(run))
@@ -69,16 +72,16 @@ def regenerate_with(
 ) -> RegenerateSummary:
     """Write `out/conversations` (a conversations set) and `out/tokens` (a tokenized set), in the order of the input.
 
-    A conversation ends at the first turn that was cut by a limit. One that gets no response is dropped, and
-    `out/quarantine.jsonl` has its reason.
+    A conversation ends at the first turn that was cut by a limit. A conversation without a response is dropped, and its
+    reason is written to `out/quarantine.jsonl`.
 
     Args:
         answerer: called once, and only if something is left to generate.
-        clock: seconds, for throughput and the time that is left.
+        clock: time in seconds, for throughput and the remaining time.
 
     Raises:
-        DataError: more than `run.max_rejected_share` of the conversations got no response, or all.
-        EngineError: whoever answers cannot go on. What is finished is kept.
+        DataError: more than `run.max_rejected_share` of the conversations, or all of them, got no response.
+        EngineError: the answerer cannot go on. Finished conversations are kept.
         StoreError: the conversations or the kept answers are unreadable.
     """
     total = sum(1 for _ in read_conversations(run.conversations))
@@ -90,17 +93,18 @@ def regenerate_with(
 
 
 def find_max_sample_length(run: RegenerateRun) -> int:
-    """Most tokens of a prompt and its answer."""
+    """Return the largest number of tokens of a prompt and its answer together."""
     return min(run.max_length, run.target.context)
 
 
 class _Regeneration:
-    """One run: conversations in windows, windows in batches of similar length, batches turn by turn.
+    """One run: it splits conversations into windows, windows into batches of similar length, and answers turn by turn.
 
     Attributes:
-        resumed: conversations that were finished before.
-        refused: conversations that whoever answers did not take. They are not kept: another run asks again.
-        tokens: generated, in `seconds` since somebody was there to answer.
+        resumed: number of conversations that were finished before this run.
+        refused: conversations that the answerer refused. They are not stored, so another run tries them again.
+        tokens: number of tokens generated in this run.
+        seconds: time since the answerer was created.
     """
 
     def __init__(
@@ -140,8 +144,10 @@ class _Regeneration:
                 self._report()
 
     def _answer(self, dialogues: Sequence[Dialogue], size: int) -> Iterator[Sequence[Dialogue]]:
-        """Dialogues as they are finished, `size` of them at work at a time on each copy of the target: together as a batch,
-        or each for itself.
+        """Yield dialogues as they finish.
+
+        With a concurrent answerer, `size` dialogues per copy of the target run at a time, each one separately;
+        otherwise `size` dialogues run together as a batch.
         """
         if not dialogues:
             return
@@ -171,7 +177,7 @@ class _Regeneration:
                 log.warning("conversation %s ends early: %s", dialogue.id, dialogue.stopped)
 
     def _note_refusal(self, refused: RejectedSample) -> None:
-        """Leave it out; as soon as they are too many, nobody waits for the rest."""
+        """Record a refused conversation; raise DataError as soon as too many are, without answering the rest."""
         log.warning("conversation %s: %s", refused.sample_id, refused.reason)
         self.refused.append(refused)
         check_rejected(self.refused, self._total, self._run.max_rejected_share)
@@ -200,7 +206,7 @@ class _Regeneration:
             dialogue.refused = str(error)
 
     def _converse(self, *dialogues: Dialogue) -> None:
-        """Every answer of these dialogues, turn by turn."""
+        """Generate all answers of these dialogues, turn by turn."""
         assert self._answerer is not None
         turn, active = 0, list(dialogues)
         while active:
@@ -213,9 +219,9 @@ class _Regeneration:
 def _run_concurrently(
     work: Callable[[Dialogue], None], dialogues: Sequence[Dialogue], threads: int
 ) -> Iterator[Dialogue]:
-    """Dialogues on which `work` is done, as they are; its first error ends it all.
+    """Run `work` on the dialogues in background threads and yield each one when it is done; raise the first error.
 
-    Leaving early waits for nobody, and neither does the end of the program.
+    Running work is not waited for when the caller stops iterating early or the program ends.
     """
     waiting = iter(dialogues)
 

@@ -1,4 +1,4 @@
-"""The `custom` backend: a target engine of the user's, found by an entry point and held to what an engine promises."""
+"""The `custom` backend: a user's target engine, loaded from an entry point; all its results are validated."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from draftworks.storage.identity import EngineIdentity, LayerTap
 def load_custom_engine(
     target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace | None = None
 ) -> CheckedEngine:
-    """What the entry point `capture.custom.entry_point` makes when it is called with these same arguments.
+    """Load the engine that `capture.custom.entry_point` returns when it is called with the same arguments.
 
     Raises:
-        ConfigError: there is no such entry point, or what it returns is no TargetEngine.
+        ConfigError: the entry point does not exist, or does not return a TargetEngine.
     """
     if capture.custom is None:
         raise ConfigError("capture backend custom needs capture.custom, with entry_point and engine")
@@ -40,14 +40,14 @@ def load_custom_engine(
 
 
 class CheckedEngine(TargetEngine):
-    """An engine of somebody else's; whatever it returns is looked at before it is used.
+    """Wrapper of a user's engine that checks every result before it is used.
 
     Args:
-        identity: as the registry says it.
-        dtype: that its hidden states have to have.
-        name: for messages.
+        identity: the engine's identity according to the registry.
+        dtype: required dtype of its hidden states.
+        name: name of the engine in messages.
 
-    Raises (all methods): EngineError where something is not as `TargetEngine` says, beside the engine's own errors.
+    Raises (all methods): EngineError if a result is not as `TargetEngine` specifies, beside the engine's own errors.
     """
 
     backend = "custom"
@@ -153,7 +153,7 @@ def _load_entry_point(entry_point: str) -> Callable[..., Any]:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that the module itself imports
+            raise  # the missing module is one that the entry point's module imports
         raise ConfigError(
             f"{where}: there is no module {error.name}. Install its package in the environment that runs the platform, "
             "or correct the name"

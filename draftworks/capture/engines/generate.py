@@ -1,13 +1,11 @@
-"""Batched decoding whose results do not depend on what else is in the batch.
+"""Batched decoding in which the response to a prompt does not depend on the other prompts of the batch.
 
-Prompts are padded on the left and decoded with a key-value cache; rows that have ended leave the batch. The random
-numbers of a row come from (seed, sample id, turn) alone, one per token, and pick by inversion of the cumulative
-distribution.
+Prompts are padded on the left and decoded with a key-value cache; batch rows that have ended leave the batch. The
+random numbers of a batch row come from (seed, sample id, turn) alone, one per token, and choose a token by inversion of
+the cumulative distribution.
 
-A key-value cache that grows in steps.
-
-transformers' own dynamic cache concatenates at every token, which allocates and copies the whole cache each time: 87% of
-the time of decoding a small model on a CPU.
+The key-value cache grows in steps. transformers' own dynamic cache concatenates at every token, which allocates and
+copies the whole cache each time: 87% of the time of decoding a small model on a CPU.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from draftworks.config.registry_files import ResponseSpec
 from draftworks.errors import CaptureError
 
 GROWTH = 64
-"""Tokens of room made at a time, at least; a long cache grows by a quarter."""
+"""Smallest number of tokens by which a cache buffer grows; a long cache grows by a quarter."""
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of one layer, views of buffers (B, heads, room, D) with room to spare."""
+    """Keys and values of one layer, as views of larger buffers (B, heads, room, D) that have space for more tokens."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -54,7 +52,7 @@ class GrowingLayer(DynamicLayer):
         keys, values = self._buffers
         keys[:, :, start:end] = key_states
         values[:, :, start:end] = value_states
-        self.keys, self.values = keys[:, :, :end], values[:, :, :end]
+        self.keys, self.values = keys[:, :, :end], values[:, :, :end]  # (B, heads, end, D)
         return self.keys, self.values
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -63,9 +61,10 @@ class GrowingLayer(DynamicLayer):
 
 
 def make_growing_cache(model: PreTrainedModel) -> DynamicCache:
-    """The model's dynamic cache, its plain layers replaced by growing ones; sliding windows and others stay.
+    """Return the model's dynamic cache with its plain layers replaced by `GrowingLayer`; other kinds of layers stay.
 
-    Rows leave it by `reorder_cache`, which layers with a recurrent state have too.
+    Sliding-window layers, for example, are not replaced. Batch rows are removed with `reorder_cache`, which layers with
+    a recurrent state have too.
     """
     cache = DynamicCache(config=model.config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
@@ -73,6 +72,7 @@ def make_growing_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def _grow_buffer(stored: Tensor, like: Tensor, length: int, room: int) -> Tensor:
+    # (B, heads, room, D)
     buffer = torch.empty(*like.shape[:2], room, like.shape[-1], dtype=like.dtype, device=like.device)
     if length:
         buffer[:, :, :length] = stored
@@ -80,7 +80,7 @@ def _grow_buffer(stored: Tensor, like: Tensor, length: int, room: int) -> Tensor
 
 
 COMPACT_BELOW = 0.85
-"""Ended rows leave the batch once fewer than this share is still decoding: copying the cache has its price too."""
+"""Ended batch rows are removed once fewer than this share is still decoding: copying the cache costs time too."""
 
 
 @torch.inference_mode()
@@ -96,13 +96,13 @@ def generate(
     """Let the model continue each prompt until it ends its turn.
 
     Args:
-        sampling: limits and sampling; `batch_size` rows are decoded together, prompts of similar length.
-        sample_ids: one per prompt; with `turn`, what a row's random numbers derive from.
-        max_total: longest prompt plus response, in tokens.
-        end_ids: ids that end a turn, beside those the model itself names.
+        sampling: limits and sampling options; `batch_size` prompts of similar length are decoded together.
+        sample_ids: one per prompt; a batch row's random numbers derive from it and `turn`.
+        max_total: largest number of tokens of prompt and response together.
+        end_ids: ids that end a turn, in addition to those of the model's configuration.
 
     Returns:
-        Responses in the order of the prompts. A prompt that leaves no room gives an empty, unfinished one.
+        Responses in the order of the prompts. A prompt that leaves no room gets an empty, unfinished response.
 
     Raises:
         CaptureError: a prompt is empty.
@@ -131,7 +131,7 @@ def generate(
 
 
 def draw_uniforms(sampling: ResponseSpec, sample_id: str, turn: int) -> np.ndarray:
-    """The random numbers of a row, one per new token, in [0, 1); empty for greedy decoding."""
+    """Return the random numbers of a batch row in [0, 1), one per new token, float64; empty for greedy decoding."""
     if sampling.temperature == 0:
         return np.empty(0)
     key = sha256(f"{sampling.seed}/{turn}/{sample_id}".encode()).digest()
@@ -139,11 +139,11 @@ def draw_uniforms(sampling: ResponseSpec, sample_id: str, turn: int) -> np.ndarr
 
 
 def choose_next_tokens(logits: Tensor, seen: Tensor | None, uniforms: Tensor | None, sampling: ResponseSpec) -> Tensor:
-    """One token per row. The order of the transformations is that of transformers.
+    """Return one token id per batch row, (B,). The order of the transformations is that of transformers.
 
     Args:
         logits: (B, V).
-        seen: (B, V) bool, tokens of prompt and response so far; None without repetition penalty.
+        seen: (B, V) bool, tokens of the prompt and of the response so far; None without repetition penalty.
         uniforms: (B,) float64 in [0, 1); None for greedy decoding.
     """
     if seen is not None:
@@ -153,20 +153,20 @@ def choose_next_tokens(logits: Tensor, seen: Tensor | None, uniforms: Tensor | N
         return logits.argmax(-1)
     logits = logits.float() / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        kth = logits.topk(sampling.top_k).values[:, -1:]
+        kth = logits.topk(sampling.top_k).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if sampling.top_p < 1:
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         mass = ordered.softmax(-1)
         beyond = mass.cumsum(-1) - mass >= sampling.top_p
         logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
-    cumulative = logits.double().softmax(-1).cumsum(-1)
+    cumulative = logits.double().softmax(-1).cumsum(-1)  # (B, V)
     picked = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1].cpu()).to(logits.device)[:, None], right=True)
-    return picked[:, 0].clamp(max=logits.shape[-1] - 1)
+    return picked[:, 0].clamp(max=logits.shape[-1] - 1)  # (B, 1) to (B,)
 
 
 def find_end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """Ids that end a turn, from the generation configuration, else from the model's."""
+    """Return the ids that end a turn, from the generation configuration or else from the model's configuration."""
     ids: Any = None
     for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None) if ids is None else ids
@@ -175,7 +175,13 @@ def find_end_tokens(model: PreTrainedModel) -> frozenset[int]:
 
 @dataclass
 class _Decoding:
-    """A prompt being answered."""
+    """State of one prompt's response while it is decoded.
+
+    Attributes:
+        index: of the prompt among all prompts.
+        limit: largest number of new tokens.
+        uniforms: random numbers, one per new token; empty for greedy decoding.
+    """
 
     index: int
     limit: int
@@ -186,14 +192,14 @@ class _Decoding:
         self.finished = False
 
     def take(self, token: int, ends: frozenset[int]) -> bool:
-        """Append a token; whether the row goes on."""
+        """Append a token and return whether decoding goes on."""
         self.ids.append(token)
         self.finished = token in ends
         return not self.finished and len(self.ids) < self.limit
 
 
 class _Decoder:
-    """Decodes one batch. `_alive` are the positions, in the current batch, of rows that go on."""
+    """Decoding of one batch. `_alive` holds, for each row of the current batch, whether it is still decoding."""
 
     def __init__(
         self,
@@ -210,12 +216,12 @@ class _Decoder:
         self._alive = [True] * len(rows)
         self._cache = make_growing_cache(model)
         width = max(len(prompt) for prompt in prompts)
-        self._ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-        self._mask = torch.zeros_like(self._ids)
+        self._ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # (B, S), later (B, 1)
+        self._mask = torch.zeros_like(self._ids)  # (B, S), one column more per new token
         for index, prompt in enumerate(prompts):
             self._ids[index, width - len(prompt) :] = torch.as_tensor(prompt, dtype=torch.int64)
             self._mask[index, width - len(prompt) :] = 1
-        self._position = (self._mask.cumsum(-1) - 1).clamp(min=0)
+        self._position = (self._mask.cumsum(-1) - 1).clamp(min=0)  # (B, S), later (B, 1)
         self._padded = bool((self._mask == 0).any())
         self._seen = self._mark_seen_tokens() if sampling.repetition_penalty != 1 else None
 
@@ -238,6 +244,7 @@ class _Decoder:
             use_cache=True,
             logits_to_keep=1,
         )
+        # logits (B, 1, V) to token ids (B,)
         return choose_next_tokens(output.logits[:, -1], self._seen, self._collect_uniforms(), self._sampling).cpu()
 
     def _collect_uniforms(self) -> Tensor | None:
@@ -247,9 +254,9 @@ class _Decoder:
         return torch.tensor(numbers, dtype=torch.float64)
 
     def _advance(self, tokens: Tensor) -> None:
-        self._ids = tokens[:, None]
+        self._ids = tokens[:, None]  # (B,) to (B, 1)
         self._mask = torch.cat([self._mask, torch.ones_like(self._ids)], dim=1)
-        self._position = self._position[:, -1:] + 1
+        self._position = self._position[:, -1:] + 1  # (B, 1)
         if self._seen is not None:
             self._seen.scatter_(1, self._ids.to(self._seen.device), True)
         if any(self._alive) and sum(self._alive) < COMPACT_BELOW * len(self._alive):
@@ -268,7 +275,7 @@ class _Decoder:
         head = self._model.get_output_embeddings()
         assert head is not None  # a causal language model has one
         vocab_size = head.weight.shape[0]
-        seen = torch.zeros(len(self._ids), vocab_size, dtype=torch.bool)
+        seen = torch.zeros(len(self._ids), vocab_size, dtype=torch.bool)  # (B, V)
         for index, (ids, mask) in enumerate(zip(self._ids, self._mask, strict=True)):
             seen[index, ids[mask.bool()]] = True
         return seen.to(self._model.device)

@@ -1,7 +1,7 @@
-"""The `hf` backend: a Hugging Face transformers model, its residual streams taken by hooks.
+"""The `hf` backend: a Hugging Face transformers model whose residual streams are captured by hooks.
 
-`hidden_states[k]` of transformers is the input of decoder layer k (k = 0: the embeddings, scaled as the model does it),
-so a tap is a pre-hook on layer k, and nothing of the other layers is kept.
+`hidden_states[k]` of transformers is the input of decoder layer k (k = 0: the embeddings, scaled as the model does it).
+A tap is therefore a pre-hook on layer k, and no states of the other layers are kept.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class HFTargetEngine(TargetEngine):
     """A transformers causal language model as a target.
 
     Args:
-        model: in eval mode, on the device it shall run on.
+        model: in eval mode, on the device on which it runs.
         identity: see `make_engine_identity`.
-        context: longest sequence the model takes.
+        context: largest number of tokens of a sequence.
     """
 
     backend = "hf"
@@ -57,8 +57,9 @@ class HFTargetEngine(TargetEngine):
     def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
         padded = self._pad(sequences)
         with self._tap(taps) as streams:
-            streams["last"] = self.model.base_model(**padded, use_cache=False).last_hidden_state
+            streams["last"] = self.model.base_model(**padded, use_cache=False).last_hidden_state  # (B, S, H)
         lengths = [len(row) for row in sequences]
+        # (B, S, H) to (length, H) for each sequence
         return [
             {name: stream[index, :length].to("cpu", copy=True) for name, stream in streams.items()}
             for index, length in enumerate(lengths)
@@ -66,14 +67,14 @@ class HFTargetEngine(TargetEngine):
 
     @torch.inference_mode()
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        logits = self.model(**self._pad(sequences), use_cache=False).logits
-        return [logits[index, : len(row)].cpu() for index, row in enumerate(sequences)]
+        logits = self.model(**self._pad(sequences), use_cache=False).logits  # (B, S, V)
+        return [logits[index, : len(row)].cpu() for index, row in enumerate(sequences)]  # (length, V) each
 
     @torch.inference_mode()
     def head_logits(self, last: Tensor) -> Tensor:
         head = self.model.get_output_embeddings()
         assert head is not None  # a causal language model has one
-        return head(last.to(self.model.device, self.model.dtype)).cpu()
+        return head(last.to(self.model.device, self.model.dtype)).cpu()  # (R, H) to (R, V)
 
     def generate(
         self,
@@ -87,7 +88,10 @@ class HFTargetEngine(TargetEngine):
         return generate(self.model, prompts, sampling, sample_ids, min(max_total, self._context), turn, end_ids)
 
     def _pad(self, sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Rows padded on the right with an attention mask: what follows a causal model's tokens does not change them."""
+        """Return sequences padded on the right, with an attention mask, both (B, S) int64.
+
+        In a causal model, padding after a sequence does not change its hidden states.
+        """
         embeddings = cast(nn.Embedding, self.model.get_input_embeddings())
         check_sequences(sequences, self._context, embeddings.num_embeddings)
         lengths = [len(row) for row in sequences]
@@ -118,11 +122,11 @@ class HFTargetEngine(TargetEngine):
 def load_hf_engine(
     target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace | None = None
 ) -> HFTargetEngine:
-    """Load a target from its directory, or from the hub at its pinned commit; it needs no `place`.
+    """Load a target from its directory, or from the hub at its pinned commit; `place` is not used.
 
     Raises:
-        ConfigError: the model is missing, unreadable or no causal language model, or needs code of its own.
-        StoreError: weights are missing, unexpected or of another shape: transformers would draw them at random.
+        ConfigError: the model is missing, unreadable or not a causal language model, or needs its own (remote) code.
+        StoreError: weights are missing, unexpected or of another shape; transformers would initialize them at random.
     """
     where = f"target {target.name}: model {target.model}"
     if target.revision is None and not (Path(target.model) / "config.json").is_file():
@@ -140,12 +144,12 @@ def load_hf_engine(
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told by us, with the others
+            ignore_mismatched_sizes=True,  # `require_loaded` reports them together with the other problems
         )
         model, loading = loaded
     except ValueError as error:
         raise ConfigError(f"{where} is not a causal language model that transformers knows: {error}") from error
-    except Exception as error:  # transformers, safetensors and the hub client each have their own kinds
+    except Exception as error:  # transformers, safetensors and the hub client each raise their own types
         raise ConfigError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
     require_loaded(target, model, loading)
     model = model.eval().requires_grad_(False).to(device)
@@ -153,7 +157,7 @@ def load_hf_engine(
 
 
 def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers: the one ModuleList as long as the configuration says, nearest to the base model.
+    """Return the list of decoder layers: the ModuleList of the configured length that is nearest to the base model.
 
     Raises:
         ConfigError: there is none, or several at the same depth.

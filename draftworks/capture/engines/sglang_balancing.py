@@ -1,4 +1,4 @@
-"""Several SGLang servers behind one engine: each batch is shared among them, and a server that fails is done without."""
+"""Several SGLang servers behind one engine: each batch is shared among them, without the servers that fail."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ log = logging.getLogger(__name__)
 
 
 class BalancedHost(SGLangHost):
-    """Servers that run the same target and capture the same layers.
+    """Several servers that run the same target and capture the same layers, used as one host.
 
     Args:
-        hosts: closed by `close`.
-        spool: where the hidden states of all of them are found; the folder they write to, or one on the same disk.
-        max_outstanding: requests that one server has at a time.
-        mends: whether the hosts' own `revive` brings a server back that ended. Then it is called for one that failed too
-            often, while the others go on, and for all of them when none is left.
-        new_breaker: makes the breaker of each.
+        hosts: the servers; `close` closes them.
+        spool: folder where the hidden states of all servers are found: the one they write to, or one on the same disk.
+        max_outstanding: largest number of requests that one server has at a time.
+        mends: whether the hosts' own `revive` restarts a server that has ended. It is then called for a server that
+            failed too often, while the others go on, and for all servers when none is left.
+        new_breaker: makes the circuit breaker of each server.
 
     Raises:
-        EngineError: they capture different layers.
+        EngineError: the servers capture different layers.
     """
 
     def __init__(
@@ -67,14 +67,18 @@ class BalancedHost(SGLangHost):
         return tuple(host.client.url for host in self._hosts)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """Answers in the order of the requests, which are shared out by their tokens. Errors as `Spread.run`."""
+        """Return answers in the order of the requests, which are divided among the servers by their tokens.
+
+        Raises:
+            EngineError: the engine was closed; and the errors of `LoadBalancer.run`.
+        """
         if self._closing:
             raise EngineError("SGLang is no longer ours to ask: the engine was closed")
         shares = balance([len(request.input_ids) for request in requests], self.replicas)
         if len(shares) == 1:
             return self._generate(requests)
         futures = [run_in_background(self._generate, [requests[index] for index in share]) for share in shares]
-        wait(futures)  # all of them: nothing may appear in the spool after an error
+        wait(futures)  # for all of them: no file may appear in the spool after an error
         answers: list[Generation | None] = [None] * len(requests)
         for share, future in zip(shares, futures, strict=True):
             for index, answer in zip(share, future.result(), strict=True):
@@ -82,10 +86,13 @@ class BalancedHost(SGLangHost):
         return [answer for answer in answers if answer is not None]
 
     def revive(self, error: EngineError) -> None:
-        """All have failed, and whoever asked has waited: start those of ours again and wait for them, ask others again.
+        """Make the servers usable after all of them failed and the caller has waited.
+
+        Servers that Draftworks started are started again, and this method waits for them; external ones are only made
+        available for requests again.
 
         Raises:
-            EngineError: none of ours came back.
+            EngineError: none of the servers could be started again.
         """
         if not self._restarts:
             log.warning("%s\nTrying all of them again", error)
@@ -93,7 +100,7 @@ class BalancedHost(SGLangHost):
             return
         with self._lock:
             if self._balancer.has_sound_server:
-                return  # one has come back, or has answered others, since the request failed that we are asked for
+                return  # since the failed request, a server has come back or answered others
             mending = [future for host in self._hosts if (future := self._begin_restart(host, error)) is not None]
         failures = [failure for future in mending if (failure := future.result()) is not None]
         if len(failures) == len(mending):
@@ -120,7 +127,10 @@ class BalancedHost(SGLangHost):
             self._begin_restart(host, error)
 
     def _begin_restart(self, host: SGLangHost, error: EngineError) -> Future[DraftworksError | None] | None:
-        """What will come of mending it: a failure or None. It is begun once, however many ask; not after `close`."""
+        """Start the restart of a server and return its future: a failure, or None on success.
+
+        Concurrent calls share one restart. After `close` no restart begins, and the method returns None.
+        """
         with self._lock:
             if self._closing:
                 return None
@@ -138,7 +148,7 @@ class BalancedHost(SGLangHost):
             log.error("a server could not be started again: %s", failure)
             return failure
         finally:
-            with self._lock:  # at once, or somebody would find it neither sound nor being mended
+            with self._lock:  # together: no thread may see the server as neither usable nor being restarted
                 if came_back:
                     self._balancer.reopen(host)
                 self._balancer.release(host)
@@ -147,7 +157,7 @@ class BalancedHost(SGLangHost):
 
 
 class _BalancedClient:
-    """What an engine takes for a server's client."""
+    """Client of a `BalancedHost`, with the interface of one server's client."""
 
     def __init__(self, host: BalancedHost) -> None:
         self._host = host
@@ -161,18 +171,21 @@ class _BalancedClient:
 
 
 def close_all(hosts: Sequence[SGLangHost], starting: Sequence[Future[Any]]) -> None:
-    """Close hosts some of which are being started; none is left, also of those that came up meanwhile."""
+    """Close all hosts while some are still starting; servers that come up meanwhile are closed too."""
     while True:
         for host in hosts:
             host.close()
         if not wait(starting, _CLOSE_AGAIN_S).not_done:
-            break  # before, one may not have had the process yet that is to be stopped
+            break  # while a host is starting, the process that `close` has to stop may not exist yet
     for host in hosts:
         host.close()
 
 
 def balance(weights: Sequence[int], shares: int) -> list[list[int]]:
-    """Indices of the weights in at most `shares` groups of about the same sum, none empty; one empty group for no weights."""
+    """Return the indices of the weights in at most `shares` groups of about the same sum.
+
+    No group is empty, except the only group if there are no weights.
+    """
     groups: list[list[int]] = [[] for _ in range(max(min(shares, len(weights)), 1))]
     sums = [0] * len(groups)
     for index in sorted(range(len(weights)), key=lambda each: -weights[each]):

@@ -1,7 +1,7 @@
-"""The backends `sglang` and `sglang_server`: a target that SGLang runs, its hidden states handed over through files.
+"""The backends `sglang` and `sglang_server`: SGLang runs the target and passes its hidden states through files.
 
-Every answer is checked against what was asked: SGLang loses rows without a word when it finds a prefix in its cache or
-cuts a prompt into chunks.
+Every answer is checked against its request: SGLang silently loses the hidden states of positions when it finds a prefix
+in its cache or cuts a prompt into chunks.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from draftworks.sglang.spool import Part, discard_parts, new_request_id, take_pa
 from draftworks.storage.identity import EngineIdentity, LayerTap
 
 PREFILL_ONLY = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-"""SGLang wants one new token at least; it costs no second pass."""
+"""Sampling parameters of a capture: SGLang requires at least one new token, which costs no second forward pass."""
 EMBEDDINGS = LayerTap(0)
 _LONGEST_WAIT_S = 30.0
 _MORE_ATTEMPTS = 4
-"""Of what passes by itself."""
+"""Additional attempts after errors that pass without a revival of the server."""
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +41,14 @@ Result = TypeVar("Result")
 
 
 class SGLangEngine(TargetEngine):
-    """A target that SGLang runs.
+    """A target engine that runs in SGLang.
 
     Args:
-        host: where it runs; closed by `close`.
+        host: the SGLang that runs the target; `close` closes it.
         head: reads the target's output matrix (V, H), once and only for verification.
-        embedding: reads the target's input matrix (V, H), once and only for the tap hf0: SGLang gives no embeddings.
-        attempts: how often a batch is tried; between two, the host is asked to revive.
-        dtype: in which it is to compute.
+        embedding: reads the target's input matrix (V, H), once and only for the tap hf0: SGLang returns no embeddings.
+        attempts: number of attempts for a batch; the host is revived between two of them.
+        dtype: compute dtype that the hidden states must have.
     """
 
     backend = "sglang"
@@ -93,12 +93,12 @@ class SGLangEngine(TargetEngine):
 
     @property
     def url(self) -> str:
-        """Where the server answers now; SGLang in this process has no address."""
+        """Current address of the server; SGLang in this process has none."""
         return self._host.client.url
 
     @property
     def spool(self) -> Path:
-        """Where the server writes hidden states."""
+        """Folder where the server writes hidden states."""
         return self._host.spool
 
     def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
@@ -106,6 +106,7 @@ class SGLangEngine(TargetEngine):
         width = self._target.hidden_size
         captured = []
         for part in self._capture_parts(sequences):
+            # part.taps (S, k * H) to (S, H) for each tap
             streams = {
                 tap.name: self._look_up_embeddings(part)
                 if tap == EMBEDDINGS
@@ -116,7 +117,8 @@ class SGLangEngine(TargetEngine):
         return captured
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Of the last position alone: SGLang computes no others."""
+        """Return the logits of the last position of each sequence, (1, V): SGLang computes no others."""
+        # (V,) to (1, V)
         return [
             part.logits[None] for part in self._capture_parts(sequences, with_logits=True) if part.logits is not None
         ]
@@ -127,7 +129,7 @@ class SGLangEngine(TargetEngine):
             if self._read_head is None:
                 raise EngineError("this engine was loaded to generate, without the target's head")
             self._head = self._read_head()
-        return last @ self._head.to(last.dtype).T
+        return last @ self._head.to(last.dtype).T  # (R, H) to (R, V)
 
     def generate(
         self,
@@ -138,8 +140,10 @@ class SGLangEngine(TargetEngine):
         turn: int = 0,
         end_ids: Collection[int] = (),
     ) -> list[Generated]:
-        """As draftworks.capture.engines.generate, with two differences of SGLang: sampling is its own (a seed decides only on a
-        server with --enable-deterministic-inference), and its repetition penalty does not look at the prompt.
+        """Return responses to prompts like draftworks.capture.engines.generate, with two differences.
+
+        SGLang does its own sampling, where a seed fixes the result only on a server with
+        --enable-deterministic-inference; and its repetition penalty ignores the prompt.
         """
         for sample_id, prompt in zip(sample_ids, prompts, strict=True):
             if not prompt:
@@ -157,7 +161,7 @@ class SGLangEngine(TargetEngine):
         return results
 
     def close(self) -> None:
-        """End it. Requests of other threads fail, and are not tried again."""
+        """Close the host. Requests of other threads fail and are not tried again."""
         self._closed = True
         self._host.close()
 
@@ -176,10 +180,10 @@ class SGLangEngine(TargetEngine):
             if self._read_embedding is None:
                 raise EngineError("this engine was loaded without the target's embeddings, and has no tap hf0")
             self._embedding = self._read_embedding()
-        return self._embedding[part.input_ids].to(part.last.dtype)
+        return self._embedding[part.input_ids].to(part.last.dtype)  # (S,) to (S, H)
 
     def _capture_parts(self, rows: Sequence[Sequence[int]], with_logits: bool = False) -> list[Part]:
-        """The hidden states of every row, checked."""
+        """Return the checked hidden states of every sequence."""
         check_sequences(rows, self._target.context, self._target.vocab_size)
         taps = tuple(LayerTap.from_layer_output(layer).hf_index for layer in self._host.layer_ids)
         expected = CaptureConfig(taps, self._target.hidden_size, str(self._dtype).removeprefix("torch."))
@@ -208,7 +212,12 @@ class SGLangEngine(TargetEngine):
         return self._retry(attempt) if prompts else []
 
     def _retry(self, attempt: Callable[[], Result]) -> Result:
-        """What `attempt` returns, after as many attempts as are allowed, with a revival of the server between them."""
+        """Call `attempt` until it succeeds or all attempts are used, with a revival of the server between attempts.
+
+        Raises:
+            CaptureError: the server aborted the request in the last attempt.
+            EngineError: the last attempt failed, or an attempt failed with an error that is not worth another one.
+        """
         begun = 0
 
         def noted() -> Result:
@@ -229,13 +238,16 @@ class SGLangEngine(TargetEngine):
             raise CaptureError(f"{error} ({self._attempts} times)") from error
 
     def _has_tried_enough(self, state: RetryCallState) -> bool:
-        """A server that is busy, or whose disk is full, gets more time than one that is gone."""
+        """Return whether to stop; a busy server, or one with a full disk, gets more attempts than one that is gone."""
         error = state.outcome.exception() if state.outcome else None
         waits = isinstance(error, PassingTroubleError) and not isinstance(error, AbortedRequestError)
         return state.attempt_number >= self._attempts + (_MORE_ATTEMPTS if waits else 0)
 
     def _revive(self, state: RetryCallState, begun: int) -> None:
-        """Revive the server, if no other thread has done it since the failed attempt began."""
+        """Revive the server unless another thread has done so since the failed attempt began.
+
+        After an error that passes by itself, nothing is revived.
+        """
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, PassingTroubleError):
             log.warning("%s. Trying again", error)
@@ -247,20 +259,22 @@ class SGLangEngine(TargetEngine):
 
 
 def _is_worth_retrying(error: BaseException) -> bool:
-    """Whether a failed request may do better when it is tried again."""
+    """Return whether a failed request may succeed when it is tried again."""
     return isinstance(error, EngineError) and not isinstance(error, UnsoundEngineError)
 
 
 def require_whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int, expected: CaptureConfig) -> Part:
-    """The one part that holds a row's hidden states.
+    """Return the only part, after checking that it holds the hidden states of every position of a sequence.
 
     Args:
-        expected: all that the server captures, beside each other in a part.
+        row: token ids of the sequence.
+        expected: all streams that the server captures, side by side in a part: `taps` (S, k * H), `last` (S, H).
 
     Raises:
-        UnsoundEngineError: it has another width or dtype.
-        PassingTroubleError: there is none.
-        CaptureError: rows are missing, from a prefix cache or a prompt in chunks, or they are of other tokens.
+        UnsoundEngineError: the part has another width or dtype than expected.
+        PassingTroubleError: there is no part.
+        CaptureError: positions are missing, because of a prefix cache or a prompt in chunks, or the hidden states are
+            those of other tokens.
     """
     if not parts:
         raise PassingTroubleError(
@@ -298,11 +312,11 @@ def require_whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens:
 def build_sampling_parameters(
     sampling: ResponseSpec, seed_key: str, room: int, end_ids: Collection[int]
 ) -> dict[str, Any]:
-    """SGLang's names for our sampling options.
+    """Return the sampling options under SGLang's names.
 
     Args:
-        seed_key: with the seed, what a row's random numbers derive from.
-        room: most new tokens, whatever `sampling` allows.
+        seed_key: with the seed, the source of a request's random numbers.
+        room: upper limit of new tokens, even if `sampling` allows more.
     """
     parameters = {
         "max_new_tokens": min(sampling.max_new_tokens, room),

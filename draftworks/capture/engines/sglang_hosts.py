@@ -1,4 +1,4 @@
-"""The SGLang behind an engine: a server that we start and start again, one of somebody else's, or SGLang in this process."""
+"""SGLang hosts of an engine: a server that Draftworks starts and restarts, an external one, or one in this process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class GenerateClient(Protocol):
-    """What a host is asked through: the client of a server or of several, or an Engine."""
+    """Interface for requests to a host: the client of one server or of several, or SGLang's Engine in this process."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        """As `SGLangClient.generate`."""
+        """Return answers in the order of the requests, like `SGLangClient.generate`."""
         ...
 
 
@@ -34,14 +34,14 @@ Client = TypeVar("Client", bound=GenerateClient)
 
 
 class SGLangHost(ABC, Generic[Client]):
-    """SGLang, serving.
+    """A running SGLang that serves a target.
 
     Attributes:
-        client: talks to it; another one after `revive`.
-        spool: where it writes hidden states.
+        client: sends requests to it; may be replaced by `revive`.
+        spool: folder where it writes hidden states.
         layer_ids: layers whose outputs it captures, ascending.
-        replicas: servers that share the work.
-        version: of SGLang.
+        replicas: number of servers that share the work.
+        version: version of SGLang.
     """
 
     replicas: int = 1
@@ -51,23 +51,24 @@ class SGLangHost(ABC, Generic[Client]):
     layer_ids: tuple[int, ...]
 
     def members(self) -> Sequence[SGLangHost]:
-        """Each server by itself."""
+        """Return the servers as single hosts."""
         return (self,)
 
     @abstractmethod
     def revive(self, error: EngineError) -> None:
-        """Make it serve again after `error`, before a request is tried once more. Raises EngineError if it cannot."""
+        """Make SGLang serve again after `error`, before a request is tried again; raise EngineError if that fails."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it."""
+        """Release the host, and stop what it started."""
 
 
 class ManagedHost(SGLangHost[SGLangClient]):
-    """A server of our own, there from `start` on and gone after `close`, which may also be called while it starts.
+    """A server that Draftworks runs: started by `start` and stopped by `close`, which may be called while it starts.
 
     Args:
-        folder: ours alone: log, spool, and the link through which SGLang finds the hook. After `close` only the log is left.
+        folder: used by this host only: log, spool, and the link through which SGLang finds the hook. After `close` only
+            the log is left.
     """
 
     def __init__(self, python: Path, options: ServerOptions, folder: Path, sglang: SGLangSpec) -> None:
@@ -79,12 +80,12 @@ class ManagedHost(SGLangHost[SGLangClient]):
         self._opened: SGLangClient | None = None
 
     def start(self) -> ManagedHost:
-        """Return when it serves.
+        """Start the server and return when it serves.
 
         Raises:
-            ConfigError, EngineError: as `SGLangServer.start`.
+            ConfigError, EngineError: see `SGLangServer.start`.
         """
-        shutil.rmtree(self.spool, ignore_errors=True)  # what a server before it left there, nobody waits for
+        shutil.rmtree(self.spool, ignore_errors=True)  # files of an earlier server; no request waits for them
         log.info("starting SGLang, its log is %s", self._server.log)
         self._server.start()
         self.version = self._server.version
@@ -107,14 +108,14 @@ class ManagedHost(SGLangHost[SGLangClient]):
     def close(self) -> None:
         if self._server.pid is not None:
             log.info("SGLang is ended. The end of its log:\n%s", self._server.read_log_tail())
-        self._server.stop()  # first: a closed client would not wake the threads that wait for an answer
+        self._server.stop()  # first: closing the client would not wake threads that wait for an answer
         if self._opened is not None:
             self._opened.close()
         shutil.rmtree(self.spool, ignore_errors=True)
 
 
 class ExternalHost(SGLangHost[SGLangClient]):
-    """A server that somebody else runs: it can be waited for, and no more."""
+    """An external server, which Draftworks did not start: after an error, requests to it can only be tried again."""
 
     def __init__(self, client: SGLangClient, spool: Path, layer_ids: tuple[int, ...]) -> None:
         self.client = client
@@ -129,9 +130,10 @@ class ExternalHost(SGLangHost[SGLangClient]):
 
 
 class EmbeddedHost(SGLangHost[EmbeddedSGLang]):
-    """SGLang in this process, started by the constructor and gone after `close`. Both are for the main thread.
+    """SGLang in this process, started by the constructor and stopped by `close`; call both in the main thread.
 
-    SGLang's processes send SIGQUIT to the one that started them when one of them has failed; it would end us without a word.
+    When one of SGLang's processes fails, it sends SIGQUIT to the process that started it. Without a handler, the signal
+    would end this process without a message.
     """
 
     def __init__(self, options: ServerOptions, sglang: SGLangSpec) -> None:

@@ -1,9 +1,8 @@
-"""From a target and its registry entry to SGLang: in this process, a server of our own, or one of yours, examined first.
+"""Loading of a target with SGLang: in this process, as servers started here, or as external servers, checked first.
 
-The tap hf0 of an engine that gives no embeddings: when it is no more than rows of the target's input matrix.
-
-By definition hf0 is what enters the first decoder layer. Some models scale, normalise or add to what they look up, each
-in its own way, so the model's own code is run up to that layer, without weights.
+SGLang returns no embeddings, so the tap hf0 is available only if it is rows of the target's input matrix, unchanged. By
+definition hf0 is the input of the first decoder layer. Some models scale, normalise or add to the embeddings that they
+look up, each in its own way; to find out, the model's own code is run up to that layer, without weights.
 """
 
 from __future__ import annotations
@@ -35,19 +34,22 @@ from draftworks.sglang.spool import sweep
 from draftworks.storage.identity import LayerTap
 
 CPU_MEMORY_SHARE = 0.8
-"""Of main memory, at most: how many tokens the cache holds decides how much it is, a batch and the longest sample."""
+"""Largest share of main memory; the actual size follows from the cache's tokens: a batch and the longest sample."""
 _ABANDONED_AFTER_TIMEOUTS = 10
-"""A file in your spool is older than any request of ours that still waits: the capture that asked for it was killed."""
+"""Age, in request timeouts, after which a file in an external server's spool is removed.
+
+Such a file is older than any request that is still waiting: the capture that requested it was killed.
+"""
 
 
 def load_sglang_engine(
     target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace | None
 ) -> SGLangEngine:
-    """Start SGLang for the target, or reach the servers of `capture.server`. Close the engine when it is done.
+    """Start SGLang for the target, or connect to the servers of `capture.server`. The caller closes the engine.
 
     Raises:
-        ConfigError: there is no SGLang of a supported version.
-        CaptureError: the embeddings are tapped, and the target does more to them than to look them up.
+        ConfigError: `place` is missing, or there is no SGLang of a supported version.
+        CaptureError: the embeddings are tapped, and the target changes them after the look-up.
         EngineError: SGLang does not start, cannot be reached, loses hidden states, or serves something else.
     """
     if place is None:
@@ -69,7 +71,7 @@ def load_sglang_engine(
 def _connect_external(
     target: TargetFiles, capture: CaptureSpec, place: EnginePlace, layer_ids: tuple[int, ...]
 ) -> SGLangHost:
-    """Your servers: all of them examined first, then each asked something."""
+    """Connect to the external servers: check the settings of all of them, then probe each with a request."""
     hosts: list[ExternalHost] = []
     try:
         for url in capture.server.external:
@@ -114,11 +116,11 @@ def build_server_options(
     layer_ids: tuple[int, ...],
     local_rank: int = 0,
 ) -> ServerOptions:
-    """How a server of ours serves a target, by the registry.
+    """Return the options of a server that Draftworks starts for a target, according to the registry.
 
     Args:
         layer_ids: see `select_layers`.
-        local_rank: of the process that starts it, which decides its GPUs.
+        local_rank: local rank of the process that starts the server; it decides the server's GPUs.
     """
     server, on_gpu = capture.server, device.type == "cuda"
     return ServerOptions(
@@ -141,20 +143,23 @@ def build_server_options(
 
 
 def select_layers(taps: tuple[LayerTap, ...] | None) -> tuple[int, ...]:
-    """Layers whose outputs the taps are. Some layer is captured even for `last` alone: only then SGLang keeps both."""
+    """Return the layers whose outputs are the taps, ascending; empty for None.
+
+    For `last` alone layer 0 is captured, because SGLang keeps hidden states only if at least one layer is captured.
+    """
     if taps is None:
         return ()
     return tuple(sorted(tap.to_layer_output() for tap in taps if tap != EMBEDDINGS)) or (0,)
 
 
 def start_replicas(options: ServerOptions, count: int, max_outstanding: int, place: EnginePlace) -> BalancedHost:
-    """Start `count` servers together; if one does not start, or we are interrupted, none is left.
+    """Start `count` servers at the same time; if one does not start, or on an interrupt, all are closed.
 
     Args:
-        options: of a single server. Its GPUs would be `gpus` from `place.local_rank * gpus` on.
+        options: options of a single server, which alone would use `gpus` GPUs from `place.local_rank * gpus` on.
 
     Raises:
-        ConfigError, EngineError: as `ManagedHost.start`.
+        ConfigError, EngineError: see `ManagedHost.start`.
     """
     folder = place.folder.resolve()
 
@@ -176,7 +181,7 @@ def start_replicas(options: ServerOptions, count: int, max_outstanding: int, pla
 
 
 def require_plain_embeddings(target: TargetFiles) -> None:
-    """CaptureError unless `hidden_states[0]` of transformers are rows of the target's input matrix, as they are."""
+    """Raise CaptureError unless `hidden_states[0]` of transformers are unchanged rows of the target's input matrix."""
     refused = f"target {target.name}: tap hf0, the embeddings, cannot be captured with this backend"
     advice = "Capture with backend hf, or choose other layers"
     try:
@@ -195,7 +200,7 @@ def require_plain_embeddings(target: TargetFiles) -> None:
 
 
 def has_plain_embeddings(model: PreTrainedModel) -> bool:
-    """Whether what enters the first decoder layer is what the embedding looked up. The model may be on device meta."""
+    """Return whether the first decoder layer's input is the embedding's output; the model may be on device meta."""
     embedding = model.get_input_embeddings()
     looked_up: list[Tensor] = []
 
@@ -217,7 +222,7 @@ def has_plain_embeddings(model: PreTrainedModel) -> bool:
 
 
 class _ArrivedError(Exception):
-    """Ends a forward pass at the first layer."""
+    """Raised by a hook to end a forward pass at the first decoder layer; `states` is the layer's input (B, S, H)."""
 
     def __init__(self, states: Tensor) -> None:
         super().__init__("the first layer is reached")

@@ -1,4 +1,4 @@
-"""A look at an SGLang server we did not start: is it the version, the model and the set-up that a capture can trust?"""
+"""Checks of an external SGLang server: its version, model and settings must be right for a capture."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ PROBE_TEXT = "Zwölf naïve def f(x):\n\treturn x**2  # 3.14159 — 你好, 1234
 def require_server(
     client: SGLangClient, target: TargetFiles, capture: CaptureSpec, layer_ids: tuple[int, ...], longest: int = 0
 ) -> ServerInfo:
-    """What the server says of itself, if that is what the registry asks for.
+    """Return the server's information after checking that it matches the registry.
 
     Args:
-        longest: tokens of the longest sequence that it will be asked for; 0 if that is not known.
+        longest: number of tokens of the longest sequence that will be requested; 0 if it is not known.
 
     Raises:
-        ConfigError: it is to capture, and cannot return hidden states.
-        EngineError: it serves another model or in another dtype, or is set up so that hidden states get lost. The
-            message names every difference and the argument that puts it right.
+        ConfigError: a capture is configured, and the server cannot return hidden states.
+        EngineError: the server serves another model or in another dtype, or is set up so that hidden states get lost.
+            The message names every difference and the argument that corrects it.
     """
     info = client.get_info()
     where = f"SGLang at {client.url}"
@@ -56,11 +56,11 @@ def require_server(
 
 
 def probe_server(engine: TargetEngine, client: SGLangClient, target: TargetFiles, captures: bool) -> None:
-    """Ask it something to which only the right server has the right answer.
+    """Check with test requests that the server uses the target's tokenizer and weights and keeps all hidden states.
 
     Raises:
-        EngineError: its tokenizer gives other ids, it lost rows of a prompt it had seen before, or its logits are not
-            those of the registry's head on its own hidden states.
+        EngineError: its tokenizer gives other ids, it lost positions of a prompt that it had seen before, or its logits
+            differ from those of the registry's head on its own hidden states.
     """
     where = f"SGLang at {client.url} cannot be used for target {target.name}"
     expected, found = _tokenize_probe(target), client.tokenize(PROBE_TEXT)
@@ -74,7 +74,7 @@ def probe_server(engine: TargetEngine, client: SGLangClient, target: TargetFiles
     row = [(7919 * (index + 1)) % target.vocab_size for index in range(min(PROBE_TOKENS, target.context))]
     try:
         engine.capture([row], [])
-        again = engine.capture([row], [])[0]  # now its beginning could be in a cache
+        again = engine.capture([row], [])[0]  # now a prefix could come from the cache
         check_head(engine, ["probe"], [row], [again["last"]])
     except CaptureError as error:
         raise EngineError(f"{where}: {error}") from error

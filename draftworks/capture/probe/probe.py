@@ -1,7 +1,7 @@
-"""What an engine captures, compared tap by tap with what the target's own weights give for a few short prompts.
+"""Compare the streams that an engine captures with the target's own weights, tap by tap, on a few short prompts.
 
-An engine's logits agree with its own hidden states whatever weights it has, and whichever layer it calls hf3. So the
-layers are run once more here, from the target's files.
+An engine's logits agree with its own hidden states whatever weights it has loaded, and whichever layer it calls hf3.
+So the layers are run again here, from the target's files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from draftworks.storage.identity import LayerTap
 from draftworks.storage.regular_files import read_json
 
 PROMPT_TOKENS = (64, 24, 24)
-"""Of each prompt, at most."""
+"""Largest number of tokens of each probe prompt."""
 _GB = 1e9
 
 log = logging.getLogger(__name__)
@@ -37,13 +37,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What a probe found.
+    """Result of a probe.
 
     Attributes:
-        differences: of the streams that were compared, as a share of their size; see `KnownStream.difference`.
-        allowed: of the same streams.
-        not_compared: the other streams that are captured.
-        reason: why these were not compared; empty where all were.
+        differences: difference of each compared stream, by name, as a share of its size; see
+            `KnownStream.measure_difference`.
+        allowed: largest allowed difference of each compared stream, by name.
+        not_compared: names of the captured streams that were not compared.
+        reason: why these were not compared; empty if all were.
     """
 
     differences: Mapping[str, float]
@@ -63,7 +64,7 @@ class ProbeReport:
         return f"{told}; {left}" if self.not_compared else told
 
     def to_json(self) -> dict[str, Any]:
-        """For the capture's report and the metadata of its check."""
+        """Return the fields for the capture's report and the metadata of its check."""
         return {
             "probe": self.describe(),
             "probe_compared": ", ".join(self.differences),
@@ -74,7 +75,7 @@ class ProbeReport:
 
 @dataclass(frozen=True)
 class _Reference:
-    """Streams by the target's own weights, those to be compared among them, and why not all are."""
+    """Streams from the target's own weights, the names of those to compare, and why the others are not compared."""
 
     known: Mapping[str, KnownStream]
     compared: tuple[str, ...]
@@ -82,10 +83,10 @@ class _Reference:
 
 
 class EngineProbe:
-    """Compares engines with one target's weights, which are read when the first engine is compared.
+    """Comparison of engines with one target's weights, which are read when the first engine is compared.
 
     Args:
-        tokens: of the set that is captured; prompts are cut out of some of its samples.
+        tokens: samples of the set that is captured; the prompts are cut out of some of them.
     """
 
     def __init__(self, run: CaptureRun, tokens: Sequence[TokenRow]) -> None:
@@ -99,11 +100,11 @@ class EngineProbe:
         self._reference: _Reference | None = None
 
     def compare(self, engine: TargetEngine) -> ProbeReport:
-        """Ask an engine, each of its servers by itself, for the streams of the prompts, and compare them.
+        """Capture the prompts' streams from each server of an engine separately, and compare them.
 
         Raises:
-            UnsoundEngineError: a stream is not what the target's weights give, or that cannot be known and
-                `capture.allow_unprobed` is not set.
+            UnsoundEngineError: a stream differs too much from the one that the target's weights give; or no stream can
+                be compared, and `capture.allow_unprobed` is not set or the engine's version is untested.
             EngineError: the engine gives no answer.
             StoreError: the target's files are damaged or lack a tensor.
         """
@@ -131,7 +132,7 @@ class EngineProbe:
         return report
 
     def confirm(self, engine: TargetEngine) -> None:
-        """Once more, if it could be compared at all. Raises as `compare`."""
+        """Repeat the comparison if `compare` could compare any stream. Raises the same errors as `compare`."""
         if self._reference is not None and self._reference.compared:
             self.compare(engine)
 
@@ -198,7 +199,10 @@ class EngineProbe:
 
 
 def choose_probe_prompts(tokens: Sequence[TokenRow]) -> list[list[int]]:
-    """A few short prompts: the beginning of the longest sample and the ends of others, which begin alike."""
+    """Return a few short prompts: the beginning of the longest sample, and the ends of others.
+
+    Samples begin alike, so more beginnings would add little.
+    """
     longest = sorted(range(len(tokens)), key=lambda index: (-len(tokens[index]), index))
     chosen = [tokens[index].input_ids.tolist() for index in longest[:: -(-len(longest) // len(PROMPT_TOKENS))]]
     return [
@@ -208,7 +212,7 @@ def choose_probe_prompts(tokens: Sequence[TokenRow]) -> list[list[int]]:
 
 
 def explain_unprobable(target: TargetFiles, engine_args: Sequence[str]) -> str:
-    """Why no comparison with the target's files can say whether an engine is right; empty if one can."""
+    """Return why an engine cannot be compared with the target's files; an empty text if it can."""
     changed = find_quantizing_args(engine_args)
     if changed:
         return f"capture.server.args has {', '.join(changed)}, which changes the numbers"
@@ -223,7 +227,7 @@ def _checkpoint_quantization(target: TargetFiles) -> str:
     try:
         config = read_json(path)
     except (OSError, ValueError):
-        return ""  # whoever builds the model from it says what is wrong
+        return ""  # building the model from this file raises an error that names the problem
     found = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
     return str(found.get("quant_method", "quantization_config")) if isinstance(found, dict) else ""
 

@@ -1,8 +1,8 @@
-"""How far a captured stream is from what the target's weights give, and how far it may be.
+"""Difference between a captured stream and the one that the target's weights give, and its allowed limit.
 
-A stream of large models has a few channels that are a thousand times the others, and rows (the first token's) that are
-as large. So every channel is measured by its usual size, and a prompt's difference is that of its middle row: one row
-whose expert was decided by rounding says nothing of the weights.
+A stream of a large model has a few channels that are a thousand times as large as the others, and positions (the first
+token's) that are as large. So every channel is divided by its usual size, and a prompt's difference is the median over
+its positions: a single position whose expert was decided by rounding is no evidence about the weights.
 """
 
 from __future__ import annotations
@@ -16,27 +16,35 @@ from torch import Tensor
 from draftworks.capture.probe.streamed_forward import Streams
 
 FLOORS = {torch.float64: 1e-8, torch.float32: 5e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""A stream may differ by so much in any case: kernels add up in other orders, and tensor cores cut float32 short. From
-benchmarks/probe_sensitivity.py."""
+"""Difference that is always allowed, by dtype: kernels add in other orders, and tensor cores truncate float32.
+
+The values come from benchmarks/probe_sensitivity.py.
+"""
 NOISE_FACTOR = 5.0
-"""Or by so many times what rounding alone does to the same prompts of the same target. An engine that computes in bfloat16
-throughout differed by up to 2.7 times that, over random models of twelve families."""
+"""Allowed difference as a multiple of what rounding alone causes for the same prompts of the same target.
+
+The larger of this and the floor is allowed. An engine that computes in bfloat16 throughout differed by up to 2.7 times
+the rounding difference, over random models of twelve families.
+"""
 CEILING = 0.5
-"""But never by more."""
+"""Upper limit of the allowed difference."""
 _NEARER = 0.5
 _QUIET = 0.1
 _SMALLEST_CHANNEL = 1e-2
-"""Of the usual channel: a dead one's rounding would count as much as a live one's content."""
+"""Smallest scale of a channel, as a share of the median channel's.
+
+Without it, the rounding of a dead channel would count as much as the content of a live one.
+"""
 
 
 @dataclass(frozen=True)
 class KnownStream:
-    """A stream of some prompts by the target's own weights.
+    """A stream of some prompts, computed with the target's own weights.
 
     Attributes:
-        rows: of each prompt (S, H).
+        rows: the stream of each prompt, (S, H).
         scale: (H,), the usual size of each channel.
-        allowed: largest `difference` of what an engine may capture in its dtype.
+        allowed: largest allowed difference of a stream that an engine captures in its dtype.
     """
 
     rows: tuple[Tensor, ...]
@@ -44,21 +52,23 @@ class KnownStream:
     allowed: float
 
     def measure_difference(self, found: Sequence[Tensor]) -> float:
-        """Root mean square over channels of what `found` differs by, as a share of the stream's own: of the middle row
-        of the prompt that differs most.
+        """Return the relative difference of `found`, (S, H) per prompt, from this stream.
+
+        A position's difference is the root mean square over channels of the difference, divided by that of the stream
+        itself. A prompt's difference is the median over its positions; the largest one over the prompts is returned.
         """
         return max(self._measure_prompt(row, other) for row, other in zip(self.rows, found, strict=True))
 
     def _measure_prompt(self, row: Tensor, found: Tensor) -> float:
-        own = (row / self.scale).norm(dim=1).clamp_min(1e-12)
+        own = (row / self.scale).norm(dim=1).clamp_min(1e-12)  # (S,)
         return float((((found.to(row.dtype) - row) / self.scale).norm(dim=1) / own).median())
 
 
 def build_known_streams(streams: Streams, dtype: torch.dtype) -> dict[str, KnownStream]:
-    """What an engine that computes in `dtype` is compared with, by stream name."""
+    """Return the streams, by name, with which an engine that computes in `dtype` is compared."""
     known = {}
     for name, rows in streams.exact.items():
-        size = torch.cat(rows).abs().median(dim=0).values
+        size = torch.cat(rows).abs().median(dim=0).values  # (H,)
         scale = size.clamp_min(float(size.median()) * _SMALLEST_CHANNEL).clamp_min(1e-12)
         noise = KnownStream(tuple(rows), scale, 0.0).measure_difference(streams.rounded[name])
         known[name] = KnownStream(tuple(rows), scale, min(max(FLOORS[dtype], NOISE_FACTOR * noise), CEILING))
@@ -67,12 +77,15 @@ def build_known_streams(streams: Streams, dtype: torch.dtype) -> dict[str, Known
 
 @dataclass(frozen=True)
 class StreamFinding:
-    """One captured stream beside the known ones.
+    """Result of comparing one captured stream with the known ones.
 
     Attributes:
-        difference, allowed: see `KnownStream`.
-        nearer: the known stream that the captured one is clearly nearer to than to its own; empty if there is none.
-        zero: whether it holds nothing but zeros.
+        difference: see `KnownStream.measure_difference`.
+        allowed: see `KnownStream`.
+        nearer: name of another known stream that the captured one is clearly nearer to than to the one of its own name;
+            empty if there is none.
+        nearer_difference: difference from the nearest other known stream; 0 if there is no other.
+        zero: whether the captured stream is all zeros.
     """
 
     name: str
@@ -94,7 +107,7 @@ class StreamFinding:
 
 
 def compare_stream(name: str, found: Sequence[Tensor], known: Mapping[str, KnownStream]) -> StreamFinding:
-    """Compare a captured stream, of each prompt (S, H), with the known one of its name and with the others."""
+    """Compare a captured stream, (S, H) per prompt, with the known one of its name and with the others."""
     own = known[name]
     difference = own.measure_difference(found)
     others = {other: each.measure_difference(found) for other, each in known.items() if other != name}

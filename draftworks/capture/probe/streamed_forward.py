@@ -1,8 +1,9 @@
-"""A target's own forward pass on a CPU with one layer in memory at a time, its weights read from the safetensors files.
+"""A target's forward pass on the CPU with one layer in memory at a time; weights come from the safetensors files.
 
-transformers' modules are built on the meta device from config.json as it is, so that whatever a family does by a layer's
-index stays right. Each decoder layer is filled by transformers' own conversion of the checkpoint's names just before it
-runs, and emptied after it. So it is known what the checkpoint computes, without an engine and without the memory for it.
+transformers' modules are built on the meta device from the unchanged config.json, so that everything that a model
+family derives from a layer's index stays right. Each decoder layer's weights are loaded with transformers' own
+conversion of the checkpoint's names just before the layer runs, and unloaded after it. This gives the checkpoint's own
+results without an engine and without the memory for the whole model.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from draftworks.storage.identity import LayerTap
 
 @dataclass(frozen=True)
 class Streams:
-    """Residual streams of some rows of tokens.
+    """Residual streams of some token sequences.
 
     Attributes:
-        exact: by stream name ("hf0", "hf1", ..., and "last" where all layers ran), for each row (S, H).
-        rounded: the same, with the output of every module rounded to the dtype that was asked for: how far rounding
-            alone leads away.
+        exact: by stream name ("hf0", "hf1", ..., and "last" where all layers ran), one (S, H) for each sequence.
+        rounded: the same, with the output of every module rounded to the requested dtype; shows the difference that
+            rounding alone causes.
     """
 
     exact: dict[str, list[Tensor]]
@@ -49,13 +50,13 @@ class Streams:
 
 
 class StreamedTarget:
-    """A target whose layers are read from its files as they are reached.
+    """A target whose layers are read from its files when the forward pass reaches them.
 
     Args:
-        dtype: of the computation.
+        dtype: dtype of the computation.
 
     Raises:
-        ConfigError: no causal language model that transformers knows.
+        ConfigError: the target is not a causal language model that transformers knows.
         StoreError: a weight file is missing or damaged.
     """
 
@@ -73,7 +74,7 @@ class StreamedTarget:
         return len(self._layers)
 
     def layer_bytes(self) -> list[int]:
-        """Bytes that each decoder layer takes in the files."""
+        """Return the size of each decoder layer in the files, in bytes."""
         return [
             sum(self._files.nbytes(source) for name in self._list_states(layer) for source in self._sources[name])
             for layer in self._layers
@@ -81,17 +82,18 @@ class StreamedTarget:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Sequence[int]], layers: int, rounding: torch.dtype) -> Streams:
-        """The streams hf0 to hf{layers} of rows of token ids; `last` instead of the one after the final layer.
+        """Return the streams hf0 to hf{layers} of token sequences; after the final layer it is `last` instead.
 
         Args:
-            layers: how many of the lowest are run.
-            rounding: of `Streams.rounded`.
+            rows: token ids of each sequence.
+            layers: number of layers to run, from the first one on.
+            rounding: dtype of `Streams.rounded`.
 
         Raises:
-            StoreError: tensors are missing in the files, damaged, or of another shape than config.json says.
+            StoreError: tensors are missing in the files, damaged, or of another shape than in config.json.
         """
         rounds = rounding != self._dtype
-        inputs = _pad([*rows, *rows] if rounds else rows)
+        inputs = _pad([*rows, *rows] if rounds else rows)  # (B, S); with rounding, the second half of B is rounded
         found: dict[str, Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(_hide_progress_bars())
@@ -101,14 +103,14 @@ class StreamedTarget:
                 stack.enter_context(_round_second_half(self._layers, inputs["input_ids"].shape, rounding))
             self._fill(self._list_other_states())
             with suppress(_StoppedError):  # enough layers ran
-                found["last"] = self._model.base_model(**inputs, use_cache=False).last_hidden_state
+                found["last"] = self._model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, S, H)
         exact = {name: _unpad(states, rows) for name, states in found.items()}
         rounded = {name: _unpad(states[len(rows) :], rows) for name, states in found.items()} if rounds else exact
         return Streams(exact, rounded)
 
     @contextmanager
     def _stream_layers(self, found: dict[str, Tensor], layers: int) -> Iterator[None]:
-        """Each layer is filled when its input arrives, which is kept, and emptied when it is done."""
+        """Load each layer when its input arrives, store a copy of it in `found`, and unload the layer after it ran."""
 
         def arriving(index: int) -> Callable[..., None]:
             def arrive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,12 +134,16 @@ class StreamedTarget:
 
     @contextmanager
     def _load_embedding(self, input_ids: Tensor) -> Iterator[None]:
-        """The input matrix has those rows alone that the tokens need."""
+        """Load only those rows of the input embedding matrix that the token ids need.
+
+        Raises:
+            StoreError: the files have no input embeddings.
+        """
         module = self._model.get_input_embeddings()
         (source,) = self._sources[f"{self._name_of[module]}.weight"] or (None,)
         if source is None:
             raise StoreError(f"{self._where}: expected the input embeddings in its safetensors, found none")
-        numbers = input_ids.unique()
+        numbers = input_ids.unique()  # (U,)
         empty = module.weight
         module.weight = nn.Parameter(self._files.read_rows(source, numbers).to(self._dtype), requires_grad=False)
         hook = module.register_forward_pre_hook(lambda module, args: (torch.searchsorted(numbers, args[0]), *args[1:]))
@@ -151,7 +157,7 @@ class StreamedTarget:
         return [f"{self._name_of[module]}.{name}" for name in module.state_dict()]
 
     def _list_other_states(self) -> list[str]:
-        """What the language model has beside its layers and its embedding, such as the final norm."""
+        """Return the names of the language model's states outside its layers and embedding, such as the final norm."""
         layers = next(name for module, name in self._name_of.items() if module is self._layers)
         text_model = self._model.get_submodule(layers.rpartition(".")[0])
         within = {name for layer in self._layers for name in self._list_states(layer)}
@@ -162,7 +168,7 @@ class StreamedTarget:
         """Load parameters and buffers of the model by their names in it.
 
         Raises:
-            StoreError: some are not in the files, or of another shape.
+            StoreError: some of them are not in the files, or have another shape.
         """
         parts = {source: self._files.open_tensor(source) for name in names for source in self._sources[name]}
         plan = self._model._get_dtype_plan(self._dtype)
@@ -179,7 +185,11 @@ class StreamedTarget:
 
 
 def _empty_model(target: TargetFiles, dtype: torch.dtype, where: str) -> PreTrainedModel:
-    """On device meta, but for the buffers that no file holds, such as a rope's frequencies."""
+    """Build the model on device meta, except the buffers that no file holds, such as the frequencies of RoPE.
+
+    Raises:
+        ConfigError: the target is not a causal language model that transformers knows.
+    """
     try:
         config = AutoConfig.from_pretrained(target.model, revision=target.revision or "main", trust_remote_code=False)
         with torch.device("meta"):
@@ -187,7 +197,7 @@ def _empty_model(target: TargetFiles, dtype: torch.dtype, where: str) -> PreTrai
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{where}: not a causal language model that transformers knows: {error}") from error
     if dtype == torch.float64 and hasattr(config.get_text_config(), "num_experts_per_tok"):
-        model.set_experts_implementation("eager")  # grouped products know no float64
+        model.set_experts_implementation("eager")  # grouped matrix products do not support float64
     for name, buffer in list(model.named_non_persistent_buffers()):
         module, _, own = name.rpartition(".")
         model.get_submodule(module)._buffers[own] = torch.empty_like(buffer, device="cpu")
@@ -197,7 +207,7 @@ def _empty_model(target: TargetFiles, dtype: torch.dtype, where: str) -> PreTrai
 
 
 def _find_sources(model: PreTrainedModel, files: WeightFiles) -> dict[str, list[str]]:
-    """Names in the files that a parameter or buffer is made of, by its name in the model."""
+    """Return, for each parameter or buffer of the model by name, the names of the file tensors that it is made of."""
     states = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -222,21 +232,23 @@ def _unload(layer: nn.Module) -> None:
 
 
 def _pad(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Padded on the right: what follows a causal model's tokens does not change them."""
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows])
+    """Pad sequences on the right, which does not change the states of a causal model's earlier positions."""
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True)  # (B, S)
+    lengths = torch.tensor([len(row) for row in rows])  # (B,)
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
 
 
 def _unpad(states: Tensor, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Split padded states (B, S, H) into one (S, H) for each sequence, without its padding."""
     return [states[index, : len(row)].clone() for index, row in enumerate(rows)]
 
 
 @contextmanager
 def _round_second_half(layers: Iterable[nn.Module], shape: torch.Size, dtype: torch.dtype) -> Iterator[None]:
-    """What the modules of the layers that hold weights put out is rounded to a dtype, for the second half of a batch.
+    """Round the output of every module with weights in the layers to a dtype, for the second half of a batch.
 
-    Only where rows or tokens of the batch come one after another: experts sort them otherwise in between.
+    Outputs are rounded only where their first dimension is the batch rows, or all tokens of the batch in order; inside
+    experts the tokens are sorted differently.
     """
 
     def rounded(states: Tensor) -> Tensor:
@@ -259,7 +271,7 @@ def _round_second_half(layers: Iterable[nn.Module], shape: torch.Size, dtype: to
 
 @contextmanager
 def _hide_progress_bars() -> Iterator[None]:
-    """Transformers would show one for every layer."""
+    """Turn off the progress bars of transformers, which would show one for every layer."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -270,4 +282,4 @@ def _hide_progress_bars() -> Iterator[None]:
 
 
 class _StoppedError(Exception):
-    """Ends a forward pass before the layers that are not needed."""
+    """Raised by a hook to end a forward pass before the layers that are not needed."""
