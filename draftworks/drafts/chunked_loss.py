@@ -37,6 +37,9 @@ def chunked_loss(
         chunks: at least one. No element of the inputs is in two chunks; the gradient of one that is in none is 0.
         inputs: tensors (N, …); None is handed to the formula as None.
         shared: tensors that every chunk uses whole. Their gradients are summed in at least float32.
+
+    Raises:
+        ValueError: there is no chunk.
     """
     with_grad = torch.is_grad_enabled()
     sources = (*inputs, *shared)
