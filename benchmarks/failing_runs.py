@@ -121,13 +121,22 @@ def main(
     runs: Annotated[int, typer.Option(help="How many failing runs.")] = 50,
     load: Annotated[int, typer.Option(help="Processes that keep the machine busy beside them.")] = 6,
     at_a_time: Annotated[int, typer.Option(help="Runs that go on together.")] = 2,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write every run.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write every run, as it ends.")] = None,
 ) -> None:
     """Count failing runs whose last lines give the reason."""
     plan = [(COMMANDS[number % 2], MISTAKES[number // 2 % len(MISTAKES)]) for number in range(runs)]
     with tempfile.TemporaryDirectory() as scratch, busy(load), ThreadPoolExecutor(at_a_time) as pool:
         folders = [Path(scratch) / str(number) for number in range(runs)]
-        ended = list(pool.map(lambda folder, planned: fail(folder, *planned), folders, plan))
+        ended = []
+        for one in pool.map(lambda folder, planned: fail(folder, *planned), folders, plan):
+            ended.append(one)
+            print(
+                f"{len(ended)} of {runs}: {one.command}, {one.mistake}, {one.seconds} s, reason last: {one.told}",
+                file=sys.stderr,
+                flush=True,
+            )
+            if json_file is not None:
+                json_file.write_text(json.dumps([asdict(each) for each in ended], indent=2))
     table = Table("command", "mistake", "runs", "reason last", "exit code 0", "most lines", "slowest s")
     for command in COMMANDS:
         for mistake in MISTAKES:
@@ -142,8 +151,6 @@ def main(
     for one in ended:
         if not one.told:
             print(f"{one.command}, {one.mistake}: " + " | ".join(one.last))
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(one) for one in ended], indent=2))
 
 
 if __name__ == "__main__":
