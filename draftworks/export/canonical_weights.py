@@ -47,7 +47,7 @@ def convert_weights(
 def _rename(checkpoint: Checkpoint, export_format: ExportFormat) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, tensor in checkpoint.tensors.items():
-        canonical = export_format.canonical_name(name)
+        canonical = export_format.to_canonical_name(name)
         if canonical in named:
             raise StoreError(f"{checkpoint.folder}: tensor {canonical} is there twice, once as {name}")
         named[canonical] = tensor
@@ -94,7 +94,9 @@ def _mark_members(folder: Path, d2t: Tensor, vocab_size: int) -> Tensor:
 
 
 def _list_expected(export_format: ExportFormat, shape: DraftShape) -> Shapes:
-    sizes = {export_format.canonical_name(name): size for name, size in export_format.expected_tensors(shape).items()}
+    sizes = {
+        export_format.to_canonical_name(name): size for name, size in export_format.list_expected_tensors(shape).items()
+    }
     if not shape.own_embedding:
         sizes.pop(EMBEDDING, None)
     if shape.draft_vocab_size is not None:

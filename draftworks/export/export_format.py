@@ -66,23 +66,23 @@ class ExportFormat(ABC):
     strategy: str
 
     @abstractmethod
-    def describe(self, draft: CanonicalDraft) -> DraftShape:
-        """Return the shape that `shape` must read from an export of this draft."""
+    def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
+        """Return the shape that `read_shape` must return from an export of this draft."""
 
     @abstractmethod
-    def loaders(self, draft: CanonicalDraft) -> str:
+    def describe_loaders(self, draft: CanonicalDraft) -> str:
         """Return a sentence: which software loads the export of this draft, from which version on."""
 
     @abstractmethod
-    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+    def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         """Return the command line that serves the target with the draft in `folder`, by server."""
 
     @abstractmethod
-    def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+    def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
         """Return the tensors to write under the format's names, in the precision of the canonical checkpoint."""
 
     @abstractmethod
-    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         """Return the config.json to write, without the provenance."""
 
     @abstractmethod
@@ -90,23 +90,23 @@ class ExportFormat(ABC):
         """Return whether a config.json is of this format."""
 
     @abstractmethod
-    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+    def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         """Return what a config.json describes.
 
         Raises:
             ConfigError: a key is missing, or it describes a draft that no strategy here can be.
         """
 
-    def remarks(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+    def list_remarks(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
         """Return sentences for the user who imports such a checkpoint: how ambiguous keys were read."""
         return []
 
     @abstractmethod
-    def expected_tensors(self, shape: DraftShape) -> Shapes:
+    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
         """Return names and shapes of exactly the tensors that a loader needs for such a draft."""
 
     @abstractmethod
-    def canonical_name(self, name: str) -> str:
+    def to_canonical_name(self, name: str) -> str:
         """Return the canonical name of a tensor with this name in the format or in a variant of it.
 
         An unknown name is returned unchanged; the importer refuses it.

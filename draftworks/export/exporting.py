@@ -90,8 +90,8 @@ def export_draft(
         dtype=dtype,
         nbytes=(out / WEIGHTS).stat().st_size,
         digest=digest([file_digest(out / name) for name in (CONFIG, WEIGHTS)]),
-        loaders=export_format.loaders(draft),
-        commands=export_format.serve_commands(draft, DRAFT_FOLDER),
+        loaders=export_format.describe_loaders(draft),
+        commands=export_format.build_serve_commands(draft, DRAFT_FOLDER),
         gates=check_export(out, export_format, draft, strategy, torch_dtype),
     )
 
@@ -153,7 +153,7 @@ def describe_provenance(draft: CanonicalDraft) -> dict[str, Any]:
 
 
 def _write(folder: Path, export_format: ExportFormat, draft: CanonicalDraft, dtype: torch.dtype) -> None:
-    tensors = {name: round_tensor(tensor, dtype) for name, tensor in export_format.tensors(draft).items()}
+    tensors = {name: round_tensor(tensor, dtype) for name, tensor in export_format.build_tensors(draft).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    config = export_format.config(draft, dtype) | {PROVENANCE: describe_provenance(draft)}
+    config = export_format.build_config(draft, dtype) | {PROVENANCE: describe_provenance(draft)}
     publish_json(folder / CONFIG, config)

@@ -93,14 +93,14 @@ class ExportedDraft:
     @property
     def shape(self) -> DraftShape:
         """The shape that its config.json describes."""
-        return self.export_format.shape(self.config, self.draft.target)
+        return self.export_format.read_shape(self.config, self.draft.target)
 
     @property
     def expected_shape(self) -> DraftShape:
         """The shape that it must describe."""
-        return self.export_format.describe(self.draft)
+        return self.export_format.derive_shape(self.draft)
 
-    def tensor(self, name: str) -> Tensor:
+    def require_tensor(self, name: str) -> Tensor:
         if name not in self.tensors:
             raise StoreError(f"tensor {name} is missing")
         return self.tensors[name]
@@ -133,17 +133,17 @@ def run_gate(name: str, export: ExportedDraft) -> GateResult:
     return GateResult(name, verdict.passed, verdict.description, verdict.figures)
 
 
-def _key_set(export: ExportedDraft) -> Verdict:
+def _check_key_set(export: ExportedDraft) -> Verdict:
     """Compare with the draft's own shape; whether config.json describes it is another gate's matter."""
-    expected = export.export_format.expected_tensors(export.expected_shape)
+    expected = export.export_format.list_expected_tensors(export.expected_shape)
     missing, extra = sorted(expected.keys() - export.tensors.keys()), sorted(export.tensors.keys() - expected.keys())
     if missing or extra:
         return Verdict(False, f"missing: {_list_names(missing)}; unknown to the loader: {_list_names(extra)}")
     return Verdict(True, f"exactly the {len(expected)} tensors that the loader takes", {"tensors": len(expected)})
 
 
-def _shapes(export: ExportedDraft) -> Verdict:
-    expected = export.export_format.expected_tensors(export.expected_shape)
+def _check_shapes(export: ExportedDraft) -> Verdict:
+    expected = export.export_format.list_expected_tensors(export.expected_shape)
     wrong = [
         f"{name}: expected {expected[name]}, found {tuple(tensor.shape)}"
         for name, tensor in export.tensors.items()
@@ -152,9 +152,9 @@ def _shapes(export: ExportedDraft) -> Verdict:
     return Verdict(not wrong, "; ".join(wrong) or "follow from the draft's sizes")
 
 
-def _tensors_equal(export: ExportedDraft) -> Verdict:
+def _check_tensors_equal(export: ExportedDraft) -> Verdict:
     """Compare all tensors with the draft's own, bit for bit and by dtype."""
-    expected = export.export_format.tensors(export.draft)
+    expected = export.export_format.build_tensors(export.draft)
     wrong = [
         name
         for name, tensor in expected.items()
@@ -165,7 +165,7 @@ def _tensors_equal(export: ExportedDraft) -> Verdict:
     return Verdict(True, f"{len(expected)} tensors are the draft's own in {export.dtype}, bit for bit")
 
 
-def _finite(export: ExportedDraft) -> Verdict:
+def _check_finite(export: ExportedDraft) -> Verdict:
     wrong = [name for name, tensor in export.tensors.items() if not bool(torch.isfinite(tensor).all())]
     if wrong:
         return Verdict(False, f"not finite: {_list_names(wrong)}")
@@ -175,28 +175,28 @@ def _finite(export: ExportedDraft) -> Verdict:
     return Verdict(True, "all numbers are finite", {"largest": largest})
 
 
-def _vocabulary(export: ExportedDraft) -> Verdict:
+def _check_vocabulary(export: ExportedDraft) -> Verdict:
     shape = export.expected_shape
-    if "d2t" not in export.export_format.expected_tensors(shape):
+    if "d2t" not in export.export_format.list_expected_tensors(shape):
         return Verdict(True, "the target's full vocabulary: no mapping")
-    problem = find_vocabulary_problem(export.tensor("d2t"), export.tensor("t2d"), shape.vocab_size)
+    problem = find_vocabulary_problem(export.require_tensor("d2t"), export.require_tensor("t2d"), shape.vocab_size)
     if problem:
         return Verdict(False, problem)
     return Verdict(
-        True, "d2t holds offsets that lead to the tokens of t2d", {"draft_tokens": export.tensor("d2t").numel()}
+        True, "d2t holds offsets that lead to the tokens of t2d", {"draft_tokens": export.require_tensor("d2t").numel()}
     )
 
 
-def _fc_width(export: ExportedDraft) -> Verdict:
-    if "fc.weight" not in export.export_format.expected_tensors(export.expected_shape):
+def _check_fc_width(export: ExportedDraft) -> Verdict:
+    if "fc.weight" not in export.export_format.list_expected_tensors(export.expected_shape):
         return Verdict(True, "a format without `fc`: nothing to fuse")
     taps, hidden = len(export.shape.taps), export.shape.hidden_size
-    width = export.tensor("fc.weight").shape[-1]
+    width = export.require_tensor("fc.weight").shape[-1]
     figures = {"taps": taps, "hidden_size": hidden, "fc_inputs": width}
     return Verdict(width == taps * hidden, f"fc reads {width} columns; {taps} layers of {hidden}", figures)
 
 
-def _layer_ids(export: ExportedDraft) -> Verdict:
+def _check_layer_ids(export: ExportedDraft) -> Verdict:
     found, expected = ([tap.hf_index for tap in taps] for taps in (export.shape.taps, export.draft.taps))
     figures = {"hf_indices": found}
     if found == expected:
@@ -204,20 +204,20 @@ def _layer_ids(export: ExportedDraft) -> Verdict:
     return Verdict(False, f"name the streams {found} as hf_index, the draft was trained on {expected}", figures)
 
 
-def _config(export: ExportedDraft) -> Verdict:
+def _check_config(export: ExportedDraft) -> Verdict:
     """Compare what the format reads in config.json, and every key: some choose a class or a mode of servers only."""
-    written = json.loads(json.dumps(export.export_format.config(export.draft, export.dtype)))
+    written = json.loads(json.dumps(export.export_format.build_config(export.draft, export.dtype)))
     found = {key: value for key, value in export.config.items() if key != PROVENANCE}
     wrong = export.expected_shape.describe_differences(export.shape) or describe_changes(written, found)
     return Verdict(not wrong, "; ".join(wrong) or "config.json describes the draft: sizes, norms, rope and options")
 
 
-def _server_config(export: ExportedDraft) -> Verdict:
+def _check_server_config(export: ExportedDraft) -> Verdict:
     built = build_server_configs(export.config)
     return Verdict(True, "; ".join(f"{library}: {said}" for library, said in built.items()), built)
 
 
-def _same_logits(export: ExportedDraft) -> Verdict:
+def _check_same_logits(export: ExportedDraft) -> Verdict:
     found = compare_with_reader(export.folder, export.export_format.name, export.draft, export.strategy, export.dtype)
     said = (
         f"an independent reader of the files and the draft differ by {found.largest:.1e} at most in {found.compared:,} "
@@ -230,26 +230,28 @@ def _same_logits(export: ExportedDraft) -> Verdict:
 
 
 GATES: dict[str, Callable[[ExportedDraft], Verdict]] = {
-    "key_set": _key_set,
-    "shapes": _shapes,
-    "tensors_equal": _tensors_equal,
-    "finite": _finite,
-    "vocabulary": _vocabulary,
-    "fc_width": _fc_width,
-    "layer_ids": _layer_ids,
-    "config_round_trip": _config,
-    "server_config": _server_config,
-    "same_logits": _same_logits,
+    "key_set": _check_key_set,
+    "shapes": _check_shapes,
+    "tensors_equal": _check_tensors_equal,
+    "finite": _check_finite,
+    "vocabulary": _check_vocabulary,
+    "fc_width": _check_fc_width,
+    "layer_ids": _check_layer_ids,
+    "config_round_trip": _check_config,
+    "server_config": _check_server_config,
+    "same_logits": _check_same_logits,
 }
 """After `readable`; see `GATE_MEANINGS`."""
 
 
 def _equal_bits(ours: Tensor, theirs: Tensor) -> bool:
     """Return whether both are the same bits. NaN in the same place is the same: `finite` is another gate."""
-    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(_bits(ours), _bits(theirs))
+    return (
+        ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(_view_bits(ours), _view_bits(theirs))
+    )
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def _view_bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 

@@ -27,7 +27,7 @@ def derive_options(shape: DraftShape, parts: TargetParts, hints: Mapping[str, An
     spec = resolve_strategy(shape.strategy)
     known = spec.options.model_fields
     sizes = {
-        **_sizes(shape, parts),
+        **_list_sizes(shape, parts),
         "draft_vocab_size": shape.draft_vocab_size,
         "num_layers": shape.num_layers,
         "num_taps": len(shape.taps),
@@ -38,12 +38,12 @@ def derive_options(shape: DraftShape, parts: TargetParts, hints: Mapping[str, An
     if values.get("mask_token_id") == parts.vocab_size - 1:
         values["mask_token_id"] = None
     values["layer_ids"] = None
-    if _default_taps(spec, values, parts.num_layers, where) != shape.taps:
+    if _find_default_taps(spec, values, parts.num_layers, where) != shape.taps:
         values["layer_ids"] = [tap.hf_index for tap in shape.taps]
     return spec.parse_options(values, where=where)
 
 
-def _sizes(shape: DraftShape, parts: TargetParts) -> dict[str, Any]:
+def _list_sizes(shape: DraftShape, parts: TargetParts) -> dict[str, Any]:
     defaults = {
         "head_dim": parts.head_dim,
         "rms_norm_eps": parts.rms_norm_eps,
@@ -56,7 +56,7 @@ def _sizes(shape: DraftShape, parts: TargetParts) -> dict[str, Any]:
     return {name: None if size == defaults[name] else size for name, size in found.items()}
 
 
-def _default_taps(
+def _find_default_taps(
     spec: StrategySpec, values: Mapping[str, Any], num_layers: int, where: str
 ) -> tuple[LayerTap, ...] | None:
     """Return the strategy's default taps; None for a target that is not deep enough for them."""

@@ -83,7 +83,7 @@ def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means
     except ConfigError as error:
         raise ConfigError(f"{source / CONFIG}: {error}") from error
     strategy.model.load_state_dict(weights)
-    remarks = tuple(export_format.remarks(config, checkpoint.tensors))
+    remarks = tuple(export_format.list_remarks(config, checkpoint.tensors))
     imported = {"imported_from": source.name, "format": export_format.name, "origin": origin}
     if remarks:
         imported["remarks"] = list(remarks)
@@ -133,7 +133,7 @@ def _read_shape(
 ) -> DraftShape:
     """Return the shape that the format reads; errors name the source folder."""
     try:
-        return export_format.shape(config, target)
+        return export_format.read_shape(config, target)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
 

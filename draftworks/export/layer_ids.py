@@ -34,7 +34,7 @@ def to_format(export_format: str, taps: Sequence[LayerTap]) -> list[int]:
     Raises:
         ConfigError: unknown format; taps that do not ascend; the embeddings, where a format has no id for them.
     """
-    ids = [_counting(export_format).to_id(tap) for tap in taps]
+    ids = [_find_counting(export_format).to_id(tap) for tap in taps]
     return _require_ascending(export_format, ids)
 
 
@@ -44,7 +44,7 @@ def from_format(export_format: str, ids: Sequence[int]) -> tuple[LayerTap, ...]:
     Raises:
         ConfigError: unknown format; ids that are no integers, do not ascend, or are negative.
     """
-    counting = _counting(export_format)
+    counting = _find_counting(export_format)
     return tuple(counting.from_id(layer) for layer in _require_ascending(export_format, ids))
 
 
@@ -60,5 +60,5 @@ def _require_ascending(export_format: str, ids: Sequence[int]) -> list[int]:
     return list(ids)
 
 
-def _counting(export_format: str) -> _Counting:
+def _find_counting(export_format: str) -> _Counting:
     return _COUNTING[resolve_export(export_format).counting]

@@ -10,8 +10,14 @@ from draftworks.export.names import DRAFT_FOLDER
 def render_readme(export_format: ExportFormat, draft: CanonicalDraft, card: str) -> str:
     """Return the text: the model card, or a title where there is none, and a section on serving."""
     lines = [card.rstrip() if card else f"# {draft.record.strategy} draft of {draft.target.name}"]
-    lines += ["", "## Serving", "", f"Format `{export_format.name}`. Loaded by: {export_format.loaders(draft)}", ""]
-    for server, command in export_format.serve_commands(draft, DRAFT_FOLDER).items():
+    lines += [
+        "",
+        "## Serving",
+        "",
+        f"Format `{export_format.name}`. Loaded by: {export_format.describe_loaders(draft)}",
+        "",
+    ]
+    for server, command in export_format.build_serve_commands(draft, DRAFT_FOLDER).items():
         lines += [f"{server}:", "", "```", command, "```", ""]
     lines.append("What the weights are, by digests, is under `provenance` in config.json.")
     return "\n".join(lines) + "\n"

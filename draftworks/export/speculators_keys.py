@@ -31,12 +31,12 @@ def build_speculators_keys(algorithm: str, target: TargetFiles, tokens: int) -> 
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": model_path(target), "architectures": read_architectures(target)},
+            "verifier": {"name_or_path": locate_model(target), "architectures": read_architectures(target)},
         },
     }
 
 
-def model_path(target: TargetFiles) -> str:
+def locate_model(target: TargetFiles) -> str:
     """Return the target's hub id, or the absolute path of its directory."""
     return target.model if target.revision is not None else str(Path(target.model).resolve())
 
@@ -77,7 +77,7 @@ def build_vllm_commands(
     """
     config = {"model": folder, "method": method, "num_speculative_tokens": tokens}
     spelled = json.dumps(config | ({"parallel_drafting": True} if parallel else {}))
-    told = {"vLLM, target first": f"vllm serve {model_path(draft.target)} --speculative-config '{spelled}'"}
+    told = {"vLLM, target first": f"vllm serve {locate_model(draft.target)} --speculative-config '{spelled}'"}
     return told if parallel else {"vLLM": f"vllm serve {folder}", **told}
 
 

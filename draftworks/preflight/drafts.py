@@ -83,7 +83,7 @@ def _check_exports(
         if name in refused:
             continue  # `check_requirements` reports it if it was requested
         try:
-            config = load_format(strategy.name, name).config(canonical, getattr(torch, entry.export.dtype))
+            config = load_format(strategy.name, name).build_config(canonical, getattr(torch, entry.export.dtype))
             build_server_configs(config)
         except DraftworksError as error:
             findings.error(f"{where}: its export {name} would be loaded by no server: {error}")

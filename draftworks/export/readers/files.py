@@ -37,21 +37,21 @@ class ExportFolder:
         except (OSError, ValueError, SafetensorError) as error:
             raise StoreError(f"{path}: expected {CONFIG} and {WEIGHTS} of one draft: {error}") from error
 
-    def setting(self, key: str) -> Any:
+    def require_setting(self, key: str) -> Any:
         """Return the value of a key; dots lead into nested objects. Raises StoreError if there is none."""
-        value = self.optional(key, _MISSING)
+        value = self.find_setting(key, _MISSING)
         if value is _MISSING:
             raise StoreError(f"{self.path / CONFIG}: {key}: expected a value, found none; export the draft again")
         return value
 
-    def optional(self, key: str, default: Any = None) -> Any:
+    def find_setting(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, or `default` where it is missing or null."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return default if value is None else value
 
-    def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def cast_weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the floating point tensors in `dtype`."""
         return {name: tensor.to(dtype) for name, tensor in self.tensors.items() if tensor.is_floating_point()}
 

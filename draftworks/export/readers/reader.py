@@ -77,4 +77,4 @@ class ExportReader(ABC):
 
 def read_taps(folder: ExportFolder, export_format: str, key: str) -> tuple[LayerTap, ...]:
     """Return the taps that the layer ids under `key` name. Raises ConfigError for ids that name none."""
-    return from_format(export_format, folder.setting(key))
+    return from_format(export_format, folder.require_setting(key))

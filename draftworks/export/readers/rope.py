@@ -28,12 +28,15 @@ def read_rope(folder: ExportFolder, section: str, head_dim: int) -> RopeTable:
     Raises:
         StoreError: no theta, an unknown rope_type, or a parameter of that type is missing.
     """
-    old = {"rope_theta": folder.optional(f"{section}rope_theta"), **folder.optional(f"{section}rope_scaling", {})}
-    found = folder.optional(f"{section}rope_parameters", old)
+    old = {
+        "rope_theta": folder.find_setting(f"{section}rope_theta"),
+        **folder.find_setting(f"{section}rope_scaling", {}),
+    }
+    found = folder.find_setting(f"{section}rope_parameters", old)
     rope = {name: value for name, value in found.items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     try:
-        return _KINDS[kind](rope, _unscaled(float(rope["rope_theta"]), head_dim))
+        return _KINDS[kind](rope, _compute_frequencies(float(rope["rope_theta"]), head_dim))
     except (KeyError, TypeError) as error:
         raise StoreError(
             f"{folder.path / CONFIG}: {section}rope_parameters: expected rope_theta and the parameters of one of "
@@ -41,19 +44,19 @@ def read_rope(folder: ExportFolder, section: str, head_dim: int) -> RopeTable:
         ) from error
 
 
-def _unscaled(theta: float, head_dim: int) -> Tensor:
+def _compute_frequencies(theta: float, head_dim: int) -> Tensor:
     return theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
 
 
-def _default(_: Mapping[str, Any], inverse: Tensor) -> RopeTable:
+def _keep(_: Mapping[str, Any], inverse: Tensor) -> RopeTable:
     return RopeTable(inverse)
 
 
-def _linear(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
+def _scale_linear(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
     return RopeTable(inverse / rope["factor"])
 
 
-def _llama3(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
+def _scale_llama3(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
     """Llama 3.1: divide low frequencies by `factor`, keep high ones, and interpolate linearly between them."""
     turns = rope["original_max_position_embeddings"] * inverse / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
@@ -61,24 +64,24 @@ def _llama3(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
     return RopeTable(kept * inverse + (1 - kept) * inverse / rope["factor"])
 
 
-def _yarn(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
+def _scale_yarn(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
     """YaRN (arXiv 2309.00071, section 3.2), with the bounds and the attention factor of transformers."""
     factor, original, theta = rope["factor"], rope["original_max_position_embeddings"], rope["rope_theta"]
     count = 2 * len(inverse)
 
-    def dimension(turns: float) -> float:
+    def find_dimension(turns: float) -> float:
         return count * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = dimension(rope.get("beta_fast", 32)), dimension(rope.get("beta_slow", 1))
+    first, last = find_dimension(rope.get("beta_fast", 32)), find_dimension(rope.get("beta_slow", 1))
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, count - 1)
     ramp = (torch.arange(len(inverse), dtype=torch.float64) - first) / (last - first or 0.001)
     stretched = ramp.clamp(0, 1)
-    return RopeTable(stretched * inverse / factor + (1 - stretched) * inverse, _yarn_attention(rope, factor))
+    return RopeTable(stretched * inverse / factor + (1 - stretched) * inverse, _scale_yarn_attention(rope, factor))
 
 
-def _yarn_attention(rope: Mapping[str, Any], factor: float) -> float:
+def _scale_yarn_attention(rope: Mapping[str, Any], factor: float) -> float:
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
@@ -89,4 +92,4 @@ def _yarn_attention(rope: Mapping[str, Any], factor: float) -> float:
     return scale(1.0)
 
 
-_KINDS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+_KINDS = {"default": _keep, "linear": _scale_linear, "llama3": _scale_llama3, "yarn": _scale_yarn}

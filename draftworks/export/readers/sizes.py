@@ -21,10 +21,10 @@ class LayerSizes:
     @classmethod
     def read(cls, folder: ExportFolder, section: str = "") -> LayerSizes:
         """Read the keys under the prefix `section`, which is empty or ends with a dot. Raises StoreError for a missing one."""
-        head_dim = folder.setting(f"{section}head_dim")
+        head_dim = folder.require_setting(f"{section}head_dim")
         return cls(
-            layers=folder.setting(f"{section}num_hidden_layers"),
+            layers=folder.require_setting(f"{section}num_hidden_layers"),
             head_dim=head_dim,
-            eps=folder.setting(f"{section}rms_norm_eps"),
+            eps=folder.require_setting(f"{section}rms_norm_eps"),
             rope=read_rope(folder, section, head_dim),
         )

@@ -14,7 +14,7 @@ from draftworks.export.canonical import CanonicalDraft
 from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
 from draftworks.export.layer_ids import from_format, to_format
 from draftworks.export.layer_keys import build_layer_keys, list_layer_tensors, read_layer_sizes, require
-from draftworks.export.speculators_keys import build_speculators_keys, build_vllm_commands, is_speculators, model_path
+from draftworks.export.speculators_keys import build_speculators_keys, build_vllm_commands, is_speculators, locate_model
 from draftworks.strategies.dflash.options import OTHER_WINDOW
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -42,7 +42,7 @@ class DFlashFormat(ExportFormat):
 
     strategy = "dflash"
 
-    def describe(self, draft: CanonicalDraft) -> DraftShape:
+    def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
         config = draft.config
         return DraftShape(
             strategy=self.strategy,
@@ -55,10 +55,10 @@ class DFlashFormat(ExportFormat):
             **{name: config[name] for name in _SAME_NAMES},
         )
 
-    def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+    def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
         return dict(draft.weights)
 
-    def expected_tensors(self, shape: DraftShape) -> Shapes:
+    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
         hidden = shape.hidden_size
         names: Shapes = {
             "fc.weight": (hidden, len(shape.taps) * hidden),
@@ -70,7 +70,7 @@ class DFlashFormat(ExportFormat):
             names |= list_layer_tensors(f"layers.{layer}.", shape, inputs=hidden) | per_head
         return names
 
-    def canonical_name(self, name: str) -> str:
+    def to_canonical_name(self, name: str) -> str:
         return name.removeprefix("model.")
 
 
@@ -120,14 +120,14 @@ def read_windows(config: Mapping[str, Any], num_layers: int, where: str) -> list
 
 def is_domino(config: Mapping[str, Any]) -> bool:
     """Return whether a config of DFlash's layout is of a Domino draft, by its projector or SpecForge's class name."""
-    return _anywhere(config, "projector_type") == "domino" or _is_of(config, "DominoDraftModel")
+    return _find_anywhere(config, "projector_type") == "domino" or _is_of_class(config, "DominoDraftModel")
 
 
 def is_dspark(config: Mapping[str, Any]) -> bool:
     """Return whether a config of DFlash's layout is of a DSpark draft; some trainers keep DFlash's class name for it."""
-    kind = _anywhere(config, "projector_type")
-    marked = kind == "dspark" or (kind is None and _anywhere(config, "markov_rank") is not None)
-    return not is_domino(config) and (marked or _is_of(config, *_DSPARK_CLASSES))
+    kind = _find_anywhere(config, "projector_type")
+    marked = kind == "dspark" or (kind is None and _find_anywhere(config, "markov_rank") is not None)
+    return not is_domino(config) and (marked or _is_of_class(config, *_DSPARK_CLASSES))
 
 
 def read_head_settings(config: Mapping[str, Any], keys: Iterable[str], where: str) -> dict[str, Any]:
@@ -168,11 +168,11 @@ def refuse_other_strategies(config: Mapping[str, Any], where: str) -> None:
 def refuse_other_arithmetic(config: Mapping[str, Any], windows: list[int | None], where: str) -> None:
     """Raise ConfigError for a draft that computes something else with DFlash's tensors."""
     for key, plain in _PLAIN.items():
-        found = _anywhere(config, key)
+        found = _find_anywhere(config, key)
         if found is not None and found != plain:
             raise ConfigError(f"{where}: {key} {found}: drafts here compute with {plain} only")
     for key in ("is_causal", "causal"):
-        causal = _anywhere(config, key)
+        causal = _find_anywhere(config, key)
         if causal is not None and any(bool(causal) != (window is not None) for window in windows):
             raise ConfigError(
                 f"{where}: {key} {causal}: in drafts here the tokens of a block see those before them in layers with a "
@@ -182,33 +182,33 @@ def refuse_other_arithmetic(config: Mapping[str, Any], windows: list[int | None]
 
 def refuse_part_of_vocabulary(config: Mapping[str, Any], vocab_size: int, strategy: str, where: str) -> None:
     """Raise ConfigError for a draft with a reduced vocabulary."""
-    said = config.get("draft_vocab_size")
-    if said is not None and said != vocab_size:
+    found = config.get("draft_vocab_size")
+    if found is not None and found != vocab_size:
         raise ConfigError(
-            f"{where}: draft_vocab_size {said} of {vocab_size}: {strategy} drafts here predict all of the target's tokens"
+            f"{where}: draft_vocab_size {found} of {vocab_size}: {strategy} drafts here predict all of the target's tokens"
         )
 
 
-def _anywhere(config: Mapping[str, Any], key: str) -> Any:
+def _find_anywhere(config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key in `dflash_config`, else beside it."""
     within = (config.get("dflash_config") or {}).get(key)
     return config.get(key) if within is None else within
 
 
-def _is_of(config: Mapping[str, Any], *classes: str) -> bool:
+def _is_of_class(config: Mapping[str, Any], *classes: str) -> bool:
     return any(name in classes for name in config.get("architectures") or [])
 
 
 class SpeculatorsDFlash(DFlashFormat):
     name = "speculators_dflash"
 
-    def loaders(self, draft: CanonicalDraft) -> str:
+    def describe_loaders(self, draft: CanonicalDraft) -> str:
         return "speculators 0.9.0, and vLLM with DFlash."
 
-    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+    def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         return build_vllm_commands(draft, folder, "dflash", draft.config["block_size"] - 1)
 
-    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         """See the base. `sliding_window_non_causal` is left out: with false, the library's default, vLLM makes full attention
         causal."""
         config = draft.config
@@ -235,7 +235,7 @@ class SpeculatorsDFlash(DFlashFormat):
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return config.get("speculators_model_type") == "dflash"
 
-    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+    def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
         layer = require(config, "transformer_layer_config", where)
         sizes = read_layer_sizes(layer, f"{where}: transformer_layer_config")
@@ -260,18 +260,18 @@ class ZlabDFlash(DFlashFormat):
     name = "zlab_dflash"
     sglang_algorithm = "DFLASH"
 
-    def loaders(self, draft: CanonicalDraft) -> str:
+    def describe_loaders(self, draft: CanonicalDraft) -> str:
         if draft.options.sliding_window is not None:
             return "SGLang whose DFlash reads `layer_types`: an older one would attend to everything without a word."
         return "SGLang with DFlash (`--speculative-algorithm DFLASH`), and z-lab's own code."
 
-    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+    def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         return {
-            "SGLang": f"python -m sglang.launch_server --model-path {model_path(draft.target)} "
+            "SGLang": f"python -m sglang.launch_server --model-path {locate_model(draft.target)} "
             f"--speculative-algorithm {self.sglang_algorithm} --speculative-draft-model-path {folder}"
         }
 
-    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         config = draft.config
         return {
             "architectures": ["DFlashDraftModel"],
@@ -291,7 +291,7 @@ class ZlabDFlash(DFlashFormat):
         known = "DFlashDraftModel" in (config.get("architectures") or [])
         return known and not (is_domino(config) or is_dspark(config) or is_speculators(config))
 
-    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+    def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
         refuse_other_strategies(config, where)
         block = require(config, "dflash_config", where)

@@ -131,7 +131,7 @@ def read_zlab(
         anchored_mask if window is None else partial(moving_mask, window=window) for window in _windows(folder, "")
     )
     taps = read_taps(folder, export_format, "dflash_config.target_layer_ids")
-    mask_token = folder.setting("dflash_config.mask_token_id")
+    mask_token = folder.require_setting("dflash_config.mask_token_id")
     return _read(folder, target, dtype, "", taps, masks, mask_token, first_row)
 
 
@@ -146,18 +146,22 @@ def read_speculators(
     """Read the DFlash part of a draft in speculators' layout; `from_anchor` is the default of `sample_from_anchor`."""
     section, trap = "transformer_layer_config.", "sliding_window_non_causal"
     masks = tuple(
-        partial(anchored_mask, causal=not folder.optional(trap, window is None), window=window)
+        partial(anchored_mask, causal=not folder.find_setting(trap, window is None), window=window)
         for window in _windows(folder, section)
     )
     taps = read_taps(folder, export_format, "aux_hidden_state_layer_ids")
-    first_row = 0 if folder.optional("sample_from_anchor", from_anchor) else 1
-    return _read(folder, target, dtype, section, taps, masks, folder.setting("mask_token_id"), first_row)
+    first_row = 0 if folder.find_setting("sample_from_anchor", from_anchor) else 1
+    return _read(folder, target, dtype, section, taps, masks, folder.require_setting("mask_token_id"), first_row)
 
 
 def _windows(folder: ExportFolder, section: str) -> list[int | None]:
     """Return the sliding window of every layer. Qwen3's config class forgets it where `use_sliding_window` is not set."""
-    types = folder.optional(f"{section}layer_types", ["full_attention"] * folder.setting(f"{section}num_hidden_layers"))
-    window = folder.optional(f"{section}sliding_window") if folder.optional(f"{section}use_sliding_window") else None
+    types = folder.find_setting(
+        f"{section}layer_types", ["full_attention"] * folder.require_setting(f"{section}num_hidden_layers")
+    )
+    window = (
+        folder.find_setting(f"{section}sliding_window") if folder.find_setting(f"{section}use_sliding_window") else None
+    )
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
@@ -172,12 +176,12 @@ def _read(
     first_row: int,
 ) -> DFlashReader:
     """Read the files; `section` is the prefix of the layers' config keys."""
-    weights = folder.weights(dtype)
+    weights = folder.cast_weights(dtype)
     return DFlashReader(
         taps=taps,
         sizes=LayerSizes.read(folder, section),
         masks=masks,
-        block_size=folder.setting("block_size"),
+        block_size=folder.require_setting("block_size"),
         mask_token=mask_token,
         first_row=first_row,
         vocabulary=read_vocabulary(folder, len(target.embedding)),

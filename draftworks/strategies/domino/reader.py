@@ -61,7 +61,7 @@ class DominoReader(ExportReader):
 
 def read_zlab_domino(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> DominoReader:
     """Read a draft as SGLang does."""
-    first_row = 0 if folder.setting("dflash_config.shift_label") else 1
+    first_row = 0 if folder.require_setting("dflash_config.shift_label") else 1
     backbone = read_zlab(folder, target, dtype, "zlab_domino", first_row)
-    uncorrected = folder.setting("dflash_config.pure_draft_prefix_len")
+    uncorrected = folder.require_setting("dflash_config.pure_draft_prefix_len")
     return DominoReader(backbone.taps, backbone.vocabulary, dtype, backbone, uncorrected)

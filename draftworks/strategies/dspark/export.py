@@ -45,20 +45,20 @@ class DSparkHeads(DFlashFormat):
 
     strategy = "dspark"
 
-    def describe(self, draft: CanonicalDraft) -> DraftShape:
-        backbone = super().describe(draft)
+    def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
+        backbone = super().derive_shape(draft)
         heads = {option: getattr(draft.options, option) for option in _KEYS}
         return replace(backbone, options={**backbone.options, **heads})
 
-    def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+    def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
         return {name.removeprefix(_BACKBONE): tensor for name, tensor in draft.weights.items()}
 
-    def expected_tensors(self, shape: DraftShape) -> Shapes:
-        return super().expected_tensors(shape) | _markov_tensors(shape) | _confidence_tensors(shape)
+    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
+        return super().list_expected_tensors(shape) | _list_markov_tensors(shape) | _list_confidence_tensors(shape)
 
-    def canonical_name(self, name: str) -> str:
+    def to_canonical_name(self, name: str) -> str:
         """See the base. ModelOpt's names have no prefix for the heads."""
-        name = super().canonical_name(name)
+        name = super().to_canonical_name(name)
         part, _, rest = name.partition(".")
         if part in _OF_MARKOV:
             return f"{_MARKOV}{name}"
@@ -95,23 +95,23 @@ def read_heads(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _vanilla(rank: int, hidden: int) -> Shapes:
+def _list_vanilla_tensors(rank: int, hidden: int) -> Shapes:
     return {}
 
 
-def _gated(rank: int, hidden: int) -> Shapes:
+def _list_gated_tensors(rank: int, hidden: int) -> Shapes:
     return {"gate_proj.weight": (rank, hidden + rank), "gate_proj.bias": (rank,)}
 
 
-def _rnn(rank: int, hidden: int) -> Shapes:
+def _list_rnn_tensors(rank: int, hidden: int) -> Shapes:
     return {"joint_proj.weight": (3 * rank, 2 * rank + hidden), "joint_proj.bias": (3 * rank,)}
 
 
-_MARKOV_TENSORS = {"vanilla": _vanilla, "gated": _gated, "rnn": _rnn}
+_MARKOV_TENSORS = {"vanilla": _list_vanilla_tensors, "gated": _list_gated_tensors, "rnn": _list_rnn_tensors}
 """Shapes of the tensors of each kind of Markov head, beside the two matrices that all have."""
 
 
-def _markov_tensors(shape: DraftShape) -> Shapes:
+def _list_markov_tensors(shape: DraftShape) -> Shapes:
     rank, kind = shape.options["markov_rank"], shape.options["markov_head_type"]
     if rank == 0:
         return {}
@@ -120,7 +120,7 @@ def _markov_tensors(shape: DraftShape) -> Shapes:
     return {f"{_MARKOV}{name}": size for name, size in names.items()}
 
 
-def _confidence_tensors(shape: DraftShape) -> Shapes:
+def _list_confidence_tensors(shape: DraftShape) -> Shapes:
     options = shape.options
     if not options["confidence_head"]:
         return {}
@@ -131,20 +131,24 @@ def _confidence_tensors(shape: DraftShape) -> Shapes:
 class SpeculatorsDSpark(DSparkHeads, SpeculatorsDFlash):
     name = "speculators_dspark"
 
-    def loaders(self, draft: CanonicalDraft) -> str:
-        if not _vllm_computes(draft):
+    def describe_loaders(self, draft: CanonicalDraft) -> str:
+        if not _is_computed_by_vllm(draft):
             return "speculators 0.9.0. Not vLLM, whose DSpark has the vanilla Markov head and no other."
         return (
             "speculators 0.9.0, and vLLM with DSpark that reads `sample_from_anchor` (#48639; 0.26 passed over it and took "
             "the first proposal from another place)."
         )
 
-    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return build_vllm_commands(draft, folder, "dspark", draft.config["block_size"]) if _vllm_computes(draft) else {}
+    def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+        return (
+            build_vllm_commands(draft, folder, "dspark", draft.config["block_size"])
+            if _is_computed_by_vllm(draft)
+            else {}
+        )
 
-    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         return {
-            **super().config(draft, dtype),
+            **super().build_config(draft, dtype),
             "architectures": ["DSparkSpeculator"],
             **build_speculators_keys("dspark", draft.target, draft.config["block_size"]),
             **build_head_keys(draft),
@@ -154,13 +158,13 @@ class SpeculatorsDSpark(DSparkHeads, SpeculatorsDFlash):
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return config.get("speculators_model_type") == "dspark"
 
-    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+    def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         heads = read_heads(config, "config.json")
-        backbone = super().shape({**config, "sample_from_anchor": False}, target)
+        backbone = super().read_shape({**config, "sample_from_anchor": False}, target)
         return replace(backbone, options={**backbone.options, **heads})
 
 
-def _vllm_computes(draft: CanonicalDraft) -> bool:
+def _is_computed_by_vllm(draft: CanonicalDraft) -> bool:
     return draft.options.markov_head_type == "vanilla" and draft.options.markov_rank > 0
 
 
@@ -177,7 +181,7 @@ class ZlabDSpark(DSparkHeads, ZlabDFlash):
     name = "zlab_dspark"
     sglang_algorithm = "DSPARK"
 
-    def loaders(self, draft: CanonicalDraft) -> str:
+    def describe_loaders(self, draft: CanonicalDraft) -> str:
         modes = (
             "it looks at the confidences only where SGLANG_RAGGED_VERIFY_MODE is not `static`, the default"
             if draft.options.confidence_head
@@ -188,8 +192,8 @@ class ZlabDSpark(DSparkHeads, ZlabDFlash):
             "SpecForge 0.2.0, to go on training."
         )
 
-    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        config, heads = super().config(draft, dtype), build_head_keys(draft)
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        config, heads = super().build_config(draft, dtype), build_head_keys(draft)
         # SpecForge takes heads without grouping for a mistake unless it is told.
         attention = "mha" if config["num_attention_heads"] == config["num_key_value_heads"] else "gqa"
         inside = {**config["dflash_config"], "projector_type": "dspark", "attention_mode": attention, **heads}
@@ -204,11 +208,11 @@ class ZlabDSpark(DSparkHeads, ZlabDFlash):
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return is_dspark(config) and not is_speculators(config)
 
-    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+    def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
         settings = read_head_settings(config, (*HEAD_KEYS, "projector_type", *_MOVED), where)
         backbone_config = drop_head_keys(config, settings)
         backbone_config["dflash_config"] |= {key: settings[key] for key in _MOVED if key in settings}
-        backbone = super().shape(backbone_config, target)
+        backbone = super().read_shape(backbone_config, target)
         refuse_part_of_vocabulary(config, backbone.vocab_size, self.strategy, where)
         return replace(backbone, options={**backbone.options, **read_heads(settings, where)})

@@ -88,7 +88,7 @@ class DSparkReader(ExportReader):
 
 def read_zlab_dspark(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> DSparkReader:
     """Read a draft as SGLang does, and SpecForge, which has a key for the row that proposes first."""
-    first_row = 0 if folder.optional("sample_from_anchor", True) else 1
+    first_row = 0 if folder.find_setting("sample_from_anchor", True) else 1
     return _read(folder, read_zlab(folder, target, dtype, "zlab_dspark", first_row))
 
 
@@ -103,6 +103,6 @@ def _read(folder: ExportFolder, backbone: DFlashReader) -> DSparkReader:
         vocabulary=backbone.vocabulary,
         dtype=backbone.dtype,
         backbone=backbone,
-        markov=folder.setting("markov_head_type") if folder.setting("markov_rank") else None,
-        confidence_with_markov=folder.setting("confidence_head_with_markov"),
+        markov=folder.require_setting("markov_head_type") if folder.require_setting("markov_rank") else None,
+        confidence_with_markov=folder.require_setting("confidence_head_with_markov"),
     )

@@ -25,7 +25,7 @@ from draftworks.export.export_format import DraftShape, ExportFormat, Shapes
 from draftworks.export.layer_ids import from_format, to_format
 from draftworks.export.layer_keys import build_layer_keys, list_layer_tensors, read_layer_sizes, require
 from draftworks.export.names import NORM_OUTPUT_MEANS, PROVENANCE
-from draftworks.export.speculators_keys import is_speculators, model_path
+from draftworks.export.speculators_keys import is_speculators, locate_model
 from draftworks.sglang.layers import from_eagle3_ids, read_architecture, to_eagle3_ids
 from draftworks.storage.identity import LayerTap
 
@@ -49,7 +49,7 @@ class Eagle3Format(ExportFormat):
     strategy = "eagle3"
     layer_prefix: str
 
-    def describe(self, draft: CanonicalDraft) -> DraftShape:
+    def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
         config, options = draft.config, read_computed_options(draft)
         return DraftShape(
             strategy=self.strategy,
@@ -60,10 +60,10 @@ class Eagle3Format(ExportFormat):
             **{name: config[name] for name in _SAME_NAMES},
         )
 
-    def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
-        return {self._exported_name(name): tensor for name, tensor in draft.weights.items()}
+    def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+        return {self._to_exported_name(name): tensor for name, tensor in draft.weights.items()}
 
-    def expected_tensors(self, shape: DraftShape) -> Shapes:
+    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
         hidden, layer = shape.hidden_size, self.layer_prefix
         names: Shapes = {
             "fc.weight": (hidden, len(shape.taps) * hidden),
@@ -78,13 +78,13 @@ class Eagle3Format(ExportFormat):
             names |= {f"fc_norm.{i}.weight": (hidden,) for i in range(len(shape.taps))}
         return names
 
-    def canonical_name(self, name: str) -> str:
+    def to_canonical_name(self, name: str) -> str:
         name = name.removeprefix("model.")
         for old, new in _OLD_NAMES.items():
             name = name.replace(old, new)
         return name.replace(NUMBERED_LAYER, CANONICAL_LAYER, 1) if name.startswith(NUMBERED_LAYER) else name
 
-    def _exported_name(self, name: str) -> str:
+    def _to_exported_name(self, name: str) -> str:
         return name.replace(CANONICAL_LAYER, self.layer_prefix, 1) if name.startswith(CANONICAL_LAYER) else name
 
 
@@ -100,11 +100,11 @@ def read_computed_options(draft: CanonicalDraft) -> dict[str, Any]:
     return {name: options.get(name, plain) for name, plain in PLAIN.items()}
 
 
-def draft_tokens(draft: CanonicalDraft) -> int:
+def count_draft_tokens(draft: CanonicalDraft) -> int:
     return draft.config["options"]["ttt_length"]
 
 
-def default_taps(target: TargetFiles) -> tuple[LayerTap, ...]:
+def choose_default_taps(target: TargetFiles) -> tuple[LayerTap, ...]:
     """Return the taps that all systems take where a config names no layers."""
     layers = target.num_layers
     return tuple(LayerTap(k) for k in (2, layers // 2, layers - 3))
@@ -138,27 +138,27 @@ class SglangEagle3(Eagle3Format):
     name = "sglang_eagle3"
     layer_prefix = CANONICAL_LAYER
 
-    def loaders(self, draft: CanonicalDraft) -> str:
-        news = []
+    def describe_loaders(self, draft: CanonicalDraft) -> str:
+        needed = []
         if read_computed_options(draft)["fc_norm"]:
-            news.append("fc_norm")
+            needed.append("fc_norm")
         if len(draft.taps) != 3:
-            news.append(f"{len(draft.taps)} taps")
-        if not news:
+            needed.append(f"{len(draft.taps)} taps")
+        if not needed:
             return "Any SGLang with EAGLE-3: one layer under the name `midlayer`, three taps."
         return (
-            f"{_NEWER_SGLANG}: older ones do not know {' and '.join(news)}, and would load this draft without a word."
+            f"{_NEWER_SGLANG}: older ones do not know {' and '.join(needed)}, and would load this draft without a word."
         )
 
-    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        tokens = draft_tokens(draft)
+    def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+        tokens = count_draft_tokens(draft)
         return {
-            "SGLang": f"python -m sglang.launch_server --model-path {model_path(draft.target)} "
+            "SGLang": f"python -m sglang.launch_server --model-path {locate_model(draft.target)} "
             f"--speculative-algorithm EAGLE3 --speculative-draft-model-path {folder} "
             f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}"
         }
 
-    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         """See the base. `target_hidden_size` is left out: SGLang tests only whether the key is there.
 
         `norm_output` is left out because it has two meanings, which are the same without it (see the module).
@@ -179,7 +179,7 @@ class SglangEagle3(Eagle3Format):
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return "LlamaForCausalLMEagle3" in (config.get("architectures") or []) and not is_speculators(config)
 
-    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+    def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where, eagle = "config.json", config.get("eagle_config") or {}
         parallel = [key for key in _PARALLEL if config.get(key) is not None]
         if parallel:
@@ -198,7 +198,7 @@ class SglangEagle3(Eagle3Format):
         return require_one_layer(
             DraftShape(
                 strategy=self.strategy,
-                taps=_taps(ids, target) if ids else default_taps(target),
+                taps=_parse_taps(ids, target) if ids else choose_default_taps(target),
                 draft_vocab_size=config.get("draft_vocab_size") or require(config, "vocab_size", where),
                 options=PLAIN | norms,
                 **read_layer_sizes(config, where),
@@ -206,11 +206,11 @@ class SglangEagle3(Eagle3Format):
             where,
         )
 
-    def remarks(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+    def list_remarks(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
         if config.get("norm_output") is None:
             return []
         value = str(bool(config["norm_output"])).lower()
-        if _norm_output_means(config) == "sglang":
+        if _read_norm_output_means(config) == "sglang":
             return [f"norm_output: {value} was read as SGLang means it: {_MEANINGS['sglang', value]}"]
         said = f"norm_output: {value} was read as SpecForge 0.2.0 means it: {_MEANINGS['specforge', value]}"
         norm = tensors.get("norm.weight", tensors.get("model.norm.weight"))
@@ -221,20 +221,20 @@ class SglangEagle3(Eagle3Format):
             "this draft, import it with --norm-output-means sglang"
         ]
 
-    def expected_tensors(self, shape: DraftShape) -> Shapes:
+    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
         """See the base. `d2t` and `t2d` are there with a full vocabulary too, as the identity."""
-        return super().expected_tensors(shape) | list_vocabulary_tensors(shape)
+        return super().list_expected_tensors(shape) | list_vocabulary_tensors(shape)
 
 
 def _read_norm_output(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that the key stands for: by SpecForge 0.2.0, whose layout this is, unless SGLang is named."""
     value = config.get("norm_output")
-    if _norm_output_means(config) == "sglang":
+    if _read_norm_output_means(config) == "sglang":
         return {"feedback": "post_norm" if value else "pre_norm"}
     return {"norm_output": value is None or bool(value)}
 
 
-def _norm_output_means(config: Mapping[str, Any]) -> str:
+def _read_norm_output_means(config: Mapping[str, Any]) -> str:
     """Return whose meaning of `norm_output` applies: SGLang's in our own exports, some of which once had the key."""
     ours = "draftworks" in (config.get(PROVENANCE) or {})
     means = config.get(NORM_OUTPUT_MEANS, "sglang" if ours else "specforge")
@@ -243,6 +243,6 @@ def _norm_output_means(config: Mapping[str, Any]) -> str:
     return means
 
 
-def _taps(ids: list[int], target: TargetFiles) -> tuple[LayerTap, ...]:
+def _parse_taps(ids: list[int], target: TargetFiles) -> tuple[LayerTap, ...]:
     from_format(SglangEagle3.name, ids)  # refuses what is no list of ascending ids
     return from_eagle3_ids(ids, read_architecture(target))

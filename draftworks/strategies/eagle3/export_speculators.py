@@ -21,8 +21,8 @@ from draftworks.strategies.eagle3.export import (
     NUMBERED_LAYER,
     PLAIN,
     Eagle3Format,
-    default_taps,
-    draft_tokens,
+    choose_default_taps,
+    count_draft_tokens,
     list_vocabulary_tensors,
     read_computed_options,
     require_one_layer,
@@ -46,32 +46,32 @@ class SpeculatorsEagle(Eagle3Format):
     layer_prefix = NUMBERED_LAYER
 
     @abstractmethod
-    def draft_tokens(self, draft: CanonicalDraft) -> int:
+    def count_draft_tokens(self, draft: CanonicalDraft) -> int:
         """Return the number of tokens that a server is to ask the draft for."""
 
     @abstractmethod
-    def own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
+    def build_own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
         """Return the keys of config.json that only this strategy has."""
 
-    def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
-        found = {"embed_tokens.weight": draft.parts.embedding, **super().tensors(draft)}
-        mapping = () if _is_reduced(self.describe(draft)) else ("d2t", "t2d")
+    def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+        found = {"embed_tokens.weight": draft.parts.embedding, **super().build_tensors(draft)}
+        mapping = () if _is_reduced(self.derive_shape(draft)) else ("d2t", "t2d")
         return {name: tensor for name, tensor in found.items() if name not in mapping}
 
-    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         layer = {
             "model_type": "llama",
-            "num_hidden_layers": self.describe(draft).num_layers,
+            "num_hidden_layers": self.derive_shape(draft).num_layers,
             **build_layer_keys(draft, dtype),
         }
         if len(draft.taps) != _VLLM_TAPS:
             layer["num_aux_hidden_states"] = len(draft.taps)
         return {
             "architectures": [self.architecture],
-            **build_speculators_keys(self.algorithm, draft.target, self.draft_tokens(draft)),
+            **build_speculators_keys(self.algorithm, draft.target, self.count_draft_tokens(draft)),
             LAYERS: layer,
             "draft_vocab_size": draft.config["draft_vocab_size"],
-            **self.own_keys(draft),
+            **self.build_own_keys(draft),
             "eagle_aux_hidden_state_layer_ids": to_format(self.name, draft.taps),
             "tie_word_embeddings": False,
             "dtype": layer["dtype"],
@@ -81,17 +81,17 @@ class SpeculatorsEagle(Eagle3Format):
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return config.get("speculators_model_type") == self.algorithm
 
-    def expected_tensors(self, shape: DraftShape) -> Shapes:
+    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
         embedding: Shapes = {"embed_tokens.weight": (shape.vocab_size, shape.hidden_size)}
         vocabulary = list_vocabulary_tensors(shape) if _is_reduced(shape) else {}
-        return super().expected_tensors(shape) | embedding | vocabulary
+        return super().list_expected_tensors(shape) | embedding | vocabulary
 
-    def windows(self, config: Mapping[str, Any]) -> list[int | None]:
+    def read_windows(self, config: Mapping[str, Any]) -> list[int | None]:
         """Return the sliding window of every layer. Raises ConfigError for keys that contradict each other."""
         layer, where = config[LAYERS], f"config.json: {LAYERS}"
         return read_windows(layer, require(layer, "num_hidden_layers", where), where)
 
-    def common_shape(self, config: Mapping[str, Any], target: TargetFiles) -> dict[str, Any]:
+    def read_common_shape(self, config: Mapping[str, Any], target: TargetFiles) -> dict[str, Any]:
         """Return what a config.json of either strategy has, as fields of a `DraftShape`.
 
         Raises:
@@ -112,7 +112,7 @@ class SpeculatorsEagle(Eagle3Format):
         ids = config.get("eagle_aux_hidden_state_layer_ids")
         return {
             "strategy": self.strategy,
-            "taps": from_format(self.name, ids) if ids else default_taps(target),
+            "taps": from_format(self.name, ids) if ids else choose_default_taps(target),
             "draft_vocab_size": require(config, "draft_vocab_size", "config.json"),
             **sizes,
         }
@@ -134,7 +134,7 @@ class SpeculatorsEagle3(SpeculatorsEagle):
     algorithm = "eagle3"
     architecture = "Eagle3Speculator"
 
-    def loaders(self, draft: CanonicalDraft) -> str:
+    def describe_loaders(self, draft: CanonicalDraft) -> str:
         norms = read_computed_options(draft)
         if norms["feedback"] == "post_norm":
             return "speculators 0.9.0; vLLM from #46488 on: older ones do not pass norm_output to the model."
@@ -142,13 +142,13 @@ class SpeculatorsEagle3(SpeculatorsEagle):
             return "speculators 0.9.0; vLLM with EAGLE-3.1 (#42764)."
         return "speculators 0.9.0, and vLLM."
 
-    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return build_vllm_commands(draft, folder, "eagle3", self.draft_tokens(draft))
+    def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+        return build_vllm_commands(draft, folder, "eagle3", self.count_draft_tokens(draft))
 
-    def draft_tokens(self, draft: CanonicalDraft) -> int:
-        return draft_tokens(draft)
+    def count_draft_tokens(self, draft: CanonicalDraft) -> int:
+        return count_draft_tokens(draft)
 
-    def own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
+    def build_own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
         norms = read_computed_options(draft)
         return {
             **{key: norms[key] for key in _SAME},
@@ -156,18 +156,18 @@ class SpeculatorsEagle3(SpeculatorsEagle):
             "embed_requires_grad": False,
         }
 
-    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         """See the base. Llama's config class keeps the keys of a sliding window as they are."""
-        config, window = super().config(draft, dtype), read_computed_options(draft)["sliding_window"]
+        config, window = super().build_config(draft, dtype), read_computed_options(draft)["sliding_window"]
         if window is not None:
             config[LAYERS] |= {"layer_types": [SLIDING], "sliding_window": window, "use_sliding_window": True}
         return config
 
-    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+    def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
-        common = self.common_shape(config, target)
+        common = self.read_common_shape(config, target)
         require(config, "norm_before_residual", f"{where} (speculators takes false then, vLLM true)")
         options = PLAIN | {key: bool(config.get(key)) for key in _SAME}
         options["feedback"] = "post_norm" if config.get("norm_output") else "pre_norm"
-        options["sliding_window"] = self.windows(config)[0]
+        options["sliding_window"] = self.read_windows(config)[0]
         return require_one_layer(DraftShape(**common, options=options), where)

@@ -113,7 +113,9 @@ class Eagle3Reader(ExportReader):
 
 def read_sglang_eagle3(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> Eagle3Reader:
     """Read a draft as SGLang's `LlamaForCausalLMEagle3` does, in the spelling that all of its generations know."""
-    norms = Eagle3Norms(fc_norm=folder.optional("fc_norm", False), norm_output=folder.optional("norm_output", False))
+    norms = Eagle3Norms(
+        fc_norm=folder.find_setting("fc_norm", False), norm_output=folder.find_setting("norm_output", False)
+    )
     taps = read_taps(folder, "sglang_eagle3", "eagle_config.eagle_aux_hidden_state_layer_ids")
     return _read(folder, target, dtype, taps, norms, section="", layer="midlayer.")
 
@@ -121,10 +123,10 @@ def read_sglang_eagle3(folder: ExportFolder, target: TargetTensors, dtype: torch
 def read_speculators_eagle3(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> Eagle3Reader:
     """Read a draft as speculators 0.9.0 and vLLM do."""
     norms = Eagle3Norms(
-        norm_before_residual=folder.setting("norm_before_residual"),
-        norm_before_fc=folder.optional("norm_before_fc", False),
-        fc_norm=folder.optional("fc_norm", False),
-        norm_output=folder.optional("norm_output", False),
+        norm_before_residual=folder.require_setting("norm_before_residual"),
+        norm_before_fc=folder.find_setting("norm_before_fc", False),
+        fc_norm=folder.find_setting("fc_norm", False),
+        norm_output=folder.find_setting("norm_output", False),
     )
     return read_speculators(folder, target, dtype, "speculators_eagle3", norms)
 
@@ -147,13 +149,13 @@ def _read(
     layer: str,
 ) -> Eagle3Reader:
     """Read the files; `section` is the prefix of the layers' config keys, `layer` that of the first layer's tensors."""
-    weights = folder.weights(dtype)
-    slides = "sliding_attention" in folder.optional(f"{section}layer_types", [])
+    weights = folder.cast_weights(dtype)
+    slides = "sliding_attention" in folder.find_setting(f"{section}layer_types", [])
     return Eagle3Reader(
         taps=taps,
         sizes=LayerSizes.read(folder, section),
         norms=norms,
-        window=folder.setting(f"{section}sliding_window") if slides else None,
+        window=folder.require_setting(f"{section}sliding_window") if slides else None,
         layer=layer,
         vocabulary=read_vocabulary(folder, len(target.embedding)),
         weights=weights,

@@ -29,22 +29,22 @@ class SpeculatorsPEagle(SpeculatorsEagle):
     algorithm = "peagle"
     architecture = "PEagleSpeculator"
 
-    def loaders(self, draft: CanonicalDraft) -> str:
+    def describe_loaders(self, draft: CanonicalDraft) -> str:
         return (
             "speculators 0.9.0; and, by its sources alone, vLLM with parallel drafting of speculators' drafts (#41826, May 2026). "
             "SGLang 0.5.23 has no P-EAGLE."
         )
 
-    def serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
-        return build_vllm_commands(draft, folder, "eagle3", self.draft_tokens(draft), parallel=True)
+    def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
+        return build_vllm_commands(draft, folder, "eagle3", self.count_draft_tokens(draft), parallel=True)
 
-    def draft_tokens(self, draft: CanonicalDraft) -> int:
+    def count_draft_tokens(self, draft: CanonicalDraft) -> int:
         return draft.config["num_depths"]
 
-    def describe(self, draft: CanonicalDraft) -> DraftShape:
+    def derive_shape(self, draft: CanonicalDraft) -> DraftShape:
         config, options = draft.config, draft.options
         return replace(
-            super().describe(draft),
+            super().derive_shape(draft),
             num_layers=config["num_layers"],
             options={
                 "fc_norm": options.fc_norm,
@@ -55,23 +55,23 @@ class SpeculatorsPEagle(SpeculatorsEagle):
             own_embedding=options.train_embeddings,
         )
 
-    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
         """See the base. `fc_norm` is also a key of the layers: of the others vLLM passes on only some for P-EAGLE."""
-        config = super().config(draft, dtype)
+        config = super().build_config(draft, dtype)
         if config["fc_norm"]:
             config[LAYERS]["fc_norm"] = True
         return config
 
-    def own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
-        shape = self.describe(draft)
+    def build_own_keys(self, draft: CanonicalDraft) -> dict[str, Any]:
+        shape = self.derive_shape(draft)
         computed = {key: shape.options[key] for key in _COMPUTED}
         fixed = {"norm_before_fc": False, "norm_output": False}
         return {**computed, **fixed, "embed_requires_grad": shape.own_embedding}
 
-    def shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
+    def read_shape(self, config: Mapping[str, Any], target: TargetFiles) -> DraftShape:
         where = "config.json"
-        common = self.common_shape(config, target)
-        if any(self.windows(config)):
+        common = self.read_common_shape(config, target)
+        if any(self.read_windows(config)):
             raise ConfigError(f"{where}: {LAYERS}: sliding_attention: peagle drafts here attend to everything before")
         if config.get("norm_before_fc"):
             raise ConfigError(f"{where}: norm_before_fc: true: no draft here computes that")
@@ -86,13 +86,13 @@ class SpeculatorsPEagle(SpeculatorsEagle):
             own_embedding=bool(config.get("embed_requires_grad", True)),
         )
 
-    def expected_tensors(self, shape: DraftShape) -> Shapes:
+    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
         hidden = shape.hidden_size
-        names = super().expected_tensors(shape) | {"mask_hidden": (1, 1, len(shape.taps) * hidden)}
+        names = super().list_expected_tensors(shape) | {"mask_hidden": (1, 1, len(shape.taps) * hidden)}
         for layer in range(1, shape.num_layers):
             names |= list_layer_tensors(f"layers.{layer}.", shape, inputs=hidden)
         return names
 
-    def canonical_name(self, name: str) -> str:
+    def to_canonical_name(self, name: str) -> str:
         """See the base. Canonical names are the library's."""
         return name.removeprefix("model.")

@@ -57,9 +57,9 @@ class PEagleReader(ExportReader):
 def read_speculators_peagle(folder: ExportFolder, target: TargetTensors, dtype: torch.dtype) -> PEagleReader:
     """Read a draft as speculators 0.9.0 and vLLM do."""
     norms = Eagle3Norms(
-        norm_before_residual=folder.optional("norm_before_residual", False),
-        norm_before_fc=folder.optional("norm_before_fc", False),
-        fc_norm=folder.optional("fc_norm", False),
+        norm_before_residual=folder.find_setting("norm_before_residual", False),
+        norm_before_fc=folder.find_setting("norm_before_fc", False),
+        fc_norm=folder.find_setting("fc_norm", False),
     )
     first = read_speculators(folder, target, dtype, "speculators_peagle", norms)
-    return PEagleReader(first.taps, first.vocabulary, dtype, first, folder.setting("mask_token_id"))
+    return PEagleReader(first.taps, first.vocabulary, dtype, first, folder.require_setting("mask_token_id"))

@@ -31,17 +31,17 @@ class FusedFormat(SpeculatorsEagle3):
     name = "fused"
     strategy = FUSED.name
 
-    def tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
-        return _renamed(super().tensors(draft), OURS, THEIRS)
+    def build_tensors(self, draft: CanonicalDraft) -> dict[str, Tensor]:
+        return _renamed(super().build_tensors(draft), OURS, THEIRS)
 
-    def expected_tensors(self, shape: DraftShape) -> Shapes:
-        return _renamed(super().expected_tensors(shape), OURS, THEIRS)
+    def list_expected_tensors(self, shape: DraftShape) -> Shapes:
+        return _renamed(super().list_expected_tensors(shape), OURS, THEIRS)
 
-    def canonical_name(self, name: str) -> str:
-        return OURS if name == THEIRS else super().canonical_name(name)
+    def to_canonical_name(self, name: str) -> str:
+        return OURS if name == THEIRS else super().to_canonical_name(name)
 
-    def config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
-        return super().config(draft, dtype) | {KIND: self.name}
+    def build_config(self, draft: CanonicalDraft, dtype: torch.dtype) -> dict[str, Any]:
+        return super().build_config(draft, dtype) | {KIND: self.name}
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return config.get(KIND) == self.name
