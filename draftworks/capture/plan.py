@@ -11,8 +11,8 @@ from draftworks.capture.engine import find_backend, make_engine_identity
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError
-from draftworks.features.contracts import FeatureSpec, KeyedFeatureStore
-from draftworks.storage.identity import FeatureIdentity, LayerTap, Stream
+from draftworks.features.contracts import FeatureSpec, KeyedFeatureStore, SampleRef
+from draftworks.storage.identity import FeatureIdentity, LayerTap, Stream, digest
 
 GB = 1e9
 
@@ -85,6 +85,11 @@ class SampleJob:
         """Return the rank that captures it; it depends on content only, so ranks agree whatever the store holds."""
         return int(next(iter(self.keys.values())), 16) % world
 
+    def make_ref(self, store_uri: str) -> SampleRef:
+        """Return the reference under which the missing streams are put into a store."""
+        keys = {name: self.keys[name] for name in self.missing}
+        return SampleRef(self.sample_id, "", self.sample_id, store_uri, keys, {})
+
 
 @dataclass(frozen=True)
 class CapturePlan:
@@ -141,6 +146,28 @@ def plan_capture(run: CaptureRun, tokens: Sequence[TokenRow], store: KeyedFeatur
     return CapturePlan(streams, len(tokens), tuple(jobs), nbytes)
 
 
+def make_refs(run: CaptureRun, streams: StreamPlan, tokens: Sequence[TokenRow], store_uri: str) -> list[SampleRef]:
+    """Return the references of all samples of a set; they are known before anything is captured.
+
+    A reference's metadata names the tokens of its features: the sample's `row` in the set, and their digest `tokens`.
+    """
+    run_id = digest(make_set_identity(run, streams))
+    return [_make_ref(run, streams, row, index, run_id, store_uri) for index, row in enumerate(tokens)]
+
+
+def make_set_identity(run: CaptureRun, streams: StreamPlan) -> dict[str, str | int | bool]:
+    """Return what all features of a set share."""
+    last = streams.streams[-1]
+    assert not isinstance(last, LayerTap), "`last` is the last stream of a plan"
+    return {
+        "target": run.target.digest,
+        "engine": streams.identity.engine.name,
+        "numerics": streams.identity.engine.numerics,
+        "dtype": streams.identity.dtype,
+        "last_normed": last.normed,
+    }
+
+
 def require_budget(plan: CapturePlan, run: CaptureRun) -> None:
     """Raise CaptureError if the missing features need more bytes than the configured budget or the free disk space."""
     budget = run.capture.budget_gb * GB
@@ -185,6 +212,25 @@ def make_windows(
         size += more
     if window:
         yield window
+
+
+def _make_ref(
+    run: CaptureRun, streams: StreamPlan, row: TokenRow, index: int, run_id: str, store_uri: str
+) -> SampleRef:
+    specs = streams.make_specs(len(row.input_ids))
+    return SampleRef(
+        sample_id=row.sample_id,
+        run_id=run_id,
+        source_task_id=row.sample_id,
+        feature_store_uri=store_uri,
+        feature_keys=streams.make_keys(row.token_digest),
+        feature_specs=specs,
+        target_model_version=run.target.digest,
+        tokenizer_version=run.target.tokenizer_digest,
+        num_tokens=len(row.input_ids),
+        estimated_bytes=sum(spec.nbytes for spec in specs.values()),
+        metadata={"row": index, "tokens": row.token_digest},
+    )
 
 
 def _check_sample(row: TokenRow, run: CaptureRun) -> None:

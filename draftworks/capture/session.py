@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from draftworks.capture.batch_notes import cut_batches, remove_note
@@ -22,25 +21,22 @@ from draftworks.capture.plan import (
     CapturePlan,
     SampleJob,
     StreamPlan,
+    make_refs,
+    make_set_identity,
     make_windows,
     plan_capture,
     require_budget,
 )
 from draftworks.capture.progress import Progress, ProgressCallback
-from draftworks.capture.verify import check_head, verify_capture
+from draftworks.capture.sound_capture import SoundCapture, make_too_many_error, verify_head_of
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.conversations import QUARANTINE_FILE
 from draftworks.data.rejected import RejectedSample, write_rejected
 from draftworks.data.token_rows import TokenRow
-from draftworks.errors import CaptureError, EngineError, StoreError
-from draftworks.features.contracts import CaptureConfig, KeyedFeatureStore, SampleRef
+from draftworks.errors import EngineError, StoreError
+from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.features.manifest import FeatureSetManifest, write_feature_set
 from draftworks.features.open_store import open_store, open_store_to_write
-from draftworks.storage.identity import LayerTap, digest
-
-VERIFIED_SAMPLES = 4
-VERIFIED_TOKENS = 256
-"""The head is checked on this many tokens of each first sample, so that logits over a large vocabulary stay small."""
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +131,7 @@ def write_manifest(
     """
     store = open_store(run.store)
     streams = StreamPlan.of(run)
-    refs = [_make_ref(run, streams, store, row, index) for index, row in enumerate(tokens)]
+    refs = make_refs(run, streams, tokens, store.uri)
     missing = set(store.find_missing(key for ref in refs for key in ref.feature_keys.values()))
     lacking = [ref for ref in refs if not missing.isdisjoint(ref.feature_keys.values())]
     excused = _quarantine(run, refs, failed)
@@ -146,7 +142,7 @@ def write_manifest(
             "capture again, only what is missing will be captured"
         )
     left = [ref for ref in refs if ref.sample_id not in excused]
-    manifest = write_feature_set(run.out, left, _make_identity(run, streams), streams.names, store.uri)
+    manifest = write_feature_set(run.out, left, make_set_identity(run, streams), streams.names, store.uri)
     remove_note(run, tokens)
     return manifest
 
@@ -164,26 +160,8 @@ def _quarantine(run: CaptureRun, refs: Sequence[SampleRef], failed: Sequence[Rej
     ]
     write_rejected(run.out / QUARANTINE_FILE, rejected)
     if len(rejected) > run.capture.max_failed_share * len(refs) or len(rejected) == len(refs):
-        raise _make_too_many_error(run, rejected, len(refs))
+        raise make_too_many_error(run, rejected, len(refs))
     return {each.sample_id for each in rejected}
-
-
-def _make_too_many_error(run: CaptureRun, failed: Sequence[RejectedSample], samples: int) -> CaptureError:
-    first = failed[0]
-    return CaptureError(
-        f"target {run.target.name}: {len(failed)} of {samples} samples have no sound features, more than "
-        f"capture.max_failed_share = {run.capture.max_failed_share:g} allows. The first: {first.reason}. "
-        "What was captured is kept."
-    )
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """A sample with its features, in the compute dtype: `streams` by name, (S, H) each; `row` are its token ids."""
-
-    job: SampleJob
-    row: list[int]
-    streams: dict[str, Tensor]
 
 
 class _Session:
@@ -202,20 +180,18 @@ class _Session:
         self._run = run
         self._plan = plan
         self._store = store
-        self._tokens = tokens
         self._batches = cut_batches
         self._jobs = [job for batch in cut_batches for job in batch if job.missing]
         self._progress = progress
         self._confirm = confirm
         self._held: list[tuple[SampleJob, dict[str, Tensor]]] = []
         self._held_bytes = 0
-        self._dtype = getattr(torch, run.capture.dtype)
         self._features = 0
         self._nbytes = 0
         self._done = 0
         self._tokens_done = 0
         self._loaded = 0.0
-        self._failed: list[RejectedSample] = []
+        self._sound = SoundCapture(run, plan.streams, tokens, plan.samples)
 
     def run(self, factory: EngineFactory) -> CaptureSummary:
         """Capture this rank's jobs; features that another process is capturing into this store are left to it."""
@@ -237,7 +213,7 @@ class _Session:
                     self._report(batch)
                 self._store_held(engine)
         seconds = time.monotonic() - started
-        captured = self._done - len(self._failed)
+        captured = self._done - len(self._sound.failed)
         log.info(f"captured {captured} samples, {self._nbytes / GB:.3f} GB in {seconds:.1f} s")
         if self._done < len(self._jobs):
             log.info(f"{len(self._jobs) - self._done} samples were captured by another run meanwhile")
@@ -248,7 +224,7 @@ class _Session:
             self._features,
             self._nbytes,
             seconds,
-            tuple(self._failed),
+            tuple(self._sound.failed),
         )
 
     def _report(self, batch: Sequence[SampleJob]) -> None:
@@ -261,62 +237,13 @@ class _Session:
             self._progress(Progress("samples", self._done, len(self._jobs), share, self._tokens_done, seconds))
 
     def _capture(self, engine: TargetEngine, batch: Sequence[SampleJob], verify_head: bool) -> None:
-        captured = self._capture_sound(engine, batch)
+        captured = self._sound.capture(engine, batch)
         if verify_head:
-            self._verify_head(engine, captured[:VERIFIED_SAMPLES])
+            verify_head_of(engine, captured)
         for each in captured:
-            self._hold(each.job, {name: each.streams[name].to(self._dtype) for name in each.job.missing})
+            self._hold(each.job, each.select_missing(self._run.capture.dtype))
         if self._confirm is None or self._held_bytes >= self._run.capture.shard_mb << 20:
             self._store_held(engine)
-
-    def _capture_sound(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[_Captured]:
-        """Return the samples of a batch whose features are sound; record the others as failed.
-
-        An engine's error does not say which sample caused it, so each half of the batch is then tried by itself.
-        """
-        rows = [self._tokens[job.row].input_ids.tolist() for job in batch]
-        missing = {name for job in batch for name in job.missing}
-        taps = [tap for tap in self._plan.streams.taps if tap.name in missing]
-        hidden_size, dtype = self._plan.streams.hidden_size, self._run.capture.compute_dtype
-        config = CaptureConfig(tuple(tap.hf_index for tap in taps), hidden_size, dtype)
-        try:
-            found = engine.capture(rows, taps)
-        except CaptureError as error:
-            if len(batch) > 1:
-                halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
-                asked = [part for part in halves if any(job.missing for job in part)]
-                return [each for part in asked for each in self._capture_sound(engine, part)]
-            self._note_failure(batch[0], CaptureError(f"sample {batch[0].sample_id}: {error}"))
-            return []
-        sound = []
-        for job, row, streams in zip(batch, rows, found, strict=True):
-            if not job.missing:
-                continue  # its features were stored before the interruption
-            try:
-                verify_capture(config, job.sample_id, streams, job.num_tokens)
-            except CaptureError as error:
-                self._note_failure(job, error)
-            else:
-                sound.append(_Captured(job, row, streams))
-        return sound
-
-    def _note_failure(self, job: SampleJob, error: CaptureError) -> None:
-        """Record a failed sample.
-
-        Raises:
-            CaptureError: more samples failed than `capture.max_failed_share` allows; `error` itself if it is the first.
-        """
-        self._failed.append(RejectedSample(job.sample_id, str(error)))
-        log.warning("%s", error)
-        if len(self._failed) > self._run.capture.max_failed_share * self._plan.samples:
-            if len(self._failed) == 1:
-                raise error
-            raise _make_too_many_error(self._run, self._failed, self._plan.samples) from error
-
-    def _verify_head(self, engine: TargetEngine, captured: Sequence[_Captured]) -> None:
-        beginnings = [each.row[:VERIFIED_TOKENS] for each in captured]
-        last = [each.streams["last"][:VERIFIED_TOKENS] for each in captured]
-        check_head(engine, [each.job.sample_id for each in captured], beginnings, last)
 
     def _hold(self, job: SampleJob, tensors: dict[str, Tensor]) -> None:
         self._held.append((job, tensors))
@@ -337,43 +264,6 @@ class _Session:
         self._held, self._held_bytes = [], 0
 
     def _put(self, job: SampleJob, tensors: dict[str, Tensor]) -> None:
-        ref = SampleRef(
-            sample_id=job.sample_id,
-            run_id="",
-            source_task_id=job.sample_id,
-            feature_store_uri=self._store.uri,
-            feature_keys={name: job.keys[name] for name in job.missing},
-            feature_specs={},
-        )
-        self._store.put(ref, tensors)
+        self._store.put(job.make_ref(self._store.uri), tensors)
         self._features += len(tensors)
         self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _make_ref(run: CaptureRun, streams: StreamPlan, store: KeyedFeatureStore, row: TokenRow, index: int) -> SampleRef:
-    specs = streams.make_specs(len(row.input_ids))
-    return SampleRef(
-        sample_id=row.sample_id,
-        run_id=digest(_make_identity(run, streams)),
-        source_task_id=row.sample_id,
-        feature_store_uri=store.uri,
-        feature_keys=streams.make_keys(row.token_digest),
-        feature_specs=specs,
-        target_model_version=run.target.digest,
-        tokenizer_version=run.target.tokenizer_digest,
-        num_tokens=len(row.input_ids),
-        estimated_bytes=sum(spec.nbytes for spec in specs.values()),
-        metadata={"row": index, "tokens": row.token_digest},
-    )
-
-
-def _make_identity(run: CaptureRun, streams: StreamPlan) -> dict[str, str | int | bool]:
-    last = streams.streams[-1]
-    assert not isinstance(last, LayerTap), "`last` is the last stream of a plan"
-    return {
-        "target": run.target.digest,
-        "engine": streams.identity.engine.name,
-        "numerics": streams.identity.engine.numerics,
-        "dtype": streams.identity.dtype,
-        "last_normed": last.normed,
-    }

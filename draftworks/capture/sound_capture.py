@@ -1,0 +1,122 @@
+"""Capture of batches of samples, of which only those with sound features are returned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftworks.capture.engine import TargetEngine
+from draftworks.capture.plan import SampleJob, StreamPlan
+from draftworks.capture.verify import check_head, verify_capture
+from draftworks.config.run_files import CaptureRun
+from draftworks.data.rejected import RejectedSample
+from draftworks.data.token_rows import TokenRow
+from draftworks.errors import CaptureError
+from draftworks.features.contracts import CaptureConfig
+
+VERIFIED_SAMPLES = 4
+VERIFIED_TOKENS = 256
+"""The head is checked on this many tokens of each first sample, so that logits over a large vocabulary stay small."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CapturedSample:
+    """A sample with its features, in the compute dtype: `streams` by name, (S, H) each; `row` are its token ids."""
+
+    job: SampleJob
+    row: list[int]
+    streams: dict[str, Tensor]
+
+    def select_missing(self, dtype: str) -> dict[str, Tensor]:
+        """Return the streams that the job asks to store, in the dtype of the store."""
+        return {name: self.streams[name].to(getattr(torch, dtype)) for name in self.job.missing}
+
+
+class SoundCapture:
+    """Runs batches through an engine and checks what comes back; samples that fail are kept with their reasons.
+
+    Attributes:
+        failed: the failed samples, in the order in which they failed.
+
+    Args:
+        tokens: the tokenized set; jobs name its rows.
+        samples: number of samples of which `capture.max_failed_share` is the share.
+    """
+
+    def __init__(self, run: CaptureRun, streams: StreamPlan, tokens: Sequence[TokenRow], samples: int) -> None:
+        self.failed: list[RejectedSample] = []
+        self._run = run
+        self._streams = streams
+        self._tokens = tokens
+        self._samples = samples
+
+    def capture(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[CapturedSample]:
+        """Return the samples of a batch whose features are sound; record the others as failed.
+
+        An engine's error does not say which sample caused it, so each half of the batch is then tried by itself.
+
+        Raises:
+            CaptureError: more samples failed than `capture.max_failed_share` allows.
+            UnsoundEngineError: the engine's streams are not those that were asked for.
+        """
+        rows = [self._tokens[job.row].input_ids.tolist() for job in batch]
+        missing = {name for job in batch for name in job.missing}
+        taps = [tap for tap in self._streams.taps if tap.name in missing]
+        compute_dtype = self._run.capture.compute_dtype
+        config = CaptureConfig(tuple(tap.hf_index for tap in taps), self._streams.hidden_size, compute_dtype)
+        try:
+            found = engine.capture(rows, taps)
+        except CaptureError as error:
+            if len(batch) > 1:
+                halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
+                asked = [part for part in halves if any(job.missing for job in part)]
+                return [each for part in asked for each in self.capture(engine, part)]
+            self._note_failure(batch[0], CaptureError(f"sample {batch[0].sample_id}: {error}"))
+            return []
+        sound = []
+        for job, row, streams in zip(batch, rows, found, strict=True):
+            if not job.missing:
+                continue  # its features are stored already
+            try:
+                verify_capture(config, job.sample_id, streams, job.num_tokens)
+            except CaptureError as error:
+                self._note_failure(job, error)
+            else:
+                sound.append(CapturedSample(job, row, streams))
+        return sound
+
+    def _note_failure(self, job: SampleJob, error: CaptureError) -> None:
+        """Record a failed sample.
+
+        Raises:
+            CaptureError: more samples failed than `capture.max_failed_share` allows; `error` itself if it is the first.
+        """
+        self.failed.append(RejectedSample(job.sample_id, str(error)))
+        log.warning("%s", error)
+        if len(self.failed) > self._run.capture.max_failed_share * self._samples:
+            if len(self.failed) == 1:
+                raise error
+            raise make_too_many_error(self._run, self.failed, self._samples) from error
+
+
+def verify_head_of(engine: TargetEngine, captured: Sequence[CapturedSample]) -> None:
+    """Check the target's head on `last` of the first few captured samples, see `check_head`."""
+    chosen = captured[:VERIFIED_SAMPLES]
+    beginnings = [each.row[:VERIFIED_TOKENS] for each in chosen]
+    last = [each.streams["last"][:VERIFIED_TOKENS] for each in chosen]
+    check_head(engine, [each.job.sample_id for each in chosen], beginnings, last)
+
+
+def make_too_many_error(run: CaptureRun, failed: Sequence[RejectedSample], samples: int) -> CaptureError:
+    """Make the error of a capture in which more samples failed than `capture.max_failed_share` allows."""
+    return CaptureError(
+        f"target {run.target.name}: {len(failed)} of {samples} samples have no sound features, more than "
+        f"capture.max_failed_share = {run.capture.max_failed_share:g} allows. The first: {failed[0].reason}. "
+        "What was captured is kept."
+    )
