@@ -19,13 +19,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated
+from typing import Annotated, cast
 
 import torch
 import typer
 from torch import nn
 
 from draftworks.drafts.draft_io import read_weights
+from draftworks.drafts.strategy import DraftStrategy
 from draftworks.evaluation.result import EvalResult
 from draftworks.training.backend import FSDPTrainingBackend, ensure_process_group
 from draftworks.training.checkpoint_files import read_record
@@ -62,7 +63,8 @@ class _Training:
         count = max(1, round(megabytes * 1e6 / BYTES_PER_PARAMETER / WIDTH**2))
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
         self.backend = FSDPTrainingBackend(torch.device("cpu"))
-        self.backend.prepare_model(SimpleNamespace(model=model, model_methods=(), fsdp_blocks=lambda: []))
+        shell = SimpleNamespace(model=model, model_methods=(), fsdp_blocks=list)  # all that the backend reads
+        self.backend.prepare_model(cast(DraftStrategy, shell))
         self.optimizer = BF16Optimizer(self.backend.parameters(), LrSchedule(1e-3, 1_000))
         for parameter in self.backend.parameters().values():
             parameter.grad = torch.randn_like(parameter)
@@ -114,8 +116,9 @@ class _Bench:
         self.manager = CheckpointManager(folder / "sync", "bench")
         self.in_background = CheckpointManager(folder / "async", "bench", save_async=True)
         self.training.save(self.manager, 1)
-        self.record = read_record(self.manager.folder.final(1))
-        self.sizes = [file.bytes for file in self.record.files.values()]
+        first = self.manager.folder.final(1)
+        self.record = read_record(first)
+        self.sizes = [(first / name).stat().st_size for name in self.record.files]
         self.content = memoryview(os.urandom(max(self.sizes)))
 
     def turn(self, step: int) -> Round:

@@ -24,8 +24,11 @@ import typer
 from gpu_cases import SHAPES, engine_strategies, made_up_draft, made_up_samples, made_up_target, names_of
 from gpu_equivalence import Difference, differences
 from gpu_flops import FORMULAS, Work, peak_flops
-from gpu_steps import CONTEXT, StepTimes, timed, trainer_core
+from gpu_steps import StepTimes, end_step, timed, trainer_core
+from pydantic import TypeAdapter
 
+from draftworks.config.base import Dtype
+from draftworks.drafts.decoder_strategy import DecoderStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.training.backend import ensure_process_group
 from draftworks.training.optimizer import TrainerCore
@@ -49,7 +52,7 @@ class Case:
 
     size: str
     lengths: tuple[int, ...]
-    dtype: str
+    dtype: Dtype
     attention: str
     compiled: bool
     steps: int
@@ -100,7 +103,7 @@ def main(
                 print(difference_row(one), flush=True)
                 lines.append(json.dumps({"difference": asdict(one)}))
     lengths = tuple(max(8, round(length * SHARES[index % len(SHARES)])) for index in range(batch))
-    case = Case(size, lengths, dtype, attention, compile, steps, warm_up)
+    case = Case(size, lengths, TypeAdapter(Dtype).validate_python(dtype), attention, compile, steps, warm_up)
     print(RESULT_HEADER)
     for result in measured(names, case, where, peak):
         print(result_row(result), flush=True)
@@ -135,10 +138,10 @@ def measure(core: TrainerCore, case: Case, layout: str, peak: float | None) -> R
     samples = made_up_samples(strategy, shape, case.lengths, torch.bfloat16)
     lay = strategy.pack if layout == "packed" else strategy.collate
     batch = lay(samples, names_of(samples))
-    rows = core.train_step(batch, CONTEXT).totals.supervised
+    rows = end_step(core, batch).totals.supervised
     times = timed(core, batch, case.steps, case.warm_up)
     seconds, flops = times.step_ms / 1e3, None
-    if strategy.name in FORMULAS:
+    if isinstance(strategy, DecoderStrategy) and strategy.name in FORMULAS:
         flops = FORMULAS[strategy.name](shape, strategy.options, Work.of(samples, rows)).total
     return Result(
         case,

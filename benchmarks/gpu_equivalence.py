@@ -10,6 +10,7 @@ import torch
 from gpu_cases import SHAPES, made_up_draft, made_up_samples, made_up_target, names_of
 from gpu_steps import CONTEXT
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from draftworks.drafts.documents import Documents
 from draftworks.drafts.strategy import DraftStrategy
@@ -123,5 +124,5 @@ def exact_products() -> Iterator[None]:
 
 
 def _whole(gradient: Tensor) -> Tensor:
-    full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     return full.detach().cpu()

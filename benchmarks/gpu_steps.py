@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from draftworks.config.base import Dtype
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.features.contracts import TrainBatch
 from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.compiling import compile_blocks
-from draftworks.training.optimizer import TrainerCore
+from draftworks.training.optimizer import StepResult, TrainerCore
 from draftworks.training.trainer import make_optimizer, make_plan
 
 CONTEXT = StepContext(global_step=1, total_steps=4, training=True)
@@ -38,7 +39,7 @@ class StepTimes:
     peak_bytes: int | None
 
 
-def trainer_core(strategy: DraftStrategy, device: torch.device, dtype: str, compiles: bool = False) -> TrainerCore:
+def trainer_core(strategy: DraftStrategy, device: torch.device, dtype: Dtype, compiles: bool = False) -> TrainerCore:
     """Build the core that `Trainer` builds. Needs a process group."""
     training = TrainingSpec(compute_dtype=dtype, lr=1e-5, schedule="constant", warmup_ratio=0.0)
     if compiles:
@@ -46,6 +47,13 @@ def trainer_core(strategy: DraftStrategy, device: torch.device, dtype: str, comp
     backend = FSDPTrainingBackend(device, getattr(torch, dtype))
     backend.prepare_model(strategy)
     return TrainerCore(strategy, backend, make_optimizer(training, make_plan(training, 100), backend))
+
+
+def end_step(core: TrainerCore, batch: TrainBatch) -> StepResult:
+    """Run an optimizer step on a batch that is a whole window."""
+    result = core.train_step(batch, CONTEXT)
+    assert result is not None, "the batch does not end the step"
+    return result
 
 
 def timed(core: TrainerCore, batch: TrainBatch, steps: int, warm_up: int) -> StepTimes:
@@ -62,7 +70,8 @@ def timed(core: TrainerCore, batch: TrainBatch, steps: int, warm_up: int) -> Ste
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     copies = [_clocked(lambda: batch.to(device), device) for _ in range(steps)]
     parts = [_parts(core, there) for _ in range(steps)]
-    return StepTimes(statistics.median(copies), statistics.median(whole), *map(statistics.median, zip(*parts)), peak)
+    forward, backward, optimizer = (statistics.median(laps) for laps in zip(*parts))
+    return StepTimes(statistics.median(copies), statistics.median(whole), forward, backward, optimizer, peak)
 
 
 def _clocked(work: Callable[[], object], device: torch.device) -> float:
@@ -92,24 +101,23 @@ class _Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks = [self._mark()]
+        self._marks: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self.lap()
 
     def lap(self) -> None:
-        self._marks.append(self._mark())
+        if self._device.type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
 
     def laps(self) -> list[float]:
         _finish(self._device)
-        pairs = zip(self._marks, self._marks[1:])
         if self._device.type == "cuda":
-            return [begin.elapsed_time(end) for begin, end in pairs]
-        return [(end - begin) * 1e3 for begin, end in pairs]
-
-    def _mark(self):
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            return [begin.elapsed_time(end) for begin, end in zip(self._events, self._events[1:])]
+        return [(end - begin) * 1e3 for begin, end in zip(self._marks, self._marks[1:])]
 
 
 def _finish(device: torch.device) -> None:

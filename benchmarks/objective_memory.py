@@ -22,6 +22,7 @@ import typer
 from peak_memory import peak_bytes
 from train_step import MAKERS, Case, prepare
 
+from draftworks.config.strategies import resolve_strategy
 from draftworks.drafts.strategy import StepContext, StepOutput
 
 FLOAT = 4
@@ -80,7 +81,7 @@ def measure(case: Case) -> Result:
         return strategy.forward_loss(batch, StepContext(global_step=1, total_steps=4, training=False))
 
     labels = int(evaluate().metric_sums["acc_denoms"].sum())
-    head_rows = case.vocab if hasattr(strategy.options, "objective_chunk_blocks") else case.draft_vocab
+    head_rows = case.draft_vocab if resolve_strategy(case.strategy).uses_vocab_mapping else case.vocab
     return Result(
         strategy=case.strategy,
         samples=case.batch,

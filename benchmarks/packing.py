@@ -31,6 +31,7 @@ from draftworks.features.contracts import TrainBatch
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.packed_schedule import PackedTrainSchedule
 from draftworks.features.packing import PackLimits, fill_share, require_lengths
+from draftworks.features.schedule import TrainSchedule
 from draftworks.programs.assembly import Samples, build_draft, open_samples
 from draftworks.training.backend import FSDPTrainingBackend, ensure_process_group
 from draftworks.training.optimizer import TrainerCore
@@ -60,11 +61,13 @@ class Side:
 
     def step(self, batches: Sequence[TrainBatch], ctx: StepContext) -> None:
         begin, begin_cpu = time.perf_counter(), time.process_time()
-        for batch in batches:
-            result = self.core.train_step(batch, ctx)
+        for batch in batches[:-1]:
+            self.core.train_step(batch, ctx)
+        result = self.core.train_step(batches[-1], ctx)
+        assert result is not None, "the last batch does not end the step"
         self.wall.append(time.perf_counter() - begin)
         self.cpu.append(time.process_time() - begin_cpu)
-        self.losses.append(result.totals.avg_loss)
+        self.losses.append(result.totals.loss_sum / result.totals.loss_weight)
         self.places.append(sum(batch["input_ids"].numel() for batch in batches))
 
 
@@ -160,13 +163,14 @@ class Content(NamedTuple):
 
 
 def content_of_steps(samples: Samples, loader: FeatureDataLoader, steps: int) -> list[Content]:
+    schedule = loader.schedule
+    assert isinstance(schedule, TrainSchedule)
+    taken = (step for epoch in itertools.count() for step in schedule.samples_of_steps(epoch))
     found: list[Content] = []
-    for epoch in itertools.count():
-        for taken in loader.schedule.samples_of_steps(epoch):
-            masks = [samples.tokens.by_id(samples.refs[index].sample_id).loss_mask for index in taken]
-            found.append(Content(sum(map(len, masks)), sum(int(mask.sum()) for mask in masks)))
-            if len(found) == steps:
-                return found
+    for indices in itertools.islice(taken, steps):
+        masks = [samples.tokens.by_id(samples.refs[index].sample_id).loss_mask for index in indices]
+        found.append(Content(sum(map(len, masks)), sum(int(mask.sum()) for mask in masks)))
+    return found
 
 
 def result(name: str, side: Side, reference: Side, content: Sequence[Content]) -> Result:

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,9 +34,17 @@ CPU = torch.device("cpu")
 
 
 def make_target(folder: Path) -> TargetFiles:
-    sizes = {"num_layers": 8, "hidden_size": 128, "vocab_size": 2048, "context": 512}
-    digests = {"digest": "0" * 16, "tokenizer_digest": "0" * 16}
-    return TargetFiles(name="tiny", model=str(folder), tokenizer=str(folder), **digests, **sizes)
+    return TargetFiles(
+        name="tiny",
+        model=str(folder),
+        tokenizer=str(folder),
+        digest="0" * 16,
+        tokenizer_digest="0" * 16,
+        num_layers=8,
+        hidden_size=128,
+        vocab_size=2048,
+        context=512,
+    )
 
 
 def draw_prompts() -> list[list[int]]:
@@ -73,7 +82,7 @@ def is_rejected(folder: Path, dtype: str, known: dict[str, KnownStream]) -> bool
     )
 
 
-def measure(dtype: str) -> dict[str, object]:
+def measure(dtype: str) -> dict[str, Any]:
     streams = StreamedTarget(make_target(MODEL)).run(draw_prompts(), 8, getattr(torch, dtype))
     known = build_known_streams(streams, getattr(torch, dtype))
     found = capture_streams(load_engine(MODEL, dtype))
@@ -95,7 +104,7 @@ def measure(dtype: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = [measure(dtype) for dtype in DTYPES]

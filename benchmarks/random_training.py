@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from draftworks.config.registry_files import TrainingSpec
-from draftworks.config.run_files import FeatureSet, TargetFiles, TrainRun
+from draftworks.config.run_files import FeatureSet, StoreSpec, TargetFiles, TrainRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
@@ -62,7 +62,7 @@ def write_random_training(folder: Path, steps: int) -> TrainRun:
         training=training,
         train=train,
         heldout=heldout,
-        store=folder / "store",
+        store=StoreSpec(root=folder / "store"),
         vocab_mapping=vocab,
     )
 

@@ -22,9 +22,10 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from pydantic import TypeAdapter
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from draftworks.drafts.strategy import DraftStrategy
     from draftworks.drafts.target_parts import TargetParts
     from draftworks.features.contracts import TrainBatch
+
+Loss = Literal["token_mean", "specforge"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Case:
     vocab: int = 4096
     draft_vocab: int = 1000
     loss_share: float = 7 / 8
-    loss: str = "token_mean"
+    loss: Loss = "token_mean"
     threads: int = 1
     warm_up: int = 3
     steps: int = 15
@@ -84,11 +87,12 @@ def main(
     if one_case is not None:
         print(json.dumps(asdict(measure(Case(**json.loads(one_case))))))
         return
+    mode = TypeAdapter(Loss).validate_python(loss)
     results = []
     for size in sizes:
         length, batch = (int(part) for part in size.split("x"))
         results.append(
-            _in_own_process(replace(Case(length, batch), strategy=strategy, ttt=ttt, loss=loss, steps=steps))
+            _in_own_process(replace(Case(length, batch), strategy=strategy, ttt=ttt, loss=mode, steps=steps))
         )
     print(table(results))
     lines = [json.dumps(result) for result in results]
@@ -193,8 +197,9 @@ def domino(case: Case, target: TargetParts) -> DraftStrategy:
     from draftworks.strategies.domino.options import DominoOptions
     from draftworks.strategies.domino.strategy import DominoStrategy
 
-    correction = {"emb_dim": 32, "gru_hidden_dim": 64}
-    options = DominoOptions(block_size=8, num_anchors=64, num_layers=2, num_taps=3, loss=case.loss, **correction)
+    options = DominoOptions(
+        block_size=8, num_anchors=64, num_layers=2, num_taps=3, loss=case.loss, emb_dim=32, gru_hidden_dim=64
+    )
     return DominoStrategy(options, target, None, seed=0)
 
 

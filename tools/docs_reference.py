@@ -99,20 +99,22 @@ def _render_key(key: Any) -> list[str]:
 
 def render_cli_page() -> list[str]:
     """Render the page of commands with their arguments and options."""
-    import click
-    import typer
+    from typer import Context
+    from typer.core import TyperGroup
+    from typer.main import get_command
 
     from draftworks.programs.cli import app
 
-    command = typer.main.get_command(app)
-    context = click.Context(command, info_name="draftworks")
+    command = get_command(app)
+    assert isinstance(command, TyperGroup)  # it has several commands
+    context = Context(command, info_name="draftworks")
     lines = ["# Command line", "", NOTE, ""]
     lines += _wrap(
         "In a checkout the command is `.venv/bin/draftworks`. Exit code 0 is success; otherwise the last lines say what was "
         "wrong and what to do."
     )
     for name in command.list_commands(context):
-        each = command.get_command(context, name)
+        each = command.commands[name]
         words = " ".join(word for parameter in each.params for word in _render_usage(parameter))
         lines += ["", f"## draftworks {name}", "", "```text", f"draftworks {name} {words}".rstrip(), "```", ""]
         lines += [line for paragraph in (each.help or "").split("\n\n") for line in [*_wrap(paragraph), ""]]
@@ -179,7 +181,7 @@ def render_assets_page() -> list[str]:
     lines += [
         line
         for name, job in jobs.items()
-        for line in _wrap(f"* `{name}`: {StrategyTemplate.of(job.name).text(job.description)}")
+        for line in _wrap(f"* `{name}`: {StrategyTemplate.of(job.name).text(job.description or '')}")
     ]
     lines += ["", "## Sensors", ""]
     lines += [line for each in defs.sensors or () for line in _wrap(f"* `{each.name}`: {each.description}")]

@@ -31,11 +31,11 @@ from torch import Tensor, nn
 def replace_triton() -> None:
     """Import SpecForge's loss module with a stub for triton, and remove the stub, so that torch does not find it."""
     language = types.ModuleType("triton.language")
-    language.constexpr = int
+    vars(language).update(constexpr=int)
     triton = types.ModuleType("triton")
-    triton.jit, triton.language = (lambda kernel: kernel), language
+    vars(triton).update(jit=lambda kernel: kernel, language=language)
     sys.modules |= {"triton": triton, "triton.language": language}
-    import specforge.core.loss as loss
+    import specforge.core.loss as loss  # pyright: ignore[reportMissingImports]
 
     del sys.modules["triton"], sys.modules["triton.language"]
     loss.LogSoftmaxLoss = types.SimpleNamespace(apply=loss._compute_loss)
@@ -43,11 +43,11 @@ def replace_triton() -> None:
 
 def make_strategy(case: dict[str, Any], draft: nn.Module, head: nn.Linear, embedding: nn.Embedding) -> Any:
     """Return SpecForge's strategy with its training model."""
-    from specforge.algorithms.common import dflash_family_model as blocks
-    from specforge.algorithms.eagle3.model import OnlineEagle3Model
-    from specforge.algorithms.peagle.model import OnlinePEagleModel
-    from specforge.modeling.target.target_head import TargetHead
-    from specforge.training.strategies import base
+    from specforge.algorithms.common import dflash_family_model as blocks  # pyright: ignore[reportMissingImports]
+    from specforge.algorithms.eagle3.model import OnlineEagle3Model  # pyright: ignore[reportMissingImports]
+    from specforge.algorithms.peagle.model import OnlinePEagleModel  # pyright: ignore[reportMissingImports]
+    from specforge.modeling.target.target_head import TargetHead  # pyright: ignore[reportMissingImports]
+    from specforge.training.strategies import base  # pyright: ignore[reportMissingImports]
 
     kind, given = case["strategy"], case["model"]
     if kind in ("eagle3", "peagle"):
@@ -67,12 +67,12 @@ def make_strategy(case: dict[str, Any], draft: nn.Module, head: nn.Linear, embed
     return strategies.get(kind, base.DSparkTrainStrategy)(model)
 
 
-def read_draft(case: dict[str, Any]) -> nn.Module:
-    """Build a draft from a checkpoint as SpecForge's exporters do: only embeddings may be missing.
+def read_draft(case: dict[str, Any]) -> Any:
+    """Build SpecForge's draft model from a checkpoint as SpecForge's exporters do: only embeddings may be missing.
 
     Its `from_pretrained` would leave EAGLE-3's rotary buffers as they were allocated.
     """
-    from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
+    from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig  # pyright: ignore[reportMissingImports]
 
     folder = Path(case["folder"])
     config = AutoDraftModelConfig.from_file(str(folder / "config.json"))
@@ -87,11 +87,12 @@ def read_draft(case: dict[str, Any]) -> nn.Module:
 
 @torch.no_grad()
 def judge(case: dict[str, Any]) -> dict[str, Any]:
-    from specforge.eval.evaluator import Evaluator
-    from specforge.runtime.contracts import TrainBatch
+    from specforge.eval.evaluator import Evaluator  # pyright: ignore[reportMissingImports]
+    from specforge.runtime.contracts import TrainBatch  # pyright: ignore[reportMissingImports]
 
     draft, inputs = read_draft(case), load_file(case["inputs"])
-    head, embedding = (nn.Linear(*inputs["head"].T.shape, bias=False), nn.Embedding(*inputs["embedding"].shape))
+    vocab, width = inputs["head"].shape
+    head, embedding = nn.Linear(width, vocab, bias=False), nn.Embedding(vocab, width)
     head.weight.copy_(inputs["head"])
     embedding.weight.copy_(inputs["embedding"])
     if case["strategy"] == "eagle3":

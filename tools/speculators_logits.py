@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from speculators import SpeculatorModel, SpeculatorModelConfig
-from speculators.losses import resolve_loss_config
-from speculators.models.peagle.data import generate_cod_sample_indices
+from speculators import SpeculatorModel, SpeculatorModelConfig  # pyright: ignore[reportMissingImports]
+from speculators.losses import resolve_loss_config  # pyright: ignore[reportMissingImports]
+from speculators.models.peagle.data import generate_cod_sample_indices  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 
 EAGER_TV = resolve_loss_config("tv", "eager")["tv"][0]
@@ -160,7 +160,11 @@ def run_block(model: SpeculatorModel, inputs: dict[str, Tensor], **losses: Any) 
 def record_outputs(module: nn.Module) -> list[Tensor]:
     """Collect the outputs of a module: the forward pass of the library returns only losses."""
     outputs: list[Tensor] = []
-    module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+
+    def record(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        outputs.append(output)
+
+    module.register_forward_hook(record)
     return outputs
 
 
@@ -182,7 +186,7 @@ def judge(case: dict[str, str]) -> Verdict:
         if case["inputs"]:
             # In fp32, so that the computation is compared and not its rounding.
             kind, inputs = model.config.speculators_model_type, load_file(case["inputs"])
-            outputs = {"logits": LOGITS[kind](model.float(), inputs)}
+            outputs: dict[str, Tensor | None] = {"logits": LOGITS[kind](model.float(), inputs)}
             if kind == "dspark":
                 outputs["confidence"] = compute_dspark_confidence(model, inputs)
             save_file({name: each.contiguous() for name, each in outputs.items() if each is not None}, case["logits"])

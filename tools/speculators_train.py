@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
-from datasets import Dataset
+from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from safetensors.torch import save_file
 
 SAMPLES, LENGTH, PROMPT = 12, 40, 8
@@ -53,7 +53,7 @@ def run_on_the_cpu() -> None:
     accelerator.current_accelerator = lambda *args, check_available=False: None if check_available else CPU
     accelerator.is_available = lambda: False
     accelerator.synchronize = accelerator.set_device_index = lambda *args: None
-    import speculators.train.trainer as trainer
+    import speculators.train.trainer as trainer  # pyright: ignore[reportMissingImports]
 
     trainer.get_local_rank = lambda: CPU
 
@@ -62,8 +62,8 @@ def main() -> None:
     target, folder, *flags = sys.argv[1:]
     write_features(Path(target), Path(folder) / "data")
     run_on_the_cpu()
-    from speculators.train.cli import main as train
-    from speculators.train.config import TrainConfig
+    from speculators.train.cli import main as train  # pyright: ignore[reportMissingImports]
+    from speculators.train.config import TrainConfig  # pyright: ignore[reportMissingImports]
 
     places = [
         "--verifier-name-or-path",

@@ -44,7 +44,7 @@ def model(folder: Path = FOLDER, steps: int | None = None) -> None:
     conversations = [row["messages"] for row in pq.read_table(folder / "corpus.parquet").to_pylist()]
     texts = [f"{m['role']}\n{m['content']}" for messages in conversations for m in messages]
     tokenizer = tiny.train_tokenizer(texts, recipe)
-    documents = [tokenizer.apply_chat_template(c, return_dict=False) for c in conversations]
+    documents = [tiny.encode_chat(tokenizer, c) for c in conversations]
     held_out = documents[::HELD_OUT_EVERY]
     training = [d for i, d in enumerate(documents) if i % HELD_OUT_EVERY]
     print(f"{sum(map(len, training)):,} training tokens in {len(training)} conversations")
@@ -54,10 +54,7 @@ def model(folder: Path = FOLDER, steps: int | None = None) -> None:
     tiny.train(target, training, recipe)
     tiny.save(target, tokenizer, folder)
 
-    prompts = [
-        tokenizer.apply_chat_template(c[:1], add_generation_prompt=True, return_dict=False)
-        for c in conversations[::HELD_OUT_EVERY]
-    ]
+    prompts = [tiny.encode_chat(tokenizer, c[:1], add_generation_prompt=True) for c in conversations[::HELD_OUT_EVERY]]
     print(f"held-out loss {tiny.heldout_loss(target, held_out, recipe.context):.3f} nats per token")
     print(f"median share of distinct 4-grams over 64 greedy tokens: {tiny.distinct_4grams(target, prompts):.2f}")
 

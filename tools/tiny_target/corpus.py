@@ -25,6 +25,9 @@ OPENERS = ("What does {name} do?", "Explain {name}.", "Describe the {kind} {name
 FOLLOW_UPS = ("Go on.", "What else should I know?", "Please continue.")
 
 
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
 @dataclass(frozen=True)
 class Entry:
     """One documented thing: its dotted name, what kind of thing it is, and its text."""
@@ -61,7 +64,7 @@ def docstrings() -> Iterator[Entry]:
         yield from _documented(tree, module)
 
 
-def _documented(node: ast.AST, name: str) -> Iterator[Entry]:
+def _documented(node: Documented, name: str) -> Iterator[Entry]:
     kinds = {ast.Module: "module", ast.ClassDef: "class", ast.FunctionDef: "function", ast.AsyncFunctionDef: "function"}
     text = ast.get_docstring(node)
     if text:

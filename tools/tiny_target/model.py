@@ -7,6 +7,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -68,6 +69,14 @@ def train_tokenizer(texts: list[str], recipe: Recipe) -> PreTrainedTokenizerFast
     )
 
 
+def encode_chat(
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]], add_generation_prompt: bool = False
+) -> list[int]:
+    """Return the token ids of a conversation; with `add_generation_prompt`, the answer's header after it."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+    return cast("list[int]", ids)
+
+
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=recipe.vocab_size,
@@ -79,8 +88,8 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
         max_position_embeddings=recipe.context,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=cast("int", tokenizer.eos_token_id),
+        pad_token_id=cast("int", tokenizer.pad_token_id),
     )
     return LlamaForCausalLM(config)
 
@@ -149,7 +158,7 @@ def distinct_4grams(model: LlamaForCausalLM, prompts: list[list[int]], tokens: i
     shares = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        answer = model.generate(
+        answer = model.generate(  # pyright: ignore[reportAttributeAccessIssue] - its protocol leaves its own models out
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
         )[0, len(prompt) :].tolist()
         grams = [tuple(answer[i : i + 4]) for i in range(len(answer) - 3)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import triton
-from sglang.srt.platforms.cpu import CpuDeviceMixin
-from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+import triton  # pyright: ignore[reportMissingImports]
+from sglang.srt.platforms.cpu import CpuDeviceMixin  # pyright: ignore[reportMissingImports]
+from sglang.srt.platforms.device_mixin import PlatformEnum  # pyright: ignore[reportMissingImports]
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 
 TRITON = "triton"

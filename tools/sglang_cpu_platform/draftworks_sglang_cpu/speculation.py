@@ -26,8 +26,8 @@ def choose_triton_trees() -> None:
     Which form it takes depends on the device, with none for a platform from outside and no way to name one: so the two
     names are bound anew, here and nowhere else.
     """
-    from sglang.kernels.ops.speculative import spec_tree
-    from sglang.srt.speculative import eagle_utils
+    from sglang.kernels.ops.speculative import spec_tree  # pyright: ignore[reportMissingImports]
+    from sglang.srt.speculative import eagle_utils  # pyright: ignore[reportMissingImports]
 
     @wraps(spec_tree.verify_tree_greedy_func)
     def verify(*, topk: int = -1, **tensors: Tensor) -> tuple[Tensor, ...]:
@@ -41,15 +41,15 @@ def choose_triton_trees() -> None:
 class Streamless(Tensor):
     """A CPU tensor that takes no notice of CUDA's streams; what is computed from it is a plain tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType] - torch documents this
 
-    def record_stream(self, stream: object) -> None:
+    def record_stream(self, s: object) -> None:
         pass
 
 
 def cpu_dflash_worker() -> type:
     """SGLang's worker for DFlash, without the stream it names on every device."""
-    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2  # pyright: ignore[reportMissingImports]
 
     class CpuDFlashWorker(DFlashWorkerV2):
         def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def keep_own_dtype(draft: nn.Module) -> None:
         dtype = next(layer.parameters()).dtype
         return tuple(_in(dtype, value) for value in args), {key: _in(dtype, value) for key, value in kwargs.items()}
 
-    draft.layers[0].register_forward_pre_hook(converted, with_kwargs=True)
+    draft.get_submodule("layers.0").register_forward_pre_hook(converted, with_kwargs=True)
 
 
 def _in(dtype: torch.dtype, value: Any) -> Any:
