@@ -221,17 +221,26 @@ class KeyedFeatureStore(FeatureStore):
         """Publish what is buffered, and free the resources of reading."""
 
 
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+"""Types of nearly every leaf, which need no look at their attributes."""
+
+
 def assert_no_tensors(value: Any, path: str = "value") -> None:
     """Raise TypeError with the path of the first tensor or array inside dataclasses, mappings and sequences."""
+    if type(value) in _PLAIN:
+        return
     root = type(value).__module__.split(".")[0]
     if root in ("torch", "numpy") or all(hasattr(value, name) for name in ("dtype", "shape", "device")):
         raise TypeError(f"{path} is a {type(value).__name__}: the control plane carries no tensors")
     if hasattr(value, "__dataclass_fields__"):
         for name in value.__dataclass_fields__:
-            assert_no_tensors(getattr(value, name), f"{path}.{name}")
+            if type(item := getattr(value, name)) not in _PLAIN:
+                assert_no_tensors(item, f"{path}.{name}")
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            assert_no_tensors(item, f"{path}[{key!r}]")
+            if type(item) not in _PLAIN:
+                assert_no_tensors(item, f"{path}[{key!r}]")
     elif isinstance(value, (list, tuple, set, frozenset)):
         for index, item in enumerate(value):
-            assert_no_tensors(item, f"{path}[{index}]")
+            if type(item) not in _PLAIN:
+                assert_no_tensors(item, f"{path}[{index}]")

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "draftworks"
 ROOMS = [
-    *("storage", "config", "distributed", "data", "features", "targets", "sglang", "endpoints", "drafts"),
-    *("capture", "evaluation", "export", "strategies", "training", "fleet", "preflight", "programs"),
+    *("storage", "config", "distributed", "data", "features", "dataflow", "targets", "sglang", "endpoints"),
+    *("drafts", "capture", "evaluation", "export", "strategies", "training", "fleet", "preflight", "programs"),
 ]
 """From the ground floor up: a room imports itself and what is below, and `errors`."""
 SERVING_DEPENDENCIES = {"torch", "numpy", "safetensors", "pydantic", "draftworks", "sglang"}

@@ -1,0 +1,145 @@
+"""The control plane of one run, as one of its processes uses it: tasks, references, acknowledgements."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+
+from draftworks.dataflow.metadata_store import CommitResult, ConsumerProgress, MetadataStore, RefPage
+from draftworks.dataflow.tasks import DeadLetter, PromptTask, TaskCounts, TaskFailure, TaskLease, require_id
+from draftworks.features.contracts import SampleRef
+
+PAGE = 1024
+"""References read at a time."""
+
+
+class DataFlowController:
+    """Tasks, references and acknowledgements of one run. Thread-safe; every call is one transaction over a batch.
+
+    Args:
+        store: where the state is; several processes may share one.
+        clock: seconds of `time.time()`.
+        consumer: the identity under which this process acknowledges; acknowledgements of consumers are apart.
+        max_attempts: attempts after which a task is a dead letter; holds for the tasks that this controller adds.
+        lease_s: duration of task leases and of the hold on the consumer's identity.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        store: MetadataStore,
+        clock: Callable[[], float] = time.time,
+        consumer: str = "trainer",
+        max_attempts: int = 3,
+        lease_s: float = 120.0,
+    ) -> None:
+        self.run_id = require_id(run_id, "run id")
+        self.store = store
+        self.consumer = require_id(consumer, "consumer")
+        self.lease_s = lease_s
+        self._clock = clock
+        self._max_attempts = max_attempts
+
+    @cached_property
+    def owner(self) -> str:
+        """The name of this process as the holder of a consumer's identity; no other has it."""
+        return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+
+    def add_tasks(self, tasks: Sequence[PromptTask]) -> int:
+        """Add tasks; return how many are new. A task whose id is known is left as it is."""
+        return self.store.add_tasks(self.run_id, tasks, self._max_attempts)
+
+    def lease_tasks(self, worker: str, limit: int = 1, max_step: int | None = None) -> tuple[TaskLease, ...]:
+        """Lease up to `limit` pending tasks by step, none of steps after `max_step`, for `lease_s` seconds."""
+        request_id = uuid.uuid4().hex
+        return self.store.lease_tasks(self.run_id, worker, limit, self.lease_s, self._clock(), request_id, max_step)
+
+    def renew_leases(self, leases: Sequence[TaskLease]) -> tuple[TaskLease, ...]:
+        """Return the leases that still held, extended by `lease_s` from now; the others are lost."""
+        return self.store.renew_leases(self.run_id, leases, self.lease_s, self._clock())
+
+    def fail_task(self, lease: TaskLease, reason: str) -> bool:
+        """Return a task to the pool; return True if that was its last attempt, so that it is a dead letter."""
+        return bool(self.fail_tasks([TaskFailure(lease, reason)]))
+
+    def fail_tasks(self, failures: Sequence[TaskFailure]) -> tuple[str, ...]:
+        """Return tasks to the pool; return the ids of those that are dead letters now."""
+        return self.store.fail_tasks(self.run_id, failures, self._clock())
+
+    def commit_samples(self, refs: Sequence[SampleRef], done: Sequence[TaskLease] = ()) -> CommitResult:
+        """Commit references, each sample once, and mark the tasks of `done` as done, in one transaction.
+
+        A lease may have expired: what was captured is content, whoever captured it. References of dead tasks are
+        refused.
+        """
+        return self.store.commit_samples(self.run_id, refs, done, self._clock())
+
+    def find_uncommitted(self, sample_ids: Sequence[str]) -> tuple[str, ...]:
+        """Return the samples without a committed reference, in the order given."""
+        return self.store.find_uncommitted(self.run_id, sample_ids)
+
+    def read_refs(self, cursor: int = 0, limit: int = PAGE, acked: bool | None = None, uses: int = 1) -> RefPage:
+        """Return up to `limit` references committed after `cursor`, in commit order.
+
+        Args:
+            acked: True for samples that this consumer acknowledged in at least `uses` epochs, False for the others.
+        """
+        return self.store.read_refs(self.run_id, cursor, limit, self.consumer, acked, uses)
+
+    def iterate_refs(self, acked: bool | None = None, uses: int = 1) -> Iterator[SampleRef]:
+        """Yield the references committed so far, page by page, chosen as in `read_refs`."""
+        page = self.read_refs(0, PAGE, acked, uses)
+        while page.refs:
+            yield from page.refs
+            page = self.read_refs(page.cursor, PAGE, acked, uses)
+
+    def ack(self, sample_ids: Sequence[str], global_step: int, epoch: int = 0) -> int:
+        """Record in one transaction that the optimizer step used the samples; return how many are new.
+
+        Raises:
+            StoreError: nothing is recorded, since a sample is not committed or was acknowledged at another step of the
+                epoch, or another process holds this consumer's identity.
+        """
+        return self.store.ack_samples(
+            self.run_id, self.consumer, self.owner, sample_ids, global_step, epoch, self._clock()
+        )
+
+    def record_checkpoint(self, global_step: int) -> None:
+        """Record that a complete checkpoint covers all steps up to `global_step`."""
+        self.store.record_checkpoint(self.run_id, self.consumer, global_step)
+
+    def read_progress(self) -> ConsumerProgress:
+        """Return this consumer's last acknowledged step and its last checkpoint."""
+        return self.store.read_progress(self.run_id, self.consumer)
+
+    def rewind(self, global_step: int) -> int:
+        """Undo this consumer's acknowledgements after the checkpoint of `global_step`; return how many."""
+        return self.store.rewind(self.run_id, self.consumer, self.owner, global_step, self._clock())
+
+    def requeue_lost(self, sample_ids: Sequence[str]) -> tuple[str, ...]:
+        """Withdraw references whose features are gone and reopen their tasks; return those without a task."""
+        return self.store.requeue_lost(self.run_id, sample_ids)
+
+    def count_tasks(self) -> TaskCounts:
+        """Return the number of tasks in each state."""
+        return self.store.count_tasks(self.run_id, self._clock())
+
+    def read_dead_letters(self) -> tuple[DeadLetter, ...]:
+        """Return the tasks that failed for good, with every reason."""
+        return self.store.read_dead_letters(self.run_id)
+
+    def hold_consumer(self) -> None:
+        """Take or keep this consumer's identity for `lease_s`. Raises StoreError if another process holds it."""
+        self.store.hold_consumer(self.run_id, self.consumer, self.owner, self.lease_s, self._clock())
+
+    def release_consumer(self) -> None:
+        """Give the identity back, so that the next process need not wait for its end."""
+        self.store.release_consumer(self.run_id, self.consumer, self.owner)
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()

@@ -1,0 +1,241 @@
+"""The interface of stores for control-plane state, and the one of local runs that retains nothing.
+
+Every method is one transaction over all of its arguments, and can be repeated with the same arguments without harm: a
+client that lost the answer calls again. Times are seconds of `time.time()`; `now` is the caller's clock.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draftworks.dataflow.tasks import DeadLetter, PromptTask, TaskCounts, TaskFailure, TaskLease
+from draftworks.features.contracts import SampleRef, assert_no_tensors
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """What became of the references of a commit, by sample id.
+
+    Attributes:
+        duplicates: committed before; the reference of then is kept.
+        refused: their task is a dead letter, so the plan has gone on without them.
+    """
+
+    committed: tuple[str, ...] = ()
+    duplicates: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RefPage:
+    """References in commit order, and the cursor that continues after them."""
+
+    refs: tuple[SampleRef, ...]
+    cursor: int
+
+
+@dataclass(frozen=True)
+class ConsumerProgress:
+    """How far a consumer is: the last optimizer step that it acknowledged, and the last durable checkpoint."""
+
+    acked_step: int = 0
+    checkpoint_step: int = 0
+
+
+class MetadataStore(ABC):
+    """Tasks, references and acknowledgements of runs. Implementations differ in medium, not in meaning."""
+
+    durable: bool = True
+    """Whether what was committed survives the process."""
+
+    @abstractmethod
+    def add_tasks(self, run_id: str, tasks: Sequence[PromptTask], max_attempts: int) -> int:
+        """Add tasks; return how many are new. A task whose id is known is left as it is."""
+
+    @abstractmethod
+    def lease_tasks(
+        self, run_id: str, worker: str, limit: int, duration_s: float, now: float, request_id: str, max_step: int | None
+    ) -> tuple[TaskLease, ...]:
+        """Lease up to `limit` pending tasks, by step and order of arrival.
+
+        Args:
+            request_id: a worker that repeats a request gets the same leases again.
+            max_step: leave tasks of later steps alone.
+        """
+
+    @abstractmethod
+    def renew_leases(
+        self, run_id: str, leases: Sequence[TaskLease], duration_s: float, now: float
+    ) -> tuple[TaskLease, ...]:
+        """Return the leases that still held, extended to `now + duration_s`; the others are lost."""
+
+    @abstractmethod
+    def fail_tasks(self, run_id: str, failures: Sequence[TaskFailure], now: float) -> tuple[str, ...]:
+        """Return tasks to the pool, or to the dead letters after the last attempt; return the ids of the dead.
+
+        A failure under a lease that is over changes nothing: that attempt was counted when the lease expired.
+        """
+
+    @abstractmethod
+    def commit_samples(
+        self, run_id: str, refs: Sequence[SampleRef], done: Sequence[TaskLease], now: float
+    ) -> CommitResult:
+        """Commit references not committed yet, and mark the tasks of `done` as done.
+
+        A lease may have expired: what was captured is content, whoever captured it, and ends the task for all workers.
+
+        Raises:
+            StoreError: a task of `done` is unknown. A reference may name a source that is no task.
+        """
+
+    @abstractmethod
+    def find_uncommitted(self, run_id: str, sample_ids: Sequence[str]) -> tuple[str, ...]:
+        """Return the samples that have no committed reference, in the order given."""
+
+    @abstractmethod
+    def read_refs(self, run_id: str, cursor: int, limit: int, consumer: str, acked: bool | None, uses: int) -> RefPage:
+        """Return up to `limit` references committed after `cursor` (0 is the beginning), in commit order.
+
+        Args:
+            acked: True for samples that `consumer` acknowledged in at least `uses` epochs, False for the others, None
+                for all.
+        """
+
+    @abstractmethod
+    def ack_samples(
+        self,
+        run_id: str,
+        consumer: str,
+        owner: str,
+        sample_ids: Sequence[str],
+        global_step: int,
+        epoch: int,
+        now: float,
+    ) -> int:
+        """Record that the optimizer step `global_step` used the samples; return how many are new.
+
+        Raises:
+            StoreError: a sample is not committed, or was acknowledged in this epoch at another step, or another process
+                holds the consumer's identity. Nothing is recorded.
+        """
+
+    @abstractmethod
+    def record_checkpoint(self, run_id: str, consumer: str, global_step: int) -> None:
+        """Record that a complete checkpoint of the consumer covers all steps up to `global_step`."""
+
+    @abstractmethod
+    def read_progress(self, run_id: str, consumer: str) -> ConsumerProgress:
+        """Return the consumer's last acknowledged step and its last checkpoint."""
+
+    @abstractmethod
+    def rewind(self, run_id: str, consumer: str, owner: str, global_step: int, now: float) -> int:
+        """Undo what the consumer did after the checkpoint of `global_step`; return how many acknowledgements."""
+
+    @abstractmethod
+    def requeue_lost(self, run_id: str, sample_ids: Sequence[str]) -> tuple[str, ...]:
+        """Withdraw committed references whose features are gone, and return their tasks to the pool.
+
+        Acknowledgements stay. Returns the samples that no task can make again; those stay committed.
+        """
+
+    @abstractmethod
+    def count_tasks(self, run_id: str, now: float) -> TaskCounts:
+        """Return the number of tasks in each state, after leases that are over at `now` were returned."""
+
+    @abstractmethod
+    def read_dead_letters(self, run_id: str) -> tuple[DeadLetter, ...]:
+        """Return the tasks that failed for good, in the order in which they were added."""
+
+    @abstractmethod
+    def hold_consumer(self, run_id: str, consumer: str, owner: str, duration_s: float, now: float) -> None:
+        """Take or keep a consumer's identity for `duration_s`; called again as the heartbeat.
+
+        Raises:
+            StoreError: another owner holds it.
+        """
+
+    @abstractmethod
+    def release_consumer(self, run_id: str, consumer: str, owner: str) -> None:
+        """Give the identity back; nothing happens if another owner has it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the store holds open. State that is durable stays."""
+
+
+class NoOpMetadataStore(MetadataStore):
+    """Retains nothing: every sample is new, no task is ever there. Only the border check remains."""
+
+    durable = False
+
+    def add_tasks(self, run_id: str, tasks: Sequence[PromptTask], max_attempts: int) -> int:
+        assert_no_tensors(tasks, "tasks")
+        return len(tasks)
+
+    def lease_tasks(
+        self, run_id: str, worker: str, limit: int, duration_s: float, now: float, request_id: str, max_step: int | None
+    ) -> tuple[TaskLease, ...]:
+        return ()
+
+    def renew_leases(
+        self, run_id: str, leases: Sequence[TaskLease], duration_s: float, now: float
+    ) -> tuple[TaskLease, ...]:
+        return ()
+
+    def fail_tasks(self, run_id: str, failures: Sequence[TaskFailure], now: float) -> tuple[str, ...]:
+        assert_no_tensors(failures, "failures")
+        return ()
+
+    def commit_samples(
+        self, run_id: str, refs: Sequence[SampleRef], done: Sequence[TaskLease], now: float
+    ) -> CommitResult:
+        assert_no_tensors(refs, "refs")
+        return CommitResult(tuple(ref.sample_id for ref in refs))
+
+    def find_uncommitted(self, run_id: str, sample_ids: Sequence[str]) -> tuple[str, ...]:
+        return tuple(sample_ids)
+
+    def read_refs(self, run_id: str, cursor: int, limit: int, consumer: str, acked: bool | None, uses: int) -> RefPage:
+        return RefPage((), cursor)
+
+    def ack_samples(
+        self,
+        run_id: str,
+        consumer: str,
+        owner: str,
+        sample_ids: Sequence[str],
+        global_step: int,
+        epoch: int,
+        now: float,
+    ) -> int:
+        assert_no_tensors(sample_ids, "sample_ids")
+        return len(sample_ids)
+
+    def record_checkpoint(self, run_id: str, consumer: str, global_step: int) -> None:
+        pass
+
+    def read_progress(self, run_id: str, consumer: str) -> ConsumerProgress:
+        return ConsumerProgress()
+
+    def rewind(self, run_id: str, consumer: str, owner: str, global_step: int, now: float) -> int:
+        return 0
+
+    def requeue_lost(self, run_id: str, sample_ids: Sequence[str]) -> tuple[str, ...]:
+        return ()
+
+    def count_tasks(self, run_id: str, now: float) -> TaskCounts:
+        return TaskCounts()
+
+    def read_dead_letters(self, run_id: str) -> tuple[DeadLetter, ...]:
+        return ()
+
+    def hold_consumer(self, run_id: str, consumer: str, owner: str, duration_s: float, now: float) -> None:
+        pass
+
+    def release_consumer(self, run_id: str, consumer: str, owner: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,65 @@
+"""Tasks, references and stores of the control plane for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from draftworks.dataflow.controller import DataFlowController
+from draftworks.dataflow.metadata_store import MetadataStore
+from draftworks.dataflow.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
+from draftworks.dataflow.tasks import PromptTask
+from draftworks.features.contracts import FeatureSpec, SampleRef
+
+LEASE_S = 10.0
+NAMES = ("hf2", "last")
+
+
+@dataclass
+class Clock:
+    """A clock that a test sets."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def toy_task(number: int, samples: int = 2, step: int = 0) -> PromptTask:
+    ids = tuple(f"s{number}.{place}" for place in range(samples))
+    return PromptTask(f"t{number}", "run", ids, step=step, num_tokens=8 * samples, metadata={"shares": [1, 2]})
+
+
+def toy_slim_ref(sample_id: str, task_id: str = "", tokens: int = 5) -> SampleRef:
+    return SampleRef(
+        sample_id,
+        "run",
+        task_id,
+        "mem://store",
+        {name: f"{sample_id}/{name}" for name in NAMES},
+        {name: FeatureSpec(name, (tokens, 16), "bfloat16") for name in NAMES},
+        num_tokens=tokens,
+        estimated_bytes=2 * tokens * 16 * len(NAMES),
+    )
+
+
+def refs_of(task: PromptTask) -> list[SampleRef]:
+    return [toy_slim_ref(sample_id, task.task_id, 3 + place) for place, sample_id in enumerate(task.sample_ids)]
+
+
+def controller_of(store: MetadataStore, clock: Callable[[], float], **options: object) -> DataFlowController:
+    return DataFlowController("run", store, clock, **{"lease_s": LEASE_S, **options})  # type: ignore[arg-type]
+
+
+def ids_of(refs: Sequence[SampleRef]) -> list[str]:
+    return [ref.sample_id for ref in refs]
+
+
+def open_retaining_store(kind: str, folder: Path) -> MetadataStore:
+    return InMemoryMetadataStore() if kind == "memory" else SQLiteMetadataStore(folder / "control" / "plane.db")
+
+
+def superseded(ref: SampleRef) -> SampleRef:
+    """The same sample, captured once more into other keys."""
+    return replace(ref, feature_keys={name: key + "+" for name, key in ref.feature_keys.items()})
