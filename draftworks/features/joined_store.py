@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef
+from draftworks.features.wrapped_store import WrappedStore
 
 
 class TokenRowLike(Protocol):
@@ -29,16 +29,15 @@ class TokensById(Protocol):
     def by_id(self, sample_id: str) -> TokenRowLike: ...
 
 
-class JoinedStore(FeatureStore):
+class JoinedStore(WrappedStore):
     """Adds `input_ids` (S,) int64 and `loss_mask` (S,) bool to what `store` returns for a sample.
 
     Loss masks are not features: the same features serve under another mask, so masks stay with the tokens.
     """
 
     def __init__(self, store: FeatureStore, tokens: TokensById) -> None:
-        self._store = store
+        super().__init__(store)
         self._tokens = tokens
-        self.lease_bound = store.lease_bound
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
         """Fetch as `FeatureStore.get`; StoreError also if the sample has no tokens or a feature not one row per token."""
@@ -51,32 +50,14 @@ class JoinedStore(FeatureStore):
         tensors, handle = self._store.get(ref)
         count = len(row.input_ids)
         for name, tensor in tensors.items():
-            if tensor.shape[0] != count:
+            if tensor.shape[:1] != (count,):
                 self._store.release(handle)
                 raise StoreError(
                     f"sample {ref.sample_id}, feature {name}: expected {count} rows, one per token, "
-                    f"found {tensor.shape[0]}"
+                    f"found {tensor.shape[0] if tensor.shape else 'a scalar'}"
                 )
         tokens = {
             "input_ids": torch.from_numpy(np.asarray(row.input_ids, dtype=np.int64)),
             "loss_mask": torch.from_numpy(np.asarray(row.loss_mask, dtype=np.bool_).copy()),
         }
         return {**tokens, **tensors}, handle
-
-    def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
-        return self._store.put(ref, tensors)
-
-    def release(self, handle: FeatureHandle) -> None:
-        self._store.release(handle)
-
-    def abort(self, sample_id: str) -> None:
-        self._store.abort(sample_id)
-
-    def gc(self) -> int:
-        return self._store.gc()
-
-    def health(self) -> dict[str, Any]:
-        return self._store.health()
-
-    def estimate_bytes(self, ref: SampleRef) -> int:
-        return self._store.estimate_bytes(ref)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatureStore, SampleRef
+from draftworks.features.leases import LeaseTable
 from draftworks.features.shared_dir_store import SharedDirFeatureStore
+from draftworks.features.specs import fill_in_ref
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,12 +29,16 @@ class KeyedSharedDirStore(KeyedFeatureStore):
 
     Args:
         root: created if absent. Its file system must have hard links.
+        max_hold_age_s: leases older than this are dropped by `gc`.
+        staging_age_s: a staging file not written to for this long counts as a crashed writer's.
     """
 
     lease_bound = False
 
-    def __init__(self, root: Path) -> None:
-        self._store = SharedDirFeatureStore(root, retain_on_release=True)
+    def __init__(self, root: Path, max_hold_age_s: float = 3600.0, staging_age_s: float = 3600.0) -> None:
+        self._store = SharedDirFeatureStore(root, retain_on_release=True, staging_age_s=staging_age_s)
+        self._leases = LeaseTable(max_hold_age_s)
+        self._lock = RLock()
 
     @property
     def uri(self) -> str:
@@ -41,31 +46,33 @@ class KeyedSharedDirStore(KeyedFeatureStore):
 
     def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
         """Publish tensors by feature name. A key that is stored already is not stored again."""
-        specs = {}
         for name, tensor in tensors.items():
             key = ref.feature_keys[name]
-            specs[name] = FeatureSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             if self._store.find_newest_file(key) is None:
                 self._store.put(self._sample(key, FEATURE), {FEATURE: tensor})
-        specs = {**ref.feature_specs, **specs}
-        size = sum(spec.nbytes for spec in specs.values())
-        return replace(ref, feature_store_uri=self.uri, feature_specs=specs, estimated_bytes=size)
+        return fill_in_ref(ref, tensors, self.uri)
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
         tensors = {name: self._fetch(ref, name, key) for name, key in ref.feature_keys.items()}
-        return tensors, FeatureHandle(ref.sample_id, 0, uuid.uuid4().hex)
+        with self._lock:
+            return tensors, self._leases.grant(ref.sample_id, 0, ref.feature_keys.values())
 
     def release(self, handle: FeatureHandle) -> None:
-        """No-op: `get` holds nothing."""
+        with self._lock:
+            self._leases.end(handle)
 
     def abort(self, sample_id: str) -> None:
-        """No-op: `put` buffers nothing."""
+        """Void the sample's leases. `put` buffers nothing that could be discarded."""
+        with self._lock:
+            self._leases.void(sample_id)
 
     def gc(self) -> int:
+        with self._lock:
+            self._leases.expire()
         return self._store.gc()
 
     def health(self) -> dict[str, Any]:
-        return self._store.health()
+        return {**self._store.health(), "leases": len(self._leases)}
 
     def estimate_bytes(self, ref: SampleRef) -> int:
         return self._store.estimate_bytes(ref)

@@ -9,16 +9,17 @@ Any number of processes may read and write one store at a time: a shard appears 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
-from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatureStore, SampleRef
+from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef
+from draftworks.features.leases import LeaseTable
 from draftworks.features.shards import ShardHeader, ShardReader, ShardWriter, read_header, staging_owner_is_dead
+from draftworks.features.specs import dtype_name, fill_in_ref, require_spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,13 +40,6 @@ class StoreCheck:
     @property
     def ok(self) -> bool:
         return not self.problems
-
-
-@dataclass(frozen=True)
-class _Lease:
-    sample_id: str
-    generation: int
-    since: float
 
 
 class LocalFeatureStore(KeyedFeatureStore):
@@ -75,15 +69,13 @@ class LocalFeatureStore(KeyedFeatureStore):
         for folder in (self._shards, self._staging):
             folder.mkdir(parents=True, exist_ok=True)
         self._verify = verify_reads
-        self._max_hold_age_s = max_hold_age_s
         self._writer = ShardWriter(self._shards, self._staging, shard_bytes)
         self._reader = ShardReader(max_open)
         self._headers: dict[Path, ShardHeader] = {}
         self._damaged: dict[Path, str] = {}
         self._where: dict[str, ShardHeader] = {}
         self._wanted_by: dict[str, set[str]] = {}
-        self._generation: dict[str, int] = {}
-        self._leases: dict[str, _Lease] = {}
+        self._leases = LeaseTable(max_hold_age_s)
         self._lock = RLock()
         self.refresh()
 
@@ -97,7 +89,6 @@ class LocalFeatureStore(KeyedFeatureStore):
         Tensors are buffered; they are on disk after the shard is full or after `flush`.
         """
         with self._lock:
-            self._generation[ref.sample_id] = self._generation.get(ref.sample_id, 0) + 1
             for name, tensor in tensors.items():
                 key = ref.feature_keys[name]
                 if key not in self._where:
@@ -105,30 +96,22 @@ class LocalFeatureStore(KeyedFeatureStore):
                     self._wanted_by.setdefault(key, set()).add(ref.sample_id)
             if self._writer.full:
                 self.flush()
-        stored = {
-            name: FeatureSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
-        }
-        specs = {**ref.feature_specs, **stored}
-        size = sum(spec.nbytes for spec in specs.values())
-        return replace(ref, feature_store_uri=self.uri, feature_specs=specs, estimated_bytes=size)
+        return fill_in_ref(ref, tensors, self.uri)
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
         """Return tensors by feature name: read-only views of the mapped file, valid beyond the lease."""
         tensors = {name: self._fetch(ref, name, key) for name, key in ref.feature_keys.items()}
         with self._lock:
-            generation = self._generation.get(ref.sample_id, 0)
-            handle = FeatureHandle(ref.sample_id, generation, uuid.uuid4().hex)
-            self._leases[handle.lease_token] = _Lease(ref.sample_id, generation, time.monotonic())
-        return tensors, handle
+            return tensors, self._leases.grant(ref.sample_id, 0, ref.feature_keys.values())
 
     def release(self, handle: FeatureHandle) -> None:
         with self._lock:
-            if self._generation.get(handle.sample_id, 0) == handle.generation:
-                self._leases.pop(handle.lease_token, None)
+            self._leases.end(handle)
 
     def abort(self, sample_id: str) -> None:
+        """Discard what was put for a sample and is not published, and void its leases."""
         with self._lock:
-            self._generation[sample_id] = self._generation.get(sample_id, 0) + 1
+            self._leases.void(sample_id)
             for key, samples in list(self._wanted_by.items()):
                 samples.discard(sample_id)
                 if not samples:
@@ -136,14 +119,9 @@ class LocalFeatureStore(KeyedFeatureStore):
                     del self._wanted_by[key]
 
     def gc(self) -> int:
-        """Remove staging files of dead writers and leases that are stale or too old; return the bytes freed."""
+        """Remove staging files of dead writers and leases that are too old; return the bytes freed."""
         with self._lock:
-            oldest = time.monotonic() - self._max_hold_age_s
-            self._leases = {
-                token: lease
-                for token, lease in self._leases.items()
-                if lease.since >= oldest and lease.generation == self._generation.get(lease.sample_id, 0)
-            }
+            self._leases.expire()
         return sum(_remove_if_crashed(path) for path in self._staging.iterdir())
 
     def health(self) -> dict[str, Any]:
@@ -247,7 +225,8 @@ class LocalFeatureStore(KeyedFeatureStore):
                 tensor = self._reader.get(header, key, self._verify)
             except StoreError as error:
                 raise StoreError(f"sample {ref.sample_id}, feature {name}: {error}") from error
-        _require_spec(ref, name, tensor)
+        where = f"sample {ref.sample_id}, feature {name}"
+        require_spec(ref.feature_specs.get(name), tuple(tensor.shape), dtype_name(tensor), where)
         return tensor
 
     def _absent(self, ref: SampleRef, name: str, key: str) -> str:
@@ -255,18 +234,6 @@ class LocalFeatureStore(KeyedFeatureStore):
         return (
             f"sample {ref.sample_id}, feature {name}: key {key} is not in the feature store {self.root}. "
             f"Capture the features again: only what is missing will be captured.{damaged}"
-        )
-
-
-def _require_spec(ref: SampleRef, name: str, tensor: Tensor) -> None:
-    spec = ref.feature_specs.get(name)
-    if spec is None:
-        return
-    found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    if found != (tuple(spec.shape), spec.dtype):
-        raise StoreError(
-            f"sample {ref.sample_id}, feature {name}: expected shape {tuple(spec.shape)} of {spec.dtype}, "
-            f"found {found[0]} of {found[1]}"
         )
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -14,21 +11,17 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from draftworks.errors import StoreError
-from draftworks.features.contracts import FeatureHandle, FeatureSpec, FeatureStore, SampleRef
+from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef
+from draftworks.features.leases import LeaseTable
 from draftworks.features.sample_file import SampleHeader, read_sample_header, read_tensor, write_sample
 from draftworks.features.sample_folder import SampleFolder, SampleLocation, age_s, file_size, remove, sample_key
 from draftworks.features.sealing import AuthPolicy
+from draftworks.features.specs import fill_in_ref, require_spec
 from draftworks.storage.atomic import fsync
 from draftworks.storage.regular_files import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class _Lease:
-    place: SampleLocation
-    since: float
 
 
 class SharedDirFeatureStore(FeatureStore):
@@ -61,10 +54,9 @@ class SharedDirFeatureStore(FeatureStore):
         self.retain_on_release = retain_on_release
         self._policy = policy or AuthPolicy()
         self._folder = SampleFolder(root, self._policy)
-        self._max_hold_age_s = max_hold_age_s
         self._staging_age_s = staging_age_s
         self._max_sample_age_s = max_sample_age_s
-        self._leases: dict[str, _Lease] = {}
+        self._leases = LeaseTable(max_hold_age_s)
         self._aborts: Counter[str] = Counter()
         self._lock = RLock()
 
@@ -84,43 +76,39 @@ class SharedDirFeatureStore(FeatureStore):
             StoreError: not the features that the ref names, the disk refuses, or the sample was aborted meanwhile.
         """
         _require_whole(ref, tensors)
-        specs = {name: _spec(ref, name, tensor) for name, tensor in tensors.items()}
-        size = sum(spec.nbytes for spec in specs.values())
         place = self._publish(ref.sample_id, tensors)
         self._folder.remove_below(place.sample_key, self._folder.newest(place.sample_key))
         keys = {name: f"{place.file_name}/{name}" for name in tensors}
-        return replace(ref, feature_store_uri=self.uri, feature_keys=keys, feature_specs=specs, estimated_bytes=size)
+        return fill_in_ref(ref, tensors, self.uri, keys)
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
         """Return tensors by feature name; StoreError also if the ref is of another store or was superseded."""
         place = self._place_of(ref)
-        handle = FeatureHandle(ref.sample_id, place.generation, uuid.uuid4().hex)
         with self._lock:
-            self._leases[handle.lease_token] = _Lease(place, time.monotonic())
+            handle = self._leases.grant(ref.sample_id, place.generation, [place])
         try:
             return self._read(ref, place), handle
         except BaseException:
             with self._lock:
-                self._leases.pop(handle.lease_token, None)
+                self._leases.end(handle)
             raise
 
     def release(self, handle: FeatureHandle) -> None:
         """Return the lease. Without `retain_on_release`, the last one of a generation frees its file and older ones."""
         with self._lock:
-            lease = self._leases.pop(handle.lease_token, None)
-            if lease is None or self.retain_on_release or lease.place in self._leased():
+            lease = self._leases.end(handle)
+            if lease is None or self.retain_on_release or any(map(self._leases.holds, lease.holds)):
                 return
-            self._folder.remove_below(lease.place.sample_key, lease.place.generation + 1)
+            self._folder.remove_below(sample_key(lease.sample_id), lease.generation + 1)
 
     def abort(self, sample_id: str) -> None:
         """Fail a put of the sample that is under way, and void its leases, so that releasing them frees nothing.
 
         What is published stays, and can be read again.
         """
-        key = sample_key(sample_id)
         with self._lock:
-            self._aborts[key] += 1
-            self._leases = {token: lease for token, lease in self._leases.items() if lease.place.sample_key != key}
+            self._aborts[sample_key(sample_id)] += 1
+            self._leases.void(sample_id)
 
     def gc(self) -> int:
         """Drop old leases; remove crashed staging files, superseded generations, and samples beyond their age.
@@ -128,17 +116,15 @@ class SharedDirFeatureStore(FeatureStore):
         A staging file is judged by its age, not by its writer: processes of other machines, or of containers that share
         this host's name, cannot be checked.
         """
-        oldest = time.monotonic() - self._max_hold_age_s
         with self._lock:
-            self._leases = {token: lease for token, lease in self._leases.items() if lease.since >= oldest}
-            leased = self._leased()
+            self._leases.expire()
         crashed = [path for path in self._folder.staging_files() if age_s(path) > self._staging_age_s]
         places = self._folder.places()
         newest: dict[str, int] = {}
         for place in places:
             newest[place.sample_key] = max(place.generation, newest.get(place.sample_key, 0))
         superseded = {place for place in places if place.generation < newest[place.sample_key]}
-        expired = {place for place in places if place not in leased and self._expired(place)}
+        expired = {place for place in places if self._expired(place)}
         return sum(map(remove, crashed)) + sum(remove(self._folder.path(place)) for place in superseded | expired)
 
     def health(self) -> dict[str, Any]:
@@ -233,11 +219,10 @@ class SharedDirFeatureStore(FeatureStore):
         kept = "removed by hand or by gc" if self.retain_on_release else "released for the last time, or removed by gc"
         return f"{where} is gone ({place.file_name}): {kept}. Put it again"
 
-    def _leased(self) -> set[SampleLocation]:
-        return {lease.place for lease in self._leases.values()}
-
     def _expired(self, place: SampleLocation) -> bool:
-        return self._max_sample_age_s is not None and age_s(self._folder.path(place)) > self._max_sample_age_s
+        if self._max_sample_age_s is None or self._leases.holds(place):
+            return False
+        return age_s(self._folder.path(place)) > self._max_sample_age_s
 
 
 def _require_whole(ref: SampleRef, tensors: Mapping[str, Tensor]) -> None:
@@ -252,12 +237,6 @@ def _require_whole(ref: SampleRef, tensors: Mapping[str, Tensor]) -> None:
         raise StoreError(f"sample {ref.sample_id}: features cannot be named {bad}")
 
 
-def _spec(ref: SampleRef, name: str, tensor: Tensor) -> FeatureSpec:
-    """Return the ref's spec of a feature (its `target_repr`) with the shape and dtype that was put."""
-    known = ref.feature_specs.get(name, FeatureSpec(name, (), ""))
-    return replace(known, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-
-
 def _require_agreement(ref: SampleRef, place: SampleLocation, header: SampleHeader, stored: Mapping[str, str]) -> None:
     """Raise StoreError unless the file is this sample's and has the ref's features in their shapes and dtypes."""
     if (header.sample_id, header.generation) != (ref.sample_id, place.generation):
@@ -269,9 +248,4 @@ def _require_agreement(ref: SampleRef, place: SampleLocation, header: SampleHead
         record = header.tensors.get(at)
         if record is None:
             raise StoreError(f"{header.path} has no feature {at}, it has {sorted(header.tensors)}")
-        spec = ref.feature_specs.get(name)
-        if spec is not None and (tuple(spec.shape), spec.dtype) != (record.shape, record.dtype):
-            raise StoreError(
-                f"{header.path}, feature {name}: expected shape {tuple(spec.shape)} of {spec.dtype}, "
-                f"found {record.shape} of {record.dtype}"
-            )
+        require_spec(ref.feature_specs.get(name), record.shape, record.dtype, f"{header.path}, feature {name}")

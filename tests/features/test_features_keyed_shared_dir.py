@@ -44,20 +44,3 @@ def test_a_damaged_file_is_named_with_the_sample_it_is_of(tmp_path: Path):
         store.get(ref)
     damaged.unlink()
     assert len(store.find_missing(ref.feature_keys.values())) == 1
-
-
-def test_reading_leaves_no_lease_and_frees_nothing(tmp_path: Path):
-    store, ref = KeyedSharedDirStore(tmp_path), toy_ref(1)
-    store.put(ref, toy_tensors(ref))
-    for _ in range(2):
-        _, handle = store.get(ref)
-        store.release(handle)
-    assert (store.health()["leases"], store.health()["samples"]) == (0, 2)
-
-
-def test_samples_with_the_same_tokens_share_their_features(tmp_path: Path):
-    store, ref = KeyedSharedDirStore(tmp_path), toy_ref(1)
-    for _ in range(2):
-        store.put(ref, toy_tensors(ref))
-    assert store.health()["samples"] == 2
-    assert len(list((tmp_path / "samples").glob("*/*"))) == 2

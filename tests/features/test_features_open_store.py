@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from features_toys import toy_ref, toy_tensors
 
 import draftworks.features.open_store as open_store_module
@@ -37,45 +36,10 @@ def test_what_is_put_is_found_by_whoever_opens_the_store_next(spec: StoreSpec):
     assert again.uri == stored.feature_store_uri
 
 
-def test_missing_keys_are_those_that_nobody_has_put(spec: StoreSpec):
-    store = open_store(spec)
-    for index in range(3):
-        store.put(toy_ref(index), toy_tensors(toy_ref(index)))
-    store.flush()
-    wanted = [key for index in (4, 1, 3) for key in toy_ref(index).feature_keys.values()]
-    assert open_store(spec).find_missing(wanted) == wanted[:2] + wanted[4:]
-
-
-def test_a_feature_that_is_there_is_not_stored_again(spec: StoreSpec):
-    store = open_store(spec)
-    ref = toy_ref(1)
-    for tensors in (toy_tensors(ref), {name: torch.zeros(3, 4) for name in ref.feature_keys}):
-        store.put(ref, tensors)
-    store.flush()
-    assert torch.equal(store.get(ref)[0]["last"], toy_tensors(ref)["last"])
-
-
-def test_features_come_one_by_one_as_strategies_ask_for_them(spec: StoreSpec):
-    store, ref = open_store(spec), toy_ref(1)
-    for name, tensor in toy_tensors(ref).items():
-        store.put(ref, {name: tensor})
-    store.flush()
-    assert list(open_store(spec).get(ref)[0]) == ["hf2", "last"]
-
-
 def test_an_absent_feature_is_named_with_the_way_to_get_it(spec: StoreSpec):
     ref = toy_ref(1)
     with pytest.raises(StoreError, match=f"sample s1, feature hf2: key {ref.feature_keys['hf2']} is not in .* Capture"):
         open_store(spec).get(ref)
-
-
-def test_features_of_another_shape_than_their_reference_says_are_refused(spec: StoreSpec):
-    store, ref = open_store(spec), toy_ref(1)
-    stored = store.put(ref, toy_tensors(ref))
-    other = open_store(spec).put(toy_ref(1), {name: torch.zeros(9, 4) for name in ref.feature_keys})
-    assert store.get(stored)
-    with pytest.raises(StoreError, match=r"sample s1, feature hf2: .*expected shape \(9, 4\)"):
-        store.get(other)
 
 
 def test_a_place_that_is_a_file_is_refused(spec: StoreSpec):

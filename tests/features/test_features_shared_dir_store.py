@@ -13,7 +13,6 @@ from features_toys import ToyTokens, pad_collate, toy_ref, toy_tensors
 from shared_dir_toys import file_of, generation, put
 
 from draftworks.errors import StoreError
-from draftworks.features.contracts import FeatureHandle, FeatureSpec, SampleRef
 from draftworks.features.joined_store import JoinedStore
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.shared_dir_store import SharedDirFeatureStore
@@ -22,30 +21,6 @@ from draftworks.features.shared_dir_store import SharedDirFeatureStore
 def age(path: Path, seconds: float) -> None:
     then = time.time() - seconds
     os.utime(path, (then, then))
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
-)
-def test_round_trip_through_another_store_object(tmp_path: Path, dtype: torch.dtype):
-    ref = SharedDirFeatureStore(tmp_path).put(toy_ref(1), toy_tensors(toy_ref(1), dtype))
-    reader = SharedDirFeatureStore(tmp_path)
-    tensors, handle = reader.get(SampleRef.from_json(ref.to_json()))
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in toy_tensors(ref, dtype).items())
-    assert {tensor.dtype for tensor in tensors.values()} == {dtype}
-    assert handle == FeatureHandle("s1", generation(ref), handle.lease_token)
-    assert ref.feature_store_uri == reader.uri
-    assert reader.uri.startswith("disagg://")
-    assert ref.estimated_bytes == reader.estimate_bytes(ref) == sum(t.nbytes for t in tensors.values())
-
-
-def test_views_empty_and_scalar_tensors_come_back(tmp_path: Path):
-    store, table = SharedDirFeatureStore(tmp_path), torch.arange(24.0).reshape(4, 6)
-    tensors = {"left": table[:, :3], "turned": table.T, "none": table[:0], "scalar": torch.tensor(True)}
-    ref = store.put(SampleRef("s", "", "", "", dict.fromkeys(tensors, ""), {}), tensors)
-    found, _ = store.get(ref)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 def test_selected_features_alone_are_read(tmp_path: Path):
@@ -70,13 +45,6 @@ def test_behind_joined_store_and_loader_it_is_a_feature_store_like_any(tmp_path:
     assert batches[0].tensors.keys() == {"input_ids", "loss_mask", "hf2", "last"}
     assert store.health()["samples"] == 7 - sum(len(batch.sample_ids) for batch in batches)
     assert store.health()["leases"] == 0
-
-
-def test_what_the_ref_says_of_a_teacher_tensor_survives_put(tmp_path: Path):
-    spec = FeatureSpec("last", (), "float32", target_repr="hidden_state")
-    ref = replace(toy_ref(1, ("last",)), feature_specs={"last": spec})
-    stored = SharedDirFeatureStore(tmp_path).put(ref, toy_tensors(ref))
-    assert stored.feature_specs["last"] == replace(spec, shape=(4, 4))
 
 
 def test_a_sample_is_put_whole(tmp_path: Path):
@@ -129,47 +97,6 @@ def test_consume_once_frees_on_the_last_release_of_this_process(tmp_path: Path):
         store.get(ref)
 
 
-def test_retained_samples_are_read_again_and_again(tmp_path: Path):
-    store = SharedDirFeatureStore(tmp_path, retain_on_release=True)
-    ref = put(store, 1)
-    for _ in range(3):
-        store.release(store.get(ref)[1])
-    assert store.health() | {"samples": 1, "leases": 0} == store.health()
-
-
-def test_stale_and_foreign_handles_release_nothing(tmp_path: Path):
-    store = SharedDirFeatureStore(tmp_path)
-    _, stale = store.get(put(store, 1))
-    ref = put(store, 1)
-    _, handle = store.get(ref)
-    store.release(stale)
-    store.release(replace(handle, lease_token="another process's"))
-    SharedDirFeatureStore(tmp_path).release(handle)
-    assert store.health() | {"samples": 1, "leases": 1} == store.health()
-    store.release(handle)
-    assert store.health()["samples"] == 0
-
-
-def test_a_failed_get_holds_no_lease(tmp_path: Path):
-    store = SharedDirFeatureStore(tmp_path)
-    ref = put(store, 1)
-    path = file_of(tmp_path)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(StoreError):
-        store.get(ref)
-    assert store.health()["leases"] == 0
-
-
-def test_abort_keeps_a_sample_for_another_try(tmp_path: Path):
-    store = SharedDirFeatureStore(tmp_path)
-    ref = put(store, 1)
-    _, handle = store.get(ref)
-    store.abort("s1")
-    store.release(handle)
-    store.release(store.get(ref)[1])
-    assert store.health()["samples"] == 0
-
-
 def test_abort_fails_a_put_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = SharedDirFeatureStore(tmp_path)
     monkeypatch.setattr("draftworks.features.shared_dir_store.fsync", lambda path: store.abort("s1"))
@@ -198,14 +125,6 @@ def test_a_ref_reads_its_own_sample_only(tmp_path: Path):
         SharedDirFeatureStore(tmp_path / "two").get(mine)
 
 
-@pytest.mark.parametrize("wrong", [FeatureSpec("last", (99, 4), "float32"), FeatureSpec("last", (4, 4), "int32")])
-def test_get_checks_shape_and_dtype(tmp_path: Path, wrong: FeatureSpec):
-    store = SharedDirFeatureStore(tmp_path)
-    ref = put(store, 1)
-    with pytest.raises(StoreError, match=rf"s1: .*{wrong.shape[0]}, 4\) of {wrong.dtype}, found \(4, 4\) of float32"):
-        store.get(replace(ref, feature_specs={"last": wrong}))
-
-
 def test_gc_removes_old_staging_and_leaves_young(tmp_path: Path):
     store = SharedDirFeatureStore(tmp_path, staging_age_s=100.0)
     for name, seconds in (("old.tmp", 101.0), ("young.tmp", 50.0)):
@@ -227,14 +146,3 @@ def test_gc_removes_expired_samples_that_are_not_leased(tmp_path: Path):
     assert store.get(refs[1])
     with pytest.raises(StoreError, match="s2: .*gone"):
         store.get(refs[2])
-
-
-def test_gc_drops_leases_held_too_long_and_their_release_frees_nothing(tmp_path: Path):
-    store = SharedDirFeatureStore(tmp_path, max_hold_age_s=0.0)
-    ref = put(store, 1)
-    _, handle = store.get(ref)
-    time.sleep(0.001)
-    store.gc()
-    assert store.health()["leases"] == 0
-    store.release(handle)
-    assert store.get(ref)

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef, TrainBatch
 from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.wrapped_store import WrappedStore
 
 HIDDEN = 4
 
@@ -52,11 +53,12 @@ class ToyTokens:
         return ToyRow(np.arange(length, dtype=np.int32), np.ones(length, dtype=np.bool_))
 
 
-class CountingStore(FeatureStore):
+class CountingStore(WrappedStore):
     """Wraps a store and remembers which samples were fetched, and how many leases are out."""
 
     def __init__(self, store: FeatureStore) -> None:
-        self._store = store
+        super().__init__(store)
+        self.lease_bound = True  # the loader has to copy
         self.fetched: list[str] = []
         self.leased = 0
         self.fail_on: str | None = None
@@ -71,21 +73,6 @@ class CountingStore(FeatureStore):
     def release(self, handle: FeatureHandle) -> None:
         self.leased -= 1
         self._store.release(handle)
-
-    def put(self, ref, tensors):
-        return self._store.put(ref, tensors)
-
-    def abort(self, sample_id):
-        self._store.abort(sample_id)
-
-    def gc(self):
-        return self._store.gc()
-
-    def health(self):
-        return self._store.health()
-
-    def estimate_bytes(self, ref):
-        return self._store.estimate_bytes(ref)
 
 
 def pad_collate(samples, sample_ids) -> TrainBatch:

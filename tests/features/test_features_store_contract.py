@@ -1,0 +1,67 @@
+"""Every feature store keeps the contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.register_assert_rewrite("store_harness", "store_contract", "store_keyed_contract")
+
+from features_toys import ToyTokens, toy_ref  # noqa: E402
+from store_contract import WritingContract  # noqa: E402
+from store_harness import FileHarness  # noqa: E402
+from store_keyed_contract import KeyedContract  # noqa: E402
+
+from draftworks.features.joined_store import JoinedStore  # noqa: E402
+from draftworks.features.keyed_shared_dir import KeyedSharedDirStore  # noqa: E402
+from draftworks.features.local_store import LocalFeatureStore  # noqa: E402
+from draftworks.features.sealing import AuthPolicy  # noqa: E402
+from draftworks.features.shared_dir_store import SharedDirFeatureStore  # noqa: E402
+
+POLICIES = [AuthPolicy(), AuthPolicy(secret=b"a secret of 24 bytes, ok")]
+TOKENS = ToyTokens([toy_ref(index) for index in range(500)])
+
+
+def open_local(root: Path, max_hold_age_s: float) -> LocalFeatureStore:
+    return LocalFeatureStore(root, max_hold_age_s=max_hold_age_s)
+
+
+def open_keyed_shared(root: Path, max_hold_age_s: float) -> KeyedSharedDirStore:
+    return KeyedSharedDirStore(root, max_hold_age_s=max_hold_age_s, staging_age_s=0.0)
+
+
+class TestLocalFeatureStore(KeyedContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> FileHarness:
+        return FileHarness(tmp_path, open_local, keyed=True)
+
+
+class TestKeyedSharedDirStore(KeyedContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> FileHarness:
+        return FileHarness(tmp_path, open_keyed_shared, keyed=True)
+
+
+class TestSharedDirFeatureStore(WritingContract):
+    @pytest.fixture(
+        params=[(p, r) for p in POLICIES for r in (False, True)], ids=["once", "kept", "once-secret", "kept-secret"]
+    )
+    def harness(self, tmp_path: Path, request: pytest.FixtureRequest) -> FileHarness:
+        policy, retain = request.param
+
+        def opened(root: Path, max_hold_age_s: float) -> SharedDirFeatureStore:
+            return SharedDirFeatureStore(root, retain, policy, max_hold_age_s, staging_age_s=0.0)
+
+        return FileHarness(tmp_path, opened, consume_once=not retain)
+
+
+class TestJoinedStore(WritingContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> FileHarness:
+        def joined(root: Path, max_hold_age_s: float) -> JoinedStore:
+            store = SharedDirFeatureStore(root, max_hold_age_s=max_hold_age_s, staging_age_s=0.0)
+            return JoinedStore(store, TOKENS)
+
+        adds = frozenset({"input_ids", "loss_mask"})
+        return FileHarness(tmp_path, joined, consume_once=True, one_row_per_token=True, adds=adds)
