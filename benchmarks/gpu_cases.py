@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftworks.config.strategies import StrategyOptions, available_strategies, resolve_strategy
+from draftworks.config.strategies import StrategyOptions, list_strategies, resolve_strategy
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
@@ -63,7 +63,7 @@ SHAPES = {
 
 def engine_strategies() -> tuple[str, ...]:
     """Return the built-in strategies; a plug-in's may need more than a synthetic target."""
-    return tuple(name for name in available_strategies() if resolve_strategy(name).factory.startswith("draftworks."))
+    return tuple(name for name in list_strategies() if resolve_strategy(name).factory.startswith("draftworks."))
 
 
 def select_options(name: str, shape: Shape, **changes: Any) -> StrategyOptions:

@@ -32,15 +32,15 @@ UNUSED_GATES = "dagster._core.execution.plan.active"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Execute a job. Returns the exit code: 0, 1 if the run failed (its last lines say why), 2 if it could not
     begin."""
-    asked = _parser().parse_args(arguments)
-    location = ["-m", LOCATION] if asked.file is None else ["-f", str(asked.file)]
-    command = ["job", "execute", *location, "-j", asked.job, "-c", str(CONSOLE)]
-    command += [word for file in asked.config for word in ("-c", str(file))]
-    if asked.target is not None:
-        command += ["--tags", json.dumps({"dagster/partition": asked.target})]
+    options = _build_parser().parse_args(arguments)
+    location = ["-m", LOCATION] if options.file is None else ["-f", str(options.file)]
+    command = ["job", "execute", *location, "-j", options.job, "-c", str(CONSOLE)]
+    command += [word for file in options.config for word in ("-c", str(file))]
+    if options.target is not None:
+        command += ["--tags", json.dumps({"dagster/partition": options.target})]
     logging.getLogger(UNUSED_GATES).setLevel(logging.ERROR)
     try:
-        with _steps_silenced():
+        with _silence_steps():
             create_dagster_cli().main(command, prog_name="dagster", standalone_mode=False)
     except (click.UsageError, DraftworksError, dg.DagsterError) as error:
         reason = error.format_message() if isinstance(error, click.ClickException) else str(error)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Run a job for one target.")
     parser.add_argument("job")
     parser.add_argument("--target", help="the registry's name of the model; every job but `leaderboard` needs one")
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def _steps_silenced() -> Iterator[None]:
+def _silence_steps() -> Iterator[None]:
     """Discard stdout of programs, which would interleave with the run's lines. The run page and var/runs have it."""
     sys.stdout.flush()
     kept = os.dup(1)

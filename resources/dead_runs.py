@@ -1,7 +1,9 @@
 """Runs whose process was killed: ends their steps and releases their pool slots.
- Dagster's daemon monitors runs that it started itself, but no run that a terminal or CI started. If the process of
-such a run is killed, its steps would continue, and its pool slots would stay taken, so that every later run waits for
-ever."""
+
+Dagster's daemon monitors only runs that it started itself, not those that a terminal or CI started. If the process of
+such a run is killed, its steps would continue and its pool slots would stay taken, so every later run would wait for
+ever.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ import psutil
 from dagster._core.events import EngineEventData
 
 from resources.process_place import RunProcess
-from resources.process_tree import lives
+from resources.process_tree import is_alive
 
 TAG = "draftworks/run_process"
 _SAYS_A_PID = {dg.DagsterEventType.ENGINE_EVENT, dg.DagsterEventType.STEP_WORKER_STARTED}
@@ -54,8 +56,7 @@ def _watch(parent: multiprocessing.process.BaseProcess) -> None:
 
 @dataclass(frozen=True)
 class DeadRuns:
-    """Ids of runs that were found dead, and of unfinished ones that hold pool slots and may be dead, but not seen
-    from here."""
+    """Ids of runs that were found dead, and of unfinished runs that hold pool slots and whose state is unknown here."""
 
     released: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -81,7 +82,7 @@ def release_dead_runs(instance: dg.DagsterInstance, wait_s: float = 30.0) -> Dea
             if not dead:
                 unknown += [run_id] if dead is None else []
                 continue
-            while (alive := _any_alive(instance, run_id)) and time.monotonic() < deadline:
+            while (alive := _is_any_alive(instance, run_id)) and time.monotonic() < deadline:
                 time.sleep(_LOOK_INTERVAL_S)
             if alive:
                 continue
@@ -91,12 +92,12 @@ def release_dead_runs(instance: dg.DagsterInstance, wait_s: float = 30.0) -> Dea
     return DeadRuns(tuple(released), tuple(unknown))
 
 
-def _any_alive(instance: dg.DagsterInstance, run_id: str) -> bool:
+def _is_any_alive(instance: dg.DagsterInstance, run_id: str) -> bool:
     """Whether a process that the run's events name is alive."""
-    return any(process is not None and lives(process) for process in _named_processes(instance, run_id))
+    return any(process is not None and is_alive(process) for process in _find_named_processes(instance, run_id))
 
 
-def _named_processes(instance: dg.DagsterInstance, run_id: str) -> Iterator[psutil.Process | None]:
+def _find_named_processes(instance: dg.DagsterInstance, run_id: str) -> Iterator[psutil.Process | None]:
     """Yield the process of each event that names a pid; None if it has ended, also if its pid is in use again."""
     for entry in instance.all_logs(run_id, of_type=_SAYS_A_PID):
         data = entry.get_dagster_event().event_specific_data
@@ -105,6 +106,6 @@ def _named_processes(instance: dg.DagsterInstance, run_id: str) -> Iterator[psut
             continue
         try:
             process = psutil.Process(int(str(pid.value)))
-            yield process if process.create_time() < entry.timestamp + _CLOCK_SLACK_S and lives(process) else None
+            yield process if process.create_time() < entry.timestamp + _CLOCK_SLACK_S and is_alive(process) else None
         except psutil.Error:
             yield None

@@ -9,7 +9,7 @@ import dagster as dg
 
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.heartbeat import HeartbeatRecord
-from resources.log_tail import TAIL_LINES, last_lines
+from resources.log_tail import TAIL_LINES, read_last_lines
 from resources.torch_job import JobStatus, RunDir, TorchJob
 
 
@@ -24,15 +24,17 @@ def describe_job_failure(job: TorchJob, files: RunDir, status: JobStatus, metada
         metadata["exit_code"] = status.exit_code
     ranks = sorted(_read_failures(files), key=lambda failure: failure.time_ns)
     if not ranks:
-        description = f"{job.module} {_ending(status)} and no rank said why. The last lines of {files.log}:"
-        return dg.Failure(f"{description}\n{_last_words(files)}", metadata)
+        description = (
+            f"{job.module} {_describe_ending(status)} and no rank left an error message. The last lines of {files.log}:"
+        )
+        return dg.Failure(f"{description}\n{_read_last_words(files)}", metadata)
     first = ranks[0]
-    metadata["failed_ranks"] = "\n".join(_headline(failure) for failure in ranks)
+    metadata["failed_ranks"] = "\n".join(_format_headline(failure) for failure in ranks)
     if first.interrupted:
-        return dg.Failure(f"{first.message}. Run it again: it goes on from there.", metadata)
+        return dg.Failure(f"{first.message}. Run it again: it continues from there.", metadata)
     if first.user_error:
         return dg.Failure(first.message, metadata, allow_retries=False)
-    return dg.Failure(f"{_headline(first)}\n\n{first.traceback}", metadata)
+    return dg.Failure(f"{_format_headline(first)}\n\n{first.traceback}", metadata)
 
 
 def read_interruption(files: RunDir) -> str:
@@ -71,16 +73,16 @@ def describe_stall(
     """Return the failure of a job that was ended because it made no progress. `ranks` are pairs of last pulse and
     process state."""
     told = [
-        f"rank {pulse.rank} (pid {pulse.pid}, {state}), which last said: {pulse.said}\n  "
+        f"rank {pulse.rank} (pid {pulse.pid}, {state}), which last reported: {pulse.said}\n  "
         + "\n  ".join(pulse.where or ("(place unknown)",))
         for pulse, state in ranks
         if not pulse.ended
     ]
     who = "\n".join(told) or ("(all ranks have ended, torchrun has not)" if ranks else "(no rank has begun)")
     return dg.Failure(
-        f"{job.module} made no progress for {limit_s:g} s (launcher.stall_limit_s) and was ended. The rank to look at"
-        f" first comes first:\n{who}\nThe stacks of ranks that could be asked are at the end of {files.log}. Run it again:"
-        " a training goes on from its last checkpoint, the others from what they have kept.",
+        f"{job.module} made no progress for {limit_s:g} s (launcher.stall_limit_s) and was ended. Its ranks, the"
+        f" most suspicious first:\n{who}\nThe stacks of the ranks that answered are at the end of {files.log}. Run it again:"
+        " a training continues from its last checkpoint, other programs from their stored results.",
         metadata,
     )
 
@@ -91,16 +93,16 @@ def _read_failures(files: RunDir) -> list[RankFailure]:
     return [failure for failure in ranks or [RankFailure.read(files.error)] if failure is not None]
 
 
-def _last_words(files: RunDir) -> str:
+def _read_last_words(files: RunDir) -> str:
     """Return the end of the log up to torchrun's line on the failed rank, without torchrun's own long traceback."""
-    lines = last_lines(files.log, 10 * TAIL_LINES)
+    lines = read_last_lines(files.log, 10 * TAIL_LINES)
     verdict = next((number for number, line in enumerate(lines) if "failed (exitcode: " in line), len(lines))
     return "\n".join(lines[: verdict + 1][-TAIL_LINES:]) or "(it printed nothing)"
 
 
-def _headline(failure: RankFailure) -> str:
+def _format_headline(failure: RankFailure) -> str:
     return failure.message if failure.rank is None else f"rank {failure.rank}: {failure.message}"
 
 
-def _ending(status: JobStatus) -> str:
+def _describe_ending(status: JobStatus) -> str:
     return status.state.value if status.exit_code is None else f"exited with code {status.exit_code}"

@@ -1,4 +1,4 @@
-"""The launcher of a deployment."""
+"""Makes the launcher that the deployment configures."""
 
 from __future__ import annotations
 

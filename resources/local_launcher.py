@@ -58,7 +58,7 @@ class LocalLauncher(TorchLauncher):
             )
         mark = uuid.uuid4().hex
         own = {
-            "OMP_NUM_THREADS": str(self.threads or _share_of_cores(job.procs_per_node)),
+            "OMP_NUM_THREADS": str(self.threads or _divide_cores(job.procs_per_node)),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(self.grace_s * _TORCHRUN_SHARE_OF_GRACE)),
         }
         folder = tempfile.TemporaryDirectory(
@@ -67,7 +67,10 @@ class LocalLauncher(TorchLauncher):
         meeting = f"--rdzv-endpoint={folder.name}/store"
         with run_dir.log.open("ab") as log:
             torchrun = subprocess.Popen(
-                [*parent_death.build_shim_command(), *job.command(*ONE_NODE, meeting, f"--log-dir={run_dir.ranks}")],
+                [
+                    *parent_death.build_shim_command(),
+                    *job.build_command(*ONE_NODE, meeting, f"--log-dir={run_dir.ranks}"),
+                ],
                 env={**os.environ, **ONE_NODE_ENV, **own, **env, MARK: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -91,13 +94,13 @@ class LocalLauncher(TorchLauncher):
         handle.torchrun.poll()
         handle.folder.cleanup()
         if survivors:
-            dg.get_dagster_logger().error(f"these processes cannot be killed, look after them: {survivors}")
+            dg.get_dagster_logger().error(f"these processes could not be killed, end them by hand: {survivors}")
 
     def ask_for_stacks(self, handle: LocalJob, ranks: Sequence[HeartbeatRecord]) -> list[str]:
         """Send SIGUSR1 to each rank: a handler in C prints the stacks of all threads, also of one stuck in native
         code."""
         ours = {process.pid: process for process in handle.tree.scan()}
-        states = [_asked(ours.get(rank.pid)) for rank in ranks]
+        states = [_request_stacks(ours.get(rank.pid)) for rank in ranks]
         time.sleep(_STACKS_S)
         return states
 
@@ -105,12 +108,12 @@ class LocalLauncher(TorchLauncher):
         return {"engine": "local", "pid": handle.torchrun.pid}
 
 
-def _share_of_cores(processes: int) -> int:
+def _divide_cores(processes: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes)
 
 
-def _asked(rank: psutil.Process | None) -> str:
+def _request_stacks(rank: psutil.Process | None) -> str:
     """Send SIGUSR1 to a rank and return the state of its process."""
     try:
         if rank is None:

@@ -16,8 +16,8 @@ TAIL_LINES = 30
 class LogTail:
     """Copies what was appended to `path` to this process's stdout, which Dagster shows as the step's compute log.
 
-    The job writes to the file itself, so it never waits for us, loses nothing when we die, and may run on another
-    machine. At most `limit_bytes` are copied; the file stays whole, and its last lines are shown in any case.
+    The job writes to the file itself, so it never waits for this process, loses nothing if this process dies, and may
+    run on another machine. At most `limit_bytes` are copied, plus the last lines; the file itself stays complete.
     """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
@@ -27,7 +27,7 @@ class LogTail:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def copy(self) -> None:
-        """Copy what is new since the last call."""
+        """Copy the output that was written since the last call."""
         if self._left <= 0 or not self._path.exists():
             return
         with self._path.open("rb") as log:
@@ -37,19 +37,19 @@ class LogTail:
                 self._left -= len(chunk)
             self._position = log.tell()
         if self._left <= 0:
-            sys.stdout.write(f"\n… there may be more than is shown here: {self._path}\n")
+            sys.stdout.write(f"\n… the limit of shown output is reached, the whole log is {self._path}\n")
         sys.stdout.flush()
 
     def finish(self) -> None:
-        """Copy the rest; where the limit cut it, the last lines."""
+        """Copy the remaining output; if the limit was reached, the last lines."""
         self.copy()
         if self._left <= 0:
-            sys.stdout.write("\n".join(["… the last lines:", *last_lines(self._path, TAIL_LINES), ""]))
+            sys.stdout.write("\n".join(["… the last lines:", *read_last_lines(self._path, TAIL_LINES), ""]))
         sys.stdout.flush()
 
 
-def last_lines(path: Path, count: int) -> list[str]:
-    """The last `count` lines of a file, long ones cut; none if there is no such file."""
+def read_last_lines(path: Path, count: int) -> list[str]:
+    """Return the last `count` lines of a file, long ones cut; an empty list if there is no such file."""
     if not path.exists():
         return []
     with path.open("rb") as log:

@@ -36,11 +36,11 @@ class Place:
         namespace = ""
         with suppress(OSError):
             namespace = os.readlink("/proc/self/ns/pid")
-        machine, boot = _text("/etc/machine-id"), _text("/proc/sys/kernel/random/boot_id")
+        machine, boot = _read_text("/etc/machine-id"), _read_text("/proc/sys/kernel/random/boot_id")
         return cls(socket.gethostname(), machine, boot, namespace)
 
     def is_before_restart_of(self, other: Place) -> bool:
-        """Whether this is the same machine before a reboot, so that no process of here can live."""
+        """Whether this is the same machine before a reboot, so that none of its processes can be alive."""
         same = (self.host, self.machine, self.namespace) == (other.host, other.machine, other.namespace)
         return same and bool(self.machine) and self.namespace == _FIRST_NAMESPACE and self.boot != other.boot
 
@@ -61,12 +61,12 @@ class RunProcess:
 
     @classmethod
     def of(cls, run_id: str, pid: int) -> RunProcess:
-        """Raises psutil.Error if there is no such process."""
-        return cls(run_id, pid, _started(pid), Place.here())
+        """Return the record of a process on this machine. Raises psutil.Error if there is no such process."""
+        return cls(run_id, pid, _read_start(pid), Place.here())
 
     @classmethod
     def from_tag(cls, run_id: str, tag: str | None) -> RunProcess | None:
-        """None where the run has no such tag, or only that of the run that it retries."""
+        """Return the process in a run's tag; None if the run has no tag, or only that of the run that it retries."""
         try:
             values = json.loads(tag or "")
             found = cls(**{**values, "place": Place(**values["place"])})
@@ -86,13 +86,13 @@ class RunProcess:
             return None
         try:
             process = psutil.Process(self.pid)
-            return process.status() == psutil.STATUS_ZOMBIE or _started(self.pid) != self.started
+            return process.status() == psutil.STATUS_ZOMBIE or _read_start(self.pid) != self.started
         except psutil.Error:
             return True
 
 
-def _started(pid: int) -> float:
-    """Clock ticks since boot on Linux, which no correction of the clock moves; elsewhere a time."""
+def _read_start(pid: int) -> float:
+    """Return a process's start: on Linux clock ticks since boot, independent of clock corrections; elsewhere a time."""
     if sys.platform != "linux":
         return psutil.Process(pid).create_time()
     try:
@@ -101,7 +101,7 @@ def _started(pid: int) -> float:
         raise psutil.NoSuchProcess(pid) from None
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
     try:
         return Path(path).read_text().strip()
     except OSError:

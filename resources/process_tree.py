@@ -26,12 +26,12 @@ class ProcessTree:
         self._known = {self._root}
 
     def scan(self) -> list[psutil.Process]:
-        """The processes that live now, the root first. Zombies count as gone."""
+        """Return the processes that are alive now, the root first. Zombies count as ended."""
         for process in list(self._known):
             with suppress(psutil.Error):
                 self._known.update(process.children(recursive=True))
-        self._known.update(_marked(self._mark))
-        self._known = {process for process in self._known if lives(process)}
+        self._known.update(_find_marked(self._mark))
+        self._known = {process for process in self._known if is_alive(process)}
         return sorted(self._known, key=lambda process: process != self._root)
 
     def end(self, grace_s: float) -> list[psutil.Process]:
@@ -47,7 +47,7 @@ class ProcessTree:
         return self.kill()
 
     def kill(self) -> list[psutil.Process]:
-        """SIGKILL until nothing is left; gives up after five seconds (a process in the kernel cannot be killed)."""
+        """Send SIGKILL until no process is left, for at most five seconds (a process in the kernel cannot be killed)."""
         deadline = time.monotonic() + _KILL_DEADLINE_S
         while (alive := self.scan()) and time.monotonic() < deadline:
             for process in alive:
@@ -57,7 +57,7 @@ class ProcessTree:
         return alive
 
     def _ask_to_end(self, grace_s: float) -> None:
-        """SIGTERM to the root, which tells its children; to everyone else directly once the root is gone."""
+        """Send SIGTERM to the root, which passes it to its children; to all others directly once the root has ended."""
         deadline = time.monotonic() + grace_s
         told: set[psutil.Process] = set()
         while (alive := self.scan()) and time.monotonic() < deadline:
@@ -69,14 +69,14 @@ class ProcessTree:
             time.sleep(_SCAN_INTERVAL_S)
 
 
-def lives(process: psutil.Process) -> bool:
-    """Whether a process runs and is no zombie."""
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs and is not a zombie."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
-def _marked(mark: str) -> Iterator[psutil.Process]:
+def _find_marked(mark: str) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark:

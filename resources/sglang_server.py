@@ -1,4 +1,4 @@
-"""How programs start the SGLang servers of a deployment, and where the servers' logs are."""
+"""The resource with settings of SGLang servers that programs start, and the path of a server's log."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _TOLD_BYTES = 8 << 10
 
 
 class SGLangServer(dg.ConfigurableResource):
-    """How servers are started and waited for. The program that a step launches owns its server: it starts it on a
-    free port of the loopback interface, waits until it is healthy, and ends it with itself, however it ends.
+    """Settings for starting SGLang servers and waiting for them.
 
-    How much of a GPU's memory a server takes and how many GPUs is said where it is used, in the target's YAML.
+    The program that a step launches owns its server: it starts it on a free port of the loopback interface, waits until
+    it is healthy, and ends it when the program itself ends. The server's GPUs and memory share are options of the target.
     """
 
     python: str = Field(description="Of the environment with SGLang; an absolute path.")
@@ -30,19 +30,18 @@ class SGLangServer(dg.ConfigurableResource):
 
     @property
     def spec(self) -> SGLangSpec:
-        """As run files have it."""
+        """The same settings as a run file contains them."""
         return SGLangSpec(**{name: getattr(self, name) for name in SGLangSpec.model_fields})
 
     @staticmethod
-    def log(folder: Path) -> Path:
-        """The log of a server that keeps its files in `folder`."""
+    def locate_log(folder: Path) -> Path:
+        """Return the path of the log of a server whose files are in `folder`."""
         return folder / LOG_NAME
 
     @contextmanager
     def log_output_of_server(self, context: dg.AssetExecutionContext, folder: Path) -> Iterator[None]:
-        """After a failure or a cancellation the end of the server's log is in the run's log; after a success, where
-        it is."""
-        log = self.log(folder)
+        """Copy the end of the server's log to the run's log after a failure or cancellation; after a success, its path."""
+        log = self.locate_log(folder)
         try:
             yield
             context.log.info(f"the server's log is {log}")

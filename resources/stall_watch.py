@@ -17,7 +17,7 @@ _START_S = 600.0
 
 @dataclass
 class _Rank:
-    """A rank's last pulse, and when it last changed on the watch's clock."""
+    """A rank's last heartbeat, and the watch's times of its last write and of its last progress."""
 
     pulse: HeartbeatRecord
     wrote_s: float
@@ -26,12 +26,12 @@ class _Rank:
 
 @dataclass
 class StallWatch:
-    """Looks at the ranks' heartbeats; its clock runs only while it looks.
+    """Detects a job without progress from its ranks' heartbeats; time between two far apart polls counts only in part.
 
     Args:
         folder: torchrun's log folder, where heartbeats are beside error files.
-        log: the job's output: as long as it grows, something happens.
-        limit_s: without progress.
+        log: the job's output file; its growth counts as progress.
+        limit_s: longest time in seconds without progress.
     """
 
     folder: Path
@@ -44,9 +44,11 @@ class StallWatch:
     _log_bytes: int = 0
     _logged_s: float = 0.0
 
-    def stalled(self) -> list[HeartbeatRecord] | None:
-        """Return the ranks of a job without progress, the most suspicious first; None for a healthy job. Call it
-        often."""
+    def find_stalled(self) -> list[HeartbeatRecord] | None:
+        """Return the ranks of a job without progress, the most suspicious first; None for a healthy job.
+
+        Call it more often than every `_LONGEST_GAP_S` seconds: longer gaps are not counted in full.
+        """
         now = self.clock()
         self._elapsed_s += min(now - (now if self._looked_at is None else self._looked_at), _LONGEST_GAP_S)
         self._looked_at = now

@@ -18,11 +18,11 @@ ONE_NODE_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 @dataclass(frozen=True)
 class TorchJob:
-    """A Python module to run under torchrun; says nothing of where. Raises ConfigError for impossible counts.
+    """A Python module to run under torchrun, independent of the launcher. Raises ConfigError for impossible counts.
 
     Attributes:
-        python: the interpreter of every rank, where it is not the one that launches.
-        longest_wait_s: how long the job may rightly do nothing but wait for somebody else, such as a server.
+        python: the interpreter of every rank; None for that of the launching process.
+        longest_wait_s: longest time in seconds for which the job may only wait, such as for a server, without a stall.
     """
 
     module: str
@@ -41,11 +41,11 @@ class TorchJob:
                 f" nodes={self.nodes}, procs_per_node={self.procs_per_node}, gpus_per_node={self.gpus_per_node}"
             )
 
-    def command(self, *options: str) -> list[str]:
-        """The torchrun command line with `options`.
+    def build_command(self, *options: str) -> list[str]:
+        """Return the torchrun command line with `options`.
 
-        Without a rendezvous among them: one node, which meets in a temporary file, since torchrun's own store listens
-        on all addresses and unpickles what it is sent. `ONE_NODE_ENV` belongs to it.
+        Without a rendezvous option, the ranks of one node meet in a temporary file: torchrun's own store listens on all
+        addresses and unpickles what it receives. It requires `ONE_NODE_ENV` in the environment.
         """
         rendezvous = () if any(option.startswith("--rdzv") for option in options) else ONE_NODE
         torchrun = (str(self.python or sys.executable), "-m", "torch.distributed.run", *rendezvous, *options)
@@ -67,7 +67,7 @@ class JobState(Enum):
 
 
 class JobStatus(NamedTuple):
-    """`exit_code` is None while the job runs and where the engine does not tell."""
+    """State and exit code of a job; the code is None while it runs, and if the launcher does not know it."""
 
     state: JobState
     exit_code: int | None = None
@@ -81,7 +81,7 @@ class RunDir:
 
     @classmethod
     def create(cls, base: Path, run_id: str, retry: int) -> RunDir:
-        """A new folder `RUN-retryN` in `base`; a second job of the same attempt gets a number after it."""
+        """Create a new folder `RUN-retryN` in `base`; a second job of the same attempt gets a number after it."""
         name, number = f"{run_id[:8]}-retry{retry}", 1
         while True:
             path = base.resolve() / (name if number == 1 else f"{name}-{number}")
@@ -108,5 +108,5 @@ class RunDir:
 
     @property
     def ranks(self) -> Path:
-        """torchrun's log folder: somewhere in it is every rank's error file."""
+        """torchrun's log folder, with an error file for each rank in subfolders."""
         return self.path / "ranks"

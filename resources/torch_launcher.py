@@ -71,14 +71,14 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
 
     @abstractmethod
     def cancel(self, handle: Any) -> None:
-        """End the job. Returns only when nothing of it is left."""
+        """End the job. Returns when all of its processes have ended."""
 
     @abstractmethod
     def describe(self, handle: Any) -> dict[str, str | int]:
         """Return engine and job id, for metadata."""
 
     def ask_for_stacks(self, handle: Any, ranks: Sequence[HeartbeatRecord]) -> list[str]:
-        """Make the ranks print their stacks into the job's log where that is possible; the state of each process."""
+        """Make the ranks print their stacks into the job's log if possible; return the state of each process."""
         return ["state unknown"] * len(ranks)
 
     def run(
@@ -95,7 +95,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
 
         Raises dagster.Failure with the first failed rank's message and traceback; without retries for a
         `DraftworksError`, a job over its time limit, and a success that did not send exactly one report. A job without
-        progress for `stall_limit_s` is ended, and the failure says which rank stood where.
+        progress for `stall_limit_s` is ended, and the failure names the last place of each rank.
         """
         base = run_dir or Path(self.workdir) / context.op_execution_context.op_handle.name
         files = RunDir.create(base, context.run.run_id, context.retry_number)
@@ -167,7 +167,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
                 running_since = now
             if limit_s and running_since is not None and now - running_since > limit_s:
                 raise describe_time_limit(job, limit_s, metadata)
-            if running_since is not None and (stalled := watch.stalled()) is not None:
+            if running_since is not None and (stalled := watch.find_stalled()) is not None:
                 states = self.ask_for_stacks(handle, stalled)
                 raise describe_stall(job, files, watch.limit_s, list(zip(stalled, states, strict=True)), metadata)
             tail.copy()

@@ -1,4 +1,4 @@
-"""The workspace resource: registry entries in, results out."""
+"""The workspace resource: the registry, the results made from it, and the folders of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draftworks.targets.resolve import resolve_target
 
 
 class Workspace(dg.ConfigurableResource):
-    """A registry and the results made from it. Everything is read on first use."""
+    """Access to a registry and to the results made from it; everything is read on first use."""
 
     registry_root: str = Field(description="Folder with targets/, datasets/ and deployment.yaml.")
 
@@ -50,20 +50,19 @@ class Workspace(dg.ConfigurableResource):
         """Folder of the verdicts of `examine_before_run`; keys are content."""
         return self.var / "target_checks"
 
-    def target_files(self, target: str) -> TargetFiles:
+    def resolve_target_files(self, target: str) -> TargetFiles:
         """Return files, digests and shape of a target as they are now."""
         return resolve_target(self.registry.load_target(target), self.registry, self.digests)
 
-    def dataset_version(self, dataset: DatasetSpec) -> str:
+    def read_dataset_version(self, dataset: DatasetSpec) -> str:
         """Return the content digest of a data set's files as they are now."""
         return dataset_version(dataset, self.registry.root, self.digests)
 
-    def feature_store(self, files: TargetFiles) -> StoreSpec:
-        """The store of a target's weights; keys are content, so every run, strategy and target of these weights
-        shares it.
+    def locate_feature_store(self, files: TargetFiles) -> StoreSpec:
+        """Return the feature store of a target's weights, shared by all runs, strategies and targets of these weights.
 
         Raises:
-            StoreError: features that are kept below the target's name cannot be taken over.
+            StoreError: features that an earlier version stored under the target's name cannot be moved there.
         """
         features = self.registry.load_deployment().features
         root = self.var / "feature_store" if features.root is None else self.registry.resolve_path(features.root)
@@ -76,7 +75,7 @@ class Workspace(dg.ConfigurableResource):
         sglang = self.registry.load_deployment().sglang
         return sglang.model_copy(update={"python": os.path.abspath(self.registry.root / sglang.python)})
 
-    def python_of(self, capture: CaptureSpec) -> Path | None:
+    def find_python(self, capture: CaptureSpec) -> Path | None:
         """Return the interpreter of programs that load a target's engine; None for the current one."""
         return Path(self.sglang.python) if capture.inside_sglang else None
 
@@ -85,14 +84,14 @@ class Workspace(dg.ConfigurableResource):
         """Folder of measurements of rung 4; keys are content, so all targets, drafts and reports share it."""
         return self.var / "loop_cache"
 
-    def answers(self, files: TargetFiles) -> Path:
+    def locate_answers(self, files: TargetFiles) -> Path:
         """Return the folder of answers of a target's weights, one record per conversation, for all runs."""
         return self.var / "answers" / files.digest
 
-    def earlier_answers(self, files: TargetFiles) -> list[Path]:
+    def find_earlier_answers(self, files: TargetFiles) -> list[Path]:
         """Return files of answers of these weights that earlier versions kept below the names of targets."""
         return find_answers(self.var / "answers", files.digest)
 
-    def run_folder(self, run_id: str, step: str) -> Path:
+    def locate_run_folder(self, run_id: str, step: str) -> Path:
         """Return the folder of run file, messages and log of a launched job."""
         return self.var / "runs" / run_id / step

@@ -1,28 +1,30 @@
 """Sensors and schedules.
- They are off by default. `automation: true` in registry/deployment.yaml starts the re-evaluation by changes and by
-time. A switch in the UI takes precedence."""
+
+They are off by default. `automation: true` in registry/deployment.yaml turns on the re-evaluation after changes and on
+schedule. A switch in the UI takes precedence.
+"""
 
 from __future__ import annotations
 
 import dagster as dg
 
 from draftworks.targets.registry import Registry
-from sensors.reevaluation import reevaluation_sensor
-from sensors.registry import registry_sensor
-from sensors.schedules import evaluation_schedules
+from sensors.reevaluation import make_reevaluation_sensor
+from sensors.registry import make_registry_sensor
+from sensors.schedules import make_evaluation_schedules
 
 
-def all_sensors(registry: Registry) -> list[dg.SensorDefinition]:
+def make_sensors(registry: Registry) -> list[dg.SensorDefinition]:
     deployment = registry.load_deployment()
     status = dg.DefaultSensorStatus.RUNNING if deployment.automation else dg.DefaultSensorStatus.STOPPED
     return [
-        registry_sensor(registry.list_targets()),
-        reevaluation_sensor(registry.list_targets(), status, deployment.reevaluation_interval_s),
+        make_registry_sensor(registry.list_targets()),
+        make_reevaluation_sensor(registry.list_targets(), status, deployment.reevaluation_interval_s),
     ]
 
 
-def all_schedules(registry: Registry) -> list[dg.ScheduleDefinition]:
+def make_schedules(registry: Registry) -> list[dg.ScheduleDefinition]:
     automation = registry.load_deployment().automation
-    return evaluation_schedules(
+    return make_evaluation_schedules(
         registry, dg.DefaultScheduleStatus.RUNNING if automation else dg.DefaultScheduleStatus.STOPPED
     )

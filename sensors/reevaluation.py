@@ -21,9 +21,9 @@ class CursorEntry:
     """The cursor's entry of a target.
 
     Attributes:
-        subject: identity of what was asked to be evaluated; None once the reports are of what is there.
-        times: how often something was asked. It makes a key of its own of a subject that comes back to what it once
-            was: Dagster never repeats a key.
+        subject: identity of the state for which an evaluation was requested; None once the reports are current.
+        times: number of requests. It is part of the run key, since Dagster never repeats a key, and a target may return
+            to an earlier state.
     """
 
     subject: str | None = None
@@ -32,13 +32,13 @@ class CursorEntry:
 
 @dataclass(frozen=True)
 class StaleTarget:
-    """A target whose reports are stale: the identity that they should be of, and what has changed."""
+    """A target whose reports are stale: the identity of its current state, and descriptions of what has changed."""
 
     subject: str
     changes: list[str]
 
 
-def reevaluation_sensor(
+def make_reevaluation_sensor(
     targets: Sequence[str], status: dg.DefaultSensorStatus, interval_s: int = 60
 ) -> dg.SensorDefinition:
     """Return the sensor over the targets that are partitions of the code location."""
@@ -52,15 +52,15 @@ def reevaluation_sensor(
     )
     def reevaluate(context: dg.SensorEvaluationContext, workspace: Workspace) -> dg.SensorResult:
         before = read_cursor(context.cursor)
-        # Of a target that is gone for now too: should it come back, what was asked then is no key for anything new.
+        # Includes targets that are gone for now: if one comes back, its run keys must not repeat earlier ones.
         after = dict(before)
         requests = []
-        # Before anything is looked at: what a run publishes while this tick looks is left to the next tick.
+        # Read before the results: what a run publishes during this tick is left to the next tick.
         busy = set(find_runs_under_way(context.instance))
         for target in targets:
             known = after[target] = before.get(target, CursorEntry())
             if target in busy:
-                continue  # it may be about to make the very report that is missing
+                continue  # that run may be making the missing report
             try:
                 found = find_outdated(workspace, target)
             except DraftworksError as error:
@@ -69,7 +69,7 @@ def reevaluation_sensor(
             after[target] = CursorEntry(None if found is None else found.subject, known.times)
             if found is not None and found.subject != known.subject:
                 after[target] = CursorEntry(found.subject, known.times + 1)
-                requests.append(request(target, after[target], found.changes))
+                requests.append(make_request(target, after[target], found.changes))
         return dg.SensorResult(
             run_requests=requests,
             cursor=json.dumps({name: asdict(asked) for name, asked in after.items() if asked != CursorEntry()}),
@@ -84,7 +84,7 @@ def read_cursor(cursor: str | None) -> dict[str, CursorEntry]:
 
 
 def find_outdated(workspace: Workspace, target: str) -> StaleTarget | None:
-    """Return what is stale of a target's reports; None if nothing is, or if there is nothing to measure yet."""
+    """Return what is stale in a target's reports; None if nothing is, or if there is no draft to measure yet."""
     registry, artifacts = workspace.registry, workspace.artifacts
     spec = registry.load_target(target)
     drafts = find_published_drafts(artifacts, spec)
@@ -92,15 +92,15 @@ def find_outdated(workspace: Workspace, target: str) -> StaleTarget | None:
     if not drafts or responses[HELDOUT] is None:
         return None
     sources = {
-        name: workspace.dataset_version(registry.load_dataset(registry.load_eval_set(name).dataset))
+        name: workspace.read_dataset_version(registry.load_dataset(registry.load_eval_set(name).dataset))
         for name in spec.evals
     }
-    subject = Subject(workspace.target_files(target), drafts, responses, sources)
+    subject = Subject(workspace.resolve_target_files(target), drafts, responses, sources)
     changes = subject.changes(artifacts)
     return StaleTarget(subject.identity, changes) if changes else None
 
 
-def request(target: str, asked: CursorEntry, changes: list[str]) -> dg.RunRequest:
+def make_request(target: str, asked: CursorEntry, changes: list[str]) -> dg.RunRequest:
     return dg.RunRequest(
         run_key=f"{target}:{asked.subject}:{asked.times}",
         partition_key=target,
@@ -112,13 +112,15 @@ def explain_skip(after: dict[str, CursorEntry], busy: set[str]) -> str:
     """Return why this tick starts no run, with the targets that a user may wait for."""
     failed = sorted(target for target, asked in after.items() if asked.subject is not None and target not in busy)
     waiting = sorted(busy & after.keys())
-    reasons = ["no report is to be made again"]
+    reasons = ["no report is outdated"]
     if failed:
-        reasons.append(f"evaluated once without a new report, and not again until something changes: {_some(failed)}")
+        reasons.append(
+            f"evaluated once without a new report, and not again before another change: {_format_names(failed)}"
+        )
     if waiting:
-        reasons.append(f"looked at when their runs have ended: {_some(waiting)}")
+        reasons.append(f"checked again when their runs have ended: {_format_names(waiting)}")
     return "; ".join(reasons)
 
 
-def _some(names: list[str], most: int = 10) -> str:
+def _format_names(names: list[str], most: int = 10) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -11,7 +11,7 @@ from draftworks.targets.registry import resolve_recipe
 from resources.workspace import Workspace
 
 
-def registry_sensor(targets: Sequence[str]) -> dg.SensorDefinition:
+def make_registry_sensor(targets: Sequence[str]) -> dg.SensorDefinition:
     """Return the sensor over the targets that are partitions of the code location; a target added later needs a
     reload."""
 
@@ -36,31 +36,31 @@ def request_moved(
     Digests are remembered by size, mtime, inode and ctime, so that a tick reads no weights that did not change.
     """
     known: dict[str, dict] = json.loads(context.cursor) if context.cursor else {}
-    seen = dict(known)  # of a target that is gone for now too: it may come back
+    seen = dict(known)  # includes targets that are gone for now, since they may come back
     for target in targets:
         try:
-            found = inputs_digest(workspace, target)
+            found = digest_inputs(workspace, target)
         except DraftworksError as error:
             context.log.warning(str(error))
             continue
         before = known.get(target, {"digest": None, "moves": 0})
         moved = found != before["digest"]
         seen[target] = {"digest": found, "moves": before["moves"] + moved}
-    # The count makes a key of its own of inputs that come back to what they once were: Dagster never repeats a key.
+    # The count is part of the run key: Dagster never repeats a key, and inputs may return to an earlier state.
     requests = [
         dg.RunRequest(run_key=f"{target}:{now['digest']}:{now['moves']}", partition_key=target)
         for target, now in seen.items()
         if now != known.get(target)
     ]
     if not requests:
-        return dg.SkipReason("every target's inputs are as recorded")
+        return dg.SkipReason("no target's inputs have changed")
     return dg.SensorResult(run_requests=requests, cursor=json.dumps(seen, sort_keys=True))
 
 
-def inputs_digest(workspace: Workspace, target: str) -> str:
+def digest_inputs(workspace: Workspace, target: str) -> str:
     """Return one digest of all inputs of a target."""
     registry = workspace.registry
     spec = registry.load_target(target)
-    files = workspace.target_files(target)
-    data = workspace.dataset_version(registry.load_dataset(spec.dataset))
+    files = workspace.resolve_target_files(target)
+    data = workspace.read_dataset_version(registry.load_dataset(spec.dataset))
     return digest([files.digest, files.tokenizer_digest, data, resolve_recipe(spec, registry)])

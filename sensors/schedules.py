@@ -26,29 +26,32 @@ LONGEST_NAME = 80
 
 @dataclass(frozen=True, order=True)
 class Cadence:
-    """When a target is evaluated again."""
+    """Cron expression and time zone at which a target is evaluated again."""
 
     cron: str
     timezone: str
 
     @property
     def schedule_name(self) -> str:
-        """Of the times alone, so that a schedule that was switched on stays on when targets come and go: `0 3 * * 1`
-        in UTC is `evaluate_0_3_any_any_1_UTC`. No two cadences share one."""
+        """Unique name made from the times alone: `0 3 * * 1` in UTC is `evaluate_0_3_any_any_1_UTC`.
+
+        Targets are not part of it, so a schedule that was switched on stays on when targets are added or removed.
+        """
         fields = "_".join(self.cron.split()).translate(_IN_FIELDS)
         name = f"evaluate_{fields}_{self.timezone.translate(_IN_ZONES)}"
         return name if len(name) <= LONGEST_NAME else self.former_name
 
     @property
     def former_name(self) -> str:
-        """What schedules were called at first; that of a long list of times still is."""
+        """The schedule's name in the first version; still used if the present one would be too long."""
         return f"evaluate_{digest([self.cron, self.timezone])}"
 
 
-def evaluation_schedules(registry: Registry, status: dg.DefaultScheduleStatus) -> list[dg.ScheduleDefinition]:
+def make_evaluation_schedules(registry: Registry, status: dg.DefaultScheduleStatus) -> list[dg.ScheduleDefinition]:
     """Return a schedule for each cadence of the registry."""
     return [
-        evaluation_schedule(cadence, targets, status) for cadence, targets in sorted(read_cadences(registry).items())
+        make_evaluation_schedule(cadence, targets, status)
+        for cadence, targets in sorted(read_cadences(registry).items())
     ]
 
 
@@ -66,7 +69,7 @@ def read_cadences(registry: Registry) -> dict[Cadence, list[str]]:
     return found
 
 
-def evaluation_schedule(
+def make_evaluation_schedule(
     cadence: Cadence, targets: Sequence[str], status: dg.DefaultScheduleStatus
 ) -> dg.ScheduleDefinition:
     """Return the schedule of one cadence. Its ticks skip targets that have no draft or a running run."""
@@ -118,7 +121,7 @@ def is_switched_off(instance: dg.DagsterInstance, cadence: Cadence) -> bool:
 def find_reason_to_skip(workspace: Workspace, target: str, busy: dg.DagsterRun | None = None) -> str | None:
     """Return why a target is skipped (no draft, or a run that is queued or running); None if it is to be evaluated."""
     if busy is not None:
-        return f"{describe_run(busy)}: left to it, and looked at again at the next tick"
+        return f"{describe_run(busy)}: checked again at the next tick"
     try:
         drafts = find_published_drafts(workspace.artifacts, workspace.registry.load_target(target))
     except DraftworksError as error:

@@ -1,1 +1,1 @@
-"""The asset graph: what exists, per target model, and the checks that hold the line."""
+"""The asset graph: assets partitioned by target model, and their checks."""

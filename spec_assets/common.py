@@ -44,8 +44,7 @@ def asset(
 
     Args:
         optional: the asset may raise `NothingToDo` for a target that has none. It then yields nothing, the run
-            succeeds,
-            and Dagster skips its checks and all assets that depend on it.
+            succeeds, and Dagster skips its checks and all assets that depend on it.
     """
 
     def decorate(function: Callable[..., dg.MaterializeResult]) -> dg.AssetsDefinition:
@@ -57,7 +56,7 @@ def asset(
             code_version=code_version,
             output_required=not optional,
             **options,
-        )(_or_nothing(checked) if optional else checked)
+        )(_allow_nothing(checked) if optional else checked)
 
     return decorate
 
@@ -69,13 +68,13 @@ def guard(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(context: dg.AssetExecutionContext, *args: Any, **kwargs: Any) -> Any:
         end_with_run_process(context)
-        with clear_errors():
+        with translate_errors():
             return function(context, *args, **kwargs)
 
     return call
 
 
-def _or_nothing(function: Callable[..., dg.MaterializeResult]) -> Callable[..., Any]:
+def _allow_nothing(function: Callable[..., dg.MaterializeResult]) -> Callable[..., Any]:
     """Wrap an asset's function as a generator, the only form in which Dagster lets an asset yield no output."""
 
     @functools.wraps(function)
@@ -93,7 +92,8 @@ def _or_nothing(function: Callable[..., dg.MaterializeResult]) -> Callable[..., 
 
 
 @contextmanager
-def clear_errors() -> Generator[None, None, None]:
+def translate_errors() -> Generator[None, None, None]:
+    """Re-raise a DraftworksError, or an error of a full disk, as a dagster Failure with its message and no retry."""
     try:
         yield
     except DraftworksError as error:
@@ -232,11 +232,12 @@ def launch(
     """Write the run file, run `draftworks.programs.{program}` on it with the launcher, and return its report.
 
     Args:
-        python: interpreter of SGLang's environment, for programs that run SGLang in their own process. ConfigError if
-            it
-            cannot run them.
+        python: interpreter of SGLang's environment, for programs that run SGLang in their own process.
+
+    Raises:
+        ConfigError: that interpreter cannot run the programs.
     """
-    folder = workspace.run_folder(context.run.run_id, context.op_execution_context.op_handle.name)
+    folder = workspace.locate_run_folder(context.run.run_id, context.op_execution_context.op_handle.name)
     path = run.save(folder / "run.yaml")
     extra = {} if python is None else build_program_environment(python, folder / "package")
     job = TorchJob(

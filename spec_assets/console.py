@@ -21,13 +21,13 @@ class ShortFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         meta = getattr(record, "dagster_meta", {})
-        message = _failure(record) or meta.get("orig_message") or record.getMessage()
+        message = _format_failure(record) or meta.get("orig_message") or record.getMessage()
         step = meta.get("step_key") or meta.get("job_name") or ""
         mark = "" if record.levelno < logging.WARNING else f"{record.levelname} "
         return f"{self.formatTime(record, '%H:%M:%S')}  {step:<22} {mark}{message}"
 
 
-def _failure(record: logging.LogRecord) -> str | None:
+def _format_failure(record: logging.LogRecord) -> str | None:
     """Return the message of a failure event, None for other events.
 
     Of a step it is one line: the run's process logs the whole cause at the end (`spec_assets.executor`).
@@ -74,14 +74,14 @@ def _was_interrupted(data: Any) -> bool:
 )
 def console(init_context: dg.InitLoggerContext) -> logging.Logger:
     logger = logging.Logger("draftworks", level=init_context.logger_config)
-    handler = logging.StreamHandler(terminal())
+    handler = logging.StreamHandler(open_terminal())
     handler.setFormatter(ShortFormatter())
     handler.addFilter(_is_worth_a_line)
     logger.addHandler(handler)
     return logger
 
 
-def terminal() -> TextIO:
+def open_terminal() -> TextIO:
     """Return this process's current stderr as a line-buffered stream.
 
     While a step runs Dagster turns stderr into a file, and a `tail` copies that to the terminal until it is ended

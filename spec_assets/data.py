@@ -42,15 +42,15 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
     registry = workspace.registry
     target = registry.load_target(context.partition_key)
     source = registry.load_dataset(target.dataset)
-    files = workspace.target_files(target.name)
+    files = workspace.resolve_target_files(target.name)
 
     def build(out: Path) -> BuildResult:
         from draftworks.data.prepare import prepare_conversations
 
-        return _to_built(prepare_conversations(source, target.data, registry.root, files, out))
+        return _to_build_result(prepare_conversations(source, target.data, registry.root, files, out))
 
     identity = {
-        "dataset": workspace.dataset_version(source),
+        "dataset": workspace.read_dataset_version(source),
         "data": target.data.model_dump(include={"max_conversations", "held_out_share", "max_rejected_share"}),
         "vocab_size": files.vocab_size,
     }
@@ -101,7 +101,7 @@ def heldout_responses(
     """The held-out conversations, answered greedily by the target: what every draft is measured on."""
     spec = workspace.registry.load_target(context.partition_key)
     source = Conversations(workspace.artifacts.load_current(CONVERSATIONS, spec.name), "heldout", spec.dataset)
-    artifact = answer_conversations(context, workspace, launcher, source, ask_greedily(spec, source))
+    artifact = answer_conversations(context, workspace, launcher, source, choose_greedy_settings(spec, source))
     checks = [judge(artifact, HELDOUT_RESPONSES, spec) for judge in (check_supervised_share, check_answers_finished)]
     return report_result(context, artifact, {**select_figures(artifact), **describe_rejections(artifact)}, checks)
 
@@ -122,7 +122,7 @@ def tokenized_train(context: dg.AssetExecutionContext, workspace: Workspace) -> 
     def build(out: Path) -> BuildResult:
         from draftworks.data.prepare import keep_supervised_rows
 
-        return _to_built(keep_supervised_rows(source.path / TOKENS_FOLDER, out))
+        return _to_build_result(keep_supervised_rows(source.path / TOKENS_FOLDER, out))
 
     artifact = obtain_result(context, workspace, {"responses": source.data_version}, build)
     metadata = {"dagster/row_count": artifact.summary["samples"], **select_figures(artifact)}
@@ -136,12 +136,12 @@ def vocab_mapping(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
     size = resolve_draft_vocab_size(spec)
     assert size is not None
     tokens = workspace.artifacts.load_current(TOKENIZED_TRAIN, spec.name)
-    files = workspace.target_files(spec.name)
+    files = workspace.resolve_target_files(spec.name)
 
     def build(out: Path) -> BuildResult:
         from draftworks.data.prepare import map_vocabulary
 
-        return _to_built(map_vocabulary(tokens.path, files, size, out))
+        return _to_build_result(map_vocabulary(tokens.path, files, size, out))
 
     identity = {"tokens": tokens.data_version, "draft_vocab_size": size, "vocab_size": files.vocab_size}
     artifact = obtain_result(context, workspace, identity, build)
@@ -175,7 +175,7 @@ def answer_conversations(
     """Return conversations with answers, tokenized. Answers are the target's, or those of the data set in mode
     passthrough."""
     spec = workspace.registry.load_target(context.partition_key)
-    files = workspace.target_files(spec.name)
+    files = workspace.resolve_target_files(spec.name)
     generated, asked = responses.mode == "regenerate", responses.endpoint is not None
     if generated and source.kind == "tokens":
         raise ConfigError(
@@ -188,8 +188,8 @@ def answer_conversations(
             out=out,
             target=files,
             conversations=source.folder,
-            answers=workspace.answers(files),
-            earlier_answers=workspace.earlier_answers(files),
+            answers=workspace.locate_answers(files),
+            earlier_answers=workspace.find_earlier_answers(files),
             responses=responses,
             only_last_turn=spec.data.only_last_turn,
             max_rejected_share=spec.data.max_rejected_share,
@@ -197,14 +197,14 @@ def answer_conversations(
             capture=spec.capture,
             sglang=workspace.sglang,
         )
-        device, python = ("cpu", None) if asked else (spec.capture.device, workspace.python_of(spec.capture))
-        return _to_built(launch(context, launcher, workspace, "regenerate", run, 1, device, python).report)
+        device, python = ("cpu", None) if asked else (spec.capture.device, workspace.find_python(spec.capture))
+        return _to_build_result(launch(context, launcher, workspace, "regenerate", run, 1, device, python).report)
 
     def pass_through(out: Path) -> BuildResult:
         from draftworks.data.prepare import tokenize_part
 
         log, thinking = context.log.info, responses.thinking
-        return _to_built(
+        return _to_build_result(
             tokenize_part(source.folder, source.kind, files, spec.data, spec.max_length, out, log, thinking=thinking)
         )
 
@@ -237,7 +237,7 @@ def describe_answers(
     return identity | ({"args": capture.engine_args} if capture.engine_args else {})
 
 
-def ask_greedily(target: TargetSpec, source: Conversations) -> ResponseSpec:
+def choose_greedy_settings(target: TargetSpec, source: Conversations) -> ResponseSpec:
     """Return the settings for answers of eval sets: greedy, by the engine of capture, with the `thinking` of the
     training data.
 
@@ -276,5 +276,5 @@ def check_answers_finished(artifact: Artifact, asset_name: str, target: TargetSp
     )
 
 
-def _to_built(summary: dict[str, Any]) -> BuildResult:
+def _to_build_result(summary: dict[str, Any]) -> BuildResult:
     return BuildResult(data_version=summary["digest"], summary=summary)

@@ -6,76 +6,78 @@ from pathlib import Path
 
 import dagster as dg
 
-from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.targets.registry import HELDOUT, Registry
-from jobs import all_jobs
+from jobs import make_jobs
 from resources.launchers import make_launcher
 from resources.sglang_server import SGLangServer
 from resources.workspace import Workspace
-from sensors import all_schedules, all_sensors
+from sensors import make_schedules, make_sensors
 from spec_assets import data, features, inputs
 from spec_assets.console import console
-from spec_assets.drafts import draft_asset, draft_check
-from spec_assets.evals import eval_features_asset, eval_features_check, eval_set_assets
-from spec_assets.executor import executor
-from spec_assets.exports import export_asset, export_checks
-from spec_assets.leaderboard import leaderboard_asset
-from spec_assets.partitions import partition_assets, partition_checks, target_partitions
-from spec_assets.recipes import recipe_assets
-from spec_assets.report_checks import report_checks
-from spec_assets.reports import report_asset
-from spec_assets.serving import serving_asset, serving_check
+from spec_assets.drafts import make_draft_asset, make_draft_check
+from spec_assets.evals import make_eval_features_asset, make_eval_features_check, make_eval_set_assets
+from spec_assets.executor import make_executor
+from spec_assets.exports import make_export_asset, make_export_checks
+from spec_assets.leaderboard import make_leaderboard_asset
+from spec_assets.partitions import make_target_partitions, partition_assets, partition_checks
+from spec_assets.recipes import make_recipe_assets
+from spec_assets.report_checks import make_report_checks
+from spec_assets.reports import make_report_asset
+from spec_assets.serving import make_serving_asset, make_serving_check
 
 REGISTRY = Path(__file__).resolve().parents[1] / "registry"
 MODULES = [inputs, data, features]
 PRELOADED = ["spec_assets.definitions", "dagster._core.storage.sqlite_storage"]
-"""What the process of every step begins with: this module, all that it imports, and Dagster's own storage, which is
-half of what a step that finds everything made would otherwise spend."""
+"""Modules that the process of every step has imported from the start: this one with all that it imports, and Dagster's
+storage. Importing them would otherwise take half the time of a step whose result exists."""
 
 
 def build_definitions(registry_root: Path) -> dg.Definitions:
-    """Definitions for any registry; another deployment is another folder."""
+    """Return the Dagster definitions for a registry folder; each deployment has a folder of its own."""
     registry = Registry(registry_root)
-    targets, evals = target_partitions(registry), free_eval_names(registry)
-    strategies = [resolve_strategy(name) for name in available_strategies()]
+    targets, evals = make_target_partitions(registry), list_free_eval_names(registry)
+    strategies = [resolve_strategy(name) for name in list_strategies()]
     exported = [strategy for strategy in strategies if strategy.exports]
     assets = [
         *dg.load_assets_from_modules(MODULES),
-        recipe_assets(strategies),
-        *(made for name in evals for made in eval_set_assets(name)),
-        *(eval_features_asset(name) for name in [HELDOUT, *evals]),
-        *(draft_asset(strategy) for strategy in strategies),
-        *(report_asset(strategy, evals) for strategy in strategies),
-        *map(export_asset, exported),
-        *map(serving_asset, exported),
+        make_recipe_assets(strategies),
+        *(made for name in evals for made in make_eval_set_assets(name)),
+        *(make_eval_features_asset(name) for name in [HELDOUT, *evals]),
+        *(make_draft_asset(strategy) for strategy in strategies),
+        *(make_report_asset(strategy, evals) for strategy in strategies),
+        *map(make_export_asset, exported),
+        *map(make_serving_asset, exported),
     ]
     checks = [
-        *map(eval_features_check, [HELDOUT, *evals]),
-        *map(draft_check, strategies),
-        *(check for strategy in strategies for check in report_checks(strategy)),
-        *map(export_checks, exported),
-        *map(serving_check, exported),
+        *map(make_eval_features_check, [HELDOUT, *evals]),
+        *map(make_draft_check, strategies),
+        *(check for strategy in strategies for check in make_report_checks(strategy)),
+        *map(make_export_checks, exported),
+        *map(make_serving_check, exported),
     ]
     workspace = Workspace(registry_root=str(registry_root))
     return dg.Definitions(
-        assets=[*partition_assets(assets, targets), leaderboard_asset(strategies)],
+        assets=[*partition_assets(assets, targets), make_leaderboard_asset(strategies)],
         asset_checks=partition_checks(checks, targets),
-        jobs=all_jobs(evals),
-        sensors=all_sensors(registry),
-        schedules=all_schedules(registry),
+        jobs=make_jobs(evals),
+        sensors=make_sensors(registry),
+        schedules=make_schedules(registry),
         resources={
             "workspace": workspace,
             "launcher": make_launcher(registry.load_deployment().launcher),
             "sglang": SGLangServer(**workspace.sglang.model_dump()),
         },
-        executor=executor(registry, preload=PRELOADED),
+        executor=make_executor(registry, preload=PRELOADED),
         loggers={"console": console},
     )
 
 
-def free_eval_names(registry: Registry) -> list[str]:
-    """Their assets are named after them, so a name that is taken gets none. `draftworks check` and the targets that
-    list it say so."""
+def list_free_eval_names(registry: Registry) -> list[str]:
+    """Return the names of eval sets that get assets: all but `heldout`, whose asset names are taken.
+
+    `draftworks check` and the targets that list such a set report it.
+    """
     return [name for name in registry.list_eval_sets() if name != HELDOUT]
 
 

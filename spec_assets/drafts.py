@@ -31,7 +31,6 @@ from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (
     asset,
-    clear_errors,
     launch,
     obtain_result,
     read_partition,
@@ -40,6 +39,7 @@ from spec_assets.common import (
     require_target,
     retry_on_failure,
     to_severity,
+    translate_errors,
 )
 from spec_assets.evals import locate_feature_set, read_eval_data
 from spec_assets.features import GPU_POOL, require_features, select_stream_versions
@@ -47,7 +47,8 @@ from spec_assets.metadata import embed_picture, format_bytes, format_table, sele
 
 GROUP = "drafts"
 LOSS_FALLS = "loss_falls"
-ENOUGH_STEPS = 20  # before that, warm-up and the luck of a batch decide whether the loss falls
+ENOUGH_STEPS = 20
+"""Fewer steps are not judged: warm-up and the noise of single batches decide whether the loss falls."""
 
 
 class DraftConfig(dg.Config):
@@ -73,8 +74,7 @@ class DraftInputs:
 
     Attributes:
         feature_versions: content versions of the streams that this strategy reads, by name, as in `heldout_data`. A
-            tap that
-            only another strategy reads is not in it, so it does not cause a new training.
+            tap that only another strategy reads is not included, so it does not cause a new training.
     """
 
     files: TargetFiles
@@ -105,7 +105,7 @@ class DraftInputs:
             heldout=self.heldout_data,
         )
 
-    def vocab_file(self) -> Path | None:
+    def locate_vocab_file(self) -> Path | None:
         """Return the vocabulary mapping's file: that of the draft to start from, if there is one, since its head was
         made for it."""
         if self.vocab_mapping is None:
@@ -121,7 +121,7 @@ def resolve_draft_inputs(
     entry = target.strategies[strategy.name]
     chosen = apply_overrides(target.name, strategy, entry, config.options, config.training)
     artifacts: ArtifactStore = workspace.artifacts
-    files = workspace.target_files(target.name)
+    files = workspace.resolve_target_files(target.name)
     options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
     streams = strategy.list_features(files.num_layers, options)
     train_features = require_features(workspace, TRAINING_FEATURES, target.name)
@@ -139,7 +139,7 @@ def resolve_draft_inputs(
     )
 
 
-def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
+def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     """The asset `{strategy}_draft`."""
     names = of_strategy(strategy.name)
 
@@ -171,7 +171,7 @@ def draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         inputs = resolve_draft_inputs(workspace, strategy, target, config)
 
         def build(out: Path) -> BuildResult:
-            run = build_train_run(out, strategy.name, inputs, workspace.feature_store(inputs.files))
+            run = build_train_run(out, strategy.name, inputs, workspace.locate_feature_store(inputs.files))
             training = inputs.training
             with retry_on_failure(context, times=config.retries):
                 job = launch(context, launcher, workspace, "train", run, training.processes, training.device)
@@ -203,7 +203,7 @@ def build_train_run(out: Path, strategy: str, inputs: DraftInputs, store: StoreS
         train=FeatureSet(tokens=inputs.train_tokens.path, features=inputs.train_features.path),
         heldout=inputs.heldout,
         store=store,
-        vocab_mapping=inputs.vocab_file(),
+        vocab_mapping=inputs.locate_vocab_file(),
         start_from=inputs.start_from,
     )
 
@@ -230,7 +230,7 @@ def describe_draft(artifact: Artifact) -> dict[str, Any]:
             else {"best_score": best["score"], "best_metric": best["metric"], "best_step": best["step"]}
         ),
         "checkpoints": tabulate_checkpoints(artifact),
-        "resume_history": format_table(("from step", "ranks", "started"), map(session_row, summary["sessions"])),
+        "resume_history": format_table(("from step", "ranks", "started"), map(format_session, summary["sessions"])),
         "peak_memory": format_bytes(summary["peak_rss_bytes"]),
         **select_acceptance(summary["heldout"]),
         **format_rates_by_position(summary["heldout"]),
@@ -249,12 +249,12 @@ def tabulate_checkpoints(artifact: Artifact) -> dg.MarkdownMetadataValue:
     return format_table(("step", "size", "ranks", "folder"), rows)
 
 
-def session_row(session: dict[str, Any]) -> tuple[Any, ...]:
+def format_session(session: dict[str, Any]) -> tuple[Any, ...]:
     started = datetime.fromtimestamp(session["started"], UTC)
     return session["from_step"], session["ranks"], f"{started:%Y-%m-%d %H:%M:%S} UTC"
 
 
-def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
+def make_draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     """Return the check `loss_falls`, as a step of its own: it is skipped when the draft is skipped."""
     name = of_strategy(strategy.name).draft
 
@@ -262,7 +262,7 @@ def draft_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     def loss_falls(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> dg.AssetCheckResult:
         target = read_partition(context)
         made = workspace.artifacts.load_current(name, target)
-        with clear_errors():
+        with translate_errors():
             outcome = workspace.registry.load_target(target).gates.loss_falls
         return report_check(
             context, judge_loss(made.summary, DraftIdentity.of(made).start_from is not None, to_severity(outcome))
@@ -280,7 +280,7 @@ def judge_loss(
     and it never publishes a worse draft."""
     first, last, steps = summary["first_loss"], summary["last_loss"], summary["steps"]
     if steps == 0:
-        return _verdict(True, "published as it began: no step was asked for")
+        return _verdict(True, "published as it was at the start: no training step was requested")
     if first is None or last is None:
         return _verdict(False, "no supervised token was trained on: see min_supervised_share and the loss masks")
     course = f"loss went from {first:.3f} to {last:.3f} in {steps} steps"

@@ -22,7 +22,7 @@ from draftworks.storage.records import EvalData
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtain_result, read_partition, report_check, report_result, require_target
-from spec_assets.data import Conversations, answer_conversations, ask_greedily, check_supervised_share
+from spec_assets.data import Conversations, answer_conversations, check_supervised_share, choose_greedy_settings
 from spec_assets.features import (
     GPU_POOL,
     VERIFIED,
@@ -37,13 +37,13 @@ from spec_assets.metadata import describe_rejections, select_figures
 CAPTURE_REPORT = "capture.json"
 
 
-def eval_set_assets(name: str) -> list[dg.AssetsDefinition]:
+def make_eval_set_assets(name: str) -> list[dg.AssetsDefinition]:
     """Return `{eval}_set` and `{eval}_responses` of a named set; `heldout` has these from the target's
     conversations."""
-    return [_set_asset(name), _responses_asset(name)]
+    return [_make_set_asset(name), _make_responses_asset(name)]
 
 
-def _set_asset(name: str) -> dg.AssetsDefinition:
+def _make_set_asset(name: str) -> dg.AssetsDefinition:
     @asset(
         group="inputs",
         kinds=["parquet"],
@@ -56,7 +56,7 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
         target = require_target(context, workspace)
         registry = workspace.registry
         spec = registry.load_eval_set(name)
-        dataset, files = registry.load_dataset(spec.dataset), workspace.target_files(target.name)
+        dataset, files = registry.load_dataset(spec.dataset), workspace.resolve_target_files(target.name)
 
         def build(out: Path) -> BuildResult:
             from draftworks.data.prepare import prepare_eval_set
@@ -65,7 +65,7 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
             return BuildResult(data_version=summary["digest"], summary=summary)
 
         identity = {
-            "dataset": workspace.dataset_version(dataset),
+            "dataset": workspace.read_dataset_version(dataset),
             "max_conversations": spec.max_conversations,
             "max_rejected_share": target.data.max_rejected_share,
             "vocab_size": files.vocab_size,
@@ -76,7 +76,7 @@ def _set_asset(name: str) -> dg.AssetsDefinition:
     return conversations
 
 
-def _responses_asset(name: str) -> dg.AssetsDefinition:
+def _make_responses_asset(name: str) -> dg.AssetsDefinition:
     @asset(
         group="data",
         kinds=["pytorch", "parquet"],
@@ -93,7 +93,7 @@ def _responses_asset(name: str) -> dg.AssetsDefinition:
         source = Conversations(
             workspace.artifacts.load_current(of_eval_set(name).conversations, target.name), EVAL_PART, name
         )
-        artifact = answer_conversations(context, workspace, launcher, source, ask_greedily(target, source))
+        artifact = answer_conversations(context, workspace, launcher, source, choose_greedy_settings(target, source))
         check = check_supervised_share(artifact, of_eval_set(name).responses, target)
         if not check.passed:
             raise DataError(f"eval set {name}: {check.description}")
@@ -102,7 +102,7 @@ def _responses_asset(name: str) -> dg.AssetsDefinition:
     return responses
 
 
-def eval_features_asset(name: str) -> dg.AssetsDefinition:
+def make_eval_features_asset(name: str) -> dg.AssetsDefinition:
     """The asset `{eval}_eval_features`: an entry of the evaluation cache, one for each target and tap set."""
 
     @asset(
@@ -121,7 +121,7 @@ def eval_features_asset(name: str) -> dg.AssetsDefinition:
         subject = EvalSubject.of(workspace, target, name)
 
         def build(out: Path) -> BuildResult:
-            return _to_built(subject.entry(context, launcher))
+            return _to_build_result(subject.obtain_entry(context, launcher))
 
         artifact = obtain_result(
             context, workspace, subject.identity, build, still_good=lambda _: subject.is_cached(subject.inputs)
@@ -131,7 +131,7 @@ def eval_features_asset(name: str) -> dg.AssetsDefinition:
     return features
 
 
-def eval_features_check(name: str) -> dg.AssetChecksDefinition:
+def make_eval_features_check(name: str) -> dg.AssetChecksDefinition:
     asset_name = of_eval_set(name).features
 
     @dg.asset_check(
@@ -159,7 +159,7 @@ class EvalSubject:
 
     @classmethod
     def of(cls, workspace: Workspace, target: TargetSpec, name: str) -> "EvalSubject":
-        files = workspace.target_files(target.name)
+        files = workspace.resolve_target_files(target.name)
         responses = workspace.artifacts.load_current(of_eval_set(name).responses, target.name)
         return cls(workspace, target, files, responses, tuple(collect_taps(target, files.num_layers)))
 
@@ -169,8 +169,7 @@ class EvalSubject:
 
     @property
     def config(self) -> EvalConfig:
-        """The cache key. Its paths are relative names, so that a moved checkout keeps its cache; `inputs` has the
-        content."""
+        """The cache key. Its paths are relative, so that a moved checkout keeps its cache; `inputs` has the content."""
         return EvalConfig(
             eval_data_path=f"{self.responses.asset}/{self.target.name}",
             target_model_path=self.target.model,
@@ -184,7 +183,7 @@ class EvalSubject:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Content digests by name. A cache entry that was made from other content is made again."""
+        """Content digests by name; a cache entry that was made from other content is replaced."""
         return {
             "eval_data": self.responses.data_version,
             "target": self.files.digest,
@@ -198,7 +197,7 @@ class EvalSubject:
 
     @property
     def store(self) -> StoreSpec:
-        return self.workspace.feature_store(self.files)
+        return self.workspace.locate_feature_store(self.files)
 
     def is_cached(self, inputs: Mapping[str, str] | None = None) -> bool:
         """Whether the cache has an entry (of these inputs, if given) whose features are all in the store."""
@@ -207,12 +206,12 @@ class EvalSubject:
         known = EvalCache.for_config(self.config).try_get(self.config, inputs)
         return known is not None and holds_feature_set(self.store, known)
 
-    def entry(self, context: dg.AssetExecutionContext, launcher: TorchLauncher) -> CacheEntry:
+    def obtain_entry(self, context: dg.AssetExecutionContext, launcher: TorchLauncher) -> CacheEntry:
         """Return the cache entry; capture features that are not in the store if there is none."""
         config, store = self.config, self.store
         cache = EvalCache.for_config(config)
         if not self.is_cached() and cache.invalidate(config):
-            context.log.warning("the cached features are not all in the store any more: capturing what is missing")
+            context.log.warning("some cached features are missing in the store: capturing them again")
 
         def produce(out: Path) -> None:
             capture = self.target.capture
@@ -225,7 +224,7 @@ class EvalSubject:
                 store=store,
                 sglang=self.workspace.sglang,
             )
-            python = self.workspace.python_of(capture)
+            python = self.workspace.find_python(capture)
             job = launch(context, launcher, self.workspace, "capture", run, capture.processes, capture.device, python)
             publish_json(out / CAPTURE_REPORT, job.report)
 
@@ -243,7 +242,7 @@ def locate_feature_set(workspace: Workspace, target: str, name: str) -> FeatureS
     """
     responses = workspace.artifacts.load_current(of_eval_set(name).responses, target)
     features = require_features(workspace, of_eval_set(name).features, target)
-    return FeatureSet(tokens=responses.path / TOKENS_FOLDER, features=_entry_path(workspace, features))
+    return FeatureSet(tokens=responses.path / TOKENS_FOLDER, features=_locate_entry(workspace, features))
 
 
 def read_eval_data(workspace: Workspace, target: str, name: str, streams: Iterable[str]) -> EvalData:
@@ -257,7 +256,7 @@ def read_eval_data(workspace: Workspace, target: str, name: str, streams: Iterab
     return EvalData(responses.data_version, select_stream_versions(features, streams))
 
 
-def _to_built(entry: CacheEntry) -> BuildResult:
+def _to_build_result(entry: CacheEntry) -> BuildResult:
     report = json.loads((entry.path / CAPTURE_REPORT).read_text())
     found = {
         "eval_cache": "hit" if entry.hit else "produced",
@@ -266,7 +265,7 @@ def _to_built(entry: CacheEntry) -> BuildResult:
     return BuildResult(data_version=entry.data_version, summary={**report, **found})
 
 
-def _entry_path(workspace: Workspace, features: Artifact) -> Path:
+def _locate_entry(workspace: Workspace, features: Artifact) -> Path:
     return EvalCache(workspace.var).root / features.identity["eval_cache_key"]
 
 
@@ -275,6 +274,6 @@ def _describe_cache(workspace: Workspace, artifact: Artifact) -> dict[str, Any]:
     return {
         "eval_cache": "hit" if artifact.hit else artifact.summary["eval_cache"],
         "eval_cache_key": artifact.identity["eval_cache_key"],
-        "eval_cache_path": dg.MetadataValue.path(_entry_path(workspace, artifact).relative_to(workspace.var.parent)),
+        "eval_cache_path": dg.MetadataValue.path(_locate_entry(workspace, artifact).relative_to(workspace.var.parent)),
         **({"rebuilt_because": reason} if reason and not artifact.hit else {}),
     }

@@ -29,23 +29,23 @@ from spec_assets.unused import UnusedAsset, find_unused_assets, record_unused
 PARTITION_TAG = "dagster/partition"
 HOME = "DAGSTER_HOME"
 UNRECORDED = (
-    f"{HOME} is not set: this run will not be in the UI, and no pool keeps two programs from using one GPU at a time. "
+    f"{HOME} is not set: this run will not be in the UI, and no pool prevents two programs from using one GPU at a time. "
     f"Set it to a folder with a dagster.yaml, as `draftworks run` and `make` do"
 )
 
 
-def executor(registry: Registry, preload: Sequence[str]) -> dg.ExecutorDefinition:
+def make_executor(registry: Registry, preload: Sequence[str]) -> dg.ExecutorDefinition:
     """Return the executor. Step processes are forked from one that has imported `preload`, which saves seconds in
     each."""
     create = dg.multiprocess_executor.executor_creation_fn
     assert create is not None
-    telling = dg.ExecutorDefinition(
+    wrapped = dg.ExecutorDefinition(
         name=dg.multiprocess_executor.name,
         config_schema=cast(Any, dg.multiprocess_executor.config_schema),
         requirements=dg.multiprocess_executor.get_requirements,
         executor_creation_fn=lambda context: RunExecutor(create(context), context.job, registry),
     )
-    return telling.configured({"max_concurrent": 2, "start_method": {"forkserver": {"preload_modules": list(preload)}}})
+    return wrapped.configured({"max_concurrent": 2, "start_method": {"forkserver": {"preload_modules": list(preload)}}})
 
 
 class RunExecutor(dg.Executor):
@@ -72,14 +72,14 @@ class RunExecutor(dg.Executor):
         """Yield the events of the run's steps. Raises if the run names no target, or one that is not in the
         registry."""
         if self._job.get_definition().partitions_def is not None:
-            with refuse_in_one_line():
+            with raise_without_traceback():
                 check_partition(self._registry, plan_context.dagster_run.tags)
         if not os.environ.get(HOME):
             plan_context.log.warning(UNRECORDED)
         problems = RunProblems()
         try:
             with end_with_record(plan_context.instance, plan_context.run_id):
-                for event in self._execute_used(plan_context, self._used_part(plan_context, execution_plan)):
+                for event in self._execute_used(plan_context, self._select_used_part(plan_context, execution_plan)):
                     problems.note(event)
                     yield event
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
@@ -99,7 +99,7 @@ class RunExecutor(dg.Executor):
             )
         stopped: set[str] = set()
         if unchanged:
-            for event in execute_here(plan_context, self._subset(plan_context, plan, unchanged)):
+            for event in execute_here(plan_context, self._build_subset(plan_context, plan, unchanged)):
                 if event.is_step_failure:
                     stopped.add(event.step_key or "")
                 yield event
@@ -111,26 +111,26 @@ class RunExecutor(dg.Executor):
             elif step.key not in unchanged:
                 left.append(step.key)
         if left:
-            yield from self._inner.execute(plan_context, self._subset(plan_context, plan, left))
+            yield from self._inner.execute(plan_context, self._build_subset(plan_context, plan, left))
 
-    def _subset(self, plan_context: Any, plan: Any, steps: Sequence[str]) -> Any:
+    def _build_subset(self, plan_context: Any, plan: Any, steps: Sequence[str]) -> Any:
         job = self._job.get_definition()
         return plan.build_subset_plan(steps, job, ResolvedRunConfig.build(job, plan_context.dagster_run.run_config))
 
-    def _used_part(self, plan_context: Any, plan: Any) -> Any:
+    def _select_used_part(self, plan_context: Any, plan: Any) -> Any:
         """Return the plan without the steps of unused assets, and record these assets as unused."""
         target = plan_context.dagster_run.tags.get(PARTITION_TAG)
-        reasons = self._reasons(target)
-        assets_of = {step.key: assets_of_step(step) for step in plan.steps}
+        reasons = self._find_reasons(target)
+        assets_of = {step.key: list_assets_of_step(step) for step in plan.steps}
         unused = {asset for assets in assets_of.values() for asset in assets if asset.to_user_string() in reasons}
         if not unused:
             return plan
         recorded = [UnusedAsset(asset, target, reasons[asset.to_user_string()]) for asset in unused]
         record_unused(plan_context.instance, recorded)
         used = [key for key in plan.step_keys_to_execute if not assets_of[key] or assets_of[key] - unused]
-        return self._subset(plan_context, plan, used)
+        return self._build_subset(plan_context, plan, used)
 
-    def _reasons(self, target: str | None) -> dict[str, str]:
+    def _find_reasons(self, target: str | None) -> dict[str, str]:
         """Return the reason for each unused asset; nothing if the entry cannot be read, which its first step
         reports."""
         if target is None:
@@ -163,7 +163,7 @@ def execute_here(plan_context: Any, plan: Any) -> Iterator[dg.DagsterEvent]:
     yield from ExecuteRunWithPlanIterable(plan, inner_plan_execution_iterator, context)
 
 
-def assets_of_step(step: Any) -> set[dg.AssetKey]:
+def list_assets_of_step(step: Any) -> set[dg.AssetKey]:
     """Return the keys of the assets that a step makes or checks."""
     properties = [output.properties for output in step.step_outputs]
     keys = {found.asset_key or (found.asset_check_key and found.asset_check_key.asset_key) for found in properties}
@@ -171,7 +171,7 @@ def assets_of_step(step: Any) -> set[dg.AssetKey]:
 
 
 @contextmanager
-def refuse_in_one_line() -> Iterator[None]:
+def raise_without_traceback() -> Iterator[None]:
     """Re-raise a ConfigError so that Dagster shows its message without a traceback of this file."""
     try:
         yield
@@ -181,10 +181,7 @@ def refuse_in_one_line() -> Iterator[None]:
 
 
 def check_partition(registry: Registry, tags: dict[str, str]) -> None:
-    """
-    Raises:
-        ConfigError: no partition, or one that is no target; with how to name one.
-    """
+    """Raise ConfigError if a run has no partition, or one that is not a target; the message says how to give one."""
     found = tags.get(PARTITION_TAG)
     targets = registry.list_targets()
     if found is None:

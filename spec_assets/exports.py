@@ -32,7 +32,7 @@ from spec_assets.metadata import format_bytes, format_table, shorten_path
 GROUP = "exports"
 
 
-def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
+def make_export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     """The asset `{strategy}_export`. It comes after the report, whose model card goes beside the weights."""
     names = of_strategy(strategy.name)
     formats = ", ".join(spec.name for spec in strategy.exports)
@@ -50,9 +50,9 @@ def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     ) -> dg.MaterializeResult:
         target = require_target(context, workspace)
         draft = require_draft(workspace, strategy, target)
-        files, settings = workspace.target_files(target.name), target.strategies[strategy.name].export
+        files, settings = workspace.resolve_target_files(target.name), target.strategies[strategy.name].export
         check_export_gates(workspace, strategy, target)
-        card = card_of(workspace, strategy, draft)
+        card = find_card(workspace, strategy, draft)
 
         def build(out: Path) -> BuildResult:
             run = ExportRun(out=out, target=files, draft=draft.path, export=settings, card=card)
@@ -60,7 +60,9 @@ def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             made = job.report["formats"]
             return BuildResult(digest({name: result["digest"] for name, result in made.items()}), job.report)
 
-        artifact = obtain_result(context, workspace, export_identity(strategy, draft, files, settings, card), build)
+        artifact = obtain_result(
+            context, workspace, build_export_identity(strategy, draft, files, settings, card), build
+        )
         for name, reason in artifact.summary["refused"].items():
             context.log.warning(f"not exported as {name}: {reason}")
         return report_result(context, artifact, describe_export(artifact))
@@ -68,7 +70,7 @@ def export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     return export
 
 
-def card_of(workspace: Workspace, strategy: StrategySpec, draft: Artifact) -> Path | None:
+def find_card(workspace: Workspace, strategy: StrategySpec, draft: Artifact) -> Path | None:
     """Return the path of the draft's model card; None if the newest report is of another draft."""
     report = workspace.artifacts.find(of_strategy(strategy.name).report, draft.target)
     if report is None or ReportIdentity.of(report).draft_identity != draft.path.name:
@@ -76,7 +78,7 @@ def card_of(workspace: Workspace, strategy: StrategySpec, draft: Artifact) -> Pa
     return report.path / CARD
 
 
-def export_identity(
+def build_export_identity(
     strategy: StrategySpec, draft: Artifact, files: TargetFiles, settings: ExportSettings, card: Path | None
 ) -> dict[str, Any]:
     """Return the identity of an export. The target's path is in it, since some formats name it, and so are all known
@@ -101,7 +103,7 @@ def describe_export(artifact: Artifact) -> dict[str, Any]:
     ]
     metadata: dict[str, Any] = {
         "formats": format_table(("format", "dtype", "size", "loaded by", "folder"), rows),
-        "serving": dg.MetadataValue.md("\n\n".join(_serving(artifact))),
+        "serving": dg.MetadataValue.md("\n\n".join(_format_serve_commands(artifact))),
         "weights_digest": artifact.summary["weights_digest"],
         "model_card": ExportIdentity.of(artifact).card is not None,
     }
@@ -109,13 +111,13 @@ def describe_export(artifact: Artifact) -> dict[str, Any]:
     return metadata | ({"left_out": format_table(("format", "why"), refused.items())} if refused else {})
 
 
-def _serving(artifact: Artifact) -> Iterator[str]:
+def _format_serve_commands(artifact: Artifact) -> Iterator[str]:
     for name, result in artifact.summary["formats"].items():
         for server, command in result["commands"].items():
             yield f"{server} (`{name}`):\n\n```\n{command.replace(DRAFT_FOLDER, str(artifact.path / name))}\n```"
 
 
-def export_checks(strategy: StrategySpec) -> dg.AssetChecksDefinition:
+def make_export_checks(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     """Return one step with a check for each gate over all formats. It is skipped when the export is skipped."""
     name = of_strategy(strategy.name).export
     specs = [
@@ -154,4 +156,4 @@ def _gate_of(result: dict[str, Any], gate: str) -> dict[str, Any]:
     for one in result["gates"]:
         if one["name"] == gate:
             return one
-    return {"passed": False, "description": f"not looked at: the gate `{READABLE}` was not passed", "figures": {}}
+    return {"passed": False, "description": f"not checked: the gate `{READABLE}` failed", "figures": {}}

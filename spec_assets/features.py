@@ -40,10 +40,10 @@ def training_features(
     """Hidden states of the training samples: only what the store does not hold yet is computed."""
     target = context.partition_key
     spec = workspace.registry.load_target(target)
-    files = workspace.target_files(target)
+    files = workspace.resolve_target_files(target)
     tokens = workspace.artifacts.load_current(TOKENIZED_TRAIN, target)
     taps = collect_taps(spec, files.num_layers)
-    store = workspace.feature_store(files)
+    store = workspace.locate_feature_store(files)
 
     def build(out: Path) -> BuildResult:
         run = CaptureRun(
@@ -55,7 +55,7 @@ def training_features(
             store=store,
             sglang=workspace.sglang,
         )
-        python = workspace.python_of(spec.capture)
+        python = workspace.find_python(spec.capture)
         job = launch(context, launcher, workspace, "capture", run, spec.capture.processes, spec.capture.device, python)
         return BuildResult(data_version=job.report["data_version"], summary=job.report)
 
@@ -81,12 +81,12 @@ def require_features(workspace: Workspace, asset_name: str, target: str) -> Arti
     Raises:
         StoreError: there are none, or they were captured from other weights than the target has now.
     """
-    features, now = workspace.artifacts.load_current(asset_name, target), workspace.target_files(target).digest
+    features, now = workspace.artifacts.load_current(asset_name, target), workspace.resolve_target_files(target).digest
     of = features.identity["target"]
     if of != now:
         raise StoreError(
             f"{asset_name} of target {target} was captured from other weights (digest {of[:12]}) than the target has now "
-            f"({now[:12]}). Materialize it again: draftworks run prepare --target {target}"
+            f"({now[:12]}). Capture it again: draftworks run prepare --target {target}"
         )
     return features
 

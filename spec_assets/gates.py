@@ -1,8 +1,7 @@
-"""Checks that the registry can make gates (`gates:` of a target): they fail the run, and what does not pass is not
-exported.
+"""Checks of reports that a target's `gates:` can turn into errors: they fail the run and prevent the export.
 
-Not by Dagster's blocking checks: those would keep the leaderboard from being made too, and let through whoever
-materializes only the export.
+They are not blocking checks of Dagster, which would prevent the leaderboard too, and would not prevent an export that is
+materialized alone.
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.
     """The large language model that is to have a draft: its weights, tokenizer and chat template."""
     dead = release_dead_runs(context.instance)  # here, because every job begins with the inputs
     for run_id in dead.released:
-        context.log.warning(f"run {run_id} was killed: it counts as failed now, and what it held of the pools is free")
+        context.log.warning(f"run {run_id} was killed: it is marked as failed, and its pool slots are free")
     for run_id in set(dead.unknown) - {context.run.run_id}:
         context.log.info(
-            f"run {run_id} holds a slot of a pool, and whether it lives cannot be seen from this machine or container."
-            " If it is dead, end it in the UI, or by a run where it ran"
+            f"run {run_id} holds a pool slot, and this machine or container cannot see whether its process is alive."
+            " If it is dead, end it in the UI, or start a run on its own machine"
         )
     target = workspace.registry.load_target(context.partition_key)
-    files = workspace.target_files(target.name)
+    files = workspace.resolve_target_files(target.name)
     weights = check_target_weights(files, target.capture.backend, workspace.weight_checks)
     if weights.note is not None:
         context.log.warning(f"target {target.name}: {weights.note}")
@@ -67,7 +67,7 @@ def dataset(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.Mater
     spec = registry.load_dataset(registry.load_target(context.partition_key).dataset)
     files = find_files(spec.files, registry.root)
     return dg.MaterializeResult(
-        data_version=dg.DataVersion(workspace.dataset_version(spec)),
+        data_version=dg.DataVersion(workspace.read_dataset_version(spec)),
         metadata={
             "dataset": spec.name,
             "description": spec.description,
@@ -82,7 +82,7 @@ def read_data_versions(workspace: Workspace, target: TargetSpec) -> dict[str, st
     """Return the content digest of every data set of a target and of its eval sets, by name."""
     registry = workspace.registry
     names = dict.fromkeys([target.dataset, *(registry.load_eval_set(name).dataset for name in target.evals)])
-    return {name: workspace.dataset_version(registry.load_dataset(name)) for name in names}
+    return {name: workspace.read_dataset_version(registry.load_dataset(name)) for name in names}
 
 
 def require_sound_target(

@@ -16,7 +16,7 @@ from draftworks.storage.asset_names import LEADERBOARD, of_strategy
 from draftworks.storage.identity import digest
 from resources.dead_runs import end_with_run_process
 from resources.workspace import Workspace
-from spec_assets.common import OWNERS, clear_errors
+from spec_assets.common import OWNERS, translate_errors
 from spec_assets.metadata import embed_picture
 from spec_assets.reports import GROUP
 
@@ -29,7 +29,7 @@ DESCRIPTION = (
 MOST_ROWS = 100  # shown in the UI: every run keeps its own copy in the event log
 
 
-def leaderboard_asset(strategies: Iterable[StrategySpec]) -> dg.AssetsDefinition:
+def make_leaderboard_asset(strategies: Iterable[StrategySpec]) -> dg.AssetsDefinition:
     """The asset `leaderboard`, unpartitioned: in a job of one target it comes after the reports of that target.
 
     It is a graph whose one op takes all reports as *one* input: an asset with a dependency on each report would be
@@ -60,7 +60,7 @@ def rank(context: dg.OpExecutionContext, workspace: Workspace) -> dg.Materialize
     end_with_run_process(context)
     folder = workspace.var / NAME
     folder.mkdir(parents=True, exist_ok=True)
-    with clear_errors(), FileLock(folder / ".lock"):  # so that of two runs the one that writes last has read last
+    with translate_errors(), FileLock(folder / ".lock"):  # so that of two runs the one that writes last has read last
         now = time.time()
         standings = Fleet(workspace.registry, workspace.artifacts, workspace.digests).standings()
         save(folder, standings, now)

@@ -76,11 +76,11 @@ def describe_rejections(artifact: Artifact) -> dict[str, Any]:
             first.setdefault(entry["reason"], entry)
     if not counts:
         return {}
-    rows = [(reason, count, *_case(first[reason])) for reason, count in counts.most_common(MOST_REASONS)]
+    rows = [(reason, count, *_format_case(first[reason])) for reason, count in counts.most_common(MOST_REASONS)]
     return {"rejected_because": format_table(("reason", "count", "first", "it begins"), rows)}
 
 
-def _case(entry: Mapping[str, Any]) -> tuple[str, str]:
+def _format_case(entry: Mapping[str, Any]) -> tuple[str, str]:
     where = f"{Path(entry['file']).name}:{entry['line']}" if "file" in entry else entry["sample_id"]
     return where, entry.get("excerpt", "")
 

@@ -10,7 +10,7 @@ import dagster as dg
 from draftworks.targets.registry import Registry
 
 
-def target_partitions(registry: Registry) -> dg.StaticPartitionsDefinition:
+def make_target_partitions(registry: Registry) -> dg.StaticPartitionsDefinition:
     """Return a partition for each file name. An entry with an error is a partition too, and its first step reports
     the error."""
     return dg.StaticPartitionsDefinition(registry.list_targets())
@@ -32,19 +32,21 @@ def partition_checks(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dg.PreviewWarning)
-        return [_with_checks_of(each, targets) for each in made]
+        return [_partition_checks_of(each, targets) for each in made]
 
 
-def _with_checks_of(made: dg.AssetsDefinition, targets: dg.PartitionsDefinition) -> dg.AssetsDefinition:
-    """Dagster has `map_asset_specs`, and nothing like it for checks: this is how its own `with_attributes` replaces
-    them."""
-    specs = {name: _of(spec, targets) for name, spec in made.node_check_specs_by_output_name.items()}
+def _partition_checks_of(made: dg.AssetsDefinition, targets: dg.PartitionsDefinition) -> dg.AssetsDefinition:
+    """Return the definition with its checks partitioned by target, by the way in which Dagster's `with_attributes` does.
+
+    Dagster has `map_asset_specs`, but no counterpart for checks.
+    """
+    specs = {name: _partition_check(spec, targets) for name, spec in made.node_check_specs_by_output_name.items()}
     if not specs:
         return made
     return type(made).dagster_internal_init(**{**made.get_attributes_dict(), "check_specs_by_output_name": specs})
 
 
-def _of(spec: dg.AssetCheckSpec, targets: dg.PartitionsDefinition) -> dg.AssetCheckSpec:
+def _partition_check(spec: dg.AssetCheckSpec, targets: dg.PartitionsDefinition) -> dg.AssetCheckSpec:
     return dg.AssetCheckSpec(
         spec.name,
         asset=spec.asset_key,

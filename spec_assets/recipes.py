@@ -20,13 +20,13 @@ from resources.workspace import Workspace
 from spec_assets.common import OWNERS, guard
 from spec_assets.inputs import GROUP, require_sound_target
 
-DATA = """Options of data, answers and capture with defaults filled in, and what the strategies together ask of them: taps
+DATA = """Options of data, answers and capture with defaults filled in, and what the strategies together need of them: taps
 and the size of a reduced vocabulary. Its step also checks the whole entry of the target and what the run itself overrides,
 so that a mistake there is found before anything is captured."""
 EVALUATION = "How drafts of the target are measured: its eval sets, settings of the evaluation, where answers end."
 
 
-def recipe_assets(strategies: Sequence[StrategySpec]) -> dg.AssetsDefinition:
+def make_recipe_assets(strategies: Sequence[StrategySpec]) -> dg.AssetsDefinition:
     """`recipe`, `evaluation_recipe`, and of each strategy `{strategy}_recipe` and `{strategy}_export_recipe`, in one
     step.
 
@@ -84,18 +84,18 @@ def _check_overrides(context: dg.AssetExecutionContext, workspace: Workspace, ta
         overrides = (configs[name].get("options", {}), configs[name].get("training", {}))
         overridden[name] = apply_overrides(target.name, resolve_strategy(name), entry, *overrides)
     if any(configs.values()):
-        files = workspace.target_files(target.name)
+        files = workspace.resolve_target_files(target.name)
         changed = target.model_copy(update={"strategies": overridden})
         check_requirements(changed, files, workspace.registry)
         require_sound_target(context, workspace, changed, files)
 
 
 def resolve_recipes(target: TargetSpec, registry: Registry) -> dict[str, dict[str, Any]]:
-    """The options of each recipe asset that a target has, by asset name.
+    """Return the options of each recipe asset that a target has, by asset name.
 
     Raises:
-        ConfigError: the model is not there, or two strategies ask of it what cannot be together.
-        StoreError: a draft to begin from is not there.
+        ConfigError: the model is absent, or two strategies ask for contradicting values.
+        StoreError: a draft to start from is absent.
     """
     found: dict[str, dict[str, Any]] = {
         RECIPE: {

@@ -39,7 +39,7 @@ GROUP = "reports"
 LAST = LastHidden().name
 
 
-def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefinition:
+def make_report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefinition:
     """The asset `{strategy}_report`, over `heldout` and those of the named eval sets that a target lists."""
     draft_name = of_strategy(strategy.name).draft
     eval_assets = [asset for name in [HELDOUT, *evals] for asset in of_eval_set(name)[1:]]
@@ -65,13 +65,13 @@ def report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefin
             training = target.strategies[strategy.name].training
             reports: dict[str, Any] = {}
             for name in list_eval_names(target):
-                run = subject.run(workspace, name, out / name)
+                run = subject.build_run(workspace, name, out / name)
                 job = launch(context, launcher, workspace, "evaluate", run, training.processes, training.device)
                 reports[name] = job.report
             subject.publish_card(workspace, out)
             summary = {**reports[HELDOUT], "evals": reports}
             return BuildResult(
-                data_version=digest({name: drop_clocks(found) for name, found in reports.items()}), summary=summary
+                data_version=digest({name: drop_speeds(found) for name, found in reports.items()}), summary=summary
             )
 
         artifact = obtain_result(context, workspace, subject.identity(workspace).to_json(), build)
@@ -100,14 +100,14 @@ class ReportSubject:
             train_tokens=workspace.artifacts.load_current(TOKENIZED_TRAIN, target.name),
         )
 
-    def streams(self, workspace: Workspace) -> list[str]:
+    def list_streams(self, workspace: Workspace) -> list[str]:
         """Return the names of the streams that are read: the draft's own, and `last` for label agreement."""
-        files, options = workspace.target_files(self.target.name), DraftIdentity.of(self.draft).options
+        files, options = workspace.resolve_target_files(self.target.name), DraftIdentity.of(self.draft).options
         typed = self.strategy.parse_options(options, where=f"options of {self.draft.path}")
         return list(dict.fromkeys([*self.strategy.list_features(files.num_layers, typed), LAST]))
 
     def identity(self, workspace: Workspace) -> ReportIdentity:
-        streams = self.streams(workspace)
+        streams = self.list_streams(workspace)
         measured = {
             name: read_eval_data(workspace, self.target.name, name, streams) for name in list_eval_names(self.target)
         }
@@ -121,8 +121,11 @@ class ReportSubject:
             bigram_tokens=self.train_tokens.data_version,
         )
 
-    def run(self, workspace: Workspace, name: str, out: Path) -> EvaluateRun:
-        files, training = workspace.target_files(self.target.name), self.target.strategies[self.strategy.name].training
+    def build_run(self, workspace: Workspace, name: str, out: Path) -> EvaluateRun:
+        files, training = (
+            workspace.resolve_target_files(self.target.name),
+            self.target.strategies[self.strategy.name].training,
+        )
         return EvaluateRun(
             out=out,
             target=files,
@@ -132,7 +135,7 @@ class ReportSubject:
             train_tokens=self.train_tokens.path,
             heldout=locate_feature_set(workspace, self.target.name, name),
             eval_set=name,
-            store=workspace.feature_store(files),
+            store=workspace.locate_feature_store(files),
             vocab_mapping=self.draft.path / VOCAB_FILE if self.strategy.uses_vocab_mapping else None,
             evaluation=self.target.evaluation,
             loop_cache=workspace.loop_cache,
@@ -146,7 +149,10 @@ class ReportSubject:
     def publish_card(self, workspace: Workspace, out: Path) -> None:
         """Write the model card from the reports in `out`."""
         reports = [ReportSummary.load(out / name) for name in list_eval_names(self.target)]
-        files, dataset = workspace.target_files(self.target.name), workspace.registry.load_dataset(self.target.dataset)
+        files, dataset = (
+            workspace.resolve_target_files(self.target.name),
+            workspace.registry.load_dataset(self.target.dataset),
+        )
         with publish_file(out / CARD) as staging:
             changes = list_draft_changes(workspace, self.draft, self.target)
             staging.write_text(model_card(CardSubject(self.draft, reports, files, dataset, changes)), encoding="utf-8")
@@ -159,25 +165,23 @@ def read_limits(target: TargetSpec) -> Limits:
 def list_draft_changes(workspace: Workspace, draft: Artifact, target: TargetSpec) -> tuple[str, ...]:
     """Return, in words, what has changed since a draft was trained."""
     fleet = Fleet(workspace.registry, workspace.artifacts, workspace.digests)
-    return fleet.list_draft_changes(draft, target, workspace.target_files(target.name))
+    return fleet.list_draft_changes(draft, target, workspace.resolve_target_files(target.name))
 
 
 def describe_report(artifact: Artifact) -> dict:
     """Return metadata of a report: the held-out set first, then the other eval sets."""
-    shown_reports: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for name, report in artifact.summary["evals"].items():
         suffix = "" if name == HELDOUT else f"_{name}"
-        shown_reports |= select_acceptance(report["drafts"]["trained"], suffix)
+        metadata |= select_acceptance(report["drafts"]["trained"], suffix)
         folder = artifact.path / name
-        shown_reports[f"report{suffix}"] = dg.MetadataValue.md((folder / "report.md").read_text())
-        shown_reports[f"acceptance{suffix}"] = embed_picture(folder / "acceptance.png", f"acceptance on {name}")
-    shown_reports["model_card"] = dg.MetadataValue.md(
-        strip_front_matter((artifact.path / CARD).read_text(encoding="utf-8"))
-    )
-    return {**shown_reports, **{f"simulated_acc_len_{draft}": score for draft, score in read_scores(artifact).items()}}
+        metadata[f"report{suffix}"] = dg.MetadataValue.md((folder / "report.md").read_text())
+        metadata[f"acceptance{suffix}"] = embed_picture(folder / "acceptance.png", f"acceptance on {name}")
+    metadata["model_card"] = dg.MetadataValue.md(strip_front_matter((artifact.path / CARD).read_text(encoding="utf-8")))
+    return {**metadata, **{f"simulated_acc_len_{draft}": score for draft, score in read_scores(artifact).items()}}
 
 
-def drop_clocks(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def drop_speeds(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the metrics of every draft without measured speeds, which differ between equal runs."""
     return {
         draft: {name: value for name, value in metrics.items() if not name.endswith("speed_up")}

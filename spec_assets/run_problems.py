@@ -10,7 +10,7 @@ from draftworks.errors import DraftworksError
 
 INTERRUPTED = dg.DagsterExecutionInterruptedError.__name__
 MEANT_FOR_A_PERSON = {kind.__name__ for kind in (DraftworksError, *DraftworksError.__subclasses__())}
-KEPT = "What is finished is kept. Run the same job again: it goes on from there."
+KEPT = "Finished results are kept. Run the same job again: it continues from there."
 
 
 class RunProblems:

@@ -23,12 +23,12 @@ from resources.workspace import Workspace
 from spec_assets.common import (
     NothingToDo,
     asset,
-    clear_errors,
     launch,
     obtain_result,
     read_partition,
     report_result,
     require_target,
+    translate_errors,
 )
 from spec_assets.features import GPU_POOL
 from spec_assets.gates import yield_gated
@@ -41,7 +41,7 @@ SERVER = "SGLang"
 """Key of the server in the commands of an export."""
 
 
-def serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
+def make_serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     """The asset `{strategy}_serving`, for the targets that ask for it by `evaluation.serving.prompts`."""
     names = of_strategy(strategy.name)
 
@@ -72,11 +72,13 @@ def serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         settings = target.evaluation.serving
 
         def build(out: Path) -> BuildResult:
-            logs = workspace.run_folder(context.run.run_id, context.op_execution_context.op_handle.name) / "server"
-            run = subject.run(workspace, sglang, out, logs)
+            logs = (
+                workspace.locate_run_folder(context.run.run_id, context.op_execution_context.op_handle.name) / "server"
+            )
+            run = subject.build_run(workspace, sglang, out, logs)
             with sglang.log_output_of_server(context, logs):
                 job = launch(context, launcher, workspace, "serve", run, processes=1, device=settings.device)
-            summary = {**job.report, "log": str(sglang.log(logs))}
+            summary = {**job.report, "log": str(sglang.locate_log(logs))}
             counted = {name: summary[name] for name in ("acceptance", "answers", "same_answers")}
             return BuildResult(digest(counted), summary)
 
@@ -103,10 +105,11 @@ class ServedDraft:
 
     @classmethod
     def of(cls, workspace: Workspace, strategy: StrategySpec, target: TargetSpec) -> "ServedDraft":
-        """
+        """Return the newest export of a strategy's draft with its report.
+
         Raises:
             NothingToDo: the draft is not exported or measured yet, or has no export that SGLang loads.
-            ConfigError: the format that is asked for was not exported, or export and report are of different drafts.
+            ConfigError: the requested format was not exported, or export and report are of different drafts.
         """
         settings = target.evaluation.serving
         names = of_strategy(strategy.name)
@@ -124,7 +127,7 @@ class ServedDraft:
         if measured.heldout is None or (measured.heldout.answers, measured.limits) != (answers, read_limits(target)):
             raise ConfigError(
                 f"target {target.name}: the report is of other held-out answers or limits than there are now, so its walk "
-                "cannot be compared with. Run the job evaluate first"
+                "is not comparable. Run the job evaluate first"
             )
         formats = [name for name, made in export.summary["formats"].items() if SERVER in made["commands"]]
         if settings.format is None and not formats:
@@ -142,16 +145,16 @@ class ServedDraft:
             "format": self.format,
             "command": self.command,
             "report": self.report.path.name,
-            "target": workspace.target_files(self.target.name).digest,
+            "target": workspace.resolve_target_files(self.target.name).digest,
             "serving": self.target.evaluation.serving.identity(),
         }
 
-    def run(self, workspace: Workspace, sglang: SGLangServer, out: Path, logs: Path) -> ServeRun:
+    def build_run(self, workspace: Workspace, sglang: SGLangServer, out: Path, logs: Path) -> ServeRun:
         target, evaluation = self.target, self.target.evaluation
         report = self.report.path / HELDOUT
         return ServeRun(
             out=out,
-            target=workspace.target_files(target.name),
+            target=workspace.resolve_target_files(target.name),
             command=self.command,
             draft=self.export.path / self.format,
             tokens=workspace.artifacts.load_current(HELDOUT_RESPONSES, target.name).path / TOKENS_FOLDER,
@@ -172,7 +175,12 @@ def describe_serving(artifact: Artifact) -> dict[str, Any]:
     found, walk = artifact.summary, artifact.summary["walk"]
     accepted = found["acceptance"]
     rows = [
-        ("live server (6)", _figure(accepted["micro"]), _figure(accepted["tokens_per_pass"]), accepted["passes"]),
+        (
+            "live server (6)",
+            _format_figure(accepted["micro"]),
+            _format_figure(accepted["tokens_per_pass"]),
+            accepted["passes"],
+        ),
         ("server minus walk (3)", f"{walk['difference']:+.4f}", "", ""),
     ]
     return {
@@ -190,11 +198,11 @@ def describe_serving(artifact: Artifact) -> dict[str, Any]:
     }
 
 
-def _figure(value: float | None) -> str:
+def _format_figure(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
-def serving_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
+def make_serving_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     """Return the check `agrees_with_walk`, a warning unless the target makes it a gate."""
     name = of_strategy(strategy.name).serving
 
@@ -205,7 +213,7 @@ def serving_check(strategy: StrategySpec) -> dg.AssetChecksDefinition:
     )
     def agrees_with_walk(context: dg.AssetCheckExecutionContext, workspace: Workspace) -> Iterator[dg.AssetCheckResult]:
         target = read_partition(context)
-        with clear_errors():
+        with translate_errors():
             result = judge_agreement(workspace.artifacts.load_current(name, target).summary)
             yield from yield_gated(context, workspace.registry.load_target(target), AGREES_WITH_WALK, result)
 

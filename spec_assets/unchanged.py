@@ -29,35 +29,34 @@ log = logging.getLogger(__name__)
 
 
 class Probed(Exception):
-    """Ends the function of an asset where it would obtain its result."""
+    """Ends the function of an asset where it would obtain its result; `unchanged` if the result exists."""
 
     def __init__(self, unchanged: bool) -> None:
         self.unchanged = unchanged
 
 
-class NotRemembered(Exception):
-    """A file would have to be read for its digest."""
+class DigestNotCached(Exception):
+    """Raised if a file would have to be read for its digest."""
 
 
 class RememberedDigests(FileDigests):
-    """Digests of files that were read before and are as they were."""
+    """Cached digests of files that have not changed since they were read; never reads a file."""
 
     def of_file(self, path: Path) -> str:
         if not self.remembers(path):
-            raise NotRemembered(path)
+            raise DigestNotCached(path)
         return super().of_file(path)
 
 
 class ProbeStore(ArtifactStore):
-    """Results as they are. Instead of obtaining one, it answers whether the current one is of the identity and
-    whole."""
+    """Artifact store that builds nothing: `obtain` raises `Probed` with whether the current result has the identity."""
 
     def obtain(self, asset: str, target: str, identity: dict[str, Any], *_: Any, **options: Any) -> Artifact:
         raise Probed(self.is_current(asset, target, identity, options.get("still_good")))
 
 
 class ProbeWorkspace(Workspace):
-    """The workspace that the functions of assets get: it builds nothing and reads no large file."""
+    """Workspace for probing asset functions: it builds nothing and reads no large file."""
 
     @cached_property
     def artifacts(self) -> ArtifactStore:
@@ -91,7 +90,7 @@ def _is_unchanged(step: Any, job: dg.JobDefinition, workspace: ProbeWorkspace, t
     if definition is None or not definition.keys:  # a check looks at the result of a step that is among those already
         return True
     names = {key.to_user_string() for key in definition.keys}
-    ask = next((asked for name, asked in INPUTS.items() if name in names), None)
+    ask = next((asked for name, asked in INPUT_CHECKS.items() if name in names), None)
     try:
         return _answer(definition, workspace, target) if ask is None else ask(workspace, target)
     except Exception as error:
@@ -119,25 +118,25 @@ def _answer(definition: dg.AssetsDefinition, workspace: ProbeWorkspace, target: 
 def _is_known_target(workspace: ProbeWorkspace, name: str) -> bool:
     """Whether the target's files were digested and examined already, together with its data."""
     target, registry = workspace.registry.load_target(name), workspace.registry
-    files = workspace.target_files(name)
+    files = workspace.resolve_target_files(name)
     examined = is_examined(target, files, registry, read_data_versions(workspace, target), workspace.target_checks)
     return examined and is_checked(files, target.capture.backend, workspace.weight_checks)
 
 
 def _is_known_dataset(workspace: ProbeWorkspace, name: str) -> bool:
     registry = workspace.registry
-    return bool(workspace.dataset_version(registry.load_dataset(registry.load_target(name).dataset)))
+    return bool(workspace.read_dataset_version(registry.load_dataset(registry.load_target(name).dataset)))
 
 
-def _is_always(workspace: ProbeWorkspace, name: str) -> bool:
-    """For steps that cost less than a process."""
+def _assume_unchanged(workspace: ProbeWorkspace, name: str) -> bool:
+    """Return True: for steps that cost less than starting a process."""
     return True
 
 
-INPUTS: dict[str, Callable[[ProbeWorkspace, str], bool]] = {
+INPUT_CHECKS: dict[str, Callable[[ProbeWorkspace, str], bool]] = {
     TARGET_MODEL: _is_known_target,
     DATASET: _is_known_dataset,
-    RECIPE: _is_always,
-    LEADERBOARD: _is_always,
+    RECIPE: _assume_unchanged,
+    LEADERBOARD: _assume_unchanged,
 }
-"""Steps that keep no result with an identity."""
+"""Checks by asset name, for the steps that store no result with an identity."""

@@ -1,8 +1,8 @@
-"""Assets that a target does not use: of other strategies and eval sets, and exports, serving checks or a vocabulary
-mapping that it does not ask for.
- Dagster asks for one partitions definition for all assets of a job, so every asset has a partition for every target.
-A run leaves those out that its target does not have (`spec_assets.executor`), and records once that nothing is
-missing there."""
+"""Finds and records the assets that a target does not use: of other strategies and eval sets, exports that it turns off.
+
+Dagster requires one partitions definition for all assets of a job, so every asset has a partition for every target. A
+run leaves out the assets that its target does not use (`spec_assets.executor`), and records once that nothing is missing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import dagster as dg
 
 from draftworks.config.registry_files import TargetSpec
-from draftworks.config.strategies import StrategySpec, available_strategies, resolve_strategy
+from draftworks.config.strategies import StrategySpec, list_strategies, resolve_strategy
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import resolve_draft_vocab_size
 from draftworks.storage.asset_names import VOCAB_MAPPING, of_eval_set, of_strategy
@@ -28,14 +28,14 @@ def find_unused_assets(target: TargetSpec, registry: Registry) -> dict[str, str]
     for name in registry.list_eval_sets():
         if name != HELDOUT and name not in target.evals:
             found |= dict.fromkeys(of_eval_set(name), f"target {target.name} does not list the eval set {name}")
-    for name in available_strategies():
-        found |= _unused_of(resolve_strategy(name), target)
+    for name in list_strategies():
+        found |= _find_unused_of(resolve_strategy(name), target)
     if not _reduces_vocabulary(target):
         found[VOCAB_MAPPING] = f"no strategy of target {target.name} reduces the vocabulary"
     return found
 
 
-def _unused_of(strategy: StrategySpec, target: TargetSpec) -> dict[str, str]:
+def _find_unused_of(strategy: StrategySpec, target: TargetSpec) -> dict[str, str]:
     names = of_strategy(strategy.name)
     entry, serving = target.strategies.get(strategy.name), target.evaluation.serving
     if entry is None:
@@ -48,7 +48,9 @@ def _unused_of(strategy: StrategySpec, target: TargetSpec) -> dict[str, str]:
     if not serving.prompts:
         found[names.serving] = f"target {target.name} asks for no serving check (evaluation.serving.prompts)"
     elif serving.format is not None and serving.format not in {made.name for made in strategy.exports}:
-        found[names.serving] = f"target {target.name} has {serving.format} served, no format of {strategy.name}"
+        found[names.serving] = (
+            f"target {target.name} serves the format {serving.format}, which {strategy.name} does not have"
+        )
     return found
 
 
@@ -71,7 +73,7 @@ def record_unused(instance: dg.DagsterInstance, unused: Iterable[UnusedAsset]) -
     """Record unused assets as materialized, so that their partitions are not missing. What is recorded already is
     left."""
     for one in unused:
-        if _reason_on_record(instance, one) == one.reason:
+        if _read_recorded_reason(instance, one) == one.reason:
             continue
         instance.report_runless_asset_event(
             dg.AssetMaterialization(
@@ -84,7 +86,7 @@ def record_unused(instance: dg.DagsterInstance, unused: Iterable[UnusedAsset]) -
         )
 
 
-def _reason_on_record(instance: dg.DagsterInstance, one: UnusedAsset) -> object:
+def _read_recorded_reason(instance: dg.DagsterInstance, one: UnusedAsset) -> object:
     of_partition = dg.AssetRecordsFilter(one.asset, asset_partitions=[one.target])
     for record in instance.fetch_materializations(of_partition, limit=1).records:
         made = record.asset_materialization

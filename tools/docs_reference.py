@@ -203,16 +203,16 @@ class StrategyTemplate:
 
     @classmethod
     def of(cls, name: str) -> StrategyTemplate:
-        from draftworks.config.strategies import available_strategies, resolve_strategy
+        from draftworks.config.strategies import list_strategies, resolve_strategy
 
         words = name.split("_")
-        return cls(next((resolve_strategy(one) for one in available_strategies() if one in words), None))
+        return cls(next((resolve_strategy(one) for one in list_strategies() if one in words), None))
 
     def name(self, text: str) -> str:
-        from draftworks.config.strategies import available_strategies
+        from draftworks.config.strategies import list_strategies
 
         words = text.split("_")
-        return "_".join("{strategy}" if word in available_strategies() else word for word in words)
+        return "_".join("{strategy}" if word in list_strategies() else word for word in words)
 
     def text(self, text: str) -> str:
         if self._strategy is None:

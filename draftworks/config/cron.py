@@ -71,7 +71,7 @@ def parse_cron(text: str) -> str:
         raise ValueError(f"expected a cron expression of five fields ({names}), found {len(parts)}")
     _, _, days, months, _ = (field.parse(part) for field, part in zip(FIELDS, parts))
     if parts[4] == "*" and min(days) > max(LONGEST_MONTHS[month] for month in months):
-        raise ValueError(f"no month of {sorted(months)} has a day {min(days)}: this time never comes")
+        raise ValueError(f"no month of {sorted(months)} has a day {min(days)}: this time never occurs")
     return " ".join(parts)
 
 

@@ -50,7 +50,7 @@ class LayerOptions(StrategyOptions):
         return value
 
     @model_validator(mode="after")
-    def _kv_heads_divide_heads(self) -> LayerOptions:
+    def _check_head_numbers(self) -> LayerOptions:
         check_heads(self.num_heads, self.num_kv_heads)
         return self
 

@@ -64,7 +64,7 @@ def choose_layer_shape(config: Any) -> LayerShape:
     )
 
 
-def embedding_scale(model_type: str | None, hidden_size: int) -> float:
+def find_embedding_scale(model_type: str | None, hidden_size: int) -> float:
     """Return the factor that a target of this (text) model type applies to embeddings before its first layer."""
     return math.sqrt(hidden_size) if model_type in _SCALED_EMBEDDINGS else 1.0
 

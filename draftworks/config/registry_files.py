@@ -124,7 +124,9 @@ class TrainingSpec(Spec):
                 f"global_batch_size {self.global_batch_size} leaves some of {self.processes} processes without a sample"
             )
         if self.pack_tokens is None and self.pack_overlong != "refuse":
-            raise ValueError(f"pack_overlong {self.pack_overlong} is about pack_tokens, which is not set: set it too")
+            raise ValueError(
+                f"pack_overlong {self.pack_overlong} has no effect without pack_tokens: set pack_tokens too"
+            )
         return self
 
     @model_validator(mode="after")
@@ -180,12 +182,12 @@ class EvaluationSpec(Spec):
 
     @field_validator("cron")
     @classmethod
-    def _valid_cron(cls, value: str | None) -> str | None:
+    def _check_cron(cls, value: str | None) -> str | None:
         return None if value is None else parse_cron(value)
 
     @field_validator("cron_timezone")
     @classmethod
-    def _valid_timezone(cls, value: str) -> str:
+    def _check_timezone(cls, value: str) -> str:
         return require_timezone(value)
 
     def identity(self) -> dict[str, Any]:
@@ -243,7 +245,7 @@ class TargetSpec(Spec):
 
     @field_validator("name", "dataset")
     @classmethod
-    def _valid_name(cls, value: str) -> str:
+    def _check_name(cls, value: str) -> str:
         return require_name(value)
 
     @property
@@ -254,7 +256,9 @@ class TargetSpec(Spec):
     def _check_commits(self) -> TargetSpec:
         for what, commit in (("revision", self.revision), ("tokenizer_revision", self.tokenizer_revision)):
             if commit is not None and not COMMIT.fullmatch(commit):
-                raise ValueError(f"{what} must be a commit of 40 hex digits, found {commit!r}: branches and tags move")
+                raise ValueError(
+                    f"{what} must be a commit of 40 hex digits, found {commit!r}: branches and tags can change"
+                )
         return self
 
 
@@ -271,7 +275,7 @@ class DatasetSpec(Spec):
 
     @field_validator("name")
     @classmethod
-    def _valid_name(cls, value: str) -> str:
+    def _check_name(cls, value: str) -> str:
         return require_name(value)
 
 
@@ -289,7 +293,7 @@ class EvalSpec(Spec):
 
     @field_validator("name", "dataset")
     @classmethod
-    def _valid_name(cls, value: str) -> str:
+    def _check_name(cls, value: str) -> str:
         return require_name(value)
 
 

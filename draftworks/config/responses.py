@@ -39,14 +39,14 @@ class EndpointSpec(Spec):
 
     @field_validator("base_urls")
     @classmethod
-    def _valid_urls(cls, value: list[str]) -> list[str]:
+    def _check_urls(cls, value: list[str]) -> list[str]:
         return parse_urls(value)
 
     @model_validator(mode="after")
     def _check_token_ids(self) -> EndpointSpec:
         if self.server == "openai" and self.token_ids:
             raise ValueError(
-                "server openai gives no token ids: set token_ids to false, and labels are the answer's text, tokenized again"
+                "server openai returns no token ids: set token_ids to false; labels are then the answer's text, tokenized again"
             )
         return self
 
@@ -87,14 +87,14 @@ class ResponseSpec(Spec):
         if self.endpoint is None:
             return self
         if self.mode == "passthrough":
-            raise ValueError("mode passthrough asks nobody: leave the endpoint out, or set mode to regenerate")
+            raise ValueError("mode passthrough generates no answers: leave the endpoint out, or set mode to regenerate")
         if self.endpoint.server == "openai":
             beyond = {"top_k": 0, "repetition_penalty": 1.0, "thinking": None}
             asked = [name for name, default in beyond.items() if getattr(self, name) != default]
             if asked:
                 raise ValueError(
-                    f"OpenAI's interface has no field for {', '.join(asked)}, and a server of that kind would drop it without "
-                    "a word: leave it out, or set endpoint.server to what runs there"
+                    f"OpenAI's interface has no field for {', '.join(asked)}, and such a server would ignore it "
+                    "silently: leave it out, or set endpoint.server to what runs there"
                 )
         return self
 

@@ -64,7 +64,7 @@ class StoreSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _bare_path(cls, value: Any) -> Any:
+    def _accept_bare_path(cls, value: Any) -> Any:
         return {"root": value} if isinstance(value, (str, Path)) else value
 
 
@@ -159,7 +159,7 @@ class TrainRun(TargetRun):
 
     @field_validator("run_id")
     @classmethod
-    def _valid_name(cls, value: str) -> str:
+    def _check_name(cls, value: str) -> str:
         return require_name(value)
 
     @property

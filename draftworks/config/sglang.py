@@ -68,7 +68,7 @@ class StartedServer(Spec):
         taken = [word for word in value if word.split("=")[0] in RESERVED_ARGUMENTS]
         if taken:
             raise ValueError(
-                f"{', '.join(taken)}: follows from the other keys of the target, and would contradict them: leave it out"
+                f"{', '.join(taken)}: set from other keys of the target, which it would contradict: leave it out"
             )
         return value
 
@@ -98,22 +98,24 @@ class ServerSpec(StartedServer):
 
     @field_validator("url")
     @classmethod
-    def _valid_url(cls, value: str | None) -> str | None:
+    def _check_url(cls, value: str | None) -> str | None:
         return None if value is None else parse_url(value)
 
     @field_validator("urls")
     @classmethod
-    def _valid_urls(cls, value: list[str]) -> list[str]:
+    def _check_urls(cls, value: list[str]) -> list[str]:
         return parse_urls(value)
 
     @model_validator(mode="after")
     def _check_external(self) -> ServerSpec:
         if self.url is not None and self.urls:
-            raise ValueError("url and urls say the same thing: put every address into urls")
+            raise ValueError("url and urls are alternatives: put every address into urls")
         if bool(self.external) != (self.spool is not None):
-            raise ValueError("url and spool go together: without the folder its hidden states cannot be had")
+            raise ValueError("url and spool must be given together: hidden states are read from the folder `spool`")
         if self.external and self.replicas > 1:
-            raise ValueError("replicas are servers that we start: leave it out where url or urls names yours")
+            raise ValueError(
+                "replicas is the number of servers that Draftworks starts: leave it out if url or urls is given"
+            )
         return self
 
     @property

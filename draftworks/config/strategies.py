@@ -43,7 +43,7 @@ class StrategyOptions(Spec):
         unset = [name for name in self.added if getattr(self, name) == type(self).model_fields[name].default]
         return self.model_dump(exclude={*self.execution, *unset})
 
-    def structure(self) -> dict[str, Any]:
+    def select_structural(self) -> dict[str, Any]:
         """Return the structural options and their values."""
         return {name: getattr(self, name) for name in self.structural}
 
@@ -60,7 +60,7 @@ class ExportSpec:
             dtype (see draftworks.export.readers.reader); it shares no code with the format's writer.
         counting: how its layer ids number the taps.
         refuses: returns why the format cannot hold a draft of these options and taps, or None; see `find_refusal`.
-        embeds_rows: whether its loaders look up unscaled rows of the target's embedding matrix, although the draft
+        uses_unscaled_embeddings: whether its loaders look up unscaled rows of the target's embedding matrix, although the draft
             embeds as the target does.
     """
 
@@ -70,7 +70,7 @@ class ExportSpec:
     reader: str
     counting: LayerCounting
     refuses: Callable[[Any, tuple[LayerTap, ...]], str | None] | None = None
-    embeds_rows: bool = False
+    uses_unscaled_embeddings: bool = False
 
     def __post_init__(self) -> None:
         ways = get_args(LayerCounting)
@@ -89,17 +89,17 @@ class ExportSpec:
 
     def find_embedding_refusal(self, scale: float) -> str | None:
         """Return why no draft can be written for a target that scales its embeddings by `scale`; None if one can."""
-        if not self.embeds_rows or scale == 1:
+        if not self.uses_unscaled_embeddings or scale == 1:
             return None
-        return f"the target multiplies its embeddings by {scale:.4g}, of which this format's loaders know nothing"
+        return f"the target multiplies its embeddings by {scale:.4g}, which this format's loaders do not do"
 
 
 def _refuse_packing(options: StrategyOptions) -> str | None:
-    return "does not know packed samples"
+    return "does not support packed samples"
 
 
-def always_packable(options: StrategyOptions) -> str | None:
-    """Return None: the value of `unpackable` for a strategy whose `DraftStrategy` has `pack` under all options."""
+def allow_packing(options: StrategyOptions) -> str | None:
+    """Return None: the value of `packing_refusal` for a strategy whose `DraftStrategy` has `pack` under all options."""
     return None
 
 
@@ -114,9 +114,9 @@ class StrategySpec:
         uses_vocab_mapping: whether the draft predicts over a reduced vocabulary; its options then have
             `draft_vocab_size`.
         check: raises ConfigError for options that do not fit the target's sizes, beyond the errors of `taps`.
-        divides_heads: whether servers read the draft with a class whose number of heads must divide the hidden size;
+        heads_divide_hidden: whether servers read the draft with a class whose number of heads must divide the hidden size;
             if the target's number does not, the draft has a number of its own.
-        unpackable: returns why training under these options cannot be packed, None if it can; see `check_packing`.
+        packing_refusal: returns why training under these options cannot be packed, None if it can; see `check_packing`.
         factory: dotted path `module:callable` of the `DraftStrategy` (see draftworks.drafts.strategy).
         exports: formats its drafts can be written in.
     """
@@ -129,8 +129,8 @@ class StrategySpec:
     uses_last_hidden: bool = True
     uses_vocab_mapping: bool = False
     check: Callable[[Any, TargetSizes], None] | None = None
-    divides_heads: bool = False
-    unpackable: Callable[[Any], str | None] = _refuse_packing
+    heads_divide_hidden: bool = False
+    packing_refusal: Callable[[Any], str | None] = _refuse_packing
     exports: tuple[ExportSpec, ...] = ()
 
     def list_features(self, num_layers: int, options: StrategyOptions) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class StrategySpec:
         extra `num_heads` entry gives the drafts made now another identity.
         """
         uneven = num_heads is not None and hidden_size % num_heads and getattr(options, "num_heads", None) is None
-        return options.identity() | ({"num_heads": "dividing"} if self.divides_heads and uneven else {})
+        return options.identity() | ({"num_heads": "dividing"} if self.heads_divide_hidden and uneven else {})
 
     def export(self, name: str) -> ExportSpec:
         """Return the export format with that name. Raises ConfigError with the closest names if it is unknown."""
@@ -168,7 +168,7 @@ class StrategySpec:
 
     def check_packing(self, options: StrategyOptions, where: str) -> None:
         """Raise ConfigError if samples cannot be packed: the draft or its loss supports only padded batches."""
-        reason = self.unpackable(options)
+        reason = self.packing_refusal(options)
         if reason is not None:
             raise ConfigError(f"{where}: pack_tokens is set, but {self.name} {reason}. Leave pack_tokens out")
 
@@ -209,7 +209,7 @@ def register_strategy(spec: StrategySpec) -> StrategySpec:
         if export.name in owners:
             owner = owners[export.name]
             raise ConfigError(
-                f"strategy {spec.name!r}: export format {export.name!r} is one of strategy {owner!r}: rename it"
+                f"strategy {spec.name!r}: export format {export.name!r} belongs to strategy {owner!r}: rename it"
             )
         owners[export.name] = spec.name
     _REGISTRY[spec.name] = spec
@@ -218,7 +218,7 @@ def register_strategy(spec: StrategySpec) -> StrategySpec:
 
 def resolve_strategy(name: str) -> StrategySpec:
     """Return the strategy with that name. Raises ConfigError with the closest names if it is unknown."""
-    known = available_strategies()
+    known = list_strategies()
     if name not in known:
         raise ConfigError(f"unknown strategy {name!r}: {_suggest_names(name, known)}")
     return _REGISTRY[name]
@@ -226,13 +226,13 @@ def resolve_strategy(name: str) -> StrategySpec:
 
 def resolve_export(name: str) -> ExportSpec:
     """Return any strategy's export format with that name. Raises ConfigError with the closest names if unknown."""
-    formats = {export.name: export for strategy in available_strategies() for export in _REGISTRY[strategy].exports}
+    formats = {export.name: export for strategy in list_strategies() for export in _REGISTRY[strategy].exports}
     if name not in formats:
         raise ConfigError(f"unknown export format {name!r}: {_suggest_names(name, formats)}")
     return formats[name]
 
 
-def available_strategies() -> tuple[str, ...]:
+def list_strategies() -> tuple[str, ...]:
     """Return the names of all strategies, plug-ins included, sorted."""
     _load_plugins()
     return tuple(sorted(_REGISTRY))
@@ -276,5 +276,5 @@ def _load_own(installed: Set[str]) -> None:
         return
     raise ConfigError(
         f"strategies {', '.join(missing)}: expected entry points of group {PLUGINS}, found none in {place}: the environment "
-        "was installed before they came. Install it again: pip install -e . (or make)"
+        "was installed before they were added. Install it again: pip install -e . (or make)"
     )

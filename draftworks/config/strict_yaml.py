@@ -107,7 +107,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024:,} KiB: not a file that somebody wrote by hand")
+        raise ConfigError(f"{path}: larger than {MAX_BYTES // 1024:,} KiB, the limit for a configuration file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -145,7 +145,7 @@ class _EventCounter:
 
     def take(self, event: Event) -> None:
         if (tag := getattr(event, "tag", None)) not in _TAGS:
-            raise _Refused(f"the tag {_shorten(tag)} is not read: write the value without it", _line_of(event))
+            raise _Refused(f"the tag {_shorten(tag)} is not supported: write the value without it", _line_of(event))
         if isinstance(event, MappingStartEvent | SequenceStartEvent):
             self._begin(event)
         elif isinstance(event, ScalarEvent):
@@ -155,9 +155,7 @@ class _EventCounter:
                 self.nodes_of[event.anchor] = 1
         elif isinstance(event, AliasEvent):
             if event.anchor not in self.nodes_of:
-                raise _Refused(
-                    f"*{event.anchor} stands for what it is itself a part of, or for nothing", _line_of(event)
-                )
+                raise _Refused(f"*{event.anchor} refers to a value that contains it, or to no anchor", _line_of(event))
             self._switch_key_value()
             self._add(self.nodes_of[event.anchor], event)
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -183,7 +181,7 @@ class _EventCounter:
         self.nodes += nodes
         if self.nodes > MAX_NODES:
             raise _Refused(
-                f"more than {MAX_NODES:,} keys and values, those that aliases repeat included", _line_of(event)
+                f"more than {MAX_NODES:,} keys and values, counting those of an alias at each use", _line_of(event)
             )
 
     def _take_key(self, event: ScalarEvent) -> None:
@@ -207,7 +205,7 @@ class _EventCounter:
 def _check_events(text: str) -> None:
     directive = _TAG_DIRECTIVE.search(text)
     if directive is not None:
-        raise _Refused("the directive %TAG is not read: leave it out", text.count("\n", 0, directive.start()))
+        raise _Refused("the directive %TAG is not supported: remove it", text.count("\n", 0, directive.start()))
     count = _EventCounter()
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, NodeEvent | yaml.CollectionEndEvent):

@@ -20,9 +20,11 @@ def parse_url(value: str) -> str:
     if not parts or not complete or any(letter.isspace() for letter in value):
         raise ValueError("expected an address such as http://127.0.0.1:30000")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("no user or password belongs into an address: keys are read from an environment variable")
+        raise ValueError(
+            "an address must not contain a user or password: API keys are read from an environment variable"
+        )
     if parts.query or parts.fragment:
-        raise ValueError("an address of a server ends before ? and #")
+        raise ValueError("a server address must not contain a query (?) or a fragment (#)")
     return value.rstrip("/")
 
 
@@ -30,5 +32,5 @@ def parse_urls(values: list[str]) -> list[str]:
     """Return each address as `parse_url` does; raise ValueError also for a repeated address."""
     urls = [parse_url(value) for value in values]
     if len(set(urls)) < len(urls):
-        raise ValueError("every address once: a server that comes twice would be given twice the work")
+        raise ValueError("each address may be given only once: a server that is listed twice would get twice the work")
     return urls

@@ -50,7 +50,7 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel], wh
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            hint = _meant(problem["loc"][-1], _keys_at(model, problem["loc"][:-1]))
+            hint = _suggest_keys(problem["loc"][-1], _list_keys_at(model, problem["loc"][:-1]))
             lines.append(f"{where}: unknown key {key}{hint}")
         elif problem["type"] == "missing":
             lines.append(f"{where}: key {key} is missing")
@@ -59,7 +59,7 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel], wh
             allowed = []
             if problem["type"] == "literal_error":
                 allowed = re.findall("'([^']*)'", problem.get("ctx", {}).get("expected", ""))
-            hint = _meant(problem["input"], allowed)
+            hint = _suggest_keys(problem["input"], allowed)
             found = " (not shown)" if key.endswith(SECRET) else f" (found {_short(problem['input'])})"
             # If several keys contradict each other, the message already contains their values.
             together = problem["type"] == "value_error" and isinstance(problem["input"], dict)
@@ -67,12 +67,12 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel], wh
     return "\n".join(lines)
 
 
-def _meant(found: Any, known: list[str]) -> str:
+def _suggest_keys(found: Any, known: list[str]) -> str:
     close = difflib.get_close_matches(str(found), known, n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def _keys_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+def _list_keys_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
     """Return the field names of the nested model at a location of `model`; empty if there is no model."""
     current: Any = model
     for part in location:

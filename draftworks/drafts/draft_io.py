@@ -87,7 +87,7 @@ def _with_defaults(draft: dict[str, Any], strategy: str, path: Path) -> dict[str
 
 def _structure(draft: dict[str, Any], strategy: str) -> dict[str, Any]:
     options = resolve_strategy(strategy).parse_options(draft.get("options", {}), where=f"options of {strategy}")
-    return {**draft, "options": options.structure()}
+    return {**draft, "options": options.select_structural()}
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

@@ -34,7 +34,7 @@ def resolve_head_counts(strategy: str, options: HeadOptions, target: TargetParts
     """
     heads = options.num_heads or target.num_heads
     kv_heads = options.num_kv_heads or min(target.num_kv_heads, heads)
-    if options.num_heads is None and resolve_strategy(strategy).divides_heads and target.hidden_size % heads:
+    if options.num_heads is None and resolve_strategy(strategy).heads_divide_hidden and target.hidden_size % heads:
         served = choose_served_heads(target.hidden_size, heads, kv_heads)
         heads, kv_heads = served.num_heads, options.num_kv_heads or served.num_kv_heads
     if heads % kv_heads:

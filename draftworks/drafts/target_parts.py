@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftworks.config.layer_options import LayerOptions
-from draftworks.config.layer_shape import choose_layer_shape, embedding_scale
+from draftworks.config.layer_shape import choose_layer_shape, find_embedding_scale
 from draftworks.config.run_files import TargetFiles
 from draftworks.drafts.weight_files import WeightFiles
 from draftworks.errors import ConfigError, StoreError
@@ -91,7 +91,7 @@ class TargetParts:
             max_positions=config.max_position_embeddings,
             embedding=embedding,
             head=embedding if tied else weights.read("lm_head.weight", shape),
-            embedding_scale=embedding_scale(config.model_type, config.hidden_size),
+            embedding_scale=find_embedding_scale(config.model_type, config.hidden_size),
             **{each.name: getattr(layers, each.name) for each in fields(layers)},
         )
 

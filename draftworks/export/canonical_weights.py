@@ -49,7 +49,7 @@ def _rename(checkpoint: Checkpoint, export_format: ExportFormat) -> dict[str, Te
     for name, tensor in checkpoint.tensors.items():
         canonical = export_format.to_canonical_name(name)
         if canonical in named:
-            raise StoreError(f"{checkpoint.folder}: tensor {canonical} is there twice, once as {name}")
+            raise StoreError(f"{checkpoint.folder}: tensor {canonical} is in the file twice, once as {name}")
         named[canonical] = tensor
     return named
 
@@ -65,7 +65,7 @@ def _take_out_targets(folder: Path, named: dict[str, Tensor], shape: DraftShape,
         found = named.pop(name, None)
         if found is not None and not _equal_rounded(found, targets):
             raise StoreError(
-                f"{folder}: {name} is not the target's, and by its config.json the draft has none of its own"
+                f"{folder}: {name} differs from the target's, but by its config.json the draft has none of its own"
             )
 
 

@@ -71,7 +71,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         others = sorted(found.name for found in path.parent.glob("*.bin")) + sorted(
             found.name for found in path.parent.glob("*.pt")
         )
-        hint = f"; {', '.join(others)} would have to be unpickled, which is not done here" if others else ""
+        hint = f"; {', '.join(others)} would have to be unpickled, which Draftworks never does" if others else ""
         raise StoreError(f"{path}: missing{hint}. Weights must be safetensors") from None
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{path}: weights cannot be read: {error}. Copy or download them again") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.config.run_files import VOCAB_FILE, TargetFiles
-from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.draft_io import save_draft
 from draftworks.drafts.target_parts import TargetParts
@@ -71,7 +71,7 @@ def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means
     _require_fit(source, shape, parts)
     unscaled = resolve_strategy(shape.strategy).export(export_format.name).find_embedding_refusal(parts.embedding_scale)
     if unscaled is not None:
-        raise ConfigError(f"{source / CONFIG}: {unscaled}, so that it was trained on others than drafts here read")
+        raise ConfigError(f"{source / CONFIG}: {unscaled}, so it was trained on other embeddings than drafts here read")
     checkpoint = read_checkpoint(source)
     weights = convert_weights(checkpoint, export_format, shape, parts)
     spec = resolve_strategy(shape.strategy)
@@ -95,21 +95,23 @@ def import_draft(source: Path, target: TargetFiles, out: Path, norm_output_means
 
 def recognise_format(source: Path, config: Mapping[str, Any]) -> ExportFormat:
     """Return the format of a config.json. Raises ConfigError if no format recognises it."""
-    formats = [load_format(strategy, name) for strategy in available_strategies() for name in list_formats(strategy)]
+    formats = [load_format(strategy, name) for strategy in list_strategies() for name in list_formats(strategy)]
     for export_format in formats:
         if export_format.recognises(config):
             return export_format
     kind = config.get("speculators_model_type") or config.get("architectures") or config.get("model_type")
     known = ", ".join(dict.fromkeys([OWN, *(found.name for found in formats)]))
-    raise ConfigError(f"{source / CONFIG}: a model of kind {kind!r}: not a draft that is known here ({known})")
+    raise ConfigError(
+        f"{source / CONFIG}: a model of kind {kind!r}: not a draft format that Draftworks reads ({known})"
+    )
 
 
 def _require_new(out: Path) -> None:
     """Raise ConfigError if `out` exists, as a dangling link too: publishing would replace a user's folder."""
     if os.path.lexists(os.path.abspath(out)):
         raise ConfigError(
-            f"{out}: expected a path where nothing is yet, found something there that an import would replace: "
-            "name a new folder, or remove this one yourself"
+            f"{out}: expected a path that does not exist, found a file or folder that an import would replace: "
+            "give the path of a new folder, or remove this one first"
         )
 
 

@@ -41,5 +41,5 @@ def _build_config(where: str, part: Mapping[str, Any]) -> str:
     except Exception as error:  # every class has its own ways to refuse
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
-            f"{where}: transformers builds no configuration of model_type {part['model_type']!r} of it: {reason}"
+            f"{where}: transformers cannot build a configuration of model_type {part['model_type']!r} from it: {reason}"
         ) from error

@@ -22,15 +22,15 @@ _LIBRARIES = ("draftworks", "torch", "transformers")
 
 
 def examine_before_run(
-    target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], remembered: Path
+    target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], cache_folder: Path
 ) -> tuple[Finding, ...]:
     """Return findings about a target's values, drafts and first data rows. Findings without an error are cached.
 
     Args:
         data: data version of every data set of the target and of its eval sets, by name.
-        remembered: folder of cached findings, keyed by the content of entry, files and data.
+        cache_folder: folder of cached findings, keyed by the content of entry, files and data.
     """
-    path = _verdict(target, files, registry, data, remembered)
+    path = _locate_cached(target, files, registry, data, cache_folder)
     known = _read_cached(path)
     if known is not None:
         return known
@@ -47,19 +47,19 @@ def examine_before_run(
 
 
 def is_examined(
-    target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], remembered: Path
+    target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], cache_folder: Path
 ) -> bool:
     """Whether `examine_before_run` would only read cached findings."""
-    return _read_cached(_verdict(target, files, registry, data, remembered)) is not None
+    return _read_cached(_locate_cached(target, files, registry, data, cache_folder)) is not None
 
 
-def _verdict(
-    target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], remembered: Path
+def _locate_cached(
+    target: TargetSpec, files: TargetFiles, registry: Registry, data: Mapping[str, str], cache_folder: Path
 ) -> Path:
     versions = [version(library) for library in _LIBRARIES]
     sets = {name: registry.load_dataset(name).model_dump(mode="json") for name in data}
     looked_at = [target.model_dump(mode="json"), files.model_dump(mode="json"), sets, dict(data)]
-    return remembered / f"{digest([REVISION, versions, looked_at])}.json"
+    return cache_folder / f"{digest([REVISION, versions, looked_at])}.json"
 
 
 def _read_cached(path: Path) -> tuple[Finding, ...] | None:

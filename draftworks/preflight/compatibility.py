@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from draftworks.config.draft_config import read_draft_config
-from draftworks.config.layer_shape import embedding_scale
+from draftworks.config.layer_shape import find_embedding_scale
 from draftworks.config.registry_files import ExportSettings, TargetSpec
 from draftworks.config.run_files import VOCAB_FILE, TargetFiles
 from draftworks.config.strategies import StrategyOptions, StrategySpec, TargetSizes, resolve_strategy
@@ -101,8 +101,8 @@ def _check_export(
     """
     refused = strategy.find_refusals(options, strategy.taps(files.num_layers, options), settings.formats)
     exports = [strategy.export(name) for name in settings.formats or ()]
-    if any(export.embeds_rows for export in exports):
-        scale = embedding_scale(read_text_config(files).get("model_type"), files.hidden_size)
+    if any(export.uses_unscaled_embeddings for export in exports):
+        scale = find_embedding_scale(read_text_config(files).get("model_type"), files.hidden_size)
         refused |= {export.name: why for export in exports if (why := export.find_embedding_refusal(scale))}
     useless = settings.formats is None and bool(refused) and len(refused) == len(strategy.exports)
     if refused and (useless or settings.formats is not None):
@@ -123,8 +123,8 @@ def _check_start_from(
     if found.strategy != strategy.name:
         raise ConfigError(f"{where}: {folder}: expected a draft of {strategy.name}, found one of {found.strategy}")
     theirs = strategy.parse_options(found.draft.get("options", {}), where=str(folder))
-    wanted = {"hidden_size": files.hidden_size, "vocab_size": files.vocab_size, **options.structure()}
-    given = {**found.draft, **theirs.structure()}
+    wanted = {"hidden_size": files.hidden_size, "vocab_size": files.vocab_size, **options.select_structural()}
+    given = {**found.draft, **theirs.select_structural()}
     if strategy.uses_vocab_mapping:
         wanted["draft_vocab_size"] = options.model_dump()["draft_vocab_size"]
     wanted |= {key: value for key, value in _list_inputs(strategy, options, files).items() if key in found.draft}

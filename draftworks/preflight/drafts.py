@@ -61,7 +61,7 @@ def _report_build_failure(strategy: StrategySpec, where: str, error: Exception, 
     if strategy.factory.startswith("draftworks."):
         findings.error(f"{said}. Correct the sizes in its options")
     else:
-        findings.warning(f"{said}. (Built on device meta, without weights, which this strategy may not be made for)")
+        findings.warning(f"{said}. (Built on device meta, without weights, which this strategy may not support)")
 
 
 def _check_exports(
@@ -86,9 +86,9 @@ def _check_exports(
             config = load_format(strategy.name, name).build_config(canonical, getattr(torch, entry.export.dtype))
             build_server_configs(config)
         except DraftworksError as error:
-            findings.error(f"{where}: its export {name} would be loaded by no server: {error}")
+            findings.error(f"{where}: no server would load its export {name}: {error}")
         except Exception as error:  # a plug-in's format may need weights
-            findings.warning(f"{where}: its export {name} was not looked at: {type(error).__name__}: {error}")
+            findings.warning(f"{where}: its export {name} was not checked: {type(error).__name__}: {error}")
 
 
 def _check_proposals(target: TargetSpec, most: dict[str, int | None], findings: Findings) -> None:

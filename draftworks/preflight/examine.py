@@ -35,7 +35,7 @@ def examine_entry(name: str, registry: Registry, digests: FileDigests) -> tuple[
         files = resolve_target(target, registry, digests)
     except ConfigError as error:
         if target.is_hub and "cannot be reached" in str(error):
-            findings.warning(f"{error}. Model, tokenizer and drafts were not looked at")
+            findings.warning(f"{error}. Model, tokenizer and drafts were not checked")
         else:
             findings.error(str(error))
     examine_target(target, files, registry, findings)

@@ -39,13 +39,13 @@ def check_writable(registry: Registry, findings: Findings) -> None:
         places["features.root"] = registry.resolve_path(deployment.features.root)
     if deployment.features.kind == "shared_dir" and not places["features.root"].is_dir():
         findings.error(
-            f"deployment: features.root: {places['features.root']} is no folder: mount it, or correct the path"
+            f"deployment: features.root: {places['features.root']} is not a folder: mount it, or correct the path"
         )
     for key, place in places.items():
         existing = _find_existing(place)
         if not existing.is_dir():
             findings.error(
-                f"deployment: {key}: {existing} is no folder, so {place} cannot be made: move it away, or name another"
+                f"deployment: {key}: {existing} is not a folder, so {place} cannot be created: move it away, or name another"
             )
         elif not os.access(existing, os.W_OK | os.X_OK):
             findings.error(

@@ -42,8 +42,8 @@ def check_values(target: TargetSpec, findings: Findings) -> None:
             )
         elif training.lr * training.weight_decay >= 1:
             findings.error(
-                f"{where}: lr {training.lr:g} x weight_decay {training.weight_decay:g} is 1 or more: every step would take "
-                "all weights away. Lower weight_decay"
+                f"{where}: lr {training.lr:g} x weight_decay {training.weight_decay:g} is 1 or more: weight decay would "
+                "remove all weights in one step. Lower weight_decay"
             )
         for doubt in _find_unusual(training):
             findings.warning(f"{where}.{doubt.key}: found {doubt.value:g}; {doubt.usual}")
@@ -54,15 +54,13 @@ def _find_unusual(training: TrainingSpec) -> Iterator[UnusualValue]:
     if UNUSUAL_LR < training.lr < MAX_LR:
         yield UnusualValue("lr", training.lr, "drafts are trained with 1e-5 to 1e-2")
     if training.lr < 1e-8:
-        yield UnusualValue("lr", training.lr, "with so little the draft stays as it begins")
+        yield UnusualValue("lr", training.lr, "with so small a value the draft hardly changes")
     if training.weight_decay > 1:
         yield UnusualValue("weight_decay", training.weight_decay, "0 to 0.1 is usual")
     if training.epochs > 100:
-        yield UnusualValue(
-            "epochs", training.epochs, "1 to 10 is usual, and after that a draft learns its data by heart"
-        )
+        yield UnusualValue("epochs", training.epochs, "1 to 10 is usual; a draft overfits its data after that")
     if training.processes > 64:
-        yield UnusualValue("processes", training.processes, "they are ranks on one machine: one for each GPU")
+        yield UnusualValue("processes", training.processes, "they are ranks on one machine; one for each GPU is usual")
     if training.global_batch_size > 8192:
         yield UnusualValue("global_batch_size", training.global_batch_size, "16 to 512 samples a step are usual")
     if training.best_metric != "eval/avg_loss" and training.best_mode == "min" and "loss" not in training.best_metric:
@@ -74,12 +72,14 @@ def _find_unusual(training: TrainingSpec) -> Iterator[UnusualValue]:
 def _check_answers(target: TargetSpec, findings: Findings) -> None:
     where, answers = f"target {target.name}", target.responses
     if answers.temperature > 2:
-        findings.warning(f"{where}: responses.temperature: found {answers.temperature:g}; above 2 answers are noise")
+        findings.warning(
+            f"{where}: responses.temperature: found {answers.temperature:g}; above 2 answers are mostly random"
+        )
     if answers.mode == "regenerate" and answers.max_new_tokens >= target.max_length:
         findings.warning(
             f"{where}: responses.max_new_tokens {answers.max_new_tokens} with max_length {target.max_length}: an answer of that "
-            "length leaves its prompt no room, and ends at max_length"
+            "length leaves no room for its prompt, and ends at max_length"
         )
     hot = [temperature for temperature in target.evaluation.loop.temperatures if temperature > 5]
     if hot:
-        findings.warning(f"{where}: evaluation.loop.temperatures: found {hot}; above 2 answers are noise")
+        findings.warning(f"{where}: evaluation.loop.temperatures: found {hot}; above 2 answers are mostly random")

@@ -179,7 +179,7 @@ def _check_lengths(where: str, found: Tokenized, sample: Sample, target: TargetS
     if cut > _WARNING_SHARE * len(found.lengths):
         findings.warning(
             f"{where}: max_length {limit} cuts {cut} of its first {total} samples, the longest of {max(found.lengths):,} tokens: "
-            "what is cut is not learnt"
+            "tokens after the cut are not learnt"
         )
 
 
@@ -187,12 +187,12 @@ def _check_vocabulary(where: str, chat: ChatTokenizer, files: TargetFiles, findi
     if chat.largest_id >= files.vocab_size:
         findings.warning(
             f"{where}: its tokenizer has ids up to {chat.largest_id:,}, the model's vocabulary ends at {files.vocab_size - 1:,}: "
-            "text with those ends the run. Is it the tokenizer of this model?"
+            "text with a higher id stops the run. Check that it is the tokenizer of this model"
         )
     elif chat.largest_id < files.vocab_size // 2:
         findings.warning(
-            f"{where}: its tokenizer has ids up to {chat.largest_id:,} of the model's {files.vocab_size:,}. Is it the tokenizer "
-            "of this model?"
+            f"{where}: its tokenizer has ids up to {chat.largest_id:,} of the model's {files.vocab_size:,}. Check that it is the "
+            "tokenizer of this model"
         )
 
 

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from draftworks.config.registry_files import DatasetSpec, DeploymentSpec, EvalSpec, Spec, StrategyEntry, TargetSpec
-from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 
 FILES: dict[str, type[Spec]] = {
     "target": TargetSpec,
@@ -35,7 +35,7 @@ def list_keys(file: str) -> Iterator[Key]:
     """Yield all keys of a kind of registry file, nested ones with dots; for a target also those of all strategies."""
     yield from _list_fields(FILES[file])
     if file == "target":
-        for strategy in available_strategies():
+        for strategy in list_strategies():
             yield from _list_fields(StrategyEntry, f"strategies.{strategy}.", skip="options")
             yield from _list_fields(resolve_strategy(strategy).options, f"strategies.{strategy}.options.")
 

@@ -127,7 +127,7 @@ def require_unchanged(target: TargetFiles) -> None:
         if expected != actual:
             raise ConfigError(
                 f"target {target.name}: {what} are not those that the run file was written for: expected digest "
-                f"{expected}, found {actual}. They were replaced since, or the run file is wrong: materialize "
+                f"{expected}, found {actual}. They were replaced later, or the run file is wrong: materialize "
                 "target_model again, and what depends on it"
             )
 
@@ -137,8 +137,8 @@ def _locate(model: str, revision: str | None, registry: Registry, where: str) ->
     if revision is not None:
         if folder.is_dir():
             raise ConfigError(
-                f"{where}: {folder} is a directory: leave `revision` out, which is the commit of a Hugging Face id. (Is the id "
-                "meant, and not the directory of that name: move the directory away)"
+                f"{where}: {folder} is a directory: leave `revision` out, which is the commit of a Hugging Face id. (If the "
+                "id is meant, move the directory of that name away)"
             )
         return model
     if not folder.is_dir():

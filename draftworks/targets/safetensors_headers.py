@@ -65,12 +65,14 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
             first = stream.read(8)
             length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
             if not 1 < length <= min(MAX_HEADER_BYTES, size - 8):
-                raise _make_damage_error(path, f"a file of {size} bytes whose first 8 promise a header of {length}")
+                raise _make_damage_error(
+                    path, f"a file of {size} bytes whose first 8 bytes give a header length of {length}"
+                )
             header = parse_json(stream.read(length))
     except (OSError, ValueError, RecursionError) as error:
         raise _make_damage_error(path, f"{type(error).__name__}: {error}") from error
     if not isinstance(header, dict):
-        raise _make_damage_error(path, "its header is no JSON object")
+        raise _make_damage_error(path, "its header is not a JSON object")
     tensors = {name: _parse_tensor(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
     _check_extent(path, header, size - 8 - length)
     return tensors
@@ -118,7 +120,7 @@ def read_model_headers(target: TargetFiles) -> ModelHeaders:
     if elsewhere:
         raise StoreError(
             f"{files.where}: {len(elsewhere)} tensors are in {WEIGHTS}, and by {INDEX} in other files too, among them "
-            f"{elsewhere[0]} in {index[elsewhere[0]]}: which count? Remove {WEIGHTS}, or the index and its files"
+            f"{elsewhere[0]} in {index[elsewhere[0]]}: expected one file for each. Remove {WEIGHTS}, or the index and its files"
         )
     _check_index(files.where, index, {**headers, WEIGHTS: whole})
     return ModelHeaders(whole, {name: tensor for header in headers.values() for name, tensor in header.items()})
@@ -162,7 +164,7 @@ def _check_index(where: str, index: Mapping[str, str], headers: Mapping[str, Map
         for name in header:
             if name in seen:
                 raise StoreError(
-                    f"{where}: the tensor {name} is in {seen[name]} and in {file}: which counts? Copy or download the "
+                    f"{where}: the tensor {name} is in {seen[name]} and in {file}: expected one file. Copy or download the "
                     "model again"
                 )
             seen[name] = file
@@ -191,7 +193,7 @@ def _check_extent(path: Path, header: Mapping[str, Any], nbytes: int) -> None:
             )
         end = stop
     if end != nbytes:
-        raise _make_damage_error(path, f"its header promises {end} bytes of tensors, and {nbytes} are there")
+        raise _make_damage_error(path, f"its header describes {end} bytes of tensors, the file has {nbytes}")
 
 
 def _make_damage_error(path: Path, problem: str) -> StoreError:

@@ -73,19 +73,19 @@ class Discrepancies:
         return bool(self.missing or self.unexpected or self.mismatched or self.broken)
 
 
-def check_target_weights(target: TargetFiles, backend: str = "hf", remembered: Path | None = None) -> WeightsCheck:
+def check_target_weights(target: TargetFiles, backend: str = "hf", cache_folder: Path | None = None) -> WeightsCheck:
     """Compare the names and shapes in a target's files with those of its model class. Reads headers, not weights.
 
     Args:
         backend: capture backend; unless it is `hf`, a family that transformers does not know is a note, not an error.
-        remembered: folder of cached verdicts, keyed by the checked content: a second check of the same is a lookup.
+        cache_folder: folder of cached verdicts, keyed by the checked content: a second check of the same is a lookup.
 
     Raises:
         ConfigError: the configuration is unreadable, needs code of its own or is of an unknown family; the hub cannot
             be reached.
         StoreError: a file is absent or damaged; tensors are missing, unexpected or of another shape.
     """
-    verdict = None if remembered is None else remembered / f"{_make_verdict_key(target, backend)}.json"
+    verdict = None if cache_folder is None else cache_folder / f"{_make_verdict_key(target, backend)}.json"
     known = _read_verdict(verdict)
     if known is not None:
         return known
@@ -95,9 +95,9 @@ def check_target_weights(target: TargetFiles, backend: str = "hf", remembered: P
     return found
 
 
-def is_checked(target: TargetFiles, backend: str, remembered: Path) -> bool:
+def is_checked(target: TargetFiles, backend: str, cache_folder: Path) -> bool:
     """Whether `check_target_weights` would only read a cached verdict."""
-    return _read_verdict(remembered / f"{_make_verdict_key(target, backend)}.json") is not None
+    return _read_verdict(cache_folder / f"{_make_verdict_key(target, backend)}.json") is not None
 
 
 def require_loaded(target: TargetFiles, model: PreTrainedModel, loading: Mapping[str, Any]) -> None:
@@ -123,11 +123,11 @@ def _check(target: TargetFiles, backend: str) -> WeightsCheck:
         return WeightsCheck(
             None,
             len(headers.tensors),
-            f"names and shapes of the weights were not checked: {config}; all files are whole",
+            f"names and shapes of the weights were not checked: {config}; all files are complete",
         )
     plain = strip_quantization(headers.tensors, getattr(config, "quantization_config", None))
     with _silence_transformers():
-        model = _empty_model(target, config)
+        model = _build_empty_model(target, config)
         found = _compare(model, plain.tensors, plain.unshaped)
     if found:
         raise StoreError(_format_discrepancies(target, type(model).__name__, found, model.config))
@@ -145,7 +145,7 @@ def _require_plain_files(target: TargetFiles, config: PreTrainedConfig | str) ->
     if target.revision is None and (Path(target.model) / "adapter_config.json").exists():
         raise ConfigError(
             f"target {target.name}: {target.model} has an adapter_config.json: merge the adapter into its model, and "
-            "give the folder of that"
+            "give the folder of the merged model"
         )
 
 
@@ -157,7 +157,7 @@ def read_model_config(target: TargetFiles) -> PreTrainedConfig | str:
     """
     from transformers import AutoConfig
 
-    path = _config_file(target)
+    path = _require_config_file(target)
     try:
         config = read_json(path)
         kind = config.get("model_type")
@@ -177,14 +177,14 @@ def read_model_config(target: TargetFiles) -> PreTrainedConfig | str:
         raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
 
 
-def _config_file(target: TargetFiles) -> Path:
+def _require_config_file(target: TargetFiles) -> Path:
     found = ModelFiles(target).find_file("config.json")
     if found is None:
         raise ConfigError(f"target {target.name}: {target.model} has no config.json: expected a Hugging Face model")
     return found
 
 
-def _empty_model(target: TargetFiles, config: PreTrainedConfig) -> PreTrainedModel:
+def _build_empty_model(target: TargetFiles, config: PreTrainedConfig) -> PreTrainedModel:
     """Return a model of the class that the loader chooses, on device meta and without quantisation.
 
     Raises:
@@ -201,7 +201,7 @@ def _empty_model(target: TargetFiles, config: PreTrainedConfig) -> PreTrainedMod
             return loader.from_config(config, trust_remote_code=False)
     except Exception as error:  # a model may raise any error for an inconsistent configuration
         raise ConfigError(
-            f"target {target.name}: no model can be built of {target.model}/config.json: {type(error).__name__}: {error}"
+            f"target {target.name}: no model can be built from {target.model}/config.json: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -229,21 +229,21 @@ def _compare(model: PreTrainedModel, tensors: Mapping[str, TensorHeader], unshap
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
     model._adjust_missing_and_unexpected_keys(info)
     mismatched = {name: (tuple(found), tuple(expected)) for name, found, expected in info.mismatched_keys}
-    broken = {name: _last_line(error) for name, error in info.conversion_errors.items()}
+    broken = {name: _take_last_line(error) for name, error in info.conversion_errors.items()}
     missing = set(info.missing_keys) - set(broken)
     if unshaped:
         mismatched = {name: shapes for name, shapes in mismatched.items() if 0 not in shapes[0]}
         broken = {}
-    broken |= _gaps(tensors)
+    broken |= _find_expert_gaps(tensors)
     return _make_discrepancies(missing, set(info.unexpected_keys), mismatched, broken, model.config)
 
 
-def _last_line(error: object) -> str:
+def _take_last_line(error: object) -> str:
     lines = str(error).strip().splitlines()
     return lines[-1].strip() if lines else "no reason given"
 
 
-def _gaps(tensors: Iterable[str]) -> dict[str, str]:
+def _find_expert_gaps(tensors: Iterable[str]) -> dict[str, str]:
     """Return stacked expert tensors with absent expert numbers, and which numbers are absent.
 
     The loader stacks experts in ascending order and ignores their numbers, so a gap would shift all later experts.
@@ -253,7 +253,7 @@ def _gaps(tensors: Iterable[str]) -> dict[str, str]:
         if matched := _EXPERT.match(name):
             numbers.setdefault(f"{matched[1]}*{matched[3]}", set()).add(int(matched[2]))
     return {
-        name: f"of the numbers 0 to {max(found)}, absent: {_format_some(map(str, sorted(set(range(max(found))) - found)))}"
+        name: f"absent numbers between 0 and {max(found)}: {_format_some(map(str, sorted(set(range(max(found))) - found)))}"
         for name, found in numbers.items()
         if found != set(range(len(found)))
     }
@@ -295,7 +295,7 @@ def _format_discrepancies(target: TargetFiles, model_class: str, found: Discrepa
         lines.append(f"{len(found.mismatched)} tensors have another shape: {_format_some(shapes)}")
     if found.broken:
         reasons = [f"{name} ({reason})" for name, reason in found.broken.items()]
-        lines.append(f"{len(found.broken)} tensors cannot be put together: {_format_some(reasons)}")
+        lines.append(f"{len(found.broken)} tensors cannot be assembled: {_format_some(reasons)}")
     return "; ".join(lines) + f". {_advise(found, layers)}"
 
 
@@ -308,7 +308,7 @@ def _advise(found: Discrepancies, layers: int) -> str:
             "save_pretrained"
         )
     if any(".lora_" in name for name in found.unexpected):
-        return "These are the weights of an adapter: merge it into its model, and give that"
+        return "These are the weights of an adapter: merge it into its model, and give the merged model"
     there = {int(m[1]) for m in map(_LAYER.search, (*found.unexpected, *found.missing)) if m}
     if there and min(there) >= layers and not found.missing:
         return f"config.json says num_hidden_layers {layers}, the files have {max(there) + 1}: give the config.json of these weights"

@@ -29,5 +29,5 @@ def test_settings_of_a_server_that_is_not_used_are_part_of_no_key():
 
 @pytest.mark.parametrize("args", [["--dtype", "float16"], ["--tp=2"], ["--log-level", "error", "--port", "1"]])
 def test_an_argument_that_contradicts_the_registry_is_refused(args):
-    with pytest.raises(ConfigError, match=r"capture: server.args: .*--(dtype|tp|port).*: follows from the other keys"):
+    with pytest.raises(ConfigError, match=r"capture: server.args: .*--(dtype|tp|port).*: set from other keys"):
         parse_spec(CaptureSpec, {"backend": "sglang", "server": {"args": args}}, where="capture")

@@ -60,8 +60,8 @@ def test_usual_expressions_are_taken(expression):
         ("*/0 * * * *", "minute: 0 is outside 1..59"),
         ("0 3 , * *", "day of month: expected"),
         ("0 3 ? * *", "day of month: expected"),
-        ("0 3 30 2 *", "never comes"),
-        ("0 3 31 4,6,9,11 *", "never comes"),
+        ("0 3 30 2 *", "never occurs"),
+        ("0 3 31 4,6,9,11 *", "never occurs"),
     ],
 )
 def test_mistakes_are_refused_with_their_reason(expression, problem):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.errors import ConfigError
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 
-@pytest.mark.parametrize("strategy", available_strategies())
+@pytest.mark.parametrize("strategy", list_strategies())
 def test_options_that_are_left_to_the_target_are_no_part_of_the_identity(strategy):
     options = resolve_strategy(strategy).options
     assert not {"head_dim", "rms_norm_eps", "rope"} & options().identity().keys()
@@ -29,7 +29,7 @@ def test_options_that_are_left_to_the_target_are_no_part_of_the_identity(strateg
     ],
     ids=str,
 )
-@pytest.mark.parametrize("strategy", available_strategies())
+@pytest.mark.parametrize("strategy", list_strategies())
 def test_a_rope_that_no_draft_computes_is_refused(strategy, rope, message):
     with pytest.raises(ConfigError, match=f"small: rope: .*{message}"):
         resolve_strategy(strategy).parse_options({"rope": rope}, where="small")

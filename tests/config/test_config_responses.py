@@ -52,17 +52,17 @@ def test_what_the_answers_depend_on_is_told_apart(other):
 def test_what_openai_has_no_field_for_is_refused_rather_than_dropped(option):
     responses(endpoint=SGLANG, **option)
     (name,) = option
-    with pytest.raises(ConfigError, match=f"OpenAI's interface has no field for {name}, and a server of that kind"):
+    with pytest.raises(ConfigError, match=f"OpenAI's interface has no field for {name}, and such a server"):
         responses(endpoint=OPENAI, **option)
 
 
 def test_token_ids_are_not_expected_of_those_who_have_none():
-    with pytest.raises(ConfigError, match="server openai gives no token ids: set token_ids to false"):
+    with pytest.raises(ConfigError, match="server openai returns no token ids: set token_ids to false"):
         responses(endpoint={**OPENAI, "token_ids": True})
 
 
 def test_an_endpoint_that_nobody_asks_is_refused():
-    with pytest.raises(ConfigError, match="mode passthrough asks nobody"):
+    with pytest.raises(ConfigError, match="mode passthrough generates no answers"):
         responses(mode="passthrough", endpoint=SGLANG)
 
 

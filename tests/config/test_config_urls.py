@@ -37,7 +37,7 @@ def test_what_is_no_http_address_is_refused(url):
 
 @pytest.mark.parametrize("url", ["http://host/v1?key=1", "http://host/v1#a"])
 def test_an_address_ends_before_its_query(url):
-    with pytest.raises(ValueError, match="ends before"):
+    with pytest.raises(ValueError, match="must not contain a query"):
         parse_url(url)
 
 
@@ -50,23 +50,26 @@ def test_an_address_ends_before_its_query(url):
     ],
 )
 def test_a_password_in_an_address_is_refused_and_not_repeated(spec, values):
-    with pytest.raises(ConfigError, match="no user or password belongs into an address") as raised:
+    with pytest.raises(ConfigError, match="an address must not contain a user or password") as raised:
         parse_spec(spec, values, where="target.yaml")
     assert "hunter2" not in str(raised.value)
 
 
 def test_one_server_is_not_named_twice():
-    with pytest.raises(ValueError, match="every address once"):
+    with pytest.raises(ValueError, match="each address may be given only once"):
         parse_urls(["http://a:1", "http://a:1/"])
 
 
 @pytest.mark.parametrize(
     ("server", "message"),
     [
-        ({"url": "http://a:1", "urls": ["http://b:1"], "spool": "/s"}, "url and urls say the same thing"),
-        ({"urls": ["http://a:1", "http://b:1"]}, "url and spool go together"),
-        ({"spool": "/s"}, "url and spool go together"),
-        ({"urls": ["http://a:1", "http://b:1"], "spool": "/s", "replicas": 2}, "replicas are servers that we start"),
+        ({"url": "http://a:1", "urls": ["http://b:1"], "spool": "/s"}, "url and urls are alternatives"),
+        ({"urls": ["http://a:1", "http://b:1"]}, "url and spool must be given together"),
+        ({"spool": "/s"}, "url and spool must be given together"),
+        (
+            {"urls": ["http://a:1", "http://b:1"], "spool": "/s", "replicas": 2},
+            "replicas is the number of servers that Draftworks starts",
+        ),
     ],
 )
 def test_servers_are_yours_or_ours_and_yours_have_a_spool(server, message):

@@ -13,7 +13,7 @@ import torch
 from objective_toys import ANSWER, HIDDEN, SIZES, Case, batch_of, in_blocks, logits_at_once, strategy_of
 from torch import Tensor
 
-from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.drafts.layers import argmax_of_head
 from draftworks.drafts.strategy import DraftStrategy, StepContext, StepOutput
 from draftworks.features.contracts import TrainBatch
@@ -125,7 +125,7 @@ def peaks(request: pytest.FixtureRequest, peak_bytes: Callable[[Callable[[], obj
 
 
 def test_every_strategy_is_looked_at() -> None:
-    built_in = {name for name in available_strategies() if resolve_strategy(name).factory.startswith("draftworks.")}
+    built_in = {name for name in list_strategies() if resolve_strategy(name).factory.startswith("draftworks.")}
     assert built_in == set(SIZES) == {case.strategy for case in OBJECTIVES}
 
 

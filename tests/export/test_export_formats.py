@@ -12,7 +12,7 @@ from export_toys import CASES, FORMATS, LLAMA3_ROPE, VOCAB, Case, Toys
 from safetensors import safe_open
 from transformers import LlamaConfig, Qwen3Config
 
-from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.errors import ConfigError, StoreError
 from draftworks.export import exporting
 from draftworks.export.canonical import CanonicalDraft
@@ -48,7 +48,7 @@ def test_every_gate_passes(tmp_path: Path, case: Case, dtype: str):
 
 
 def test_every_registered_format_is_tried_here():
-    registered = {spec.name for name in available_strategies() for spec in resolve_strategy(name).exports}
+    registered = {spec.name for name in list_strategies() for spec in resolve_strategy(name).exports}
     assert registered == set(FORMATS)
     for name, strategy in FORMATS.items():
         assert (load_format(strategy, name).name, load_format(strategy, name).strategy) == (name, strategy)

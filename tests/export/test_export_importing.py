@@ -164,7 +164,7 @@ def test_the_targets_own_embedding_may_be_in_the_file_and_no_other(toys: Toys, t
     source = changed(toys.folder / "sglang_eagle3", tmp_path / "own", lambda t: with_embedding(t, toys))
     import_draft(source, toys.target, tmp_path / "imported")
     other = changed(source, tmp_path / "other", lambda t: t["embed_tokens.weight"].mul_(2))
-    with pytest.raises(StoreError, match=r"embed_tokens\.weight is not the target's"):
+    with pytest.raises(StoreError, match=r"embed_tokens\.weight differs from the target's"):
         import_draft(other, toys.target, tmp_path / "refused")
 
 
@@ -225,7 +225,12 @@ def nothing(_: Any) -> None:
 
 
 REFUSED: dict[str, tuple[str, Callable[[Tensors], Any], Callable[[Config], Any], str]] = {
-    "not a draft": ("sglang_eagle3", nothing, having(architectures=["LlamaForCausalLM"]), "not a draft that is known"),
+    "not a draft": (
+        "sglang_eagle3",
+        nothing,
+        having(architectures=["LlamaForCausalLM"]),
+        "not a draft format that Draftworks reads",
+    ),
     "another strategy": ("speculators_eagle3", nothing, having(speculators_model_type="mtp"), "kind 'mtp'"),
     "built on DFlash": (
         "zlab_dflash",
@@ -263,7 +268,7 @@ REFUSED: dict[str, tuple[str, Callable[[Tensors], Any], Callable[[Config], Any],
         "sglang_eagle3",
         lambda t: t.update({"model.norm.weight": torch.ones(16)}),
         nothing,
-        r"norm\.weight is there twice",
+        r"norm\.weight is in the file twice",
     ),
     "not finite": ("zlab_dflash", lambda t: t["norm.weight"].fill_(torch.inf), nothing, r"not finite: norm\.weight"),
     "absolute ids": ("sglang_eagle3", absolute, nothing, "d2t holds the target's ids themselves"),
@@ -346,7 +351,7 @@ def test_an_import_never_replaces_what_exists(
     (tmp_path / "link").symlink_to("nowhere")
     before = tree(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"^{re.escape(str(Path(out)))}: expected a path where nothing is yet"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(Path(out)))}: expected a path that does not exist"):
         import_draft(Path("peer"), toys.target, Path(out))
     assert tree(tmp_path) == before
     assert (tmp_path / "link").is_symlink()

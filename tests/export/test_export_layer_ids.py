@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.errors import ConfigError
 from draftworks.export.layer_ids import from_format, to_format
 from draftworks.storage.identity import LayerTap
@@ -34,7 +34,7 @@ def test_ids_are_those_of_the_published_drafts_for_36_layers(export_format, taps
 
 
 def test_the_table_has_every_format():
-    registered = {spec.name for name in available_strategies() for spec in resolve_strategy(name).exports}
+    registered = {spec.name for name in list_strategies() for spec in resolve_strategy(name).exports}
     assert {export_format for export_format, _, _ in TABLE} == registered
 
 

@@ -38,7 +38,7 @@ def test_formats_whose_loaders_look_up_unscaled_embeddings_are_left_out(gemma: T
     choice = choose_formats(gemma.draft(strategy))
     assert choice.chosen == (BLOCKS[strategy],)
     assert choice.refused == {
-        f"speculators_{strategy}": "the target multiplies its embeddings by 4, of which this format's loaders know nothing"
+        f"speculators_{strategy}": "the target multiplies its embeddings by 4, which this format's loaders do not do"
     }
 
 
@@ -51,5 +51,7 @@ def test_a_draft_that_was_trained_on_unscaled_embeddings_does_not_come_in(gemma:
     plain = Toys.make(tmp_path / "plain", tied=True)
     export_draft(plain.draft("dflash"), "speculators_dflash", tmp_path / "peer", "float32")
     import_draft(tmp_path / "peer", plain.target, tmp_path / "fits")
-    with pytest.raises(ConfigError, match=r"multiplies its embeddings by 4.* trained on others than drafts here read"):
+    with pytest.raises(
+        ConfigError, match=r"multiplies its embeddings by 4.* trained on other embeddings than drafts here read"
+    ):
         import_draft(tmp_path / "peer", gemma.target, tmp_path / "imported")

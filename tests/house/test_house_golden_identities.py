@@ -18,7 +18,7 @@ from draftworks.capture.answers.answer_sets import make_answers_identity
 from draftworks.capture.engine import make_engine_identity
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec, StrategyEntry, TargetSpec
 from draftworks.config.run_files import RegenerateRun, TargetFiles
-from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.data.conversations import Conversation, Turn
 from draftworks.evaluation.ladder.loop_cache import LoopIdentity
 from draftworks.storage.artifacts import Artifact
@@ -61,7 +61,7 @@ def options_of(strategy: str) -> dict[str, Any]:
 
 def recipes() -> dict[str, Any]:
     named = {"name": "t", "model": "m", "dataset": "d"}
-    targets = {each: {"strategies": {each: StrategyEntry(options=options_of(each))}} for each in available_strategies()}
+    targets = {each: {"strategies": {each: StrategyEntry(options=options_of(each))}} for each in list_strategies()}
     targets |= {f"capture by {name}": {"capture": spec} for name, spec in CAPTURES.items()}
     targets |= {f"responses {name}": {"responses": spec} for name, spec in RESPONSES.items()}
     registry = Registry(Path("/nowhere"))

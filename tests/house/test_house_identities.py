@@ -35,7 +35,7 @@ from draftworks.config.registry_files import (
 from draftworks.config.responses import EndpointSpec, ResponseSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import ServerSpec, SGLangSpec, StartedServer
-from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.targets.registry import Registry, resolve_recipe
 
 SERVER = CaptureSpec(backend="sglang_server")
@@ -223,7 +223,7 @@ def test_every_field_decides_a_result_or_leaves_it_alone_as_declared(settings: S
         assert (after != before) == (name in settings.decides), name
 
 
-@pytest.mark.parametrize("strategy", available_strategies())
+@pytest.mark.parametrize("strategy", list_strategies())
 def test_every_option_of_a_strategy_decides_the_draft_but_those_of_how_it_is_computed(strategy: str) -> None:
     options = resolve_strategy(strategy).options
     required = {name: 1 for name, field in options.model_fields.items() if field.is_required()}

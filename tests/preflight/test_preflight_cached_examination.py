@@ -30,7 +30,7 @@ def examine(fleet, tiny_target, tmp_path):
 
     def examined(**changed):
         given = {"target": fleet.registry.load_target("small"), "files": tiny_target, "data": {"chats": "a"}, **changed}
-        return examine_before_run(registry=fleet.registry, remembered=tmp_path / "kept", **given)
+        return examine_before_run(registry=fleet.registry, cache_folder=tmp_path / "kept", **given)
 
     return examined
 

@@ -26,7 +26,7 @@ def test_a_sound_target_has_no_findings(fleet):
 
 ENTRIES = {
     "learning rate": ({"strategies": strategy("eagle3", {"lr": 100})}, "training.lr: found 100"),
-    "decay": ({"strategies": strategy("eagle3", {"lr": 0.1, "weight_decay": 20})}, "take all weights away"),
+    "decay": ({"strategies": strategy("eagle3", {"lr": 0.1, "weight_decay": 20})}, "remove all weights in one step"),
     "more tokens than a block has": (
         {"strategies": strategy("dflash", mask_token_id=3, block_size=4), "evaluation": {"draft_tokens": 9}},
         "evaluation.draft_tokens: found 9; its drafts propose: dflash at most 3",
@@ -64,7 +64,7 @@ WARNINGS = {
         "measured with what they can propose",
     ),
     "default mask of ordinary text": ({"strategies": strategy("dflash")}, "and the default: the last id"),
-    "answers as long as samples": ({"responses": {"max_new_tokens": 96}}, "leaves its prompt no room"),
+    "answers as long as samples": ({"responses": {"max_new_tokens": 96}}, "leaves no room for its prompt"),
     "cut": (
         {"max_length": 12, "responses": {"mode": "passthrough"}, "strategies": strategy("eagle3", ttt_length=2)},
         "cuts 30",
@@ -161,7 +161,7 @@ def test_folders_that_cannot_be_written_are_errors(fleet):
     deployment.write_text("var: ../file/var\nfeatures: {kind: shared_dir, root: ../nowhere}\n")
     (fleet.root / "file").touch()
     errors = fleet.check().errors
-    assert any("var: " in error and "is no folder" in error for error in errors)
+    assert any("var: " in error and "is not a folder" in error for error in errors)
     assert any("features.root: " in error and "mount it" in error for error in errors)
 
 
@@ -189,7 +189,7 @@ def test_a_target_on_a_hub_that_cannot_be_reached_is_a_warning(fleet, monkeypatc
     fleet.write(model="nobody/has-this", revision="1" * 40)
     found = fleet.check()
     assert found.errors == []
-    assert any("cannot be reached" in warning and "were not looked at" in warning for warning in found.warnings)
+    assert any("cannot be reached" in warning and "were not checked" in warning for warning in found.warnings)
 
 
 def run(fleet, *arguments: str):

@@ -23,7 +23,7 @@ def test_packing_is_no_identity():
     ("values", "message"),
     [
         ({"global_batch_size": 2, "processes": 3, "pack_tokens": 64}, "2 leaves some of 3 processes without a sample"),
-        ({"pack_overlong": "own_row"}, "pack_overlong own_row is about pack_tokens, which is not set"),
+        ({"pack_overlong": "own_row"}, "pack_overlong own_row has no effect without pack_tokens"),
         ({"pack_tokens": 1}, "greater than or equal to 2"),
         ({"pack_tokens": 64, "pack_overlong": "cut"}, "'refuse' or 'own_row'"),
     ],
@@ -43,7 +43,7 @@ def test_a_loss_that_is_made_of_padding_is_refused_before_any_cost(tmp_path, tin
 
 def test_a_strategy_that_does_not_say_it_packs_is_refused():
     plain = StrategySpec("plain", "", StrategyOptions, lambda layers, options: (LayerTap(1),), "nowhere:none")
-    with pytest.raises(ConfigError, match="here: pack_tokens is set, but plain does not know packed samples"):
+    with pytest.raises(ConfigError, match="here: pack_tokens is set, but plain does not support packed samples"):
         plain.check_packing(StrategyOptions(), "here")
     for name in ("eagle3", "dflash"):
         spec = resolve_strategy(name)

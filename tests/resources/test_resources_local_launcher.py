@@ -153,7 +153,7 @@ def test_user_error_shows_its_message_alone_and_is_not_retried(tmp_path: Path) -
 def test_retry_has_its_own_folder_and_a_silent_death_shows_the_log(tmp_path: Path) -> None:
     first, second = launch(worker("die", tmp_path, procs=1), tmp_path, retries=1).failures
     description = second.step_failure_data.user_failure_data.description
-    assert "no rank said why" in description
+    assert "no rank left an error message" in description
     assert "rank 0 speaks" in description
     assert "exitcode: -9" in description
     assert "-retry1" in description
@@ -224,7 +224,7 @@ def test_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path, stopped_r
     assert "made no progress for 5 s (launcher.stall_limit_s)" in told
     first, second = (told.index(f"rank {rank} (pid ") for rank in (1, 0))
     assert first < second
-    assert re.search(r"rank 1 \(pid \d+, stopped\), which last said: step=\d+\n", told)
+    assert re.search(r"rank 1 \(pid \d+, stopped\), which last reported: step=\d+\n", told)
     assert " in all_reduce\n" in told[second:], "where the other one waits"
     (log,) = (tmp_path / "runs").rglob("out.log")
     assert "Current thread" in log.read_text(), "the stacks of the rank that could be asked"

@@ -19,7 +19,9 @@ def run_with(folder: Path, fails: bool) -> list[str]:
     @dg.asset
     def serving(context: dg.AssetExecutionContext, sglang: SGLangServer) -> None:
         with sglang.log_output_of_server(context, folder):
-            sglang.log(folder).write_text("".join(f"line {number}\n" for number in range(9000)) + "out of memory\n")
+            sglang.locate_log(folder).write_text(
+                "".join(f"line {number}\n" for number in range(9000)) + "out of memory\n"
+            )
             if fails:
                 raise dg.Failure("no answer")
 

@@ -39,7 +39,7 @@ class Job:
                 pulse = self.ranks[rank]
                 self.ranks[rank] = replace(pulse, written=pulse.written + 1, beats=pulse.beats + (rank in busy))
             self.write()
-            if (found := self.watch.stalled()) is not None:
+            if (found := self.watch.find_stalled()) is not None:
                 return [pulse.rank for pulse in found]
         return None
 
@@ -97,15 +97,15 @@ def test_time_in_which_nobody_looked_does_not_count(job: Job):
 
 def test_starting_takes_its_time(job: Job):
     job.now = 1.0
-    job.watch.stalled()
+    job.watch.find_stalled()
     for _ in range(59):
         job.now += 10
-        assert job.watch.stalled() is None
+        assert job.watch.find_stalled() is None
     job.now += 20
-    assert [job.watch.stalled() for _ in range(3)][-1] is None
+    assert [job.watch.find_stalled() for _ in range(3)][-1] is None
     for _ in range(3):
         job.now += 10
-        found = job.watch.stalled()
+        found = job.watch.find_stalled()
     assert found == []
 
 

@@ -16,13 +16,13 @@ from resources.torch_job import ONE_NODE, RunDir, TorchJob
 
 
 def test_command_is_torchruns_with_a_rendezvous_of_its_own() -> None:
-    command = TorchJob("draftworks.programs.train", ("run.yaml",), procs_per_node=2).command("--log-dir=x")
+    command = TorchJob("draftworks.programs.train", ("run.yaml",), procs_per_node=2).build_command("--log-dir=x")
     torchrun = [sys.executable, "-m", "torch.distributed.run", *ONE_NODE, "--log-dir=x", "--nproc-per-node=2"]
     assert command == [*torchrun, "-m", "draftworks.programs.train", "run.yaml"]
 
 
 def test_another_python_runs_torchrun_and_with_it_every_rank() -> None:
-    assert TorchJob("m", python=Path("/other/python")).command()[:3] == [
+    assert TorchJob("m", python=Path("/other/python")).build_command()[:3] == [
         "/other/python",
         "-m",
         "torch.distributed.run",
@@ -30,7 +30,7 @@ def test_another_python_runs_torchrun_and_with_it_every_rank() -> None:
 
 
 def test_command_takes_the_rendezvous_of_a_cluster() -> None:
-    command = TorchJob("m", nodes=2).command("--nnodes=2", "--rdzv-endpoint=host:1")
+    command = TorchJob("m", nodes=2).build_command("--nnodes=2", "--rdzv-endpoint=host:1")
     assert not set(ONE_NODE) & set(command)
 
 

@@ -78,7 +78,7 @@ CHANGES = [
 def test_reports_of_what_is_there_start_nothing(fleet, instance):
     result = tick(fleet, instance)
     assert requested(result) == []
-    assert result.skip_message == "no report is to be made again"
+    assert result.skip_message == "no report is outdated"
 
 
 @pytest.mark.parametrize(("change", "reason"), CHANGES)
@@ -168,7 +168,7 @@ def test_a_failed_evaluation_is_asked_for_again_only_when_something_changes(flee
     fleet.publish_features("two")  # the evaluation got so far, and no further
     second = tick(fleet, instance, first.cursor)
     assert requested(second) == []
-    assert second.skip_message.endswith("not again until something changes: two")
+    assert second.skip_message.endswith("not again before another change: two")
     change_draft(fleet)
     third = tick(fleet, instance, second.cursor)
     assert requested(third) == ["two"]
@@ -234,7 +234,7 @@ def test_a_target_on_which_a_run_is_under_way_is_left_to_a_later_tick(fleet, ins
     )
     waiting = tick(fleet, instance)
     assert requested(waiting) == []
-    assert waiting.skip_message.endswith("looked at when their runs have ended: two")
+    assert waiting.skip_message.endswith("checked again when their runs have ended: two")
     instance.report_run_failed(run)
     assert requested(tick(fleet, instance, waiting.cursor)) == ["two"]
 

@@ -9,7 +9,7 @@ import dagster as dg
 import pytest
 
 from resources.workspace import Workspace
-from sensors.registry import registry_sensor
+from sensors.registry import make_registry_sensor
 
 TARGETS = ["one", "two"]
 
@@ -30,7 +30,7 @@ def tick(
     registry: Path, cursor: str | None = None, targets: Sequence[str] = TARGETS
 ) -> dg.SensorResult | dg.SkipReason:
     context = dg.build_sensor_context(cursor=cursor, resources={"workspace": Workspace(registry_root=str(registry))})
-    return registry_sensor(targets)(context)
+    return make_registry_sensor(targets)(context)
 
 
 def requested(result: dg.SensorResult) -> list[str]:
@@ -101,4 +101,4 @@ def test_run_keys_name_what_is_new(registry):
 
 
 def test_it_is_off_by_default():
-    assert registry_sensor(TARGETS).default_status is dg.DefaultSensorStatus.STOPPED
+    assert make_registry_sensor(TARGETS).default_status is dg.DefaultSensorStatus.STOPPED

@@ -7,7 +7,7 @@ import os
 import pytest
 from test_spec_assets_command_line import execute
 
-from spec_assets.console import terminal
+from spec_assets.console import open_terminal
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_lines_reach_the_terminal_though_stderr_is_turned_into_a_file(capfd, tmp
 
     from dagster._core.execution.compute_logs import redirect_to_file
 
-    with terminal() as line, redirect_to_file(sys.stderr, str(tmp_path / "step.err")):
+    with open_terminal() as line, redirect_to_file(sys.stderr, str(tmp_path / "step.err")):
         line.write("why it failed\n")
         print("noise", file=sys.stderr)
     assert capfd.readouterr().err == "why it failed\n"

@@ -16,7 +16,7 @@ from draftworks.targets.registry import Registry
 from resources.workspace import Workspace
 from spec_assets.data import check_answers_finished
 from spec_assets.gates import NOT_WORSE, GateClosed, check_export_gates
-from spec_assets.report_checks import gate_checks
+from spec_assets.report_checks import make_gate_checks
 
 SAMPLES = {f"s{index}": [index, 7, 8] for index in range(8)}
 GOOD, BAD = dict.fromkeys(SAMPLES, [3, 2]), dict.fromkeys(SAMPLES, [0, 1])
@@ -51,7 +51,7 @@ def checked(registry: Path) -> dg.ExecuteInProcessResult:
 
     defs = dg.Definitions(
         assets=[report, follows],
-        asset_checks=gate_checks(ASSET),
+        asset_checks=make_gate_checks(ASSET),
         jobs=[dg.define_asset_job("all", dg.AssetSelection.all())],
         resources={"workspace": Workspace(registry_root=str(registry))},
     )

@@ -41,5 +41,5 @@ def test_what_is_no_draft_is_refused(finished, tmp_path):
     arguments = [site.tiny_folder, tmp_path / "peer", "--target", "small", "--registry", site.registry]
     shown = CliRunner().invoke(app, ["import", *map(str, arguments)])
     assert shown.exit_code == 1
-    assert "not a draft that is known here" in shown.output
+    assert "not a draft format that Draftworks reads" in shown.output
     assert not (tmp_path / "peer").exists()

@@ -52,4 +52,4 @@ def test_a_killed_run_leaves_no_process_and_the_next_one_goes_on(site):
     assert wait_until(lambda: commands_of(home) == [], 30), commands_of(home)
     following = start(site, home, "asset", "materialize", "--select", "target_model,responses", "--partition", "small")
     assert following.wait(200) == 0
-    assert "was killed: it counts as failed now" in (home / "err.log").read_text()
+    assert "was killed: it is marked as failed" in (home / "err.log").read_text()

@@ -39,7 +39,7 @@ def launched(workspace: Workspace, folder: Path, backend: str) -> TorchJob:
     """The job that a capture with this backend becomes."""
     jobs: list[TorchJob] = []
     launcher = SimpleNamespace(run=lambda context, job, run_dir: jobs.append(job))
-    python = workspace.python_of(CaptureSpec(backend=backend))
+    python = workspace.find_python(CaptureSpec(backend=backend))
     launch(CONTEXT, launcher, workspace, "capture", RunFile(out=folder / "out"), 1, "cpu", python)
     return jobs[0]
 

@@ -7,7 +7,7 @@ import pytest
 
 from draftworks.strategies.eagle3.options import EAGLE3
 from resources.workspace import Workspace
-from spec_assets.leaderboard import leaderboard_asset
+from spec_assets.leaderboard import make_leaderboard_asset
 
 
 def materialized(result: dg.ExecuteInProcessResult) -> list[str]:
@@ -61,7 +61,7 @@ def test_a_registry_that_is_gone_is_a_failure_with_its_message(site):
 def test_a_strategy_that_a_target_does_not_use_does_not_keep_it_from_being_ranked(site, target, made):
     strategies = [replace(EAGLE3, name=name) for name in ("first", "second")]
     defs = dg.Definitions(
-        assets=[report_of("first", ["both", "one"]), report_of("second", ["both"]), leaderboard_asset(strategies)],
+        assets=[report_of("first", ["both", "one"]), report_of("second", ["both"]), make_leaderboard_asset(strategies)],
         jobs=[dg.define_asset_job("all", dg.AssetSelection.all())],
         resources={"workspace": Workspace(registry_root=str(site.registry))},
     )

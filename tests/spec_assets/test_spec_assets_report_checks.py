@@ -8,7 +8,7 @@ from report_folders import ASSET, TARGET, ReportFolders
 
 from resources.workspace import Workspace
 from spec_assets.gates import BEATS_BASELINES, NOT_WORSE
-from spec_assets.report_checks import gate_checks
+from spec_assets.report_checks import make_gate_checks
 
 SAMPLES = {f"s{index}": [index, 7, 8] for index in range(8)}
 GOOD, BAD = dict.fromkeys(SAMPLES, [3, 2]), dict.fromkeys(SAMPLES, [0, 1])
@@ -29,7 +29,7 @@ def evaluated(registry: Path, made: bool = True) -> dict[str, dg.AssetCheckEvalu
 
     defs = dg.Definitions(
         assets=[report],
-        asset_checks=gate_checks(ASSET),
+        asset_checks=make_gate_checks(ASSET),
         jobs=[dg.define_asset_job("all", dg.AssetSelection.all())],
         resources={"workspace": Workspace(registry_root=str(registry))},
     )

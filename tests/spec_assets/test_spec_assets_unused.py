@@ -6,12 +6,12 @@ import dagster as dg
 import pytest
 from test_spec_assets_command_line import execute
 
-from draftworks.config.strategies import available_strategies
+from draftworks.config.strategies import list_strategies
 from draftworks.storage.asset_names import of_strategy
 from draftworks.targets.registry import Registry
 from spec_assets.unused import UNUSED, UnusedAsset, find_unused_assets, record_unused
 
-OTHERS = sorted(set(available_strategies()) - {"eagle3"})
+OTHERS = sorted(set(list_strategies()) - {"eagle3"})
 EVERYTHING_OF_OTHERS = {name for strategy in OTHERS for name in of_strategy(strategy)}
 
 PLANNED = (dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED, dg.DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftworks.config.layer_shape import choose_layer_shape
 from draftworks.config.run_files import TargetFiles
-from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.data.vocab import build_vocab_mapping
 from draftworks.drafts.draft_io import load_draft, save_draft
 from draftworks.drafts.strategy import DraftStrategy, StepContext
@@ -62,7 +62,7 @@ def samples(strategy: DraftStrategy) -> list[dict[str, torch.Tensor]]:
 
 
 def test_every_known_strategy_is_tried():
-    assert set(OPTIONS) == {name for name in available_strategies() if resolve_strategy(name).exports}
+    assert set(OPTIONS) == {name for name in list_strategies() if resolve_strategy(name).exports}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

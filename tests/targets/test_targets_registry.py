@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
-from draftworks.config.strategies import available_strategies, resolve_strategy
+from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.config.validation import parse_spec
 from draftworks.data.sources import dataset_version, find_files
 from draftworks.errors import ConfigError, DataError
@@ -247,7 +247,7 @@ def test_bad_layer_ids_are_refused(ids: list[int], message: str):
 
 
 def test_every_strategy_says_which_features_it_needs():
-    for name in available_strategies():
+    for name in list_strategies():
         strategy = resolve_strategy(name)
         features = strategy.list_features(36, strategy.parse_options({}, where="test"))
         assert ("last" in features) == strategy.uses_last_hidden

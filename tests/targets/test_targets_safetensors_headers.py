@@ -49,7 +49,7 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path, tiny_folder: Path):
         with pytest.raises(StoreError, match=rf"{WEIGHTS}: not a readable safetensors file"):
             read_header(path)
     path.write_bytes(whole + b"x")
-    with pytest.raises(StoreError, match="promises .* bytes of tensors, and .* are there"):
+    with pytest.raises(StoreError, match="describes .* bytes of tensors, the file has"):
         read_header(path)
 
 
@@ -77,7 +77,7 @@ def test_a_header_that_makes_no_sense_is_refused(tmp_path: Path, header: object,
 
 def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path: Path):
     (tmp_path / WEIGHTS).write_bytes(struct.pack("<Q", 10**15) + b"{}")
-    with pytest.raises(StoreError, match=f"promise a header of {10**15}"):
+    with pytest.raises(StoreError, match=f"give a header length of {10**15}"):
         read_header(tmp_path / WEIGHTS)
 
 
@@ -101,7 +101,7 @@ def test_tensors_that_are_not_where_the_index_says_are_named(tmp_path: Path, tin
         read_model_headers(target)
     save_file({"a": torch.zeros(1), "b": torch.ones(1)}, tmp_path / "a.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
-    with pytest.raises(StoreError, match=r"the tensor b is in a\.safetensors and in b\.safetensors: which counts"):
+    with pytest.raises(StoreError, match=r"the tensor b is in a\.safetensors and in b\.safetensors: expected one file"):
         read_model_headers(target)
 
 

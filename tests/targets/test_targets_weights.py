@@ -113,7 +113,7 @@ def test_a_gap_among_experts_is_no_renumbering(family_target, tmp_path: Path):
     tensors = load_file(Path(target.model) / WEIGHTS)
     moved = {name.replace(".experts.2.", ".experts.4."): tensor for name, tensor in tensors.items()}
     save_file(moved, tmp_path / WEIGHTS)
-    with pytest.raises(StoreError, match=r"experts\.\*\.\w+\.weight \(of the numbers 0 to 4, absent: 2\)"):
+    with pytest.raises(StoreError, match=r"experts\.\*\.\w+\.weight \(absent numbers between 0 and 4: 2\)"):
         check_target_weights(target.model_copy(update={"model": str(tmp_path)}))
 
 
@@ -169,20 +169,20 @@ def test_an_unknown_family_blocks_hf_alone(copied):
 
 def test_a_verdict_is_remembered_while_the_files_are_the_same(copied, tmp_path: Path, monkeypatch):
     memory = tmp_path / "memory"
-    first = check_target_weights(copied, remembered=memory)
+    first = check_target_weights(copied, cache_folder=memory)
     monkeypatch.setattr("draftworks.targets.weights.read_model_headers", lambda target: pytest.fail("read again"))
-    assert check_target_weights(copied, remembered=memory) == first
+    assert check_target_weights(copied, cache_folder=memory) == first
     monkeypatch.undo()
     rewrite(copied, lambda tensors: dict(list(tensors.items())[1:]))
     with pytest.raises(StoreError, match="2 tensors are missing: lm_head"):
-        check_target_weights(copied.model_copy(update={"digest": "of the new weights"}), remembered=memory)
+        check_target_weights(copied.model_copy(update={"digest": "of the new weights"}), cache_folder=memory)
 
 
 def test_a_verdict_that_cannot_be_read_is_made_again(copied, tmp_path: Path):
-    first = check_target_weights(copied, remembered=tmp_path / "memory")
+    first = check_target_weights(copied, cache_folder=tmp_path / "memory")
     for path in (tmp_path / "memory").iterdir():
         path.write_text("{")
-    assert check_target_weights(copied, remembered=tmp_path / "memory") == first
+    assert check_target_weights(copied, cache_folder=tmp_path / "memory") == first
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3", "deepseek_v3"])

@@ -65,7 +65,7 @@ class Fleet:
 
     def publish_features(self, target: str, name: str = "heldout", beside: tuple[str, ...] = ()) -> None:
         """Those that the draft reads, and those of other strategies `beside` them."""
-        files = self.workspace.target_files(target)
+        files = self.workspace.resolve_target_files(target)
         version = f"{self._current(f'{name}_responses', target).data_version} by {files.digest}"
         identity = {"target": files.digest, "tokenizer": files.tokenizer_digest, "beside": beside}
         streams = dict.fromkeys(("hf2", *beside), version)
@@ -74,7 +74,7 @@ class Fleet:
     def publish_set(self, target: str, name: str) -> None:
         """A named eval set of the data set's files as they are."""
         registry = self.workspace.registry
-        version = self.workspace.dataset_version(registry.load_dataset(registry.load_eval_set(name).dataset))
+        version = self.workspace.read_dataset_version(registry.load_dataset(registry.load_eval_set(name).dataset))
         self._publish(f"{name}_set", target, version, {"dataset": version})
         self.publish_eval_data(target, version, name)
 

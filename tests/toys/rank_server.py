@@ -43,11 +43,11 @@ def serve() -> None:
 
 
 def _preload() -> None:
-    from draftworks.config.strategies import available_strategies, resolve_strategy
+    from draftworks.config.strategies import list_strategies, resolve_strategy
 
     for module in PRELOADED:
         importlib.import_module(module)
-    for name in available_strategies():
+    for name in list_strategies():
         importlib.import_module(resolve_strategy(name).factory.partition(":")[0])
     for module, names in LAZY.items():
         for name in names:

@@ -21,7 +21,7 @@ def recorded_reads() -> Iterator[dict[str, set[str]]]:
     """Names of what was read, by name of the asset that read it. Checks are no assets, and a step reads what it made itself."""
     found: dict[str, set[str]] = defaultdict(set)
     at_work: list[str] = []
-    begin, clear_errors = common.end_with_run_process, common.clear_errors
+    begin, translate_errors = common.end_with_run_process, common.translate_errors
 
     def begun(context: dg.AssetExecutionContext) -> None:
         begin(context)
@@ -30,7 +30,7 @@ def recorded_reads() -> Iterator[dict[str, set[str]]]:
     @contextmanager
     def until_the_end() -> Iterator[None]:
         try:
-            with clear_errors():
+            with translate_errors():
                 yield
         finally:
             at_work.clear()
@@ -60,11 +60,11 @@ def recorded_reads() -> Iterator[dict[str, set[str]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common, "end_with_run_process", begun)
-        patch.setattr(common, "clear_errors", until_the_end)
+        patch.setattr(common, "translate_errors", until_the_end)
         for name in ("load_current", "find", "list_all"):
             patch.setattr(ArtifactStore, name, noted(getattr(ArtifactStore, name)))
-        patch.setattr(Workspace, "target_files", noted(Workspace.target_files, TARGET_MODEL))
-        patch.setattr(Workspace, "dataset_version", noted(Workspace.dataset_version, DATASET))
+        patch.setattr(Workspace, "resolve_target_files", noted(Workspace.resolve_target_files, TARGET_MODEL))
+        patch.setattr(Workspace, "read_dataset_version", noted(Workspace.read_dataset_version, DATASET))
         # Words of the model card on a draft's age. They decide no result: a report whose draft has aged is not made again.
         patch.setattr(reports, "list_draft_changes", unnoted(reports.list_draft_changes))
         yield found

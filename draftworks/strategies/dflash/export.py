@@ -262,7 +262,9 @@ class ZlabDFlash(DFlashFormat):
 
     def describe_loaders(self, draft: CanonicalDraft) -> str:
         if draft.options.sliding_window is not None:
-            return "SGLang whose DFlash reads `layer_types`: an older one would attend to everything without a word."
+            return (
+                "SGLang whose DFlash reads `layer_types`: an older one would compute full attention without an error."
+            )
         return "SGLang with DFlash (`--speculative-algorithm DFLASH`), and z-lab's own code."
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from draftworks.config.layer_options import LayerOptions
 from draftworks.config.option_checks import check_mask_token, parse_taps
-from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, always_packable, register_strategy
+from draftworks.config.strategies import ExportSpec, StrategySpec, TargetSizes, allow_packing, register_strategy
 from draftworks.errors import ConfigError
 from draftworks.storage.identity import LayerTap
 
@@ -122,7 +122,7 @@ DFLASH = register_strategy(
         factory="draftworks.strategies.dflash.strategy:DFlashStrategy",
         uses_last_hidden=False,
         check=check_dflash,
-        unpackable=always_packable,
+        packing_refusal=allow_packing,
         exports=(
             ExportSpec(
                 name="zlab_dflash",
@@ -138,7 +138,7 @@ DFLASH = register_strategy(
                 reader="draftworks.strategies.dflash.reader:read_speculators_dflash",
                 counting="layers_passed",
                 refuses=refuse_windows,
-                embeds_rows=True,
+                uses_unscaled_embeddings=True,
             ),
         ),
     )

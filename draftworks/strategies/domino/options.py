@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from draftworks.config.strategies import ExportSpec, StrategySpec, always_packable, register_strategy
+from draftworks.config.strategies import ExportSpec, StrategySpec, allow_packing, register_strategy
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps
 
@@ -75,7 +75,7 @@ DOMINO = register_strategy(
         factory="draftworks.strategies.domino.strategy:DominoStrategy",
         uses_last_hidden=False,
         check=check_dflash,
-        unpackable=always_packable,
+        packing_refusal=allow_packing,
         exports=(
             ExportSpec(
                 name="zlab_domino",

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from draftworks.config.strategies import ExportSpec, StrategySpec, always_packable, register_strategy
+from draftworks.config.strategies import ExportSpec, StrategySpec, allow_packing, register_strategy
 from draftworks.storage.identity import LayerTap
 from draftworks.strategies.dflash.options import DFlashOptions, check_dflash, choose_dflash_taps, refuse_windows
 
@@ -77,7 +77,7 @@ DSPARK = register_strategy(
         taps=choose_dflash_taps,
         factory="draftworks.strategies.dspark.strategy:DSparkStrategy",
         check=check_dflash,
-        unpackable=always_packable,
+        packing_refusal=allow_packing,
         exports=(
             ExportSpec(
                 name="zlab_dspark",
@@ -94,7 +94,7 @@ DSPARK = register_strategy(
                 reader="draftworks.strategies.dspark.reader:read_speculators_dspark",
                 counting="layers_passed",
                 refuses=refuse_windows,
-                embeds_rows=True,
+                uses_unscaled_embeddings=True,
             ),
         ),
     )

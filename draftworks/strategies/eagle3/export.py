@@ -146,9 +146,7 @@ class SglangEagle3(Eagle3Format):
             needed.append(f"{len(draft.taps)} taps")
         if not needed:
             return "Any SGLang with EAGLE-3: one layer under the name `midlayer`, three taps."
-        return (
-            f"{_NEWER_SGLANG}: older ones do not know {' and '.join(needed)}, and would load this draft without a word."
-        )
+        return f"{_NEWER_SGLANG}: older ones do not know {' and '.join(needed)}, and would load this draft without an error."
 
     def build_serve_commands(self, draft: CanonicalDraft, folder: str) -> dict[str, str]:
         tokens = count_draft_tokens(draft)

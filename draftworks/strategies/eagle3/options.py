@@ -129,8 +129,8 @@ EAGLE3 = register_strategy(
         factory="draftworks.strategies.eagle3.strategy:Eagle3Strategy",
         uses_vocab_mapping=True,
         check=check_eagle3,
-        divides_heads=True,
-        unpackable=_mean_over_positions,
+        heads_divide_hidden=True,
+        packing_refusal=_mean_over_positions,
         exports=(
             ExportSpec(
                 name="sglang_eagle3",

@@ -106,9 +106,9 @@ PEAGLE = register_strategy(
         taps=choose_peagle_taps,
         factory="draftworks.strategies.peagle.strategy:PEagleStrategy",
         uses_vocab_mapping=True,
-        divides_heads=True,
+        heads_divide_hidden=True,
         check=check_peagle,
-        unpackable=_mean_over_micro_batches,
+        packing_refusal=_mean_over_micro_batches,
         exports=(
             ExportSpec(
                 name="speculators_peagle",

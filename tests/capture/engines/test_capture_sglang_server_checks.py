@@ -136,5 +136,5 @@ def test_a_missing_environment_is_told_before_anything_is_started(tmp_path: Path
 
 
 def test_a_url_without_the_folder_of_its_hidden_states_is_refused():
-    with pytest.raises(ConfigError, match="target.yaml: server: url and spool go together"):
+    with pytest.raises(ConfigError, match="target.yaml: server: url and spool must be given together"):
         parse_spec(CaptureSpec, {"server": {"url": "http://127.0.0.1:9"}}, where="target.yaml")
