@@ -25,12 +25,12 @@ def workspace(folder: Path, text: str) -> Workspace:
 
 def test_features_are_kept_under_var_unless_the_deployment_says_otherwise(tmp_path: Path, tiny_target: TargetFiles):
     var = (tmp_path / "../var").resolve()
-    assert workspace(tmp_path, "{}").feature_store(tiny_target) == StoreSpec(
+    assert workspace(tmp_path, "{}").locate_feature_store(tiny_target) == StoreSpec(
         root=var / "feature_store" / tiny_target.digest
     )
-    local = workspace(tmp_path, "features: {root: here}").feature_store(tiny_target)
+    local = workspace(tmp_path, "features: {root: here}").locate_feature_store(tiny_target)
     assert local == StoreSpec(kind="local", root=tmp_path / "here" / tiny_target.digest)
-    shared = workspace(tmp_path, "features: {kind: shared_dir, root: /mnt/features}").feature_store(tiny_target)
+    shared = workspace(tmp_path, "features: {kind: shared_dir, root: /mnt/features}").locate_feature_store(tiny_target)
     assert shared == StoreSpec(kind="shared_dir", root=Path("/mnt/features") / tiny_target.digest)
 
 

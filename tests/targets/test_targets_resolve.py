@@ -132,7 +132,7 @@ def test_a_target_that_changed_since_its_run_file_was_written_is_refused_by_name
     ):
         kept = (model / name).read_bytes()
         (model / name).write_bytes(kept + b"\n")
-        with pytest.raises(ConfigError, match=f"target mine: {message}.*expected digest .*, found .*replaced since"):
+        with pytest.raises(ConfigError, match=f"target mine: {message}.*expected digest .*, found .*replaced later"):
             require_unchanged(found)
         (model / name).write_bytes(kept)
     with pytest.raises(ConfigError, match="expected digest ffff"):
