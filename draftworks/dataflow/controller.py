@@ -25,7 +25,8 @@ class DataFlowController:
         clock: seconds of `time.time()`.
         consumer: the identity under which this process acknowledges; acknowledgements of consumers are apart.
         max_attempts: attempts after which a task is a dead letter; holds for the tasks that this controller adds.
-        lease_s: duration of task leases and of the hold on the consumer's identity.
+        lease_s: duration of task leases.
+        consumer_lease_s: duration of the hold on the consumer's identity, unless it is renewed.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class DataFlowController:
         consumer: str = "trainer",
         max_attempts: int = 3,
         lease_s: float = 120.0,
+        consumer_lease_s: float = 30.0,
     ) -> None:
         self.run_id = require_id(run_id, "run id")
         self.store = store
         self.consumer = require_id(consumer, "consumer")
         self.lease_s = lease_s
+        self.consumer_lease_s = consumer_lease_s
         self._clock = clock
         self._max_attempts = max_attempts
 
@@ -133,8 +136,8 @@ class DataFlowController:
         return self.store.read_dead_letters(self.run_id)
 
     def hold_consumer(self) -> None:
-        """Take or keep this consumer's identity for `lease_s`. Raises StoreError if another process holds it."""
-        self.store.hold_consumer(self.run_id, self.consumer, self.owner, self.lease_s, self._clock())
+        """Take or keep this consumer's identity for `consumer_lease_s`. Raises StoreError if another process has it."""
+        self.store.hold_consumer(self.run_id, self.consumer, self.owner, self.consumer_lease_s, self._clock())
 
     def release_consumer(self) -> None:
         """Give the identity back, so that the next process need not wait for its end."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.metadata_store import MetadataStore
 from draftworks.dataflow.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
 from draftworks.dataflow.tasks import PromptTask
-from draftworks.features.contracts import FeatureSpec, SampleRef
+from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatureStore, SampleRef
 
 LEASE_S = 10.0
 NAMES = ("hf2", "last")
@@ -49,7 +49,7 @@ def refs_of(task: PromptTask) -> list[SampleRef]:
 
 
 def controller_of(store: MetadataStore, clock: Callable[[], float], **options: object) -> DataFlowController:
-    return DataFlowController("run", store, clock, **{"lease_s": LEASE_S, **options})  # type: ignore[arg-type]
+    return DataFlowController("run", store, clock, **{"lease_s": LEASE_S, "consumer_lease_s": LEASE_S, **options})  # type: ignore[arg-type]
 
 
 def ids_of(refs: Sequence[SampleRef]) -> list[str]:
@@ -63,3 +63,51 @@ def open_retaining_store(kind: str, folder: Path) -> MetadataStore:
 def superseded(ref: SampleRef) -> SampleRef:
     """The same sample, captured once more into other keys."""
     return replace(ref, feature_keys={name: key + "+" for name, key in ref.feature_keys.items()})
+
+
+class KeyStore(KeyedFeatureStore):
+    """A content-keyed store that has keys and no tensors."""
+
+    uri = "toy://store"  # type: ignore[assignment]  # a property there
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+
+    def put(self, ref: SampleRef, tensors: Mapping[str, object]) -> SampleRef:  # type: ignore[override]
+        self.keys.update(ref.feature_keys.values())
+        return ref
+
+    def find_missing(self, keys: Iterable[str]) -> list[str]:
+        return [key for key in keys if key not in self.keys]
+
+    def free(self, keys: Iterable[str]) -> int:
+        gone = self.keys.intersection(keys)
+        self.keys -= gone
+        return len(gone)
+
+    def get(self, ref: SampleRef) -> tuple[dict, FeatureHandle]:
+        raise NotImplementedError
+
+    def release(self, handle: FeatureHandle) -> None:
+        raise NotImplementedError
+
+    def abort(self, sample_id: str) -> None:
+        raise NotImplementedError
+
+    def gc(self) -> int:
+        return 0
+
+    def health(self) -> dict[str, object]:
+        return {}
+
+    def estimate_bytes(self, ref: SampleRef) -> int:
+        return ref.estimated_bytes
+
+    def refresh(self) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
