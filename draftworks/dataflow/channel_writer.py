@@ -93,7 +93,11 @@ class RefWriter:
             return 0
         if self._ended or self._file < 0:
             raise StoreError(f"reference channel {self._folder} has ended: new references need a new channel")
-        lines = [line for ref in new for line in self._encode(ref)]
+        try:
+            lines = [line for ref in new for line in self._encode(ref)]
+        except BaseException:
+            self._encode = self._codec.make_encoder()  # it may remember lines that will not be written
+            raise
         try:
             _write_whole(self._file, "".join(f"{line}\n" for line in lines).encode())
             os.fsync(self._file)

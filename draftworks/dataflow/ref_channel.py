@@ -7,7 +7,7 @@ from pathlib import Path
 
 from draftworks.dataflow.channel_reader import RefReader
 from draftworks.dataflow.channel_writer import RefWriter
-from draftworks.dataflow.ref_lines import RefCodec, WholeRefs
+from draftworks.dataflow.ref_lines import RefCodec, SlimRefs
 
 IDLE_TIMEOUT_S = 1800.0
 
@@ -28,7 +28,7 @@ class StreamingRefChannel:
     """
 
     folder: Path
-    codec: RefCodec = WholeRefs()
+    codec: RefCodec = SlimRefs()
     idle_timeout_s: float = IDLE_TIMEOUT_S
     session: str = ""
 
