@@ -1,9 +1,10 @@
 # make demo   the main job for the target `tiny`, from conversations to a measured draft
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
-# make test   linter and all tests but those that need the real speculators library, SpecForge or SGLang
+# make test   linter and all tests but those that need the real speculators library, SpecForge, SGLang or Mooncake
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
 # make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
+# make test-mooncake      tests of the feature store in a real Mooncake; that library is installed beside .venv
 # make test-gpu           the engine's tests on a GPU, and
 # make bench-gpu          its speed there (docs/gpu.md): both in the environment of PYTHON, without Dagster
 # make docs               the documents as a site in var/site; a broken link is an error
@@ -24,10 +25,12 @@ BIN := $(VENV)/bin
 SPECULATORS := .venv-speculators
 SPECFORGE := .venv-specforge
 SGLANG := .venv-sglang
+MOONCAKE := .venv-mooncake
+MOONCAKE_PACKAGES := libibverbs1 libnl-3-200 libnl-route-3-200
 export DAGSTER_HOME := $(CURDIR)/.dagster
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo ui test test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-gpu bench-gpu docs reference lint check clean
+.PHONY: demo ui test test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-gpu bench-gpu docs reference lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -37,7 +40,7 @@ ui: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks ui --port $(PORT)
 
 test: $(VENV)/ready .dagster/ready lint
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not speculators and not specforge and not sglang'
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not speculators and not specforge and not sglang and not mooncake'
 
 # Other instruction sets round otherwise: what ends in another draft here would on another machine. (MKL's own variable for its
 # instruction set is for Intel's processors only; its mode of compatible results is for all.)
@@ -60,6 +63,13 @@ test-sglang: $(VENV)/ready $(SGLANG)/ready
 	$(BIN)/python -m pytest -m sglang tests/capture tests/export tests/programs tests/spec_assets
 
 sglang-env: $(SGLANG)/ready
+
+# Its system libraries are found as those of any program are: where they are unpacked beside it, by LD_LIBRARY_PATH.
+test-mooncake: $(MOONCAKE)/ready
+	LD_LIBRARY_PATH="$(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH" \
+		$(MOONCAKE)/bin/python -m pytest -m mooncake tests/features
+
+mooncake-env: $(MOONCAKE)/ready
 
 # A machine with a GPU comes with its own torch: nothing is installed, and the engine is read from the checkout.
 test-gpu:
@@ -124,6 +134,20 @@ $(SGLANG)/ready: tools/sglang-requirements.txt tools/sglang_cpu_platform/pyproje
 	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps -c $< $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	$(SGLANG)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall tools/sglang_cpu_platform
+	@touch $@
+
+# Training reads from Mooncake in its own processes, so this environment is .venv and one library more: a .pth file leads
+# to .venv's packages. Mooncake's system libraries are unpacked beside it, which needs no root, unless they are installed.
+$(MOONCAKE)/ready: tools/mooncake-requirements.txt $(VENV)/ready
+	rm -rf $(MOONCAKE)
+	$(PYTHON) -m venv $(MOONCAKE)
+	$(MOONCAKE)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	$(MOONCAKE)/bin/python -c 'import sysconfig, sys; open(sysconfig.get_path("purelib") + "/beside.pth", "w").write( \
+		"import site; site.addsitedir(%r)\n" % sys.argv[1])' "$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	mkdir -p $(MOONCAKE)/libraries
+	@ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' || { cd $(MOONCAKE)/libraries && apt-get download --quiet=2 -o APT::Sandbox::User=root $(MOONCAKE_PACKAGES) \
+		&& for package in *.deb; do dpkg -x "$$package" . || exit 1; done; } \
+		|| { echo "Mooncake needs system libraries, and apt-get cannot fetch them as this user. As root: apt-get update && apt-get install --no-install-recommends $(MOONCAKE_PACKAGES)" >&2; exit 1; }
 	@touch $@
 
 # A new SQLite instance must be opened once before two processes open it at the same time.

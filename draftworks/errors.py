@@ -19,6 +19,14 @@ class StoreError(DraftworksError):
     """A stored artefact is missing, truncated, altered or of another schema."""
 
 
+class StoreFullError(StoreError):
+    """A feature store has no room for what is put. Nothing of it is stored, and nothing else is lost."""
+
+
+class StoreLostError(StoreError):
+    """A feature store whose memory or master has died or cannot be reached: what it held has to be made again."""
+
+
 class CaptureError(DraftworksError):
     """The target gave features that cannot be right, or would not fit."""
 

@@ -10,8 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "draftworks"
 ROOMS = [
-    *("storage", "config", "distributed", "data", "features", "dataflow", "targets", "sglang", "endpoints"),
-    *("drafts", "capture", "evaluation", "export", "strategies", "training", "fleet", "preflight", "programs"),
+    *("storage", "config", "distributed", "mooncake", "data", "features", "dataflow", "targets", "sglang"),
+    *("endpoints", "drafts", "capture", "evaluation", "export", "strategies", "training", "fleet", "preflight"),
+    "programs",
 ]
 """From the ground floor up: a room imports itself and what is below, and `errors`."""
 SERVING_DEPENDENCIES = {"torch", "numpy", "safetensors", "pydantic", "draftworks", "sglang"}
@@ -56,7 +57,7 @@ def test_what_runs_in_a_serving_environment_needs_nothing_it_lacks():
     import sys
 
     hook = [ENGINE / "sglang" / "spool.py", ENGINE / "sglang" / "hook.py"]
-    for path in [*(ENGINE / "features").rglob("*.py"), *hook]:
+    for path in [*(ENGINE / "features").rglob("*.py"), *(ENGINE / "mooncake").rglob("*.py"), *hook]:
         roots = {name.split(".")[0] for name in imported_modules(path)} - set(sys.stdlib_module_names)
         assert roots <= SERVING_DEPENDENCIES, f"{path} imports {roots - SERVING_DEPENDENCIES}"
 
