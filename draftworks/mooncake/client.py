@@ -219,19 +219,20 @@ class MooncakeClient:
             socket.create_connection((host, int(port)), self.address.timeout_s).close()
         except OSError as error:
             raise StoreLostError(
-                f"{self.where} cannot be reached: {error}. Start its service, or correct the address"
+                f"{self.where} is lost: {_LOST[Code.RPC_FAILED]}: {error}. Start its service, or correct the address"
             ) from error
 
     def _codes(self, function: Callable[..., Any], *arguments: Any, nbytes: int = 0, keeps: Any = None) -> list[int]:
         """Call the library and return its codes.
 
-        A call that cannot reach the master is made once more: the connection may be one to a master of before.
+        A call that fails to reach a master that listens is made once more: its connection was one to a master of before.
 
         Raises:
             StoreLostError: a code says that owner or master is gone, or there is no answer in time.
         """
         codes = list(self._call(function, *arguments, nbytes=nbytes, keeps=keeps))
         if Code.RPC_FAILED in codes:
+            self._require_listening()
             codes = list(self._call(function, *arguments, nbytes=nbytes, keeps=keeps))
         for code in codes:
             if code in _LOST:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, RLock, Thread, current_thread
@@ -32,7 +30,6 @@ MIN_SEGMENT_BYTES = 16 << 20
 ADDRESS_FILE = "address.json"
 _LOG_TAIL_BYTES = 32 << 10
 _POLL_S = 0.1
-_GRACE_S = 5.0
 _PORT_ATTEMPTS = 3
 log = logging.getLogger(__name__)
 
@@ -268,16 +265,10 @@ class MooncakeService:
 
     def _end_processes(self) -> None:
         self.address_file.unlink(missing_ok=True)
-        processes = list(reversed(self._processes.values()))
-        for process in processes:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-        for process in processes:
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for process in self._processes.values():
+            process.kill()  # nothing of either outlives it, so there is nothing to end in order
+        for process in self._processes.values():
+            process.wait()
         self._processes.clear()
 
     def _read_log_tail(self, name: str) -> str:
