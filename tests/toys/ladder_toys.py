@@ -33,6 +33,8 @@ from draftworks.strategies.peagle.strategy import PEagleStrategy
 
 TTT = 4
 TAPS = (LayerTap(2), LayerTap(4), LayerTap(5))
+ANCHORS = 16
+"""Blocks of a sample that one step learns from: many short steps teach more in the same time than few long ones."""
 MakeDraft = Callable[[TargetParts, list["Sample"]], DraftStrategy]
 
 
@@ -122,20 +124,21 @@ def _vocabulary(parts: TargetParts, samples: list[Sample]) -> VocabMapping:
 
 def dflash(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
-    options = DFlashOptions(block_size=TTT + 1, num_layers=2, layer_ids=layers, sliding_window=20, sliding_layers=[0])
+    windows = {"sliding_window": 20, "sliding_layers": [0]}
+    options = DFlashOptions(block_size=TTT + 1, num_layers=2, num_anchors=ANCHORS, layer_ids=layers, **windows)
     return DFlashStrategy(options, parts, None, seed=1)
 
 
 def domino(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
-    sizes = {"block_size": TTT + 1, "num_layers": 2, "emb_dim": 24, "gru_hidden_dim": 32, "num_anchors": 32}
+    sizes = {"block_size": TTT + 1, "num_layers": 2, "emb_dim": 24, "gru_hidden_dim": 32, "num_anchors": ANCHORS}
     options = DominoOptions(layer_ids=layers, **sizes)
     return DominoStrategy(options, parts, None, seed=1)
 
 
 def dspark(parts: TargetParts, samples: list[Sample]) -> DraftStrategy:
     layers = [tap.hf_index for tap in TAPS]
-    sizes = {"block_size": TTT, "num_layers": 2, "markov_rank": 24, "markov_head_type": "rnn", "num_anchors": 32}
+    sizes = {"block_size": TTT, "num_layers": 2, "markov_rank": 24, "markov_head_type": "rnn", "num_anchors": ANCHORS}
     return DSparkStrategy(DSparkOptions(layer_ids=layers, **sizes), parts, None, seed=1)
 
 

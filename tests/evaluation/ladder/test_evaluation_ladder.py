@@ -34,12 +34,12 @@ from draftworks.evaluation.ladder.replay import replay
 @pytest.fixture(scope="module")
 def answers(tiny_folder) -> Answers:
     torch.set_num_threads(1)
-    return greedy_answers(tiny_folder, prompts=12, max_new_tokens=48)
+    return greedy_answers(tiny_folder, prompts=8, max_new_tokens=40)
 
 
 @pytest.fixture(scope="module", params=[eagle3, dflash, domino, dspark, peagle], ids=lambda make: make.__name__)
 def ladder(request, answers, tiny_target) -> Ladder:
-    return build_ladder(answers, tiny_target, steps=60, make=request.param)
+    return build_ladder(answers, tiny_target, steps=80, make=request.param)
 
 
 def test_the_walk_equals_the_real_loop_count_for_count(ladder: Ladder):

@@ -12,7 +12,7 @@ from ladder_toys import TAPS, TTT, Ladder, build_ladder, eagle3, greedy_answers
 from torch import Tensor
 
 from draftworks.evaluation.ladder import loop as loop_module
-from draftworks.evaluation.ladder.decoding import measure_draft_gap, speculate
+from draftworks.evaluation.ladder.decoding import DecodingLimits, measure_draft_gap, speculate
 from draftworks.evaluation.ladder.differences import AnswerTrace, Difference
 from draftworks.evaluation.ladder.loop import DecodingLoop
 from draftworks.evaluation.ladder.prompts import Prompt
@@ -139,9 +139,8 @@ def test_what_a_prompt_draws_depends_on_its_sample_id_and_the_seed_alone(ladder:
             return speculate_as_ever(*arguments)
 
         monkeypatch.setattr(loop_module, "speculate", listening)
-        found = (
-            DecodingLoop(ladder.model, ladder.strategy, TAPS, ladder.limits, TTT, seed).measure(prompts, 1.0).prompts
-        )
+        loop = DecodingLoop(ladder.model, ladder.strategy, TAPS, DecodingLimits(16), TTT, seed)
+        found = loop.measure(prompts, 1.0).prompts
         return {each.sample_id: (seeds[each.sample_id], each.passes, each.accepted, each.histogram) for each in found}
 
     together = drawn([one, other])
