@@ -12,11 +12,11 @@ import httpx
 from draftworks.errors import CaptureError, ConfigError, EngineError
 from draftworks.sglang.client import CONNECT_TIMEOUT_S
 
-MAX_SHOWN_CHARACTERS = 500
+MAX_QUOTED_CHARACTERS = 500
 """Maximum number of characters of a server's message that an error message quotes."""
 PATH = "/chat/completions"
-_TRY_AGAIN = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.CONFLICT, httpx.codes.TOO_MANY_REQUESTS)
-_NEVER = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
+_RETRYABLE = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.CONFLICT, httpx.codes.TOO_MANY_REQUESTS)
+_PERMANENT = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN, httpx.codes.NOT_FOUND)
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,20 @@ class ChatClient:
         """
         response = self._send(body)
         status = response.status_code
-        if status in _NEVER:
+        if status in _PERMANENT:
             raise ConfigError(
-                f"{self._where} refuses to serve us ({status}): {self._format_body(response)}. Look at responses.endpoint: "
-                "base_urls, model, api_key_env"
+                f"{self._where} refused access ({status}): {self._format_body(response)}. Check base_urls, model and "
+                "api_key_env of responses.endpoint"
             )
-        if response.is_client_error and status not in _TRY_AGAIN:
-            raise CaptureError(f"{self._where} refuses a request ({status}): {self._format_body(response)}")
+        if response.is_client_error and status not in _RETRYABLE:
+            raise CaptureError(f"{self._where} refused a request ({status}): {self._format_body(response)}")
         if not response.is_success:
             raise EngineError(f"{self._where} failed ({status}): {self._format_body(response)}")
         try:
             return _parse_completion(response.json())
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise EngineError(
-                f"{self._where} gave something else than a chat completion ({type(error).__name__}): {self._format_body(response)}"
+                f"{self._where}: expected a chat completion, found {self._format_body(response)} ({type(error).__name__})"
             ) from error
 
     @property
@@ -99,19 +99,19 @@ class ChatClient:
 
     def _send(self, body: Mapping[str, Any]) -> httpx.Response:
         if self._http.is_closed:
-            raise EngineError(f"{self._where} is no longer ours to ask: it was closed")
+            raise EngineError(f"{self._where} cannot be used any more: its client was closed")
         try:
             return self._http.post(f"{self.url}{PATH}", json=body)
         except httpx.TimeoutException as error:
             raise EngineError(
-                f"{self._where} gave no answer within {self._timeout_s:g} s (endpoint.timeout_s)"
+                f"{self._where} did not answer within {self._timeout_s:g} s (endpoint.timeout_s)"
             ) from error
         except httpx.HTTPError as error:
             reason = self._redact_key(f"{type(error).__name__}: {error}")
             raise EngineError(f"{self._where} cannot be reached: {reason}") from None
 
     def _format_body(self, response: httpx.Response) -> str:
-        return self._redact_key(response.text)[:MAX_SHOWN_CHARACTERS]
+        return self._redact_key(response.text)[:MAX_QUOTED_CHARACTERS]
 
     def _redact_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
@@ -125,12 +125,12 @@ def _parse_completion(body: dict[str, Any]) -> Completion:
         text=message.get("content") or "",
         reasoning=message.get("reasoning_content") or message.get("reasoning") or "",
         finish=str(choice.get("finish_reason")),
-        token_ids=_choose_ids(choice.get("response_token_ids"), choice.get("token_ids")),
-        prompt_ids=_choose_ids(choice.get("prompt_token_ids"), body.get("prompt_token_ids")),
+        token_ids=_take_first_ids(choice.get("response_token_ids"), choice.get("token_ids")),
+        prompt_ids=_take_first_ids(choice.get("prompt_token_ids"), body.get("prompt_token_ids")),
         prompt_tokens=usage.get("prompt_tokens"),
         completion_tokens=usage.get("completion_tokens"),
     )
 
 
-def _choose_ids(*found: list[int] | None) -> tuple[int, ...] | None:
+def _take_first_ids(*found: list[int] | None) -> tuple[int, ...] | None:
     return next((tuple(map(int, ids)) for ids in found if ids is not None), None)

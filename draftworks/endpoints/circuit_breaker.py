@@ -39,7 +39,7 @@ class CircuitBreaker:
 
     def __init__(self, failures: int = FAILURES, cooldown_s: float = COOLDOWN_S, clock: Clock = time.monotonic) -> None:
         if failures < 1:
-            raise ValueError(f"a breaker opens after 1 failure or more, found {failures}")
+            raise ValueError(f"failures: expected 1 or more, found {failures}")
         self._limit = failures
         self._cooldown_s = cooldown_s
         self._clock = clock

@@ -24,7 +24,7 @@ class Server(Generic[Client]):
     Attributes:
         name: name of the server in logs and errors.
         outstanding: number of requests that it has not answered yet.
-        taken: number of all requests that it was ever given.
+        total_requests: number of all requests that it was ever given.
         held: whether it gets no requests, not even a trial request.
         error: its last failure; None if there was none.
     """
@@ -33,7 +33,7 @@ class Server(Generic[Client]):
     client: Client
     breaker: CircuitBreaker
     outstanding: int = 0
-    taken: int = 0
+    total_requests: int = 0
     held: bool = False
     error: EngineError | None = None
 
@@ -42,7 +42,7 @@ class Server(Generic[Client]):
         return not self.held and self.breaker.is_available
 
     @property
-    def is_out(self) -> bool:
+    def is_unavailable(self) -> bool:
         """Whether the server is held or its breaker is open, so that waiting for it is useless."""
         return self.held or self.breaker.state is BreakerState.OPEN
 
@@ -153,12 +153,12 @@ class LoadBalancer(Generic[Client]):
             while True:
                 untried = [each for each in self.servers if each.name not in tried]
                 usable = [each for each in untried if each.is_usable]
-                for server in sorted(usable, key=lambda each: (each.outstanding, each.taken)):
+                for server in sorted(usable, key=lambda each: (each.outstanding, each.total_requests)):
                     if server.has_room(requests, self._limit) and server.breaker.allow():
                         server.outstanding += requests
-                        server.taken += requests
+                        server.total_requests += requests
                         return server
-                if all(each.is_out for each in untried):
+                if all(each.is_unavailable for each in untried):
                     raise self._make_exhausted_error()
                 self._changed.wait()  # for room, or for the outcome of a trial request
 
@@ -170,10 +170,10 @@ class LoadBalancer(Generic[Client]):
     def _note_failure(self, server: Server[Client], error: EngineError) -> None:
         server.error = error
         opened = server.breaker.record_failure()
-        log.warning("%s%s", error, f"\n{server.name} gets no work for now" if opened else "")
+        log.warning("%s%s", error, f"\n{server.name} gets no requests for now" if opened else "")
         if opened:
             self._on_open(server.client, error)
 
     def _make_exhausted_error(self) -> EngineError:
         lines = [f"  {each.name}: {each.error}" for each in self.servers]
-        return EngineError("\n".join([f"none of {len(lines)} servers does the work:", *lines]))
+        return EngineError("\n".join([f"none of {len(lines)} servers is available:", *lines]))

@@ -26,15 +26,15 @@ def tie_children_to_parent(folder: Path) -> Iterator[None]:
         folder: existing folder for the script that they are spawned through; no other process may use it at the same
             time.
     """
-    before = spawn.get_executable()
-    shim = folder / "mortal-python"
+    executable = spawn.get_executable()
+    shim = folder / "python-tied-to-parent"
     shim.write_text(f'#!/bin/sh\nexec {shlex.join([*parent_death.build_shim_command(), sys.executable])} "$@"\n')
     shim.chmod(0o755)
     spawn.set_executable(str(shim))
     try:
         yield
     finally:
-        spawn.set_executable(before)
+        spawn.set_executable(executable)
 
 
 def build_command(folder: Path, module: str) -> list[str]:

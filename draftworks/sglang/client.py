@@ -95,30 +95,30 @@ class SGLangClient:
         self._http.close()
 
     def get_info(self) -> ServerInfo:
-        found = self._call_for_object("GET", "/server_info")
-        capturing = bool(found.get("enable_return_aux_hidden_states"))
-        layers = found.get("return_aux_hidden_state_layer_ids")
+        info = self._call_for_object("GET", "/server_info")
+        captures = bool(info.get("enable_return_aux_hidden_states"))
+        layers = info.get("return_aux_hidden_state_layer_ids")
         return ServerInfo(
-            version=str(found.get("version")),
-            model=str(self._get_model_info().get("model_path") or found.get("model_path")),
-            started_with=str(found.get("model_path")),
-            convention=found.get("aux_hidden_state_capture"),
-            attention_dp=_count_attention_groups(found),
-            revision=found.get("revision"),
-            dtype=str(found.get("dtype")),
-            context=found.get("context_length"),
-            radix_cache=not found.get("disable_radix_cache"),
-            chunked_prefill=found.get("chunked_prefill_size") != -1,
-            layer_ids=tuple(layers) if capturing and layers else None,
-            spool=find_spool(found.get("forward_hooks") or []),
-            numerics=_list_changed_numerics(found),
+            version=str(info.get("version")),
+            model=str(self._get_model_info().get("model_path") or info.get("model_path")),
+            started_with=str(info.get("model_path")),
+            convention=info.get("aux_hidden_state_capture"),
+            attention_dp=_count_attention_groups(info),
+            revision=info.get("revision"),
+            dtype=str(info.get("dtype")),
+            context=info.get("context_length"),
+            radix_cache=not info.get("disable_radix_cache"),
+            chunked_prefill=info.get("chunked_prefill_size") != -1,
+            layer_ids=tuple(layers) if captures and layers else None,
+            spool=find_spool(info.get("forward_hooks") or []),
+            numerics=_list_changed_numerics(info),
         )
 
     def tokenize(self, text: str) -> list[int]:
         """Return the token ids of a text by the server's tokenizer, without special tokens."""
         found = self._call_for_object("POST", "/tokenize", {"prompt": text, "add_special_tokens": False}).get("tokens")
         if not isinstance(found, list):
-            raise EngineError(f"SGLang at {self.url} answered /tokenize without tokens: {str(found)[:200]}")
+            raise EngineError(f"SGLang at {self.url}: /tokenize: expected a list of tokens, found {str(found)[:200]}")
         return found
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
@@ -133,9 +133,9 @@ class SGLangClient:
             },
         )
         if not isinstance(answers, list) or len(answers) != len(requests):
-            found = f"{len(answers)} of them" if isinstance(answers, list) else str(answers)[:200]
+            found = f"{len(answers)}" if isinstance(answers, list) else str(answers)[:200]
             raise EngineError(
-                f"SGLang at {self.url} answered /generate with something else than {len(requests)} answers: {found}"
+                f"SGLang at {self.url}: /generate: expected a list of {len(requests)} answers, found {found}"
             )
         return [parse_generation(answer) for answer in answers]
 
@@ -152,27 +152,25 @@ class SGLangClient:
     def _call_for_object(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         found = self._call(method, path, body)
         if not isinstance(found, dict):
-            raise EngineError(
-                f"SGLang at {self.url} answered {path} with something else than an object: {str(found)[:200]}"
-            )
+            raise EngineError(f"SGLang at {self.url}: {path}: expected a JSON object, found {str(found)[:200]}")
         return found
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         where = f"SGLang at {self.url}"
         if self._http.is_closed:
-            raise EngineError(f"{where} is no longer ours to ask ({path}): the engine was closed")
+            raise EngineError(f"{where} cannot be used any more ({path}): the engine was closed")
         try:
             response = self._http.request(method, path, json=body)
         except httpx.TimeoutException as error:
             raise EngineError(
-                f"{where} gave no answer to {path} within {self._timeout_s:g} s (sglang.request_timeout_s of the deployment)"
+                f"{where} did not answer {path} within {self._timeout_s:g} s (sglang.request_timeout_s of the deployment)"
             ) from error
         except httpx.HTTPError as error:
             raise EngineError(f"{where} cannot be reached ({path}): {type(error).__name__}: {error}") from error
         if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
-            raise PassingTroubleError(f"{where} has too much to do ({path}, 429): {response.text[:500]}")
+            raise PassingTroubleError(f"{where} is overloaded ({path}, 429): {response.text[:500]}")
         if response.is_client_error:
-            raise CaptureError(f"{where} refuses {path} ({response.status_code}): {response.text[:500]}")
+            raise CaptureError(f"{where} refused {path} ({response.status_code}): {response.text[:500]}")
         try:
             response.raise_for_status()
             return response.json()
@@ -184,7 +182,7 @@ def parse_generation(answer: Any) -> Generation:
     """Return SGLang's answer of /generate as a `Generation`.
 
     Raises:
-        AbortedRequestError: SGLang gave up the request.
+        AbortedRequestError: SGLang aborted the request.
         EngineError: the answer has another form.
     """
     try:
@@ -192,21 +190,21 @@ def parse_generation(answer: Any) -> Generation:
         finish = meta["finish_reason"]
         if finish["type"] != "abort":
             return Generation(tuple(answer["output_ids"]), finish["type"], meta["cached_tokens"])
-        reason = finish.get("message") or "it does not say why"
+        reason = finish.get("message") or "it gave no reason"
     except (KeyError, TypeError, AttributeError) as error:
         raise EngineError(
-            f"SGLang's answer is not of the form that is expected of /generate ({type(error).__name__}: {error}): "
+            f"SGLang's answer to /generate has an unexpected form ({type(error).__name__}: {error}): "
             f"{str(answer)[:300]}"
         ) from error
-    raise AbortedRequestError(f"SGLang gave up a request: {reason}")
+    raise AbortedRequestError(f"SGLang aborted a request: {reason}")
 
 
-def _count_attention_groups(found: dict[str, Any]) -> int:
-    groups = max(found.get("attn_dp_size") or 1, 1)
-    return groups if groups > 1 or not found.get("enable_dp_attention") else max(found.get("dp_size") or 1, 2)
+def _count_attention_groups(info: dict[str, Any]) -> int:
+    groups = max(info.get("attn_dp_size") or 1, 1)
+    return groups if groups > 1 or not info.get("enable_dp_attention") else max(info.get("dp_size") or 1, 2)
 
 
-def _list_changed_numerics(found: dict[str, Any]) -> dict[str, str]:
+def _list_changed_numerics(info: dict[str, Any]) -> dict[str, str]:
     """Return the arguments that are not at their default, among those that are easily set and forgotten."""
     defaults: dict[str, tuple[Any, ...]] = {
         "quantization": (None,),
@@ -216,7 +214,7 @@ def _list_changed_numerics(found: dict[str, Any]) -> dict[str, str]:
         "json_model_override_args": ("{}", "", None),
     }
     return {
-        f"--{name.replace('_', '-')}": str(found[name])
-        for name, usual in defaults.items()
-        if found.get(name, usual[0]) not in usual
+        f"--{name.replace('_', '-')}": str(info[name])
+        for name, values in defaults.items()
+        if info.get(name, values[0]) not in values
     }

@@ -67,7 +67,7 @@ class EmbeddedSGLang:
         self._loop = asyncio.new_event_loop()
         self._engine: Future[Any] = Future()
         self._thread = threading.Thread(target=self._run_thread, name="sglang-engine", daemon=True)
-        self._others = set(psutil.Process().children(recursive=True))
+        self._earlier_children = set(psutil.Process().children(recursive=True))
         self._fault: str | None = None
 
     def start(self) -> None:
@@ -98,12 +98,12 @@ class EmbeddedSGLang:
             CaptureError: it refuses a request.
         """
         self._require_sound()
-        asked = self._engine.result(0).async_generate(
+        generation = self._engine.result(0).async_generate(
             input_ids=[list(request.input_ids) for request in requests],
             sampling_params=[request.sampling for request in requests],
             rid=[request.request_id for request in requests],
         )
-        answer = asyncio.run_coroutine_threadsafe(asked, self._loop)
+        answer = asyncio.run_coroutine_threadsafe(generation, self._loop)
         try:
             self._await(answer)
             return [parse_generation(each) for each in answer.result()]
@@ -111,7 +111,7 @@ class EmbeddedSGLang:
             answer.cancel()
             raise
         except ValueError as error:
-            raise CaptureError(f"{WHERE} refuses a request: {error}") from error
+            raise CaptureError(f"{WHERE} refused a request: {error}") from error
         except Exception as error:
             self._require_sound()  # closing the Engine cancels requests that are still running
             raise EngineError(f"{WHERE} failed: {type(error).__name__}: {error}") from error
@@ -147,8 +147,8 @@ class EmbeddedSGLang:
             self._engine.set_exception(error)
             return
         except BaseException as error:
-            told = f"{WHERE} did not start: {type(error).__name__}: {error}. What it said itself is above, in this log"
-            self._engine.set_exception(EngineError(told))
+            message = f"{WHERE} did not start: {type(error).__name__}: {error}. Its own messages are above in this log"
+            self._engine.set_exception(EngineError(message))
             return
         self._engine.set_result(engine)
         self._loop.run_forever()
@@ -164,19 +164,19 @@ class EmbeddedSGLang:
             self._require_sound()
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{WHERE} gave no answer within {self._request_timeout_s:g} s (sglang.request_timeout_s of the deployment)"
+                    f"{WHERE} did not answer within {self._request_timeout_s:g} s (sglang.request_timeout_s of the deployment)"
                 )
 
     def _require_sound(self) -> None:
         if self._fault is not None:
-            raise EngineError(f"{WHERE} answers no more: {self._fault}")
+            raise EngineError(f"{WHERE} cannot answer any more: {self._fault}")
 
     def _kill_processes(self) -> None:
         """Kill all child processes that were started since `__init__`.
 
         This is safe because this process starts no other children while an Engine runs.
         """
-        processes = set(psutil.Process().children(recursive=True)) - self._others
+        processes = set(psutil.Process().children(recursive=True)) - self._earlier_children
         for process in processes:
             with suppress(psutil.Error):
                 process.kill()

@@ -33,10 +33,11 @@ def require_version(python: Path) -> str:
         ConfigError: the Python cannot be run, or has no SGLang.
     """
     where = _describe_python(python)
-    done = _run_python(python, "import importlib.metadata as m; print(m.version('sglang'))")
-    if done.returncode != 0:
-        raise ConfigError(f"{where} has no SGLang: {done.stderr.strip().splitlines()[-1:]}. Install it there")
-    version = done.stdout.strip()
+    result = _run_python(python, "import importlib.metadata as m; print(m.version('sglang'))")
+    if result.returncode != 0:
+        reason = "".join(result.stderr.strip().splitlines()[-1:])
+        raise ConfigError(f"{where} has no SGLang: {reason}. Install it there")
+    version = result.stdout.strip()
     check_version(version, where)
     return version
 
@@ -45,8 +46,8 @@ def check_version(version: str, where: str) -> None:
     """Log a warning if the capture hook was not tested with this version of SGLang."""
     if version not in SGLANG_VERSIONS:
         log.warning(
-            "%s is SGLang %s; Draftworks was tried with %s. It may answer and serve; what it captures is taken only after it was "
-            "compared with the target's own weights",
+            "%s is SGLang %s; Draftworks was tested with %s. Another version may generate and serve; what it captures is used "
+            "only after a comparison with the target's own weights",
             *(where, version, " and ".join(SGLANG_VERSIONS)),
         )
 
@@ -72,24 +73,24 @@ def build_program_environment(python: Path, folder: Path) -> dict[str, str]:
         ConfigError: as `require_version`, or a library that Draftworks programs need is missing.
     """
     require_version(python)
-    asked = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
-    done = _run_python(python, asked, *PROGRAM_LIBRARIES)
-    lacking = [PROGRAM_LIBRARIES[module] for module in done.stdout.split()]
-    if lacking:
+    script = "import importlib.util as u, sys; print(*[m for m in sys.argv[1:] if u.find_spec(m) is None])"
+    result = _run_python(python, script, *PROGRAM_LIBRARIES)
+    missing = [PROGRAM_LIBRARIES[module] for module in result.stdout.split()]
+    if missing:
         raise ConfigError(
-            f"{_describe_python(python)} lacks {', '.join(lacking)}, which a capture with backend sglang needs beside SGLang. "
-            f"Install them there: {python} -m pip install --no-deps {' '.join(lacking)}"
+            f"{_describe_python(python)} lacks {', '.join(missing)}, which a capture with backend sglang needs in addition to SGLang. "
+            f"Install them there: {python} -m pip install --no-deps {' '.join(missing)}"
         )
     return {"PYTHONPATH": str(link_package(folder))}
 
 
 def require_cpu_speculation(python: Path) -> None:
-    """Raise ConfigError unless this Python has our platform plug-in, with which SGLang speculates without a GPU."""
-    asked = "import importlib.util as u; print(u.find_spec('draftworks_sglang_cpu.speculation') is not None)"
-    if _run_python(python, asked).stdout.strip() != "True":
+    """Raise ConfigError unless this Python has the project's platform plug-in, with which SGLang speculates without a GPU."""
+    script = "import importlib.util as u; print(u.find_spec('draftworks_sglang_cpu.speculation') is not None)"
+    if _run_python(python, script).stdout.strip() != "True":
         raise ConfigError(
             f"{_describe_python(python)} cannot speculate on a CPU: expected a GPU, or this project's platform plug-in for SGLang. "
-            "`make sglang-env` makes an environment with it; on a machine with a GPU set evaluation.serving.device"
+            "`make sglang-env` creates an environment with it; on a machine with a GPU set evaluation.serving.device"
         )
 
 
@@ -114,4 +115,4 @@ def _run_python(python: Path, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([python, "-c", *words], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         where = f"{_describe_python(python)} cannot be run"
-        raise ConfigError(f"{where}: {error}. `make sglang-env` makes an environment for CPU") from error
+        raise ConfigError(f"{where}: {error}. `make sglang-env` creates an environment for CPU") from error

@@ -10,17 +10,19 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import ConfigError
 from draftworks.targets.resolve import read_text_config
 
-_TRIED = "SGLang 0.5.23"
-_DELTA_NET = "its kernels for gated DeltaNet are Triton's, which interpreted stop at a data type"
+_TESTED = "SGLang 0.5.23"
+_DELTA_NET = (
+    "its gated DeltaNet kernels are written in Triton, and Triton's interpreter fails on one of their data types"
+)
 _NOT_ON_CPU = {
-    "gpt_oss": "its attention for a CPU has no sinks",
-    "deepseek_v3": "its attention for a CPU takes no compressed keys and values (MLA)",
+    "gpt_oss": "its CPU attention does not support sinks",
+    "deepseek_v3": "its CPU attention does not support compressed keys and values (MLA)",
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NET),
 }
 """Model types that SGLang does not run on a CPU, with the reason."""
 _SUBLAYERS = ("gemma3", "gemma3_text")
 """Model types for which SGLang returns the output of the last sublayer instead of the residual stream."""
-_WINDOWLESS = ("mistral",)
+_WITHOUT_WINDOW = ("mistral",)
 """Model types that SGLang runs with full attention, whatever sliding window their config sets."""
 
 
@@ -31,26 +33,27 @@ def refuse_on_cpu(spec: TargetSpec, files: TargetFiles) -> None:
     kind = read_text_config(files).get("model_type")
     if kind in _NOT_ON_CPU:
         raise ConfigError(
-            f"target {spec.name}: capture.backend {spec.capture.backend} on a CPU: {_TRIED} does not run {kind} there: "
+            f"target {spec.name}: capture.backend {spec.capture.backend} on a CPU: {_TESTED} does not run {kind} there: "
             f"{_NOT_ON_CPU[kind]}. Set capture.backend to hf, or capture on a GPU"
         )
 
 
 def list_sglang_remarks(spec: TargetSpec, files: TargetFiles) -> list[str]:
     """Return warnings for the user before SGLang captures or serves this target; other versions may do better."""
-    config, said = read_text_config(files), []
+    config, remarks = read_text_config(files), []
     kind, window = config.get("model_type"), _find_window(config)
     if kind in _SUBLAYERS:
-        said.append(
-            f"target {spec.name}: {_TRIED} hands out of {kind} what the last sublayer added, not the residual stream: capture "
-            "with backend hf (a capture through it is refused by its probe), and expect drafts to accept little in that version"
+        remarks.append(
+            f"target {spec.name}: for {kind}, {_TESTED} returns the output of the last sublayer instead of the residual stream. "
+            "Capture with backend hf (the probe rejects a capture through SGLang), and expect low acceptance where this version "
+            "serves the draft"
         )
-    if kind in _WINDOWLESS and window is not None and window < spec.max_length and _uses_sglang(spec):
-        said.append(
-            f"target {spec.name}: {_TRIED} runs {kind} without its sliding window of {window} tokens, and max_length is "
-            f"{spec.max_length}: answers and features of longer samples are of another model. Capture with backend hf"
+    if kind in _WITHOUT_WINDOW and window is not None and window < spec.max_length and _uses_sglang(spec):
+        remarks.append(
+            f"target {spec.name}: {_TESTED} runs {kind} without its sliding window of {window} tokens, and max_length is "
+            f"{spec.max_length}: answers and features of longer samples are those of another model. Capture with backend hf"
         )
-    return said
+    return remarks
 
 
 def _uses_sglang(spec: TargetSpec) -> bool:

@@ -43,7 +43,9 @@ class SGLangCaptureBackend:
             if batch is not None:
                 self.write(batch, output)
         except Exception:
-            log.exception("draftworks: hidden states were not written, and nobody can be told")
+            log.exception(
+                "draftworks: hidden states were not written, and the requests that wait for them are not known"
+            )
 
     def write(self, batch: Any, output: Any) -> None:
         """Write the parts of Draftworks' requests in a prefill.
@@ -107,9 +109,11 @@ def _split_requests(batch: Any, output: Any) -> Iterator[tuple[str, Part]]:
     if output.last_hidden_states is None or output.hidden_states is None:
         raise ValueError("SGLang kept no hidden states: start it with --enable-return-aux-hidden-states")
     if output.last_hidden_states.shape[0] < ends[-1]:
-        raise ValueError(f"SGLang kept {output.last_hidden_states.shape[0]} rows of {ends[-1]} tokens")
-    rows = zip(batch.rids, batch.extend_prefix_lens_cpu, lengths, ends, strict=True)
-    for index, (request_id, start, length, end) in enumerate(rows):
+        raise ValueError(
+            f"SGLang kept hidden states of {output.last_hidden_states.shape[0]} positions, expected {ends[-1]}"
+        )
+    requests = zip(batch.rids, batch.extend_prefix_lens_cpu, lengths, ends, strict=True)
+    for index, (request_id, start, length, end) in enumerate(requests):
         if is_captured(request_id):
             here = slice(end - length, end)  # T positions of this request, of the N of the batch
             logits: Tensor | None = output.next_token_logits[index] if wants_logits(request_id) else None  # (V,)

@@ -18,7 +18,7 @@ from draftworks.errors import ConfigError
 from draftworks.storage.hub import fetch_hub_file
 from draftworks.storage.identity import LayerTap
 
-COUNTED_BY_THE_FIRST = frozenset(
+FIRST_ID_DECIDES_COUNTING = frozenset(
     {
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
@@ -47,9 +47,9 @@ _DFLASH = "Beam KimiK3Linear Laguna Lfm2 Lfm2Moe MiMoV2 MiMoV2Flash MuseGlimmer 
 _DFLASH_WRAPPERS = "Inkling KimiK3 Lfm2Vl MuseGlimmer MuseSpark"
 
 
-def _make_class_names(of_text: str, of_wrappers: str) -> frozenset[str]:
-    text = {f"{name}ForCausalLM" for name in of_text.split()}
-    return frozenset(text | {f"{name}ForConditionalGeneration" for name in of_wrappers.split()})
+def _make_class_names(text_models: str, wrappers: str) -> frozenset[str]:
+    text = {f"{name}ForCausalLM" for name in text_models.split()}
+    return frozenset(text | {f"{name}ForConditionalGeneration" for name in wrappers.split()})
 
 
 CAPTURED_FOR_EAGLE3 = _make_class_names(_EAGLE3, _EAGLE3_WRAPPERS)
@@ -63,19 +63,19 @@ def read_architecture(target: TargetFiles) -> str:
     if target.revision is not None:
         path = fetch_hub_file(f"target {target.name}", target.model, target.revision, "config.json")
     try:
-        named = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path is not None else None
+        architectures = json.loads(path.read_text(encoding="utf-8")).get("architectures") if path is not None else None
     except (OSError, ValueError, AttributeError):
         return ""  # the code that loads the target reports what is wrong with the file
-    return str(named[0]) if isinstance(named, list) and named else ""
+    return str(architectures[0]) if isinstance(architectures, list) and architectures else ""
 
 
 def choose_capture_convention(architecture: str) -> str:
     """Return the speculative algorithm for which SGLang adds 1 to every layer id, whatever the ids are."""
-    return "DFLASH" if architecture in COUNTED_BY_THE_FIRST | CAPTURED_FOR_DFLASH_ONLY else "EAGLE3"
+    return "DFLASH" if architecture in FIRST_ID_DECIDES_COUNTING | CAPTURED_FOR_DFLASH_ONLY else "EAGLE3"
 
 
 def check_capture(where: str, architecture: str, args: Sequence[str]) -> None:
-    """Raise ConfigError if a server of ours cannot capture the target, by its architecture or by an option in `args`.
+    """Raise ConfigError if a server that Draftworks starts cannot capture the target: architecture or `args`.
 
     Args:
         where: the target as error messages name it, such as "target mine".
@@ -83,14 +83,14 @@ def check_capture(where: str, architecture: str, args: Sequence[str]) -> None:
     """
     if architecture and architecture not in CAPTURED_FOR_EAGLE3 | CAPTURED_FOR_DFLASH_ONLY:
         raise ConfigError(
-            f"{where}: capture.backend: SGLang 0.5.23 has no way to capture layers of a {architecture}. Use backend hf, or, if "
-            "your SGLang is a newer one that has, start the server yourself and name it as capture.server.url"
+            f"{where}: capture.backend: SGLang 0.5.23 cannot capture layers of a {architecture}. Use backend hf. If a newer "
+            "SGLang can capture them, start that server yourself and set capture.server.url"
         )
     groups = [word for word in args if word.partition("=")[0] in ATTENTION_DP]
     if groups:
         raise ConfigError(
-            f"{where}: capture.server.args: {', '.join(groups)}: with attention data parallelism only the first rank of all "
-            "writes hidden states, and most samples would have none. Leave it out; dp_size makes copies of the target"
+            f"{where}: capture.server.args: {', '.join(groups)}: with attention data parallelism only the first of "
+            "all ranks writes hidden states, so most samples would have none. Remove it; capture.server.dp_size makes copies of the target"
         )
 
 
@@ -100,8 +100,10 @@ def resolve_captured_layers(ids: Sequence[int], convention: str | None, architec
     Args:
         convention: as the server reports it, `eagle3` or `dflash`; None if it does not report one.
     """
-    as_passed = architecture in COUNTED_BY_THE_FIRST and convention != "dflash" and bool(ids) and ids[0] != 1
-    return tuple(sorted(layer - 1 if as_passed else layer for layer in ids))
+    counts_passed_layers = (
+        architecture in FIRST_ID_DECIDES_COUNTING and convention != "dflash" and bool(ids) and ids[0] != 1
+    )
+    return tuple(sorted(layer - 1 if counts_passed_layers else layer for layer in ids))
 
 
 def to_eagle3_ids(taps: Sequence[LayerTap], architecture: str) -> list[int]:
@@ -111,7 +113,7 @@ def to_eagle3_ids(taps: Sequence[LayerTap], architecture: str) -> list[int]:
         ConfigError: no ids select these taps.
     """
     outputs = [tap.to_layer_output() for tap in taps]
-    if architecture not in COUNTED_BY_THE_FIRST or outputs[0] == 1:
+    if architecture not in FIRST_ID_DECIDES_COUNTING or outputs[0] == 1:
         return outputs
     passed = [tap.hf_index for tap in taps]
     if passed[0] == 1:

@@ -97,8 +97,8 @@ class ServerOptions:
             "--chunked-prefill-size": -1,
         }
         words = [str(word) for name, value in values.items() if value is not None for word in (name, value)]
-        served = self._build_capture_arguments() if self.draft is None else self.draft.build_arguments(self.device)
-        return [*words, "--disable-radix-cache", "--sleep-on-idle", *served, *self.extra]
+        purpose = self._build_capture_arguments() if self.draft is None else self.draft.build_arguments(self.device)
+        return [*words, "--disable-radix-cache", "--sleep-on-idle", *purpose, *self.extra]
 
     def build_environment(self) -> dict[str, str]:
         """Return the environment variables that SGLang's processes need in addition to the inherited ones."""
@@ -115,11 +115,11 @@ class ServerOptions:
     def _build_capture_arguments(self) -> list[str]:
         if not self.layer_ids:
             return []
-        named = ["--enable-return-aux-hidden-states", "--speculative-algorithm", self.convention]  # without a draft
+        capture = ["--enable-return-aux-hidden-states", "--speculative-algorithm", self.convention]  # without a draft
         layers = ["--return-aux-hidden-state-layer-ids", *map(str, self.layer_ids)]
         # A replayed CUDA graph calls no hook, and hidden states are captured in the prefill.
         graphs = ["--disable-prefill-cuda-graph"] if self.device == "cuda" else []
-        return [*named, *layers, *graphs, "--forward-hooks", format_hook_option(self.spool)]
+        return [*capture, *layers, *graphs, "--forward-hooks", format_hook_option(self.spool)]
 
 
 class SGLangServer:
@@ -178,8 +178,8 @@ class SGLangServer:
         self.url = f"http://127.0.0.1:{port}"
         for folder in (self._folder, self._options.spool):
             folder.mkdir(parents=True, exist_ok=True)
-        launching = child_lifetime.build_command(self._folder.resolve(), "sglang.launch_server")
-        command = [str(self._python), *launching, *self._options.build_arguments(port)]
+        launcher = child_lifetime.build_command(self._folder.resolve(), "sglang.launch_server")
+        command = [str(self._python), *launcher, *self._options.build_arguments(port)]
         self._process = self._starter.submit(self._spawn, command).result()
         try:
             self._wait_until_ready()
@@ -196,18 +196,18 @@ class SGLangServer:
         process = self._process
         if process is None:
             return
-        tree = _descendants(process.pid)
+        tree = _list_descendants(process.pid)
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         try:
             process.wait(self._grace_s)
         except subprocess.TimeoutExpired:
-            tree = {*tree, *_descendants(process.pid)}
+            tree = {*tree, *_list_descendants(process.pid)}
             process.kill()
             process.wait()
-        for left in tree:
+        for process_left in tree:
             with suppress(psutil.Error):
-                left.kill()
+                process_left.kill()
         psutil.wait_procs(tree, timeout=self._grace_s)
         self._process = None
 
@@ -230,17 +230,17 @@ class SGLangServer:
             )
 
     def _wait_until_ready(self) -> None:
-        began = told = time.monotonic()
-        while time.monotonic() < began + self._start_timeout_s:
-            if time.monotonic() > told + _LOG_EVERY_S:
-                told = time.monotonic()
-                log.info("SGLang has been starting for %.0f s; what it says is in %s", told - began, self.log)
+        started = logged = time.monotonic()
+        while time.monotonic() < started + self._start_timeout_s:
+            if time.monotonic() > logged + _LOG_EVERY_S:
+                logged = time.monotonic()
+                log.info("SGLang has been starting for %.0f s; its own messages are in %s", logged - started, self.log)
             if not self.is_running():
                 code = self._process.returncode if self._process else None
                 raise EngineError(
-                    f"SGLang ended with code {code} before it served. The end of {self.log}:\n{self.read_log_tail()}"
+                    f"SGLang ended with code {code} before it was ready. The end of {self.log}:\n{self.read_log_tail()}"
                 )
-            if self._serves():
+            if self._is_ready():
                 return
             time.sleep(_POLL_S)
         raise EngineError(
@@ -248,7 +248,7 @@ class SGLangServer:
             f"The end of {self.log}:\n{self.read_log_tail()}"
         )
 
-    def _serves(self) -> bool:
+    def _is_ready(self) -> bool:
         with suppress(httpx.HTTPError):
             if httpx.get(f"{self.url}/health", timeout=_ANSWER_TIMEOUT_S).status_code == httpx.codes.OK:
                 self._require_ours(httpx.get(f"{self.url}/server_info", timeout=_ANSWER_TIMEOUT_S))
@@ -272,7 +272,7 @@ class SGLangServer:
         if served != expected:
             raise EngineError(
                 f"{self.url} is answered by another server than the one that was started: expected {expected}, found "
-                f"{served}. It took the port before SGLang could: start again, on a port that is free then"
+                f"{served}. It took the port before SGLang did: run again, and another free port is chosen"
             )
 
     def _build_environment(self) -> dict[str, str]:
@@ -281,9 +281,9 @@ class SGLangServer:
         SGLang imports its hook from there. The folder on PYTHONPATH has only a link to the package, so that SGLang sees
         none of the libraries that are installed beside it.
         """
-        ours = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
         package = link_package(self._folder / "package")
-        return {**ours, "PYTHONPATH": str(package), **self._options.build_environment()}
+        return {**inherited, "PYTHONPATH": str(package), **self._options.build_environment()}
 
 
 def find_free_port() -> int:
@@ -301,7 +301,7 @@ def _parse_object(answer: httpx.Response) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _descendants(pid: int) -> set[psutil.Process]:
+def _list_descendants(pid: int) -> set[psutil.Process]:
     try:
         return set(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:

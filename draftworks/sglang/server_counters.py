@@ -36,25 +36,24 @@ class SpeculatedAnswer:
         """Parse an answer of /generate.
 
         Raises:
-            EngineError: the server gave up the request, its counters contradict each other, or it sent no counters,
+            EngineError: the server aborted the request, its counters contradict each other, or it sent no counters,
                 because it does not speculate.
         """
         meta, ids = answer["meta_info"], answer["output_ids"]
         if meta["finish_reason"]["type"] == "abort":
-            raise EngineError(
-                f"SGLang gave up a request: {meta['finish_reason'].get('message', 'it does not say why')}"
-            )
+            raise EngineError(f"SGLang aborted a request: {meta['finish_reason'].get('message', 'it gave no reason')}")
         if "spec_verify_ct" not in meta:
             if len(ids) > 1:
                 raise EngineError(
-                    "SGLang answered without counters of speculative decoding: it runs without a draft, or is another "
+                    "SGLang answered without counters of speculative decoding: it runs without a draft, or in another "
                     f"version. It sent {', '.join(sorted(meta))}"
                 )
             return cls(tuple(ids), 0, ())  # the answer ended with the prefill: there was nothing to verify
         found = tuple(meta["spec_correct_drafts_histogram"])
         if sum(found) != meta["spec_verify_ct"]:
             raise EngineError(
-                f"SGLang counts {meta['spec_verify_ct']} passes, and {sum(found)} in its histogram {found}"
+                f"SGLang's counters disagree: spec_verify_ct is {meta['spec_verify_ct']}, and the histogram {found} has "
+                f"{sum(found)} passes"
             )
         return cls(tuple(ids), meta["spec_verify_ct"], found)
 
@@ -106,7 +105,7 @@ def read_metric(text: str, name: str) -> float:
     samples = (found for line in text.splitlines() if (found := _SAMPLE.match(line)))
     values = [float(found["value"]) for found in samples if found["name"] == name]
     if not values and f"# TYPE {name} " not in text:
-        raise EngineError(f"SGLang's metrics: expected {name}, found none of it. Is it another version?")
+        raise EngineError(f"SGLang's metrics have no {name}. Its version may be another one than those tested")
     return sum(values)
 
 

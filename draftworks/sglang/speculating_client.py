@@ -28,5 +28,5 @@ class SpeculatingClient(SGLangClient):
         try:
             response = self._http.get("/metrics").raise_for_status()
         except httpx.HTTPError as error:
-            raise EngineError(f"SGLang at {self.url} tells no metrics: {type(error).__name__}: {error}") from error
+            raise EngineError(f"SGLang at {self.url} sent no metrics: {type(error).__name__}: {error}") from error
         return Counters.of_metrics(response.text)

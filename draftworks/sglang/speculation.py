@@ -48,7 +48,7 @@ class Speculation:
         words = shlex.split(command)
         options = {word: value for word, value in zip(words, words[1:]) if word.startswith(_PREFIX)}
         if ALGORITHM not in options or DRAFT not in options:
-            raise ConfigError(f"a command that serves a draft: expected {ALGORITHM} and {DRAFT}, found: {command}")
+            raise ConfigError(f"expected {ALGORITHM} and {DRAFT} in the serving command of a draft, found: {command}")
         return cls({name: value.replace(placeholder, str(folder)) for name, value in options.items()})
 
     @property

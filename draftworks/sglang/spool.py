@@ -69,10 +69,10 @@ def write_part(spool: Path, request_id: str, part: Part) -> None:
     tensors = {"input_ids": part.input_ids, "taps": part.taps, "last": part.last}
     if part.logits is not None:
         tensors["logits"] = part.logits
-    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    on_cpu = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     path = spool / f"{request_id}.{part.start}.safetensors"
     staging = path.with_suffix(".tmp")
-    save_file(own, staging, metadata={"schema": SPOOL_SCHEMA, "start": str(part.start)})
+    save_file(on_cpu, staging, metadata={"schema": SPOOL_SCHEMA, "start": str(part.start)})
     os.replace(staging, path)
 
 

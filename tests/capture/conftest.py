@@ -1,4 +1,4 @@
-"""The embedded target as an engine, loaded once."""
+"""Fixture: the embedded target as an engine, loaded once."""
 
 from __future__ import annotations
 

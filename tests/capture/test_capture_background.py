@@ -1,4 +1,4 @@
-"""Work in the background gives its result or its error, and holds nobody back."""
+"""Background work returns its result or raises its error, and does not block the exit of the program."""
 
 from __future__ import annotations
 

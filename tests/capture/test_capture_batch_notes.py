@@ -1,4 +1,4 @@
-"""A capture that goes on cuts the batches of the one that began: with the hf backend its features are equal bit for bit."""
+"""A resumed capture cuts the batches of the interrupted one, so features of the hf backend are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ ROWS = random_rows(48, seed=3, longest=40)
 
 
 class Killed(Exception):
-    """Stands for the end of a process: what was not published is lost."""
+    """Simulate the end of a process: unpublished features are lost."""
 
 
 def killed_capture(run: CaptureRun, watched: WatchedEngine, rows, after: int, rank: int = 0, world: int = 1) -> None:
-    """End a rank after some samples, with a shard for every few of them, so that batches are stored in part."""
+    """End a rank after some samples; shards are small, so that batches are stored in part."""
 
     def stop(at: Progress) -> None:
         if at.done >= after:
@@ -83,7 +83,7 @@ def test_killed_again_and_again_it_equals_the_undisturbed_bit_for_bit(
 
 
 def lose_some(run: CaptureRun, draw: random.Random) -> None:
-    """What a kill takes with it: the newest shards were not published."""
+    """Remove the newest shards, as if a kill had prevented their publication."""
     shards = sorted((run.store.root / "shards").iterdir())
     for shard in draw.sample(shards, len(shards) // 3):
         shard.unlink()
@@ -115,7 +115,7 @@ def test_ranks_and_another_number_of_them_change_no_bit(tiny_target, tmp_path: P
 
 
 def test_a_rank_that_starts_late_cuts_as_if_nothing_were_stored(tiny_target, tmp_path: Path, watched):
-    """Its share is of what was missing when the first rank began, whatever that has stored meanwhile."""
+    """A rank's share is computed from what was missing when the first rank began, whatever was stored since."""
     early, late = (small_shards(tiny_target, tmp_path / name) for name in ("early", "late"))
     for rank in (0, 1):
         capture_missing(early, watched, ROWS, rank, 2)

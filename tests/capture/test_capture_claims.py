@@ -1,4 +1,4 @@
-"""Several processes that capture into one store at a time share the work, and lose nothing when one of them dies."""
+"""Processes that capture into one store at the same time share the work, and lose nothing when one of them dies."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def job(name: str, *streams: str) -> SampleJob:
 
 
 class Sharer:
-    """One who captures: `step` stores what it is given next; names are `sample-stream`."""
+    """One capturing process: `step` stores its next batches; names are `sample-stream`."""
 
     def __init__(self, root: Path, *windows: list[SampleJob]) -> None:
         self._store = LocalFeatureStore(root)
         self._shared = share_out([[window] for window in windows], self._store, Claims(root))
 
     def step(self) -> list[str]:
-        """What it captures now; nothing of it is stored before it asks for more."""
+        """Names of the streams that it captures now; they are stored when it asks for the next window."""
         return [each.keys[name] for batch in next(self._shared, []) for each in batch for name in self._put(each)]
 
     def finish(self) -> list[str]:
@@ -57,7 +57,7 @@ class Sharer:
 
 
 def finished(*sharers: Sharer) -> list[list[str]]:
-    """What each still captures, when all of them go on to their end."""
+    """Return what each process still captures when all of them run to their end."""
     with ThreadPoolExecutor(len(sharers)) as threads:
         return [each.result() for each in [threads.submit(sharer.finish) for sharer in sharers]]
 
@@ -119,7 +119,7 @@ def test_where_nothing_can_be_claimed_everything_is_captured(root: Path, caplog)
 
 
 class OneAtATime(WatchedEngine):
-    """For threads that share an engine."""
+    """Wrapper that lets threads share an engine."""
 
     lock = threading.Lock()
 
@@ -137,7 +137,7 @@ def tensors_of(root: Path) -> Counter[str]:
 
 
 def test_two_targets_of_the_same_weights_capture_a_sample_once(tiny_target, tmp_path: Path, watched: WatchedEngine):
-    """Each at its own speed, in windows of one batch, over sets that overlap."""
+    """Processes run at their own speed, in windows of one batch, over overlapping sets."""
     rows, engines, errors = random_rows(40), [OneAtATime(watched), OneAtATime(watched)], []
     shared = capture_run(tiny_target, tmp_path).store
     runs = []

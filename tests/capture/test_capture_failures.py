@@ -1,4 +1,4 @@
-"""Samples that fail are left out as far as allowed; an engine that fails ends the run."""
+"""Failed samples are left out up to the allowed share; a failing engine ends the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from draftworks.features.manifest import read_feature_set
 
 
 class Failing(WatchedEngine):
-    """Refuses rows that hold a token, as a server does that answers a whole batch with one error."""
+    """Engine that refuses batches with a certain token, as a server that answers a whole batch with one error."""
 
     token = -1
 
@@ -27,7 +27,7 @@ class Failing(WatchedEngine):
 
 
 def failing_engine(engine, tokens, index: int) -> Failing:
-    """An engine that fails on one sample, by a token that no other has."""
+    """An engine that fails on one sample, recognised by a token that no other sample has."""
     failing = Failing(engine)
     failing.token = 1999
     tokens[index].input_ids[0] = failing.token

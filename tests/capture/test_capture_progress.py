@@ -1,4 +1,4 @@
-"""What a run says of how far it has come."""
+"""Progress: the remaining time and its format."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def test_rest_takes_as_long_as_its_share_says():
 
 def test_long_waits_are_told_in_their_largest_units():
     seconds = (59.4, 60, 3599, 3600, 86399, 90000, 180000)
-    told = [Progress("samples", 1, 2, 0.5, 0, each).summarize()["eta"] for each in seconds]
-    assert told == ["59s", "1m00s", "59m59s", "1h00m", "23h59m", "1d01h", "2d02h"]
+    etas = [Progress("samples", 1, 2, 0.5, 0, each).summarize()["eta"] for each in seconds]
+    assert etas == ["59s", "1m00s", "59m59s", "1h00m", "23h59m", "1d01h", "2d02h"]
 
 
 def test_nothing_is_promised_before_anything_is_done():

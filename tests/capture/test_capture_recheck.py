@@ -1,4 +1,4 @@
-"""A few stored samples, captured again: sound features pass, and what has drifted, or was damaged, is seen."""
+"""A recheck passes intact features, and detects drifted or damaged ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draftworks.features.manifest import read_feature_set
 
 @pytest.fixture
 def captured(tiny_target, tmp_path: Path, watched):
-    """Capture ten samples with an engine; a function that rechecks them with another."""
+    """Capture ten samples with an engine, and return a function that rechecks them with another one."""
     tokens = random_rows(10)
 
     def capture(dtype: str = "float32", damage=None):

@@ -1,4 +1,4 @@
-"""Capture stores exactly what is missing, survives a kill at any moment, and refuses what would be wrong."""
+"""A capture stores exactly the missing features, survives a kill at any moment, and rejects wrong input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine hands over is held to what was asked for, and the check of the head tells a right `last` from a wrong one."""
+"""Captured streams are checked for shape, dtype and values; `check_head` accepts only a right `last`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who fails again and again is left alone for a while, then tried once; the clock is the test's own."""
+"""A breaker opens after repeated failures, then allows one trial; the test controls the clock."""
 
 from __future__ import annotations
 
@@ -104,5 +104,5 @@ def test_failures_of_requests_that_were_on_their_way_do_not_prolong_the_cool_dow
 
 
 def test_a_breaker_that_no_failure_opens_is_refused():
-    with pytest.raises(ValueError, match="1 failure or more, found 0"):
+    with pytest.raises(ValueError, match="expected 1 or more, found 0"):
         CircuitBreaker(failures=0)

@@ -1,4 +1,4 @@
-"""Work goes to the server with the least to do, away from those that fail, and no further than there is room."""
+"""Work goes to the least busy server, not to failing ones, and within each server's limit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from draftworks.errors import CaptureError, EngineError
 GENEROUS_S = 60
 
 
-def spread_over(*names: str, limit: int = 99, **options) -> LoadBalancer[str]:
-    """A spread whose clients are the names of the servers themselves, and whose breakers never cool down."""
+def balance_over(*names: str, limit: int = 99, **options) -> LoadBalancer[str]:
+    """A load balancer whose clients are the server names, and whose breakers never cool down."""
     return LoadBalancer(
         {name: name for name in names}, limit, lambda: CircuitBreaker(failures=2, cooldown_s=float("inf")), **options
     )
 
 
 def failing(*dead: str, log: list[str] | None = None) -> Callable[[str], str]:
-    """Work that returns who did it, unless that one is dead."""
+    """Return work that returns the server's name, and fails on the `dead` ones."""
 
     def work(name: str) -> str:
         if log is not None:
@@ -36,13 +36,13 @@ def failing(*dead: str, log: list[str] | None = None) -> Callable[[str], str]:
 
 
 def test_equal_servers_get_equal_shares():
-    spread = spread_over("a", "b", "c")
+    spread = balance_over("a", "b", "c")
     done = [spread.run(failing()) for _ in range(9)]
     assert {name: done.count(name) for name in "abc"} == {"a": 3, "b": 3, "c": 3}
 
 
 def test_work_goes_where_the_least_is_outstanding():
-    spread, go = spread_over("a", "b"), threading.Event()
+    spread, go = balance_over("a", "b"), threading.Event()
     started = threading.Semaphore(0)
 
     def long(name: str) -> str:
@@ -60,7 +60,7 @@ def test_work_goes_where_the_least_is_outstanding():
 
 
 def test_no_server_has_more_than_its_limit_and_all_is_done():
-    spread, go = spread_over("a", "b", limit=2), threading.Event()
+    spread, go = balance_over("a", "b", limit=2), threading.Event()
     started = threading.Semaphore(0)
     inside: list[str] = []
 
@@ -80,27 +80,27 @@ def test_no_server_has_more_than_its_limit_and_all_is_done():
 
 
 def test_more_than_the_limit_at_once_goes_to_a_server_that_has_nothing_else():
-    assert spread_over("a", limit=2).run(failing(), requests=5) == "a"
+    assert balance_over("a", limit=2).run(failing(), requests=5) == "a"
 
 
 def test_the_work_of_a_server_that_fails_is_done_by_another():
-    spread = spread_over("a", "b")
+    spread = balance_over("a", "b")
     assert [spread.run(failing("a")) for _ in range(5)] == ["b"] * 5
 
 
 def test_a_server_that_failed_often_enough_is_asked_no_more_and_that_is_told_once(caplog):
     opened, asked = [], []
-    spread = spread_over("a", "b", on_open=lambda client, error: opened.append((client, str(error))))
+    spread = balance_over("a", "b", on_open=lambda client, error: opened.append((client, str(error))))
     for _ in range(8):
         spread.run(failing("a", log=asked))
     assert asked.count("a") == 2
     assert opened == [("a", "a is gone")]
-    assert [record.message for record in caplog.records] == ["a is gone", "a is gone\na gets no work for now"]
+    assert [record.message for record in caplog.records] == ["a is gone", "a is gone\na gets no requests for now"]
 
 
 def test_when_all_have_failed_the_last_error_of_each_is_told():
-    with pytest.raises(EngineError, match=r"(?s)none of 2 servers does the work:\n  a: a is gone\n  b: b is gone"):
-        spread_over("a", "b").run(failing("a", "b"))
+    with pytest.raises(EngineError, match=r"(?s)none of 2 servers is available:\n  a: a is gone\n  b: b is gone"):
+        balance_over("a", "b").run(failing("a", "b"))
 
 
 def test_no_server_is_asked_twice_for_the_same_work():
@@ -112,7 +112,7 @@ def test_no_server_is_asked_twice_for_the_same_work():
 
 
 def test_a_server_that_was_mended_gets_work_again():
-    spread = spread_over("a")
+    spread = balance_over("a")
     for _ in range(2):
         with pytest.raises(EngineError):
             spread.run(failing("a"))
@@ -123,7 +123,7 @@ def test_a_server_that_was_mended_gets_work_again():
 
 
 def test_a_refused_request_is_not_given_to_another_and_says_nothing_against_the_server():
-    spread, asked = spread_over("a", "b"), []
+    spread, asked = balance_over("a", "b"), []
 
     def refuse(name: str) -> str:
         asked.append(name)
@@ -159,7 +159,7 @@ def test_those_who_meet_a_trial_wait_for_what_comes_of_it():
 
 
 def test_an_interruption_leaves_nothing_taken():
-    spread = spread_over("a", limit=1)
+    spread = balance_over("a", limit=1)
 
     def interrupted(name: str) -> str:
         raise KeyboardInterrupt
@@ -185,7 +185,7 @@ def test_a_server_that_is_held_gets_no_work_and_no_trial_until_it_is_released():
 
 
 def test_those_who_wait_for_room_at_a_server_that_is_held_are_told_that_none_is_left():
-    spread, begun, go = spread_over("a", limit=1), threading.Event(), threading.Event()
+    spread, begun, go = balance_over("a", limit=1), threading.Event(), threading.Event()
 
     def long(name: str) -> str:
         begun.set()

@@ -1,4 +1,4 @@
-"""What a process spawns ends with it, also before it could ask for that itself."""
+"""Spawned processes end with their parent, also while they still start."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_run_with_mortal_children_gets_its_arguments_and_its_children_find_it(tmp_path: Path):
+def test_a_program_run_with_tied_children_gets_its_arguments_and_its_children_find_it(tmp_path: Path):
     (tmp_path / "program.py").write_text(PROGRAM)
     command = [sys.executable, *child_lifetime.build_command(tmp_path, "program"), "one", "--two"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True)

@@ -1,4 +1,4 @@
-"""What our platform plug-in adds to SGLang on a CPU. It lives in SGLang's environment; these parts of it need torch alone."""
+"""The platform plug-in for SGLang on a CPU: those parts that need only torch, outside SGLang's environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program of ours needs to be run by SGLang's Python: it is known, pinned, and asked for before anything is run."""
+"""The libraries that Draftworks programs need in SGLang's Python are listed, pinned, and checked before a start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAMS = (
 
 
 def sglang_python(folder: Path, lacking: str = "") -> Path:
-    """A stand-in for SGLang's Python, which says a version, or what it lacks."""
+    """A stand-in for SGLang's Python, which prints a version, or the libraries that it lacks."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\ncase "$2" in *version*) echo 0.5.23;; *) echo {lacking};; esac\n')
     python.chmod(0o755)

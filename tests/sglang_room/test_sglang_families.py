@@ -1,4 +1,4 @@
-"""What SGLang is known not to do with a target's family is said before anything is paid for."""
+"""Known limitations of SGLang for a target's family are reported before any expensive work."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_a_family_that_sglang_does_not_run_on_a_cpu_is_refused_there(
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3_text"])
 def test_streams_of_gemma_3_are_warned_of_whoever_captures(name: str, family_target: MakeTarget):
-    """Drafts are served by SGLang too."""
+    """The warning comes for every capture backend, because SGLang may serve the draft."""
     files = family_target(name)
     [remark] = list_sglang_remarks(asking(files, "hf"), files)
-    assert "not the residual stream" in remark
+    assert "instead of the residual stream" in remark
 
 
 def test_a_window_that_sglang_leaves_out_is_told_where_samples_are_longer(family_target: MakeTarget):

@@ -1,4 +1,4 @@
-"""The hook: it cuts a packed batch into its requests, writes ours alone, and never raises into the engine."""
+"""The hook splits a packed batch into requests, writes those of Draftworks only, and never raises into the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = [3, 1, 4]
 
 
 def packed(request_ids: list[str], starts: list[int], padding: int = 0) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """A batch as SGLang packs it, its values counting the rows, and what comes out of the layer that makes logits."""
+    """A batch as SGLang packs it, whose values count the positions, and the output of the logits layer."""
     rows = torch.arange(sum(LENGTHS) + padding, dtype=torch.float32)[:, None]
     batch = SimpleNamespace(
         rids=request_ids,
@@ -76,7 +76,7 @@ def test_rows_that_are_missing_are_told(tmp_path: Path):
     batch, output = packed(ids, [0, 0, 0])
     output.last_hidden_states = output.last_hidden_states[:5]
     SGLangCaptureBackend(tmp_path).write(batch, output)
-    with pytest.raises(PassingTroubleError, match="kept 5 rows of 8 tokens"):
+    with pytest.raises(PassingTroubleError, match="kept hidden states of 5 positions, expected 8"):
         take_parts(tmp_path, ids[0])
 
 

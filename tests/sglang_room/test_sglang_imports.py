@@ -1,4 +1,4 @@
-"""Who knows SGLang from the inside: one module, and the plug-in that SGLang itself loads; and who uses its Engine."""
+"""SGLang's internals are imported by one module and the plug-in only, and its Engine by one module."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 INSIDE = {"draftworks/sglang/hook.py"}
 USES = {"draftworks/sglang/embedded.py"}
-"""What SGLang offers to everybody: its Engine."""
+"""The public interface of SGLang: its Engine."""
 PLUG_IN = "tools/sglang_cpu_platform"
 PACKAGES = ("draftworks", "spec_assets", "resources", "jobs", "sensors", "tools", "benchmarks")
-"""Not the tests: one may ask SGLang itself for the right answer."""
+"""Without the tests: a test may use SGLang itself for the expected value."""
 
 
 def imports(path: Path) -> set[str]:
@@ -28,7 +28,7 @@ def imports(path: Path) -> set[str]:
 
 
 def importing(package: str) -> set[str]:
-    """Our files that import a package or something in it, the plug-in that SGLang itself loads aside."""
+    """Files of the project that import a package or something in it, except the plug-in that SGLang itself loads."""
     files = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py") if "build" not in path.parts]
     names = {str(path.relative_to(ROOT)): imports(path) for path in files}
     return {

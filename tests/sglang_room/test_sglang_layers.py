@@ -1,4 +1,4 @@
-"""Layer ids mean to SGLang what they mean to us, whatever the target's class makes of them; what it cannot do is told by check."""
+"""SGLang captures and feeds the intended layers, whatever its model class adds to the ids; `check` reports the rest."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_check_refuses_a_draft_that_sglang_would_serve_with_other_layers(tmp_pat
 
 @pytest.mark.parametrize("argument", ["--enable-dp-attention", "--attn-dp-size=2"])
 def test_check_refuses_attention_data_parallelism(tmp_path: Path, tiny_target: TargetFiles, argument: str):
-    with pytest.raises(ConfigError, match="target mine: capture.server.args: .*only the first rank of all writes"):
+    with pytest.raises(ConfigError, match="target mine: capture.server.args: .*only the first of all ranks writes"):
         check_requirements(asked(backend="sglang", server={"args": [argument]}), tiny_target, Registry(tmp_path))
 
 
 def test_check_refuses_a_family_of_which_sglang_captures_nothing(tmp_path: Path, tiny_target: TargetFiles):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     target = tiny_target.model_copy(update={"model": str(tmp_path)})
-    with pytest.raises(ConfigError, match="no way to capture layers of a GPT2LMHeadModel. Use backend hf"):
+    with pytest.raises(ConfigError, match="cannot capture layers of a GPT2LMHeadModel. Use backend hf"):
         check_requirements(asked(backend="sglang_server"), target, Registry(tmp_path))
     yours = {"url": "http://127.0.0.1:9", "spool": "/tmp"}
     check_requirements(asked(backend="sglang_server", server=yours), target, Registry(tmp_path))

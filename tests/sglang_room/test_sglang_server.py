@@ -1,4 +1,4 @@
-"""A server of ours: its arguments lose nothing, and whatever goes wrong at the start is told and cleaned up."""
+"""A server that Draftworks starts: its arguments keep all hidden states; failed starts are reported and cleaned up."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = ServerOptions(
 
 
 def python_that(folder: Path, serving: str, version: str = "0.5.23") -> Path:
-    """A stand-in for SGLang's Python: says a version, and runs a script as the server."""
+    """A stand-in for SGLang's Python: prints a version, and runs a script as the server."""
     script = folder / "server.py"
     script.write_text(serving)
     python = folder / "python"
@@ -59,7 +59,7 @@ def test_on_a_gpu_prompts_run_outside_of_graphs_which_would_skip_the_hook():
 
 def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_path: Path):
     failing = server(python_that(tmp_path, "print('CUDA out of memory'); raise SystemExit(3)"), tmp_path)
-    with pytest.raises(EngineError, match=r"(?s)ended with code 3 before it served.*CUDA out of memory"):
+    with pytest.raises(EngineError, match=r"(?s)ended with code 3 before it was ready.*CUDA out of memory"):
         failing.start()
     assert not failing.is_running()
 
@@ -104,7 +104,7 @@ HTTPServer(("127.0.0.1", int(option("--port"))), Healthy).serve_forever()
 
 
 def serving_as(**claims: Any) -> str:
-    """A server that says of itself what it was started with, but for its claims."""
+    """A server that reports the options that it was started with, except for `claims`."""
     return f"CLAIMS = {json.dumps(claims)!r}\n{SERVING}"
 
 
@@ -217,7 +217,7 @@ def test_a_version_that_cannot_return_hidden_states_is_refused_where_they_are_wa
 
 def test_untried_missing_and_absent_sglang_are_told(tmp_path: Path, caplog):
     assert require_version(python_that(tmp_path, "", version="0.5.9")) == "0.5.9"
-    assert "is SGLang 0.5.9; Draftworks was tried with 0.5.23" in caplog.text
+    assert "is SGLang 0.5.9; Draftworks was tested with 0.5.23" in caplog.text
     with pytest.raises(ConfigError, match=r"has no SGLang"):
         require_version(Path(sys.executable))
     with pytest.raises(ConfigError, match=r"nowhere .*cannot be run.*make sglang-env"):

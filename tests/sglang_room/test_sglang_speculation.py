@@ -1,4 +1,4 @@
-"""A draft in a server: the arguments are those of the command that the export tells people."""
+"""A draft in a server: the arguments are those of the serving command that the export writes."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def value(words: list[str], option: str) -> str:
 @pytest.mark.parametrize("command", [EAGLE3, DFLASH, DSPARK])
 def test_the_server_gets_what_the_command_says(command: str):
     words = replace(OPTIONS, draft=speculation(command)).build_arguments(port=1)
-    told = command.replace("HERE", "/exports/a draft").split(" --")
-    for part in told:
+    expected = command.replace("HERE", "/exports/a draft").split(" --")
+    for part in expected:
         if part.startswith("speculative-"):
             option, expected = part.split(" ", 1)
             assert value(words, f"--{option}") == expected

@@ -1,4 +1,4 @@
-"""The spool: what the engine writes is what the reader takes, whole or not at all."""
+"""The spool: the reader gets what the engine wrote, complete or not at all."""
 
 from __future__ import annotations
 

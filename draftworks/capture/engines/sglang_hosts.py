@@ -173,4 +173,4 @@ class EmbeddedHost(SGLangHost[EmbeddedSGLang]):
         self.client.start()
 
     def _note_failure(self, signum: int, frame: FrameType | None) -> None:
-        self.client.fail("one of its processes failed, and said why in this log")
+        self.client.fail("one of its processes failed; its own messages are in this log")

@@ -1,4 +1,4 @@
-"""Answers of an OpenAI-compatible server: the target's own tokens where it tells them, its text where it does not."""
+"""Answers of an OpenAI-compatible server: the target's own token ids if it returns them, else its text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chat(tiny_target: TargetFiles) -> ChatTokenizer:
 
 @contextmanager
 def endpoint_run(folder: Path, target: TargetFiles, *fakes: FakeChat, **options) -> Iterator[RegenerateRun]:
-    """A run whose answers come from these servers; `options` of the endpoint, `responses` and `run` beside them."""
+    """A run that these servers answer; `options` are of the endpoint, and `responses`, `run` and `sources`."""
     responses, run, sources = (options.pop(name, {}) for name in ("responses", "run", "sources"))
     with ExitStack() as stack:
         urls = [f"{stack.enter_context(json_server(fake))}/v1" for fake in fakes]
@@ -56,7 +56,7 @@ def answered(run: RegenerateRun, **environment: str) -> RegenerateSummary:
 
 
 def taught(source: Conversation) -> str:
-    """What a sample teaches, if every question is answered by `echo`."""
+    """The supervised text of a sample if every question is answered by `echo`."""
     return "".join(f"{echo([turn])}<|im_end|>" for turn in source.turns if turn.role == "user")
 
 
@@ -82,7 +82,7 @@ def test_text_alone_gives_the_same_labels_where_its_tokens_are_the_usual_ones(ti
 def test_an_answer_in_unusual_tokens_is_learnt_as_it_was_said_and_read_again_as_the_server_does(
     tiny_target, tmp_path: Path, chat
 ):
-    """The target spelt a word by letters. The next prompt is rendered from text, so it has other tokens: a new sample."""
+    """The target spelt a word in letters; the next prompt, rendered from text, has other tokens: a new sample."""
     unusual = [*(chat._tokenizer(letter)["input_ids"][0] for letter in "return"), chat.eos_ids[0]]
     assert unusual[:-1] != chat._tokenizer("return")["input_ids"]
     fake = FakeChat(tiny_target, says=lambda turns: "return")
@@ -217,7 +217,7 @@ def test_a_conversation_that_is_refused_is_left_out_with_its_reason_and_asked_ag
     with endpoint_run(tmp_path, tiny_target, fake, run={"max_rejected_share": 0.2}) as run:
         summary = answered(run)
         assert [each.sample_id for each in summary.losses.rejected] == [SOURCES[4].id]
-        assert "refuses a request (400)" in (run.out / QUARANTINE_FILE).read_text()
+        assert "refused a request (400)" in (run.out / QUARANTINE_FILE).read_text()
         fake.refuses = "\0"
         again = answered(run)
     assert (again.resumed, again.tokens["samples"], again.losses.rejected) == (5, 6, ())
@@ -258,7 +258,7 @@ def test_a_server_that_goes_on_failing_ends_the_run_and_what_was_answered_is_kep
         write_conversations(tmp_path / "two", SOURCES[:2])
         answered(run.model_copy(update={"conversations": tmp_path / "two"}))
         fake.replies = [Reply(500, {"error": "out of memory"})] * 20
-        with pytest.raises(EngineError, match=r"(?s)none of 1 servers does the work:.*out of memory"):
+        with pytest.raises(EngineError, match=r"(?s)none of 1 servers is available:.*out of memory"):
             answered(run)
         fake.replies = []
         assert answered(run).resumed == 2
@@ -271,9 +271,9 @@ def test_work_is_shared_and_one_server_that_dies_does_not_end_it(tiny_target, tm
     assert min(len(first.asked), len(second.asked)) > 0
     first.replies = [Reply(0, None)] * 99
     with endpoint_run(tmp_path / "b", tiny_target, first, second) as run:
-        lamed = answered(run)
-    assert lamed.tokens["digest"] == whole.tokens["digest"]
-    assert any("gets no work for now" in record.message for record in caplog.records)
+        degraded = answered(run)
+    assert degraded.tokens["digest"] == whole.tokens["digest"]
+    assert any("gets no requests for now" in record.message for record in caplog.records)
 
 
 def test_the_key_is_read_from_the_named_variable_and_is_written_nowhere(tiny_target, tmp_path: Path, caplog):
@@ -316,7 +316,7 @@ def test_a_refused_key_ends_the_run_at_once(tiny_target, tmp_path: Path):
     fake.replies = [Reply(401, {"error": "who are you?"})] * 99
     with (
         endpoint_run(tmp_path, tiny_target, fake, responses={"batch_size": 1}) as run,
-        pytest.raises(ConfigError, match=r"refuses to serve us \(401\): .*who are you.*api_key_env"),
+        pytest.raises(ConfigError, match=r"refused access \(401\): .*who are you.*api_key_env"),
     ):
         answered(run)
     assert len(fake.asked) < len(SOURCES)

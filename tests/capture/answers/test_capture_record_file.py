@@ -1,4 +1,4 @@
-"""The file of finished records: what a kill tore is cut off, what was damaged otherwise is left alone and named."""
+"""The file of finished records: a torn last line is cut off; other damage is reported, and the file left unchanged."""
 
 from __future__ import annotations
 

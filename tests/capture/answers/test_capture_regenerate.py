@@ -1,4 +1,4 @@
-"""Regenerated conversations: token-exact, masked where the target spoke, resumable."""
+"""Regenerated conversations: token-exact, with label masks on generated tokens only, and resumable."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_run(target: TargetFiles, folder: Path, conversations: list[Conversation
 
 
 class Ending(WatchedEngine):
-    """Ends every response after three tokens, so that conversations go on whatever the weights are."""
+    """Engine that ends every response after three tokens, so that conversations continue whatever the weights are."""
 
     def generate(self, prompts, sampling, sample_ids, max_total, turn=0, end_ids=()):
         from draftworks.capture.engine import Generated
@@ -216,9 +216,9 @@ def test_turns_for_which_there_is_no_room_are_counted(tiny_target, tmp_path: Pat
     regenerate(make_run(tiny_target, tmp_path, [source], max_length=prompt + 40), Ending(tiny_engine), chat)
     counts = TokenizedSet.open(tmp_path / "out" / TOKENS_FOLDER).summary
     written = next(iter(read_conversations(tmp_path / "out" / CONVERSATIONS))).turns
-    spoken = sum(turn.role == "assistant" for turn in written)
-    assert 0 < spoken < 9
-    assert (counts["unfinished_answers"], counts["dropped_turns"]) == (0, 9 - spoken)
+    answered = sum(turn.role == "assistant" for turn in written)
+    assert 0 < answered < 9
+    assert (counts["unfinished_answers"], counts["dropped_turns"]) == (0, 9 - answered)
 
 
 def test_answers_of_other_numerics_are_not_used(tiny_target, tmp_path: Path, watched, chat, monkeypatch):
@@ -247,7 +247,7 @@ def test_progress_ends_complete(tiny_target, tmp_path: Path, watched, chat):
 def test_progress_tells_conversations_throughput_and_the_time_left_of_this_run_alone(
     tiny_target, tmp_path: Path, tiny_engine, chat
 ):
-    """One conversation takes ten seconds and three tokens; loading the target takes an hour that is none of theirs."""
+    """A conversation takes 10 s and three tokens; loading the target takes an hour, which must not be counted."""
     now = [0.0]
 
     class Slow(Ending):
@@ -273,7 +273,7 @@ def test_progress_tells_conversations_throughput_and_the_time_left_of_this_run_a
 
 
 class Concurrent(Ending):
-    """An engine that answers each conversation for itself, as a server does; counts how many at a time."""
+    """Engine that answers each conversation separately, as a server does; counts how many run at a time."""
 
     concurrent = True
 
@@ -325,7 +325,7 @@ GENEROUS_S = 60
 
 
 class Stuck(Concurrent):
-    """Answers nobody before `go`, but refuses one as soon as three wait, in `threads`."""
+    """Answers no request before `go`, but refuses one as soon as three wait, in `threads`."""
 
     def __init__(self, engine) -> None:
         super().__init__(engine)

@@ -1,4 +1,4 @@
-"""Real SGLang as an OpenAI-compatible server, and two servers side by side of which one is killed."""
+"""Real SGLang as an OpenAI-compatible server; and two servers, one of which is killed."""
 
 from __future__ import annotations
 
@@ -79,18 +79,18 @@ def test_greedy_answers_of_the_endpoint_are_those_of_generate(tiny_sglang, tiny_
 
 
 def test_text_alone_says_the_same_in_words(tiny_sglang, tiny_target, tmp_path: Path):
-    told = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a")
-    read = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "b", endpoint={"token_ids": False})
+    with_ids = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a")
+    from_text = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "b", endpoint={"token_ids": False})
     chat = ChatTokenizer.load(tiny_target)
-    for run in (told, read):
+    for run in (with_ids, from_text):
         by_endpoint(run)
-    for ours, theirs in zip(rows_of(read), rows_of(told), strict=True):
+    for ours, theirs in zip(rows_of(from_text), rows_of(with_ids), strict=True):
         assert spelt(chat, theirs) == spelt(chat, ours)
         assert ours.supervised
 
 
 def test_later_turns_are_asked_with_the_answers_before(tiny_sglang, tiny_target, tmp_path: Path):
-    """The third token of the first answer is declared to end it, so that there is a second one."""
+    """Declare the third token of the first answer an end token, so that a second answer is generated."""
     first = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a", sources=SOURCES[:1])
     by_endpoint(first)
     (row,) = rows_of(first)
@@ -109,7 +109,7 @@ def test_sampling_options_are_understood(tiny_sglang, tiny_target, tmp_path: Pat
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_the_switch_for_thinking_reaches_the_servers_template(second, thinker, tmp_path: Path, thinking):
-    """The server tells the prompt it rendered, and another than ours would end the run."""
+    """The server returns the prompt that it rendered; a different prompt would end the run."""
     run = endpoint_run(second.url, thinker, tmp_path, thinking=thinking)
     assert by_endpoint(run).tokens["samples"] == 2
     chat = ChatTokenizer.load(thinker, thinking)
@@ -130,7 +130,7 @@ def test_two_servers_share_the_work_and_one_that_is_killed_is_done_without(
     rows = [row.input_ids.tolist() for row in random_rows(9, seed=5, longest=60)]
     expected = tiny_engine.capture(rows, TAPS)
     prompts, ids = rows[:3], ["a", "b", "c"]
-    said = tiny_engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200)
+    expected = tiny_engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200)
     engine = sglang_engine(
         tiny_target, tmp_path, TAPS, urls=[tiny_sglang.url, second.url], spool=str(tiny_sglang.spool)
     )
@@ -143,5 +143,5 @@ def test_two_servers_share_the_work_and_one_that_is_killed_is_done_without(
             assert ends(process, within_s=60)
         for found, wanted in zip(engine.capture(rows, TAPS), expected, strict=True):
             assert all(torch.allclose(found[name], wanted[name], atol=1e-4) for name in wanted)
-        assert engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200) == said
+        assert engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200) == expected
     engine.close()

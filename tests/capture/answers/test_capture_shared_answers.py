@@ -1,4 +1,4 @@
-"""Answers belong to the weights that gave them: targets of the same weights share them, also at the same time."""
+"""Targets with the same weights share their finished answers, also while both run."""
 
 from __future__ import annotations
 

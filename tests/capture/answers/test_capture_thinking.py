@@ -1,4 +1,4 @@
-"""A target that thinks: every supervised token follows what the target saw when it said it, as its template prints that."""
+"""A reasoning target: every supervised token follows exactly the tokens that the target read before it, as rendered."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_without_thinking_the_mark_of_it_is_only_in_the_prompt_of_the_newest_ans
 
 
 def test_thoughts_that_the_template_keeps_stay_in_one_sample(target, tmp_path: Path):
-    """Between an answer and the result of a tool there is no new question, so the thought is not over."""
+    """A tool result after an answer is no new question, so the template keeps the thought of that answer."""
     chat = ChatTokenizer.load(target, thinking=True)
     source = conversation(1)
     source = type(source).of([*source.turns, Turn("tool", "exit code 0"), Turn("assistant", "Done.")])
@@ -93,10 +93,10 @@ def test_conversations_keep_what_was_thought_and_a_resume_changes_nothing(target
     again = regenerate_with(run, lambda: pytest.fail("all is answered"), chat)
     assert first.tokens["digest"] == again.tokens["digest"]
     assert (first.conversations, first.tokens["samples"], first.tokens["dropped_turns"]) == (2, 5, 0)
-    said = [
+    answers = [
         turn.content for turn in next(read_conversations(run.out / CONVERSATIONS)).turns if turn.role == "assistant"
     ]
-    assert said == list(THOUGHTS[:2])
+    assert answers == list(THOUGHTS[:2])
     assert first.generated_tokens == first.tokens["supervised_tokens"]
 
 

@@ -1,4 +1,4 @@
-"""An engine of the user's: its features have keys of their own, and nothing unsound of it is ever stored."""
+"""A user's engine: its features have separate keys, and invalid results are never stored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_with(target: TargetFiles, folder: Path, **changes: Any) -> CaptureRun:
 
 
 def captured(run: CaptureRun) -> int:
-    """How many samples had to be captured."""
+    """Capture the set and return the number of samples that were captured."""
     return capture_features(run, lambda: load_engine(run.target, run.capture, CPU), ROWS).captured
 
 

@@ -1,4 +1,4 @@
-"""The tap hf0 from the target's weights: only where it is what transformers calls hidden_states[0]."""
+"""The tap hf0 is read from the target's weights only if these are transformers' hidden_states[0]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of the hf engine are those of transformers in every family that targets come from."""
+"""Streams of the hf engine equal those of transformers in every supported model family."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine(request, family_target: Callable[[str], TargetFiles]) -> HFTargetEngi
 
 
 def test_streams_are_those_of_the_model_that_was_saved(engine, request):
-    """By the class that wrote the checkpoint, which for a wrapper is another one than capture loads."""
+    """Load with the class that wrote the checkpoint; for a wrapper it differs from the class that capture loads."""
     name = request.node.callspec.params["engine"]
     saved = getattr(transformers, FAMILIES[name].model).from_pretrained(engine.model.name_or_path, dtype=torch.float32)
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_a_padded_row_equals_the_row_alone(engine):
 
 
 def test_answers_are_those_of_transformers_whatever_else_is_in_the_batch(engine):
-    """Rows end at different times and leave the batch, with the states that their layers keep."""
+    """Batch rows end at different times and leave the batch, together with the states of their layers."""
     prompts = [row[:30] for row in ROWS]
     sampling = ResponseSpec(max_new_tokens=8, batch_size=len(prompts))
     expected = []

@@ -1,4 +1,4 @@
-"""Generation: what transformers would say, and the same whatever else is in the batch."""
+"""Generation gives what transformers' `generate` gives, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_generation_leaves_the_global_generator_alone(tiny_engine):
 
 
 def warped(logits: torch.Tensor, sampling: ResponseSpec) -> torch.Tensor:
-    """Probabilities as transformers' own processors make them."""
+    """Return the probabilities that transformers' own logits processors give."""
     from transformers.generation.logits_process import (
         LogitsProcessorList,
         TemperatureLogitsWarper,

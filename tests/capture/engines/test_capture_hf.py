@@ -1,4 +1,4 @@
-"""The hf engine: its streams are those of transformers, whatever the batch, and bad input is refused clearly."""
+"""The hf engine: its streams equal those of transformers in any batch, and bad input gets a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several SGLang servers behind one engine: the work is shared, one may die, and nothing of its work is lost."""
+"""Several SGLang servers behind one engine share the work; if one dies, none of its work is lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fakes(tmp_path: Path) -> Iterator[list[FakeSGLang]]:
-    """Two servers, each with a spool of its own."""
+    """Two servers with a spool each."""
     with ExitStack() as stack:
         yield [stack.enter_context(fake_sglang(tmp_path / f"spool{number}")) for number in range(2)]
 
@@ -99,7 +99,7 @@ def test_answers_go_to_both(fakes, tmp_path: Path):
 def test_when_all_are_gone_the_error_names_each_of_them(fakes, tmp_path: Path):
     for fake in fakes:
         fake.failures = [500] * 20
-    with pytest.raises(EngineError, match=r"(?s)none of 2 servers does the work:") as raised:
+    with pytest.raises(EngineError, match=r"(?s)none of 2 servers is available:") as raised:
         spread_engine(tmp_path, fakes).capture(ROWS, [])
     assert all(fake.url in str(raised.value) for fake in fakes)
 
@@ -113,13 +113,13 @@ def test_after_all_have_failed_they_are_asked_again(fakes, tmp_path: Path):
 def test_a_refused_row_is_refused_once(fakes, tmp_path: Path):
     for fake in fakes:
         fake.refused = 5
-    with pytest.raises(CaptureError, match="refuses /generate"):
+    with pytest.raises(CaptureError, match="refused /generate"):
         spread_engine(tmp_path, fakes).capture(ROWS, [])
     assert sum([5, 6, 7, 8] in prompts_of(fake) for fake in fakes) == 1
 
 
 class MendedHost(ExternalHost):
-    """Comes back when a test lets it, if it `comes_back` at all; `mended` is set once it was asked to."""
+    """Host whose revival waits for the test, and fails unless `comes_back`; its start sets `revival_asked`."""
 
     comes_back = True
 
@@ -127,12 +127,12 @@ class MendedHost(ExternalHost):
         super().__init__(SGLangClient(fake.url, GENEROUS_S), fake.spool, (1, 3))
         self._fake = fake
         self.revivals = 0
-        self.mended = threading.Event()
+        self.revival_asked = threading.Event()
         self.lets = threading.Event()
 
     def revive(self, error: EngineError) -> None:
         self.revivals += 1
-        self.mended.set()
+        self.revival_asked.set()
         assert self.lets.wait(GENEROUS_S)
         if not self.comes_back:
             raise EngineError(f"{self._fake.url} does not start")
@@ -145,10 +145,10 @@ def test_a_server_of_ours_is_started_again_while_the_others_go_on(fakes, tmp_pat
     engine = spread_engine(tmp_path, fakes, mends=True, hosts=[dead, RevivedHost(fakes[1])])
     for _ in range(3):
         assert_captured(engine)
-    assert dead.mended.wait(GENEROUS_S)
+    assert dead.revival_asked.wait(GENEROUS_S)
     asked = len(fakes[0].asked)
     assert_captured(engine)
-    assert len(fakes[0].asked) == asked  # it is being mended
+    assert len(fakes[0].asked) == asked  # it is being restarted
     dead.lets.set()
     wait_for_mending(engine)
     assert_captured(engine)
@@ -161,7 +161,7 @@ def wait_for_mending(engine: SGLangEngine) -> None:
 
 @pytest.fixture
 def dead(fakes) -> list[MendedHost]:
-    """Both servers of ours have died; a test that does not say otherwise lets them come back at once."""
+    """Two dead servers that Draftworks started; by default they come back at once."""
     hosts = [MendedHost(fake) for fake in fakes]
     for fake, host in zip(fakes, hosts, strict=True):
         fake.failures = [0] * 99
@@ -170,7 +170,7 @@ def dead(fakes) -> list[MendedHost]:
 
 
 def test_a_server_that_is_being_started_again_gets_no_trial_and_is_not_started_twice(fakes, dead, tmp_path: Path):
-    """A real model takes longer to load than a breaker takes to cool down."""
+    """Loading a real model takes longer than a breaker's cool-down."""
     now = [0.0]
     fakes[1].failures = []
     dead[0].lets.clear()
@@ -183,7 +183,7 @@ def test_a_server_that_is_being_started_again_gets_no_trial_and_is_not_started_t
     )
     for _ in range(3):
         assert_captured(engine)
-    assert dead[0].mended.wait(GENEROUS_S)
+    assert dead[0].revival_asked.wait(GENEROUS_S)
     asked = len(fakes[0].asked)
     for _ in range(3):
         now[0] += 31
@@ -207,18 +207,18 @@ def test_when_the_last_of_ours_dies_the_one_that_is_being_started_is_waited_for(
     engine = spread_engine(tmp_path, fakes, mends=True, hosts=dead)
     for _ in range(3):
         assert_captured(engine)
-    assert dead[0].mended.wait(GENEROUS_S)
+    assert dead[0].revival_asked.wait(GENEROUS_S)
     fakes[1].failures = [0] * 99
     dead[1].comes_back = False
     capturing = run_in_background(assert_captured, engine)
-    assert dead[1].mended.wait(GENEROUS_S)
+    assert dead[1].revival_asked.wait(GENEROUS_S)
     dead[0].lets.set()
     capturing.result(GENEROUS_S)
     assert dead[0].revivals == 1
 
 
 def test_a_server_that_has_come_back_meanwhile_is_not_started_again(fakes, dead, tmp_path: Path):
-    """Of two threads that fail together one may ask for the revival when the other's is over."""
+    """Of two threads that fail together, one may request the revival after that of the other has finished."""
     engine = spread_engine(tmp_path, fakes, mends=True, hosts=dead, new_breaker=CircuitBreaker)
     assert_captured(engine)
     engine._host.revive(EngineError("all were gone"))
@@ -234,7 +234,7 @@ def test_when_none_of_ours_comes_back_the_error_says_why(fakes, dead, tmp_path: 
 
 
 def test_no_request_that_is_on_its_way_keeps_the_program_from_ending(fakes, tmp_path: Path, monkeypatch):
-    """A closed client wakes none that reads an answer, and only threads that are no daemons are waited for."""
+    """Closing a client does not wake threads that read an answer, and the interpreter waits for non-daemon threads."""
     held = []
     generate = SGLangClient.generate
 

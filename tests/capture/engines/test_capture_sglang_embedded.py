@@ -1,4 +1,4 @@
-"""SGLang inside this process, played by a stand-in: it gets what a server gets, its failures do not end us, it leaves nothing."""
+"""Embedded SGLang, with a stand-in: same arguments as a server, failures become errors, no processes are left."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_process_of_it_that_fails_ends_the_batch_not_us_and_it_is_started_agai
 
 def test_a_failure_that_lasts_is_told_after_the_last_attempt(engine, wishes):
     wishes.faults = ["crash"] * 3
-    with pytest.raises(EngineError, match="SGLang in this process answers no more: one of its processes failed"):
+    with pytest.raises(EngineError, match="SGLang in this process cannot answer any more: one of its processes failed"):
         first_ids(engine, ROWS)
     assert len(wishes.made) == 3
 
@@ -113,14 +113,14 @@ def test_a_failure_that_lasts_is_told_after_the_last_attempt(engine, wishes):
 def test_an_engine_that_hangs_is_told(wishes, tmp_path):
     engine = engine_in(tmp_path / "engine", PATIENT.model_copy(update={"request_timeout_s": 0.1, "attempts": 1}))
     wishes.faults = ["hang"]
-    with pytest.raises(EngineError, match=r"gave no answer within 0.1 s \(sglang.request_timeout_s"):
+    with pytest.raises(EngineError, match=r"did not answer within 0.1 s \(sglang.request_timeout_s"):
         first_ids(engine, ROWS)
     engine.close()
 
 
 def test_a_refused_request_is_not_tried_again(engine, wishes):
     wishes.faults = ["refuse"]
-    with pytest.raises(CaptureError, match="refuses a request: .*longer than the model's context"):
+    with pytest.raises(CaptureError, match="refused a request: .*longer than the model's context"):
         first_ids(engine, ROWS)
     assert len(wishes.made) == 1
 

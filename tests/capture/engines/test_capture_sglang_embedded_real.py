@@ -1,4 +1,4 @@
-"""Real SGLang in the process that captures: the program under the launcher, its features, and what is left of it."""
+"""Real SGLang in the capturing process: the program under the launcher, its features, and no leftover processes."""
 
 import json
 import os
@@ -31,13 +31,13 @@ from spec_assets.common import launch
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 TOLERANCE = 2e-5
-"""Of the largest absolute value of a stream."""
+"""As a share of the largest absolute value of a stream."""
 ROWS = random_rows(9, seed=3, longest=100)
 TAPS = [0, 1, 4, 7]
 
 
 def launched(run: CaptureRun, site: Path) -> dict[str, Any]:
-    """The report of the capture program, run by SGLang's Python as the assets run it."""
+    """Run the capture program with SGLang's Python, as the assets do, and return its report."""
     (site / "deployment.yaml").write_text("var: var\n")
     reports: list[dict[str, Any]] = []
 
@@ -54,7 +54,7 @@ def launched(run: CaptureRun, site: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def captured(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -> CaptureRun:
-    """A finished run of the program."""
+    """A finished run of the capture program."""
     folder = tmp_path_factory.mktemp("embedded")
     run = capture_run(tiny_target, folder, backend="sglang", server={"args": ["--schedule-policy", "fcfs"]})
     run = run.model_copy(update={"taps": TAPS, "sglang": SGLANG})
@@ -68,7 +68,7 @@ def captured(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory)
 
 
 def stored(run: CaptureRun) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-    """Tokens and features of every sample."""
+    """Return tokens and features of every sample."""
     store = open_store(run.store)
     for ref in read_feature_set(run.out).refs:
         streams, handle = store.get(ref)

@@ -1,4 +1,4 @@
-"""The SGLang engine against a stand-in with recorded answers: what is asked, what is checked, what is tried again."""
+"""The SGLang engine against a stand-in with recorded answers: requests, checks and retries."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_after_the_last_attempt_the_error_is_told_and_the_spool_is_clean(fake):
 def test_a_refused_request_is_not_tried_again(fake):
     fake.refused = 4
     engine = engine_on(fake)
-    with pytest.raises(CaptureError, match=r"refuses /generate \(400\): .*longer than the model's context"):
+    with pytest.raises(CaptureError, match=r"refused /generate \(400\): .*longer than the model's context"):
         engine.capture(ROWS, [])
     assert len(fake.asked) == 1
     assert engine._host.revivals == 0
@@ -125,7 +125,7 @@ def test_a_refused_request_is_not_tried_again(fake):
 
 def test_a_server_that_does_not_answer_in_time_is_told(fake):
     fake.delay_s = 1.0
-    with pytest.raises(EngineError, match=r"gave no answer to /generate within 0.2 s \(sglang.request_timeout_s"):
+    with pytest.raises(EngineError, match=r"did not answer /generate within 0.2 s \(sglang.request_timeout_s"):
         engine_on(fake, attempts=1, timeout_s=0.2).capture(ROWS, [])
 
 
@@ -222,7 +222,7 @@ def test_trouble_that_does_not_pass_ends_the_run_and_blames_no_sample(fake):
 def test_a_request_that_is_given_up_every_time_is_its_samples_fault(fake):
     fake.fatal = 4
     engine = engine_on(fake)
-    with pytest.raises(CaptureError, match=r"gave up a request: out of memory \(3 times\)"):
+    with pytest.raises(CaptureError, match=r"aborted a request: out of memory \(3 times\)"):
         engine.capture(ROWS, [])
     assert engine._host.revivals == 0
 
@@ -230,11 +230,11 @@ def test_a_request_that_is_given_up_every_time_is_its_samples_fault(fake):
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ([], "something else than 3 answers: 0 of them"),
-        ({"text": "hello"}, "something else than 3 answers"),
-        ([{"text": "hello"}] * 3, r"not of the form that is expected of /generate \(KeyError: 'meta_info'\): .*hello"),
-        (["hello"] * 3, "not of the form"),
-        ([{"meta_info": {"finish_reason": None}}] * 3, "not of the form"),
+        ([], "expected a list of 3 answers, found 0"),
+        ({"text": "hello"}, "expected a list of 3 answers, found .*hello"),
+        ([{"text": "hello"}] * 3, r"answer to /generate has an unexpected form \(KeyError: 'meta_info'\): .*hello"),
+        (["hello"] * 3, "has an unexpected form"),
+        ([{"meta_info": {"finish_reason": None}}] * 3, "has an unexpected form"),
     ],
     ids=["none", "an object", "without meta", "text", "without reason"],
 )
@@ -245,7 +245,7 @@ def test_an_answer_of_another_form_is_one_clear_error(fake, answers, message):
 
 
 def _disk_that_is_full(fake: FakeSGLang, times: int) -> Callable[[Part], Part]:
-    """The hook tells of it instead of a part."""
+    """The hook writes the failure instead of a part."""
     left = times
 
     def damaged(part: Part) -> Part:

@@ -1,4 +1,4 @@
-"""Real SGLang with models of other families than Llama: what it gives is transformers', or its probe refuses it."""
+"""Real SGLang with families other than Llama: its streams equal transformers', or the probe rejects them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 ROWS = random_rows(5, seed=3, longest=60)
 TAPS = (LayerTap(1), LayerTap(3), LayerTap(4))
 TOLERANCE = 2e-5
-"""Of the largest absolute value of a stream."""
+"""As a share of the largest absolute value of a stream."""
 MakeTarget = Callable[[str], TargetFiles]
 
 
@@ -39,7 +39,7 @@ def test_a_mixture_of_experts_is_captured_as_transformers_has_it(family_target: 
 
 
 def test_streams_of_gemma_3_without_their_residual_are_refused(family_target: MakeTarget, tmp_path: Path):
-    """SGLang 0.5.23 hands out what the last sublayer added. `last`, and so the head, is right."""
+    """SGLang 0.5.23 returns the output of the last sublayer; `last`, and therefore the head, is right."""
     target = family_target("gemma3_text")
     run = capture_run(target, tmp_path).model_copy(update={"taps": [tap.hf_index for tap in TAPS]})
     engine = sglang_engine(target, tmp_path / "sglang", TAPS)

@@ -1,4 +1,4 @@
-"""Loading an engine on a server of yours: what captures that were killed left in its spool is gone afterwards."""
+"""Loading an engine on an external server removes the files that killed captures left in its spool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real SGLang: its features and words are those of transformers, what it loses is noticed, and nothing of it is left behind."""
+"""Real SGLang: features and answers equal transformers', lost states are detected, and no process is left."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from draftworks.storage.identity import LayerTap
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 TOLERANCE = 2e-5
-"""Of the largest absolute value of a stream."""
+"""As a share of the largest absolute value of a stream."""
 ROWS = [row.input_ids.tolist() for row in random_rows(9, seed=3, longest=100)]
 
 
@@ -62,7 +62,7 @@ def qwen3(qwen3_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory) -
 
 @dataclass(frozen=True)
 class LossyServer:
-    """A server in the hands of another process, as `lossy_options` sets it up."""
+    """A server that another process owns, with the settings of `lossy_options`."""
 
     url: str
     spool: Path
@@ -201,7 +201,7 @@ def test_a_server_that_died_is_started_again(qwen3, qwen3_target):
 
 
 def lossy_engine(lossy: LossyServer, target: TargetFiles) -> SGLangEngine:
-    """An engine on the lossy server that skips the examination of its set-up."""
+    """An engine on the lossy server, without the checks of the server's settings."""
     host = ExternalHost(SGLangClient(lossy.url, 60), lossy.spool, (1, 3))
     return SGLangEngine(target, make_engine_identity(capture_spec()), host, attempts=1)
 

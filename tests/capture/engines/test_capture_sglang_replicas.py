@@ -1,4 +1,4 @@
-"""Servers of ours that are started side by side: all of them, or none."""
+"""Servers that Draftworks starts at the same time: all of them run afterwards, or none."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ GENEROUS_S = 60
 
 
 class SlowServer:
-    """Stands in for `SGLangServer`: the first of several serves at once, the others as long as nobody stops them not at all.
+    """Stand-in for `SGLangServer`: the first serves at once; each other one waits until it is stopped, and never serves.
 
     Attributes:
-        made: all of them.
-        on_wait: called by each that does not serve yet.
+        made: all instances.
+        on_wait: called by each instance that does not serve yet.
     """
 
     made: list[SlowServer]
@@ -44,7 +44,7 @@ class SlowServer:
             return
         self.on_wait()
         assert self.stopped.wait(GENEROUS_S)
-        raise EngineError("it ended before it served")
+        raise EngineError("it ended before it was ready")
 
     def stop(self) -> None:
         self.serving = False

@@ -1,4 +1,4 @@
-"""A server of somebody else's is refused before anything is captured, with every reason and what puts it right."""
+"""An unsuitable external server is rejected before a capture, with every reason and its correction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TARGET = TargetFiles(
 def examine(
     spool: Path, served_spool: Path | None = None, model: str | None = None, args: tuple[str, ...] = (), **served
 ) -> None:
-    """Examine a server that differs from what the registry asks for by `served`."""
+    """Check a server that differs by `served` from what the registry asks for."""
     with fake_sglang(spool) as fake, SGLangClient(fake.url, 5) as client:
         fake.info = server_info("models/toy", served_spool or spool, **served)
         server = {"url": fake.url, "spool": str(spool), "model": model, "args": list(args)}
@@ -44,7 +44,7 @@ def test_a_server_set_up_for_capture_is_accepted(tmp_path: Path):
 
 def test_another_version_is_warned_of(tmp_path: Path, caplog):
     examine(tmp_path, version="0.5.24")
-    assert "is SGLang 0.5.24; Draftworks was tried with 0.5.23" in caplog.text
+    assert "is SGLang 0.5.24; Draftworks was tested with 0.5.23" in caplog.text
 
 
 def test_weights_that_were_replaced_since_it_was_started_are_noticed(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""An engine is compared with the target's own weights: rounding passes, any other model or layer does not."""
+"""The probe compares an engine with the target's weights: rounding passes, another model or layer does not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(tiny_target: TargetFiles, tmp_path: Path) -> CaptureRun:
 def changed_target(
     tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[float], TargetFiles]:
-    """Makes a copy of the target whose fourth layer writes so much more than the original's."""
+    """Return a function that copies the target and scales what its fourth layer writes by a factor."""
     return lambda share: changed_copy(tiny_target, tmp_path_factory.mktemp("changed"), share)
 
 
