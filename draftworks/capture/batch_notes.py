@@ -55,17 +55,20 @@ class BatchNote:
             StoreError: the note cannot be written or read.
         """
         path = _find_note(run, tokens)
-        begun = cls(world, tuple(sorted(job.row for job in plan.jobs)))
+        note = cls(world, tuple(sorted(job.row for job in plan.jobs)))
         try:
-            known = cls._read(path, len(tokens))
-            if known is not None:
-                return known
+            existing = cls._read(path, len(tokens))
+            if existing is not None:
+                return existing
             path.parent.mkdir(parents=True, exist_ok=True)
             _sweep(path.parent)
-            _publish_once(path, {"world": world, "rows": begun.rows})
-            return cls._read(path, len(tokens)) or begun
+            _publish_once(path, {"world": world, "rows": note.rows})
+            return cls._read(path, len(tokens)) or note
         except OSError as error:
-            raise StoreError(f"{path}: cannot be used: {error}. Make room or give rights, and capture again") from error
+            raise StoreError(
+                f"{path}: cannot be read or written: {error}. Check its permissions and the free space, and capture "
+                "again"
+            ) from error
 
     @classmethod
     def _read(cls, path: Path, samples: int) -> BatchNote | None:
@@ -97,17 +100,17 @@ def cut_batches(
         return []
     if not find_backend(run.capture.backend).repeatable:
         return list(make_batches(plan.select_share(rank, world), limit))
-    begun = BatchNote.read_or_write(run, plan, tokens, world)
-    lacking = {job.row: job for job in plan.jobs}
-    shares: list[list[SampleJob]] = [[] for _ in range(begun.world)]
-    for row in begun.rows:
-        job = lacking.pop(row, None) or _make_whole_job(plan.streams, tokens, row)
-        shares[job.owner(begun.world)].append(job)
-    cut_then = [[*make_batches(share, limit)] for share in shares]
-    mine = cut_then[rank] if begun.world == world else [each for share in cut_then for each in share][rank::world]
-    again = [batch for batch in mine if any(job.missing for job in batch)]
-    lost_since = [job for _, job in sorted(lacking.items()) if job.owner(world) == rank]
-    return [*again, *make_batches(lost_since, limit)]
+    note = BatchNote.read_or_write(run, plan, tokens, world)
+    missing_jobs = {job.row: job for job in plan.jobs}
+    shares: list[list[SampleJob]] = [[] for _ in range(note.world)]
+    for row in note.rows:
+        job = missing_jobs.pop(row, None) or _make_whole_job(plan.streams, tokens, row)
+        shares[job.choose_rank(note.world)].append(job)
+    of_ranks = [[*make_batches(share, limit)] for share in shares]
+    own = of_ranks[rank] if note.world == world else [batch for batches in of_ranks for batch in batches][rank::world]
+    repeated = [batch for batch in own if any(job.missing for job in batch)]
+    lost_since = [job for _, job in sorted(missing_jobs.items()) if job.choose_rank(world) == rank]
+    return [*repeated, *make_batches(lost_since, limit)]
 
 
 def remove_note(run: CaptureRun, tokens: Sequence[TokenRow]) -> None:
@@ -132,23 +135,23 @@ def _find_note(run: CaptureRun, tokens: Sequence[TokenRow]) -> Path:
 
 def _publish_once(path: Path, value: Any) -> None:
     """Write a JSON file unless it exists; a file that another process writes meanwhile is kept."""
-    own = path.with_name(f"{path.name}.{os.getpid()}.own")
+    private = path.with_name(f"{path.name}.{os.getpid()}.own")
     try:
-        with publish_file(own) as staging:
+        with publish_file(private) as staging:
             staging.write_text(json.dumps(value), encoding="utf-8")
         try:
-            os.link(own, path)
+            os.link(private, path)
         except FileExistsError:
             return
         except OSError:  # the file system has no hard links
             if not path.exists():
-                os.replace(own, path)
+                os.replace(private, path)
     finally:
-        own.unlink(missing_ok=True)
+        private.unlink(missing_ok=True)
 
 
 def _discard_unreadable(path: Path) -> None:
-    log.warning("%s is unreadable and was removed: what is missing is cut into batches anew", path)
+    log.warning("%s is unreadable and was removed: missing features are cut into new batches", path)
     path.unlink(missing_ok=True)
 
 

@@ -56,14 +56,14 @@ class Claims:
         claim = self._folder / uuid.uuid4().hex
         lock = FileLock(claim.with_suffix(".lock"), thread_local=False)
         try:
-            taken = self._claim(claim, lock, frozenset(keys))
+            claimed = self._claim(claim, lock, frozenset(keys))
         except (OSError, NotImplementedError) as error:
             lock.release()
-            log.warning("%s: nothing can be claimed (%s): what two runs want, both may capture", self._folder, error)
+            log.warning("%s: claims are not possible (%s): two runs may capture the same features", self._folder, error)
             yield Claimed(frozenset(keys))
             return
         try:
-            yield taken
+            yield claimed
         finally:
             self._give_back(claim, lock)
 
@@ -72,7 +72,7 @@ class Claims:
         with self._lock_folder():
             left, busy = keys, None
             for path in self._folder.glob("*.keys"):
-                others = _read_living_claim(path)
+                others = _read_active_claim(path)
                 if not left.isdisjoint(others):
                     left, busy = left - others, path.with_suffix(".lock")
             lock.acquire(timeout=0)
@@ -88,11 +88,11 @@ class Claims:
 
     @contextmanager
     def _lock_folder(self) -> Iterator[None]:
-        with hold_lock(self._folder / "all.lock", f"another process is looking at {self._folder}: waiting for it"):
+        with hold_lock(self._folder / "all.lock", f"another process has locked {self._folder}: waiting for it"):
             yield
 
 
-def _read_living_claim(path: Path) -> frozenset[str]:
+def _read_active_claim(path: Path) -> frozenset[str]:
     """Return the keys of a claim if its process is alive; remove the claim of a dead process and return no keys."""
     lock = FileLock(path.with_suffix(".lock"))
     try:
@@ -109,7 +109,7 @@ def _read_living_claim(path: Path) -> frozenset[str]:
 
 
 def share_out(
-    windows: Sequence[Batches], store: KeyedFeatureStore, claims: Claims, whole: bool = False
+    windows: Sequence[Batches], store: KeyedFeatureStore, claims: Claims, keep_whole_batches: bool = False
 ) -> Generator[Batches, None, None]:
     """Yield, for each window, the batches that still lack features and that no other process is capturing now.
 
@@ -117,8 +117,8 @@ def share_out(
     at again when that process has ended: its features are then in the store, or left to this process.
 
     Args:
-        whole: whether batches keep all their samples, also those of which nothing is to be stored, because the
-            composition of a batch decides the last bits of its features.
+        keep_whole_batches: whether batches keep all their samples, also those of which nothing is to be stored, because
+            the composition of a batch decides the last bits of its features.
 
     Raises:
         StoreError: shards of the store are damaged.
@@ -129,17 +129,17 @@ def share_out(
         busy: Path | None = None
         for window in left:
             keys = _collect_keys(window)
-            with claims.take(keys) as taken:
+            with claims.take(keys) as claimed:
                 store.refresh()
                 lacking = frozenset(store.find_missing(keys))
-                own = _restrict(window, lacking & taken.own, whole)
+                own = _restrict(window, lacking & claimed.own, keep_whole_batches)
                 if own:
                     yield own
                     store.flush()
-            theirs = _restrict(window, lacking - taken.own, whole)
+            theirs = _restrict(window, lacking - claimed.own, keep_whole_batches)
             if theirs:
                 later.append(theirs)
-                busy = taken.busy or busy
+                busy = claimed.busy or busy
         if later and busy is not None:
             _wait(busy, samples=sum(bool(job.missing) for window in later for batch in window for job in batch))
         left = later
@@ -155,10 +155,10 @@ def _collect_keys(window: Batches) -> set[str]:
     return {job.keys[name] for batch in window for job in batch for name in job.missing}
 
 
-def _restrict(window: Batches, keys: frozenset[str], whole: bool) -> Batches:
+def _restrict(window: Batches, keys: frozenset[str], keep_whole_batches: bool) -> Batches:
     """Return the window restricted to the given keys, without batches of which nothing is left to store."""
     trimmed = [[_restrict_job(job, keys) for job in batch] for batch in window]
-    kept = [[job for job in batch if whole or job.missing] for batch in trimmed]
+    kept = [[job for job in batch if keep_whole_batches or job.missing] for batch in trimmed]
     return [batch for batch in kept if any(job.missing for job in batch)]
 
 

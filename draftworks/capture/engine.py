@@ -43,14 +43,14 @@ class TargetEngine(ABC):
         identity: identity of the engine; part of every feature key.
         last_hidden: norm convention of the stream `last`.
         concurrent: whether `generate` may be called from several threads, which then raises its throughput.
-        tried: whether this version of the underlying software is one that was tested; if not, nothing that it computes
+        tested: whether this version of the underlying software is one that was tested; if not, nothing that it computes
             is used without a comparison.
         replicas: copies of the target that answer in parallel.
     """
 
     backend: ClassVar[str]
     concurrent: bool = False
-    tried: bool = True
+    tested: bool = True
     replicas: int = 1
     identity: EngineIdentity
     last_hidden: LastHidden
@@ -60,7 +60,7 @@ class TargetEngine(ABC):
         """Name of the engine in messages."""
         return f"the engine of backend {self.backend}"
 
-    def members(self) -> Sequence[TargetEngine]:
+    def list_members(self) -> Sequence[TargetEngine]:
         """Return the engines that share the work, each of which can be called by itself."""
         return (self,)
 
@@ -189,8 +189,8 @@ def make_engine_identity(capture: CaptureSpec) -> EngineIdentity:
     if capture.custom is not None:
         return EngineIdentity(f"custom:{capture.custom.engine}-{capture.compute_dtype}", capture.custom.numerics)
     backend = find_backend(capture.backend)
-    told = f"+{digest(capture.engine_args)}" if capture.engine_args else ""
-    return EngineIdentity(f"{backend.engine}-{capture.compute_dtype}{told}", backend.numerics)
+    arguments = f"+{digest(capture.engine_args)}" if capture.engine_args else ""
+    return EngineIdentity(f"{backend.engine}-{capture.compute_dtype}{arguments}", backend.numerics)
 
 
 def load_engine(
@@ -208,8 +208,8 @@ def load_engine(
 
 def check_sequences(sequences: Sequence[Sequence[int]], context: int, vocab_size: int) -> None:
     """Raise CaptureError for a sequence that is empty, longer than the context or has ids outside the vocabulary."""
-    for index, row in enumerate(sequences):
-        if not 0 < len(row) <= context:
-            raise CaptureError(f"row {index} has {len(row)} tokens, expected 1 to {context} (the context)")
-        if min(row) < 0 or max(row) >= vocab_size:
-            raise CaptureError(f"row {index} has token ids {min(row)}..{max(row)}, expected 0..{vocab_size - 1}")
+    for index, ids in enumerate(sequences):
+        if not 0 < len(ids) <= context:
+            raise CaptureError(f"sequence {index} has {len(ids)} tokens, expected 1 to {context} (the context)")
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            raise CaptureError(f"sequence {index} has token ids {min(ids)}..{max(ids)}, expected 0..{vocab_size - 1}")

@@ -81,8 +81,8 @@ class SampleJob:
     keys: dict[str, str]
     missing: tuple[str, ...]
 
-    def owner(self, world: int) -> int:
-        """Return the rank that captures it; it depends on content only, so ranks agree whatever the store holds."""
+    def choose_rank(self, world: int) -> int:
+        """Return the rank that captures it. It depends on content only, so ranks agree whatever the store holds."""
         return int(next(iter(self.keys.values())), 16) % world
 
     def make_ref(self, store_uri: str) -> SampleRef:
@@ -107,7 +107,7 @@ class CapturePlan:
     nbytes: int
 
     def select_share(self, rank: int, world: int) -> list[SampleJob]:
-        return [job for job in self.jobs if job.owner(world) == rank]
+        return [job for job in self.jobs if job.choose_rank(world) == rank]
 
     def count_bytes(self, job: SampleJob) -> int:
         """Return the number of bytes that storing a sample's missing streams takes."""
@@ -198,12 +198,12 @@ def make_batches(jobs: Sequence[SampleJob], batch_tokens: int) -> Iterator[list[
 
 
 def make_windows(
-    plan: CapturePlan, cut: Iterable[Sequence[SampleJob]], nbytes: int
+    plan: CapturePlan, batches: Iterable[Sequence[SampleJob]], nbytes: int
 ) -> Iterator[list[Sequence[SampleJob]]]:
     """Yield windows of consecutive batches that together store at most `nbytes`, or of a single batch."""
     window: list[Sequence[SampleJob]] = []
     size = 0
-    for batch in cut:
+    for batch in batches:
         more = sum(plan.count_bytes(job) for job in batch)
         if window and size + more > nbytes:
             yield window

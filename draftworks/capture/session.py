@@ -48,7 +48,7 @@ class CaptureSummary:
     Attributes:
         samples: number of samples of the set.
         captured: number of samples that this rank ran through the target and stored.
-        failed: samples for which the target gave no sound features, with the reasons.
+        failed: samples for which the target gave no valid features, with the reasons.
     """
 
     samples: int
@@ -67,19 +67,19 @@ Confirmation = Callable[[TargetEngine], None]
 
 def capture_features(
     run: CaptureRun,
-    engine: EngineFactory,
+    engine_factory: EngineFactory,
     tokens: Sequence[TokenRow],
     progress: ProgressCallback | None = None,
 ) -> CaptureSummary:
     """Capture the missing features and write the feature set, in one process. See `capture_missing`."""
-    summary = capture_missing(run, engine, tokens, progress=progress)
+    summary = capture_missing(run, engine_factory, tokens, progress=progress)
     write_manifest(run, tokens, summary.failed)
     return summary
 
 
 def capture_missing(
     run: CaptureRun,
-    engine: EngineFactory,
+    engine_factory: EngineFactory,
     tokens: Sequence[TokenRow],
     rank: int = 0,
     world: int = 1,
@@ -91,7 +91,7 @@ def capture_missing(
     A capture that is killed at any moment leaves a sound store; the next call goes on from the last published shard.
 
     Args:
-        engine: loads the engine; called once, and only if this rank has anything to capture.
+        engine_factory: loads the engine; called once, and only if this rank has anything to capture.
         progress: called after every batch.
         confirm: check of an engine that another party can change; features are stored only after a check that follows
             their capture.
@@ -108,7 +108,7 @@ def capture_missing(
     require_budget(plan, run)
     session = _Session(run, plan, store, tokens, cut_batches(run, plan, tokens, rank, world), progress, confirm)
     try:
-        return session.run(engine)
+        return session.run(engine_factory)
     finally:
         store.close()
 
@@ -193,20 +193,20 @@ class _Session:
         self._loaded = 0.0
         self._sound = SoundCapture(run, plan.streams, tokens, plan.samples)
 
-    def run(self, factory: EngineFactory) -> CaptureSummary:
+    def run(self, engine_factory: EngineFactory) -> CaptureSummary:
         """Capture this rank's jobs; features that another process is capturing into this store are left to it."""
         started = time.monotonic()
-        shared = share_out(
+        windows = share_out(
             list(make_windows(self._plan, self._batches, self._run.capture.shard_mb << 20)),
             self._store,
             Claims(self._run.store.root),
-            whole=find_backend(self._run.capture.backend).repeatable,
+            keep_whole_batches=find_backend(self._run.capture.backend).repeatable,
         )
         engine: TargetEngine | None = None
-        with closing(shared):
-            for window in shared:
+        with closing(windows):
+            for window in windows:
                 if engine is None:
-                    engine = factory()
+                    engine = engine_factory()
                     self._loaded = time.monotonic()
                 for batch in window:
                     self._capture(engine, batch, verify_head=self._done == 0)
@@ -256,8 +256,8 @@ class _Session:
                 self._confirm(engine)
             except EngineError as error:
                 raise type(error)(
-                    f"{error}\nThe last {len(self._held)} samples were captured since the engine was last compared with the "
-                    "target's weights, and are not stored"
+                    f"{error}\nThe last {len(self._held)} samples were captured since the engine was last compared with "
+                    "the target's weights, and are not stored"
                 ) from error
         for job, tensors in self._held:
             self._put(job, tensors)

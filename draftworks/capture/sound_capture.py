@@ -1,4 +1,4 @@
-"""Capture of batches of samples, of which only those with sound features are returned."""
+"""Capture of batches of samples; only samples whose features pass all checks are returned."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CapturedSample:
-    """A sample with its features, in the compute dtype: `streams` by name, (S, H) each; `row` are its token ids."""
+    """A sample with its token ids and its features, in the compute dtype: `streams` by name, (S, H) each."""
 
     job: SampleJob
-    row: list[int]
+    input_ids: list[int]
     streams: dict[str, Tensor]
 
     def select_missing(self, dtype: str) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ class SoundCapture:
         self._samples = samples
 
     def capture(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[CapturedSample]:
-        """Return the samples of a batch whose features are sound; record the others as failed.
+        """Return the samples of a batch whose features are valid; record the others as failed.
 
         An engine's error does not say which sample caused it, so each half of the batch is then tried by itself.
 
@@ -65,22 +65,22 @@ class SoundCapture:
             CaptureError: more samples failed than `capture.max_failed_share` allows.
             UnsoundEngineError: the engine's streams are not those that were asked for.
         """
-        rows = [self._tokens[job.row].input_ids.tolist() for job in batch]
+        sequences = [self._tokens[job.row].input_ids.tolist() for job in batch]
         missing = {name for job in batch for name in job.missing}
         taps = [tap for tap in self._streams.taps if tap.name in missing]
         compute_dtype = self._run.capture.compute_dtype
         config = CaptureConfig(tuple(tap.hf_index for tap in taps), self._streams.hidden_size, compute_dtype)
         try:
-            found = engine.capture(rows, taps)
+            found = engine.capture(sequences, taps)
         except CaptureError as error:
             if len(batch) > 1:
                 halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
-                asked = [part for part in halves if any(job.missing for job in part)]
-                return [each for part in asked for each in self.capture(engine, part)]
+                parts = [part for part in halves if any(job.missing for job in part)]
+                return [each for part in parts for each in self.capture(engine, part)]
             self._note_failure(batch[0], CaptureError(f"sample {batch[0].sample_id}: {error}"))
             return []
-        sound = []
-        for job, row, streams in zip(batch, rows, found, strict=True):
+        valid = []
+        for job, input_ids, streams in zip(batch, sequences, found, strict=True):
             if not job.missing:
                 continue  # its features are stored already
             try:
@@ -88,8 +88,8 @@ class SoundCapture:
             except CaptureError as error:
                 self._note_failure(job, error)
             else:
-                sound.append(CapturedSample(job, row, streams))
-        return sound
+                valid.append(CapturedSample(job, input_ids, streams))
+        return valid
 
     def _note_failure(self, job: SampleJob, error: CaptureError) -> None:
         """Record a failed sample.
@@ -108,15 +108,15 @@ class SoundCapture:
 def verify_head_of(engine: TargetEngine, captured: Sequence[CapturedSample]) -> None:
     """Check the target's head on `last` of the first few captured samples, see `check_head`."""
     chosen = captured[:VERIFIED_SAMPLES]
-    beginnings = [each.row[:VERIFIED_TOKENS] for each in chosen]
+    prefixes = [each.input_ids[:VERIFIED_TOKENS] for each in chosen]
     last = [each.streams["last"][:VERIFIED_TOKENS] for each in chosen]
-    check_head(engine, [each.job.sample_id for each in chosen], beginnings, last)
+    check_head(engine, [each.job.sample_id for each in chosen], prefixes, last)
 
 
 def make_too_many_error(run: CaptureRun, failed: Sequence[RejectedSample], samples: int) -> CaptureError:
     """Make the error of a capture in which more samples failed than `capture.max_failed_share` allows."""
     return CaptureError(
-        f"target {run.target.name}: {len(failed)} of {samples} samples have no sound features, more than "
+        f"target {run.target.name}: {len(failed)} of {samples} samples have no valid features, more than "
         f"capture.max_failed_share = {run.capture.max_failed_share:g} allows. The first: {failed[0].reason}. "
         "What was captured is kept."
     )

@@ -34,11 +34,11 @@ def verify_capture(config: CaptureConfig, sample_id: str, streams: Mapping[str, 
         found = (tensor.shape[-1] if tensor.dim() else 0, str(tensor.dtype).removeprefix("torch."))
         if tensor.dim() != 2 or found != (config.hidden_size, config.dtype):
             raise UnsoundEngineError(
-                f"{where}: expected rows of {config.hidden_size} values in {config.dtype}, found {tuple(tensor.shape)} in "
-                f"{found[1]}"
+                f"{where}: expected (positions, {config.hidden_size}) in {config.dtype}, found {tuple(tensor.shape)} "
+                f"in {found[1]}"
             )
         if len(tensor) != num_tokens:
-            raise CaptureError(f"{where}: expected {num_tokens} rows, one for each token, found {len(tensor)}")
+            raise CaptureError(f"{where}: expected {num_tokens} positions, one for each token, found {len(tensor)}")
         if not tensor.any():
             raise CaptureError(f"{where}: all {tensor.numel()} values are zero, expected hidden states")
         if not torch.isfinite(tensor).all():
@@ -64,8 +64,8 @@ def check_head(
         CaptureError: `last` is not what the head reads (wrong norm convention), or the target changes its logits after
             the head (softcap, scaling).
     """
-    for sample_id, row, hidden in zip(sample_ids, sequences, last, strict=True):
-        expected = engine.logits([row])[0].double()  # (R, V), the last R positions
+    for sample_id, sequence, hidden in zip(sample_ids, sequences, last, strict=True):
+        expected = engine.logits([sequence])[0].double()  # (R, V), the last R positions
         found = engine.head_logits(hidden[-len(expected) :]).double()  # (R, V)
         scale = max(1.0, float(expected.abs().max()))
         difference = float((expected - found).abs().max()) / scale

@@ -90,7 +90,8 @@ class ChatClient:
             return _parse_completion(response.json())
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise EngineError(
-                f"{self._where}: expected a chat completion, found {self._format_body(response)} ({type(error).__name__})"
+                f"{self._where}: expected a chat completion, found {self._format_body(response)} "
+                f"({type(error).__name__})"
             ) from error
 
     @property

@@ -37,7 +37,7 @@ def regenerate(run: RegenerateRun, ctx: ProgramContext) -> dict[str, Any]:
         **summary.tokens,
         "conversations": summary.conversations,
         "resumed": summary.resumed,
-        "dropped": len(summary.losses.rejected),
+        "dropped": len(summary.missing.rejected),
         "generated_tokens": summary.generated_tokens,
         "tokens_per_second": round(summary.generated_tokens / summary.seconds) if summary.seconds else 0,
     }

@@ -163,7 +163,8 @@ class SGLangClient:
             response = self._http.request(method, path, json=body)
         except httpx.TimeoutException as error:
             raise EngineError(
-                f"{where} did not answer {path} within {self._timeout_s:g} s (sglang.request_timeout_s of the deployment)"
+                f"{where} did not answer {path} within {self._timeout_s:g} s (sglang.request_timeout_s of the "
+                "deployment)"
             ) from error
         except httpx.HTTPError as error:
             raise EngineError(f"{where} cannot be reached ({path}): {type(error).__name__}: {error}") from error

@@ -164,7 +164,8 @@ class EmbeddedSGLang:
             self._require_sound()
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{WHERE} did not answer within {self._request_timeout_s:g} s (sglang.request_timeout_s of the deployment)"
+                    f"{WHERE} did not answer within {self._request_timeout_s:g} s (sglang.request_timeout_s of the "
+                    "deployment)"
                 )
 
     def _require_sound(self) -> None:

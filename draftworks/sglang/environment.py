@@ -46,8 +46,8 @@ def check_version(version: str, where: str) -> None:
     """Log a warning if the capture hook was not tested with this version of SGLang."""
     if version not in SGLANG_VERSIONS:
         log.warning(
-            "%s is SGLang %s; Draftworks was tested with %s. Another version may generate and serve; what it captures is used "
-            "only after a comparison with the target's own weights",
+            "%s is SGLang %s; Draftworks was tested with %s. Another version may generate and serve; what it captures "
+            "is used only after a comparison with the target's own weights",
             *(where, version, " and ".join(SGLANG_VERSIONS)),
         )
 
@@ -58,8 +58,8 @@ def require_capturing(version: str, where: str) -> None:
     if numbers is not None and tuple(map(int, numbers.groups())) < FIRST_CAPTURING:
         expected = ".".join(map(str, FIRST_CAPTURING))
         raise ConfigError(
-            f"{where} is SGLang {version}, which cannot return hidden states: expected {expected} or later. Install that, or "
-            "set capture.backend to hf"
+            f"{where} is SGLang {version}, which cannot return hidden states: expected {expected} or later. Install "
+            "that, or set capture.backend to hf"
         )
 
 
@@ -78,8 +78,8 @@ def build_program_environment(python: Path, folder: Path) -> dict[str, str]:
     missing = [PROGRAM_LIBRARIES[module] for module in result.stdout.split()]
     if missing:
         raise ConfigError(
-            f"{_describe_python(python)} lacks {', '.join(missing)}, which a capture with backend sglang needs in addition to SGLang. "
-            f"Install them there: {python} -m pip install --no-deps {' '.join(missing)}"
+            f"{_describe_python(python)} lacks {', '.join(missing)}, which a capture with backend sglang needs in "
+            f"addition to SGLang. Install them there: {python} -m pip install --no-deps {' '.join(missing)}"
         )
     return {"PYTHONPATH": str(link_package(folder))}
 
@@ -89,8 +89,9 @@ def require_cpu_speculation(python: Path) -> None:
     script = "import importlib.util as u; print(u.find_spec('draftworks_sglang_cpu.speculation') is not None)"
     if _run_python(python, script).stdout.strip() != "True":
         raise ConfigError(
-            f"{_describe_python(python)} cannot speculate on a CPU: expected a GPU, or this project's platform plug-in for SGLang. "
-            "`make sglang-env` creates an environment with it; on a machine with a GPU set evaluation.serving.device"
+            f"{_describe_python(python)} cannot speculate on a CPU: expected a GPU, or this project's platform "
+            "plug-in for SGLang. `make sglang-env` creates an environment with it; on a machine with a GPU set "
+            "evaluation.serving.device"
         )
 
 

@@ -33,8 +33,8 @@ def refuse_on_cpu(spec: TargetSpec, files: TargetFiles) -> None:
     kind = read_text_config(files).get("model_type")
     if kind in _NOT_ON_CPU:
         raise ConfigError(
-            f"target {spec.name}: capture.backend {spec.capture.backend} on a CPU: {_TESTED} does not run {kind} there: "
-            f"{_NOT_ON_CPU[kind]}. Set capture.backend to hf, or capture on a GPU"
+            f"target {spec.name}: capture.backend {spec.capture.backend} on a CPU: {_TESTED} does not run {kind} "
+            f"there: {_NOT_ON_CPU[kind]}. Set capture.backend to hf, or capture on a GPU"
         )
 
 
@@ -44,14 +44,15 @@ def list_sglang_remarks(spec: TargetSpec, files: TargetFiles) -> list[str]:
     kind, window = config.get("model_type"), _find_window(config)
     if kind in _SUBLAYERS:
         remarks.append(
-            f"target {spec.name}: for {kind}, {_TESTED} returns the output of the last sublayer instead of the residual stream. "
-            "Capture with backend hf (the probe rejects a capture through SGLang), and expect low acceptance where this version "
-            "serves the draft"
+            f"target {spec.name}: for {kind}, {_TESTED} returns the output of the last sublayer instead of the "
+            "residual stream. Capture with backend hf (the probe rejects a capture through SGLang), and expect low "
+            "acceptance where this version serves the draft"
         )
     if kind in _WITHOUT_WINDOW and window is not None and window < spec.max_length and _uses_sglang(spec):
         remarks.append(
-            f"target {spec.name}: {_TESTED} runs {kind} without its sliding window of {window} tokens, and max_length is "
-            f"{spec.max_length}: answers and features of longer samples are those of another model. Capture with backend hf"
+            f"target {spec.name}: {_TESTED} runs {kind} without its sliding window of {window} tokens, and max_length "
+            f"is {spec.max_length}: answers and features of longer samples are those of another model. Capture with "
+            "backend hf"
         )
     return remarks
 

@@ -35,13 +35,14 @@ FIRST_ID_DECIDES_COUNTING = frozenset(
 ATTENTION_DP = ("--enable-dp-attention", "--attn-dp-size")
 
 _EAGLE3 = (
-    "Apertus BailingMoE BailingMoe BailingMoeV2 DeepseekV2 DeepseekV3 DeepseekV32 ExaoneMoE ExaoneMoe Gemma3 Gemma4 Glm4Moe "
-    "Glm4MoeLite GlmMoeDsa GptOss IQuestCoder InternLM3 Llama4 Llama LongcatFlash Mellum MiniMaxM2 MiniMaxM3Sparse Ministral3 "
-    "Mistral MistralLarge3 Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe SarvamMoE TeleFLM"
+    "Apertus BailingMoE BailingMoe BailingMoeV2 DeepseekV2 DeepseekV3 DeepseekV32 ExaoneMoE ExaoneMoe Gemma3 Gemma4 "
+    "Glm4Moe Glm4MoeLite GlmMoeDsa GptOss IQuestCoder InternLM3 Llama4 Llama LongcatFlash Mellum MiniMaxM2 "
+    "MiniMaxM3Sparse Ministral3 Mistral MistralLarge3 Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe "
+    "SarvamMoE TeleFLM"
 )
 _EAGLE3_WRAPPERS = (
-    "Cosmos3 Gemma3 Gemma4 Gemma4Unified Glm5Next InternS1Pro InternS2Mobius InternS2Preview KimiK25 Llama4 MiniMaxM3Sparse "
-    "Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe Qwen4Exp"
+    "Cosmos3 Gemma3 Gemma4 Gemma4Unified Glm5Next InternS1Pro InternS2Mobius InternS2Preview KimiK25 Llama4 "
+    "MiniMaxM3Sparse Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Qwen3_5Moe Qwen4Exp"
 )
 _DFLASH = "Beam KimiK3Linear Laguna Lfm2 Lfm2Moe MiMoV2 MiMoV2Flash MuseGlimmer Nanbeige NemotronH NemotronHPuzzle"
 _DFLASH_WRAPPERS = "Inkling KimiK3 Lfm2Vl MuseGlimmer MuseSpark"
@@ -83,14 +84,15 @@ def check_capture(where: str, architecture: str, args: Sequence[str]) -> None:
     """
     if architecture and architecture not in CAPTURED_FOR_EAGLE3 | CAPTURED_FOR_DFLASH_ONLY:
         raise ConfigError(
-            f"{where}: capture.backend: SGLang 0.5.23 cannot capture layers of a {architecture}. Use backend hf. If a newer "
-            "SGLang can capture them, start that server yourself and set capture.server.url"
+            f"{where}: capture.backend: SGLang 0.5.23 cannot capture layers of a {architecture}. Use backend hf. If a "
+            "newer SGLang can capture them, start that server yourself and set capture.server.url"
         )
     groups = [word for word in args if word.partition("=")[0] in ATTENTION_DP]
     if groups:
         raise ConfigError(
             f"{where}: capture.server.args: {', '.join(groups)}: with attention data parallelism only the first of "
-            "all ranks writes hidden states, so most samples would have none. Remove it; capture.server.dp_size makes copies of the target"
+            "all ranks writes hidden states, so most samples would have none. Remove it; capture.server.dp_size makes "
+            "copies of the target"
         )
 
 
@@ -118,8 +120,8 @@ def to_eagle3_ids(taps: Sequence[LayerTap], architecture: str) -> list[int]:
     passed = [tap.hf_index for tap in taps]
     if passed[0] == 1:
         raise ConfigError(
-            f"SGLang cannot serve an EAGLE-3 draft of {', '.join(tap.name for tap in taps)} beside a {architecture}: it adds 1 "
-            "to all ids if the first is 1, and to none otherwise. Choose taps that do not begin with hf1"
+            f"SGLang cannot serve an EAGLE-3 draft of {', '.join(tap.name for tap in taps)} beside a {architecture}: "
+            "it adds 1 to all ids if the first is 1, and to none otherwise. Choose taps that do not begin with hf1"
         )
     return passed
 

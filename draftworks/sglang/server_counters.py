@@ -52,8 +52,8 @@ class SpeculatedAnswer:
         found = tuple(meta["spec_correct_drafts_histogram"])
         if sum(found) != meta["spec_verify_ct"]:
             raise EngineError(
-                f"SGLang's counters disagree: spec_verify_ct is {meta['spec_verify_ct']}, and the histogram {found} has "
-                f"{sum(found)} passes"
+                f"SGLang's counters disagree: spec_verify_ct is {meta['spec_verify_ct']}, and the histogram {found} "
+                f"has {sum(found)} passes"
             )
         return cls(tuple(ids), meta["spec_verify_ct"], found)
 

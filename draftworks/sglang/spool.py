@@ -126,7 +126,7 @@ def _read(path: Path) -> Part:
         raise PassingTroubleError(f"{path} is not a readable safetensors file: {error}") from error
     if found.get("schema") != SPOOL_SCHEMA:
         raise UnsoundEngineError(
-            f"{path} has schema {found.get('schema')!r}, expected {SPOOL_SCHEMA!r}: the engine loaded a hook of another "
-            "version of Draftworks. Start it with the one that is installed here"
+            f"{path} has schema {found.get('schema')!r}, expected {SPOOL_SCHEMA!r}: the engine loaded a hook of "
+            "another version of Draftworks. Start it with the one that is installed here"
         )
     return Part(int(found["start"]), tensors["input_ids"], tensors["taps"], tensors["last"], tensors.get("logits"))

@@ -115,7 +115,7 @@ def test_what_another_leaves_undone_is_captured_after_it(root: Path):
 def test_where_nothing_can_be_claimed_everything_is_captured(root: Path, caplog):
     (root / "claims").write_text("no folder")
     assert Sharer(root, [job("a")]).step() == ["a-last"]
-    assert "nothing can be claimed" in caplog.text
+    assert "claims are not possible" in caplog.text
 
 
 class OneAtATime(WatchedEngine):

@@ -31,10 +31,10 @@ def test_what_was_asked_for_is_accepted():
         (streams(hf8=torch.ones(3, 8)), "found hf2, hf4, last, hf8"),
         (
             streams(hf4=torch.ones(3, 12)),
-            r"stream hf4: expected rows of 8 values in float32, found \(3, 12\) in float32",
+            r"stream hf4: expected \(positions, 8\) in float32, found \(3, 12\) in float32",
         ),
         (streams(hf2=torch.ones(3, 8).half()), r"stream hf2: .* in float32, found \(3, 8\) in float16"),
-        (streams(last=torch.ones(8)), r"stream last: expected rows of 8"),
+        (streams(last=torch.ones(8)), r"stream last: expected \(positions, 8\)"),
     ],
     ids=["order", "missing", "more", "width", "dtype", "rank"],
 )
@@ -45,7 +45,7 @@ def test_another_name_order_width_or_dtype_is_the_fault_of_the_engine(found, mes
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_missing_zero_and_non_finite_rows_are_named(bad: float):
-    with pytest.raises(CaptureError, match="sample a, stream hf2: expected 3 rows, one for each token, found 2"):
+    with pytest.raises(CaptureError, match="sample a, stream hf2: expected 3 positions, one for each token, found 2"):
         verify_capture(ASKED, "a", streams(hf2=torch.ones(2, 8)), 3)
     with pytest.raises(CaptureError, match="sample a, stream hf4: all 24 values are zero"):
         verify_capture(ASKED, "a", streams(hf4=torch.zeros(3, 8)), 3)

@@ -23,7 +23,7 @@ from draftworks.storage.identity import EngineIdentity, digest
 CONVERSATIONS = "conversations"
 RECORD_SCHEMA = 2
 """Version of the record that `Dialogue.to_record` writes. Another version uses another file."""
-SHOWN_REJECTIONS = 5
+MAX_LOGGED_REJECTIONS = 5
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class MissingAnswers:
 class PublishedAnswers:
     """Result of writing the answer sets: the missing answers, and the summary of the tokenized set."""
 
-    losses: MissingAnswers
+    missing: MissingAnswers
     tokens: dict[str, Any]
 
 
@@ -70,11 +70,11 @@ def open_kept_answers(run: RegenerateRun) -> Iterator[RecordFile]:
     """
     path = find_answers_file(run)
     path.parent.mkdir(parents=True, exist_ok=True)
-    busy = f"another run is adding answers to {path}: waiting for it, since what it answers is not answered again"
-    with hold_lock(path.with_suffix(".lock"), busy), RecordFile(path, make_answers_identity(run)) as answers:
+    waiting = f"another run is adding answers to {path}: waiting for it, to reuse its answers"
+    with hold_lock(path.with_suffix(".lock"), waiting), RecordFile(path, make_answers_identity(run)) as answers:
         for earlier in run.earlier_answers:
             if earlier.name == path.name:
-                answers.take_over(earlier)
+                answers.copy_records_from(earlier)
         yield answers
 
 
@@ -106,20 +106,20 @@ def publish_answers(
         DataError: more than `run.max_rejected_share` of the conversations, or all of them, have no answer.
     """
     ids = [each.id for each in read_conversations(run.conversations)]
-    losses = _collect_missing((answers[each] for each in ids if each in answers), refused)
+    missing = _collect_missing((answers[each] for each in ids if each in answers), refused)
     quarantine = run.out / QUARANTINE_FILE
-    write_rejected(quarantine, _add_excerpts(run, losses.rejected))
-    check_rejected(losses.rejected, len(ids), run.max_rejected_share, quarantine)
-    for each in losses.rejected[:SHOWN_REJECTIONS]:
+    write_rejected(quarantine, _add_excerpts(run, missing.rejected))
+    check_rejected(missing.rejected, len(ids), run.max_rejected_share, quarantine)
+    for each in missing.rejected[:MAX_LOGGED_REJECTIONS]:
         log.warning("conversation %s has no answer: %s", each.sample_id, each.reason)
-    said = (build_conversation(answers[each.id], each) for each in _iterate_answered(run, losses))
-    write_conversations(run.out / CONVERSATIONS, said, {"dropped": len(losses.rejected)})
+    conversations = (build_conversation(answers[each.id], each) for each in _iterate_answered(run, missing))
+    write_conversations(run.out / CONVERSATIONS, conversations, {"dropped": len(missing.rejected)})
     rows = (
         row
-        for each in _iterate_answered(run, losses)
+        for each in _iterate_answered(run, missing)
         for row in build_token_rows(answers[each.id], each, run.only_last_turn)
     )
-    return PublishedAnswers(losses, write_tokens(run.out / TOKENS_FOLDER, rows, losses.summarize()))
+    return PublishedAnswers(missing, write_tokens(run.out / TOKENS_FOLDER, rows, missing.summarize()))
 
 
 def _collect_missing(records: Iterable[dict[str, Any]], refused: Sequence[RejectedSample]) -> MissingAnswers:
@@ -136,14 +136,14 @@ def _collect_missing(records: Iterable[dict[str, Any]], refused: Sequence[Reject
 def _add_excerpts(run: RegenerateRun, rejected: Sequence[RejectedSample]) -> list[RejectedSample]:
     """Add the beginning of each rejected conversation, so that a reader can recognise it."""
     wanted = {each.sample_id for each in rejected}
-    begins = {
+    excerpts = {
         each.id: make_excerpt(each.turns[0].content)
         for each in read_conversations(run.conversations)
         if each.id in wanted
     }
-    return [each._replace(excerpt=begins.get(each.sample_id, "")) for each in rejected]
+    return [each._replace(excerpt=excerpts.get(each.sample_id, "")) for each in rejected]
 
 
-def _iterate_answered(run: RegenerateRun, losses: MissingAnswers) -> Iterator[Conversation]:
-    without = {each.sample_id for each in losses.rejected}
-    return (each for each in read_conversations(run.conversations) if each.id not in without)
+def _iterate_answered(run: RegenerateRun, missing: MissingAnswers) -> Iterator[Conversation]:
+    rejected_ids = {each.sample_id for each in missing.rejected}
+    return (each for each in read_conversations(run.conversations) if each.id not in rejected_ids)

@@ -29,7 +29,7 @@ class Dialogue:
             rendering of the conversation so far.
 
     Attributes:
-        refused: why the target gives this dialogue no answer; None if it was not refused.
+        refusal: why the target gives this dialogue no answer; None if it was not refused.
 
     Raises:
         DataError: no assistant turn to generate, the template refuses the conversation, or the prompt leaves no room.
@@ -42,23 +42,24 @@ class Dialogue:
         self._rendered = rendered
         self._chat = chat
         self._max_length = max_length
-        self._asked = _split_questions(conversation.turns)
-        if not self._asked:
-            raise DataError("no assistant turn after a user's")
-        self._questions = len(self._asked)
-        self._turns = list(self._asked.pop(0))
+        self._questions = _split_questions(conversation.turns)
+        if not self._questions:
+            raise DataError("it has no assistant turn after a user turn")
+        self._num_questions = len(self._questions)
+        self._turns = list(self._questions.pop(0))
         self.ids = chat.encode_prompt(self._turns)
         self._spans: list[tuple[int, int]] = []
-        self._earlier: list[dict[str, Any]] = []
-        self._answered = 0
-        self.generated = 0
+        self._earlier_samples: list[dict[str, Any]] = []
+        self._num_answers = 0
+        self.num_generated = 0
         self._unfinished = False
         self.done = False
-        self.stopped: str | None = None
-        self.refused: str | None = None
+        self.stop_reason: str | None = None
+        self.refusal: str | None = None
         if len(self.ids) >= max_length:
             raise DataError(
-                f"its prompt has {len(self.ids)} tokens, which leaves no room for a response within max_length {max_length}"
+                f"its prompt has {len(self.ids)} tokens, which leaves no room for a response within max_length "
+                f"{max_length}"
             )
 
     @property
@@ -69,28 +70,28 @@ class Dialogue:
     def add(self, response: Generated) -> None:
         """Append a response to `ids`, then the prompt of the next response; set `done` if there is no next one.
 
-        If the template refuses to go on after this response, `stopped` is its reason.
+        If the template refuses to go on after this response, `stop_reason` is its reason.
         """
         self._spans.append((len(self.ids), len(self.ids) + len(response.ids)))
-        self._answered += 1
-        self.generated += len(response.ids)
+        self._num_answers += 1
+        self.num_generated += len(response.ids)
         self.ids = [*self.ids, *response.ids]
         self._turns.append(Turn("assistant", self._chat.decode(response.ids)))
         self._unfinished = not response.finished
-        if self._unfinished or not self._asked:
+        if self._unfinished or not self._questions:
             self.done = True
             return
-        following = self._asked.pop(0)
+        following = self._questions.pop(0)
         try:
             continued = self._render_continuation(following)
         except DataError as error:
-            self.done, self.stopped = True, str(error)
+            self.done, self.stop_reason = True, str(error)
             return
         if len(continued) >= self._max_length:
             self.done = True
             return
         if continued[: len(self.ids)] != self.ids:
-            self._earlier.append(self._make_sample())
+            self._earlier_samples.append(self._make_sample())
             self._spans = []
         self.ids = continued
         self._turns.extend(following)
@@ -111,14 +112,14 @@ class Dialogue:
         never generated because the conversation stopped (`dropped_turns`). `earlier` has the samples that end with
         earlier answers.
         """
-        earlier = {"earlier": self._earlier} if self._earlier else {}
+        earlier = {"earlier": self._earlier_samples} if self._earlier_samples else {}
         return {
             "id": self.id,
             **self._make_sample(),
             **earlier,
             "turns": [[turn.role, turn.content] for turn in self._turns],
             "unfinished": self._unfinished,
-            "dropped_turns": self._questions - self._answered,
+            "dropped_turns": self._num_questions - self._num_answers,
         }
 
 
@@ -151,14 +152,14 @@ def _make_token_row(
 
 def _split_questions(turns: tuple[Turn, ...]) -> list[tuple[Turn, ...]]:
     """Return, for each assistant turn to generate, the turns between the previous one and it."""
-    questions, pending, asked = [], [], False
+    questions, pending, has_user_turn = [], [], False
     for turn in turns:
         if turn.role != "assistant":
             pending.append(turn)
-            asked = asked or turn.role != "system"
-        elif asked:
+            has_user_turn = has_user_turn or turn.role != "system"
+        elif has_user_turn:
             questions.append(tuple(pending))
-            pending, asked = [], False
+            pending, has_user_turn = [], False
         elif not questions:
             pending.append(turn)
     return questions

@@ -107,7 +107,7 @@ class EndpointAnswerer(Answerer):
         self._clients = [ChatClient(url, endpoint.timeout_s, key) for url in endpoint.base_urls]
         self._balancer = LoadBalancer({client.url: client for client in self._clients}, endpoint.max_outstanding)
         self._closed = False
-        self._warned = False
+        self._has_warned = False
         self.replicas = len(self._clients)
 
     def answer(self, dialogues: Sequence[Dialogue], turn: int) -> list[Generated]:
@@ -139,7 +139,7 @@ class EndpointAnswerer(Answerer):
 
     def _before_attempt(self, state: RetryCallState) -> None:
         if state.attempt_number > 1:
-            self._balancer.reopen()  # no server was left, and the wait was the cool-down
+            self._balancer.reopen()  # all servers had failed, and the wait replaces the cool-down
 
     def _check_prompt(self, completion: Completion, dialogue: Dialogue) -> None:
         """Check that the target read the tokens that the draft will read.
@@ -151,11 +151,11 @@ class EndpointAnswerer(Answerer):
         if completion.prompt_ids is not None:
             if list(completion.prompt_ids) != dialogue.ids:
                 raise ConfigError(self._describe_difference(completion.prompt_ids, dialogue.ids))
-        elif completion.prompt_tokens not in (None, len(dialogue.ids)) and not self._warned:
-            self._warned = True
+        elif completion.prompt_tokens not in (None, len(dialogue.ids)) and not self._has_warned:
+            self._has_warned = True
             log.warning(
-                "the endpoint counts %s tokens in the prompt of conversation %s, the registry's tokenizer and chat template "
-                "%d: does it serve this target, and add nothing to the messages?",
+                "the endpoint counts %s tokens in the prompt of conversation %s, the registry's tokenizer and chat "
+                "template count %d: check that it serves this target and adds nothing to the messages",
                 completion.prompt_tokens,
                 dialogue.id,
                 len(dialogue.ids),
@@ -172,22 +172,24 @@ class EndpointAnswerer(Answerer):
 
     def _to_generated(self, completion: Completion, dialogue: Dialogue, limit: int) -> Generated:
         if completion.finish not in ("stop", "length"):
-            raise CaptureError(f"the endpoint ended an answer with {completion.finish!r}, which is none to learn from")
+            raise CaptureError(
+                f"the endpoint ended an answer with {completion.finish!r}, which is not usable for training"
+            )
         if (completion.completion_tokens or 0) > limit:
             raise ConfigError(
-                f"the endpoint was asked for {limit} tokens at most and gave {completion.completion_tokens}: it does not know "
+                f"the endpoint returned {completion.completion_tokens} tokens, expected at most {limit}: it ignores "
                 "the field max_tokens"
             )
         ended = completion.finish == "stop"
-        known = self._take_ids if self._endpoint.token_ids else self._tokenize_text
-        ids = known(completion, dialogue, ended)
+        to_ids = self._take_ids if self._endpoint.token_ids else self._tokenize_text
+        ids = to_ids(completion, dialogue, ended)
         return Generated(tuple(ids[:limit]), finished=ended and len(ids) <= limit)
 
     def _take_ids(self, completion: Completion, dialogue: Dialogue, ended: bool) -> list[int]:
         if completion.token_ids is None:
             raise ConfigError(
-                "the endpoint gives no token ids: set responses.endpoint.token_ids to false, and labels are the answer's text, "
-                "tokenized again"
+                "the endpoint returns no token ids. Set responses.endpoint.token_ids to false; labels are then the "
+                "answer's text, tokenized again"
             )
         ids = list(completion.token_ids)
         if ended and (not ids or ids[-1] not in self._chat.eos_ids):
@@ -197,7 +199,7 @@ class EndpointAnswerer(Answerer):
     def _tokenize_text(self, completion: Completion, dialogue: Dialogue, ended: bool) -> list[int]:
         if completion.reasoning:
             raise ConfigError(
-                "the endpoint takes the thoughts out of its answers, and what stood around them is lost: start the server "
+                "the endpoint removes the reasoning from its answers, with the tokens around it: start the server "
                 "without a reasoning parser, or set responses.endpoint.token_ids to true"
             )
         return self._chat.encode_answer([*dialogue.turns, Turn("assistant", completion.text)], ended)
@@ -209,12 +211,12 @@ def _read_api_key(endpoint: EndpointSpec, environment: Mapping[str, str]) -> str
     key = environment.get(endpoint.api_key_env, "").strip()
     if not key:
         raise ConfigError(
-            f"the environment variable {endpoint.api_key_env} (responses.endpoint.api_key_env) is not set where answers are "
-            "generated: set it for the Dagster process"
+            f"the environment variable {endpoint.api_key_env} (responses.endpoint.api_key_env) is not set where "
+            "answers are generated: set it for the Dagster process"
         )
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
-            f"the environment variable {endpoint.api_key_env} (responses.endpoint.api_key_env) holds characters that no key "
-            "has: expected one line of printable ASCII without spaces"
+            f"the environment variable {endpoint.api_key_env} (responses.endpoint.api_key_env) has characters that no "
+            "API key has: expected one line of printable ASCII without spaces"
         )
     return key

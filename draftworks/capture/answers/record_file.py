@@ -31,7 +31,7 @@ class RecordFile:
         identity: identity of the records; the first line holds it.
 
     Raises:
-        StoreError: the file was begun with another identity, or one of its whole lines is not a record.
+        StoreError: the file was created with another identity, or one of its whole lines is not a record.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
@@ -39,7 +39,7 @@ class RecordFile:
         self._identity = dict(identity)
         self._offsets: dict[str, int] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._seal_earlier(dict(identity))
+        self._add_missing_checksums(dict(identity))
         self._file = path.open("a+b")
         try:
             end = self._scan(dict(identity))
@@ -75,25 +75,25 @@ class RecordFile:
         starts = self._append(records)
         self._offsets.update({record["id"]: start for record, start in zip(records, starts, strict=True)})
 
-    def take_over(self, other: Path) -> int:
+    def copy_records_from(self, other: Path) -> int:
         """Append the records of another file of the same identity that are absent here, and return their number.
 
         `other` is not changed. Its size is noted in a file beside this one, so that it is not read again until it has
         grown.
 
         Raises:
-            StoreError: `other` was begun with another identity, or one of its whole lines is not a record.
+            StoreError: `other` was created with another identity, or one of its whole lines is not a record.
         """
-        noted = self._path.with_suffix(".taken.json")
-        size, known = other.stat().st_size, _read_noted_sizes(noted)
-        if known.get(str(other)) == size:
+        sizes_file = self._path.with_suffix(".taken.json")
+        size, known_sizes = other.stat().st_size, _read_noted_sizes(sizes_file)
+        if known_sizes.get(str(other)) == size:
             return 0
-        taken = {
+        copied = {
             record["id"]: record for record in _read_intact_records(other, self._identity) if record["id"] not in self
         }
-        self.extend(taken.values())
-        publish_json(noted, {**known, str(other): size})
-        return len(taken)
+        self.extend(copied.values())
+        publish_json(sizes_file, {**known_sizes, str(other): size})
+        return len(copied)
 
     def _append(self, records: Iterable[Mapping[str, Any]]) -> list[int]:
         starts = []
@@ -115,17 +115,19 @@ class RecordFile:
             record = self._parse(line, number)
             if end == 0 and record.get("identity") != identity:
                 raise StoreError(
-                    f"{self._path} was begun with other settings: expected {identity}, found {record.get('identity')}. "
-                    "Remove it, or write to another folder."
+                    f"{self._path} was created with other settings: expected {identity}, found "
+                    f"{record.get('identity')}. Remove it, or write to another folder."
                 )
             if end and is_intact(line):
                 self._offsets[record["id"]] = end
             elif end:
-                log.warning("%s, line %d: changed since it was written: it is made again", self._path, number)
+                log.warning(
+                    "%s, line %d: the record does not match its checksum, and is generated again", self._path, number
+                )
             end += len(line)
         return end
 
-    def _seal_earlier(self, identity: dict[str, Any]) -> None:
+    def _add_missing_checksums(self, identity: dict[str, Any]) -> None:
         """Add checksums to the records of a file without any. Raise StoreError if a whole line is not a record."""
         if not self._path.exists():
             return
@@ -140,7 +142,7 @@ class RecordFile:
                     if line.endswith(b"\n"):
                         file.write(seal(self._parse(line, number)))
                         records = number - 1
-        log.info("%s: its %d records are from before there were checksums, and have them now", self._path, records)
+        log.info("%s: checksums were added to its %d records, which an earlier version wrote", self._path, records)
 
     def _parse(self, line: bytes, number: int) -> dict[str, Any]:
         return _parse_record(line, self._path, number)
@@ -165,8 +167,8 @@ def _parse_record(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 def _make_damage_error(path: Path, number: int, problem: str) -> StoreError:
     return StoreError(
-        f"{path}, line {number}: {problem}: the file is damaged. Nothing was changed in it. Remove that line, "
-        "and only its record is made again, or remove the file."
+        f"{path}, line {number}: {problem}: the file is damaged, and was left unchanged. Remove that "
+        "line (only its record is then generated again), or remove the file."
     )
 
 
@@ -178,7 +180,7 @@ def _read_intact_records(path: Path, identity: Mapping[str, Any]) -> Iterator[di
             return
         found = _parse_record(first, path, 1).get("identity")
         if found != identity:
-            raise StoreError(f"{path} was begun with other settings: expected {identity}, found {found}")
+            raise StoreError(f"{path} was created with other settings: expected {identity}, found {found}")
         has_checksums = is_sealed_file(first)
         for number, line in enumerate(stream, start=2):
             if line.endswith(b"\n") and (is_intact(line) or not has_checksums):

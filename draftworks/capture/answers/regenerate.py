@@ -39,7 +39,7 @@ class RegenerateSummary:
 
     conversations: int
     resumed: int
-    losses: MissingAnswers
+    missing: MissingAnswers
     generated_tokens: int
     seconds: float
     tokens: dict[str, Any]
@@ -47,25 +47,25 @@ class RegenerateSummary:
 
 def regenerate(
     run: RegenerateRun,
-    engine: Callable[[], TargetEngine],
+    engine_factory: Callable[[], TargetEngine],
     chat: ChatTokenizer,
     progress: ProgressCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RegenerateSummary:
     """Run `regenerate_with` on a target engine.
 
-    `engine` is called once, and only if something is left to generate.
+    `engine_factory` is called once, and only if something is left to generate.
     """
 
-    def answerer() -> Answerer:
-        return EngineAnswerer(engine(), run.responses, chat, find_max_sample_length(run))
+    def make_answerer() -> Answerer:
+        return EngineAnswerer(engine_factory(), run.responses, chat, find_max_sample_length(run))
 
-    return regenerate_with(run, answerer, chat, progress, clock)
+    return regenerate_with(run, make_answerer, chat, progress, clock)
 
 
 def regenerate_with(
     run: RegenerateRun,
-    answerer: Callable[[], Answerer],
+    make_answerer: Callable[[], Answerer],
     chat: ChatTokenizer,
     progress: ProgressCallback | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -76,7 +76,7 @@ def regenerate_with(
     reason is written to `out/quarantine.jsonl`.
 
     Args:
-        answerer: called once, and only if something is left to generate.
+        make_answerer: called once, and only if something is left to generate.
         clock: time in seconds, for throughput and the remaining time.
 
     Raises:
@@ -85,11 +85,11 @@ def regenerate_with(
         StoreError: the conversations or the kept answers are unreadable.
     """
     total = sum(1 for _ in read_conversations(run.conversations))
-    with open_kept_answers(run) as partial:
-        worker = _Regeneration(run, answerer, chat, partial, total, progress, clock)
+    with open_kept_answers(run) as records:
+        worker = _Regeneration(run, make_answerer, chat, records, total, progress, clock)
         worker.run()
-        published = publish_answers(run, partial, worker.refused)
-    return RegenerateSummary(total, worker.resumed, published.losses, worker.tokens, worker.seconds, published.tokens)
+        published = publish_answers(run, records, worker.refused)
+    return RegenerateSummary(total, worker.resumed, published.missing, worker.tokens, worker.seconds, published.tokens)
 
 
 def find_max_sample_length(run: RegenerateRun) -> int:
@@ -110,24 +110,24 @@ class _Regeneration:
     def __init__(
         self,
         run: RegenerateRun,
-        answerer: Callable[[], Answerer],
+        make_answerer: Callable[[], Answerer],
         chat: ChatTokenizer,
-        partial: RecordFile,
+        records: RecordFile,
         total: int,
         progress: ProgressCallback | None,
         clock: Callable[[], float],
     ) -> None:
         self._run = run
-        self._factory = answerer
+        self._make_answerer = make_answerer
         self._answerer: Answerer | None = None
         self._chat = chat
-        self._partial = partial
+        self._records = records
         self._total = total
         self._progress = progress
         self._clock = clock
         self._max_length = find_max_sample_length(run)
         self._rendered = run.responses.endpoint is not None
-        self.resumed = sum(1 for each in read_conversations(run.conversations) if each.id in partial)
+        self.resumed = sum(1 for each in read_conversations(run.conversations) if each.id in records)
         self.refused: list[RejectedSample] = []
         self._done = self.resumed
         self._started = 0.0
@@ -136,8 +136,8 @@ class _Regeneration:
 
     def run(self) -> None:
         size = self._run.responses.batch_size
-        left = (each for each in read_conversations(self._run.conversations) if each.id not in self._partial)
-        for window in _chunks(left, WINDOW * size):
+        unanswered = (each for each in read_conversations(self._run.conversations) if each.id not in self._records)
+        for window in _split_into_chunks(unanswered, WINDOW * size):
             dialogues = sorted(self._open_dialogues(window), key=lambda each: len(each.ids))
             for finished in self._answer(dialogues, size):
                 self._keep(finished)
@@ -155,26 +155,26 @@ class _Regeneration:
         if answerer.concurrent:
             yield from ([each] for each in _run_concurrently(self._converse_alone, dialogues, size * answerer.replicas))
             return
-        for batch in _chunks(dialogues, size):
+        for batch in _split_into_chunks(dialogues, size):
             self._converse(*batch)
             yield batch
 
     def _get_answerer(self) -> Answerer:
         if self._answerer is None:
-            self._answerer = self._factory()
+            self._answerer = self._make_answerer()
             self._started = self._clock()
             self._report()
         return self._answerer
 
     def _keep(self, finished: Sequence[Dialogue]) -> None:
-        self._partial.extend(dialogue.to_record() for dialogue in finished if dialogue.refused is None)
+        self._records.extend(dialogue.to_record() for dialogue in finished if dialogue.refusal is None)
         self._done += len(finished)
-        self.tokens += sum(dialogue.generated for dialogue in finished)
+        self.tokens += sum(dialogue.num_generated for dialogue in finished)
         for dialogue in finished:
-            if dialogue.refused is not None:
-                self._note_refusal(RejectedSample(dialogue.id, dialogue.refused))
-            elif dialogue.stopped:
-                log.warning("conversation %s ends early: %s", dialogue.id, dialogue.stopped)
+            if dialogue.refusal is not None:
+                self._note_refusal(RejectedSample(dialogue.id, dialogue.refusal))
+            elif dialogue.stop_reason:
+                log.warning("conversation %s ends early: %s", dialogue.id, dialogue.stop_reason)
 
     def _note_refusal(self, refused: RejectedSample) -> None:
         """Record a refused conversation; raise DataError as soon as too many are, without answering the rest."""
@@ -195,7 +195,7 @@ class _Regeneration:
                 dialogues.append(Dialogue(conversation, self._chat, self._max_length, self._rendered))
             except DataError as error:
                 dropped.append({"id": conversation.id, "dropped": str(error)})
-        self._partial.extend(dropped)
+        self._records.extend(dropped)
         self._done += len(dropped)
         return dialogues
 
@@ -203,7 +203,7 @@ class _Regeneration:
         try:
             self._converse(dialogue)
         except CaptureError as error:
-            dialogue.refused = str(error)
+            dialogue.refusal = str(error)
 
     def _converse(self, *dialogues: Dialogue) -> None:
         """Generate all answers of these dialogues, turn by turn."""
@@ -225,19 +225,19 @@ def _run_concurrently(
     """
     waiting = iter(dialogues)
 
-    def begun(count: int) -> dict[Future[None], Dialogue]:
+    def start_next(count: int) -> dict[Future[None], Dialogue]:
         return {run_in_background(work, dialogue): dialogue for dialogue in islice(waiting, count)}
 
-    running = begun(threads)
+    running = start_next(threads)
     while running:
         for future in wait(running, return_when=FIRST_COMPLETED).done:
             dialogue = running.pop(future)
             future.result()
-            running |= begun(1)
+            running |= start_next(1)
             yield dialogue
 
 
-def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+def _split_into_chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk

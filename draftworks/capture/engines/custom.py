@@ -31,8 +31,8 @@ def load_custom_engine(
     engine = _load_entry_point(entry_point)(target, capture, device, place)
     if not isinstance(engine, TargetEngine):
         raise ConfigError(
-            f"capture.custom.entry_point {entry_point}: expected it to return a draftworks.capture.engine.TargetEngine, "
-            f"found {_describe_type(engine)}"
+            f"capture.custom.entry_point {entry_point}: expected it to return a "
+            f"draftworks.capture.engine.TargetEngine, found {_describe_type(engine)}"
         )
     return CheckedEngine(
         engine, make_engine_identity(capture), target, getattr(torch, capture.compute_dtype), entry_point
@@ -58,7 +58,7 @@ class CheckedEngine(TargetEngine):
         self.identity = identity
         self.last_hidden = find_backend(self.backend).last_hidden
         self.concurrent = engine.concurrent
-        self.tried = engine.tried
+        self.tested = engine.tested
         self.replicas = engine.replicas
         self._engine = engine
         self._target = target
@@ -73,13 +73,13 @@ class CheckedEngine(TargetEngine):
         captured = self._engine.capture(sequences, taps)
         self._require_one_each("capture", captured, sequences)
         expected = [*(tap.name for tap in taps), "last"]
-        for row, streams in zip(sequences, captured, strict=True):
+        for sequence, streams in zip(sequences, captured, strict=True):
             if set(streams) != set(expected):
                 raise self._make_contract_error(
                     f"capture: expected the streams {sorted(expected)}, found {sorted(streams)}"
                 )
             for name, stream in streams.items():
-                self._require_tensor(f"capture: stream {name}", stream, (len(row), self._target.hidden_size))
+                self._require_tensor(f"capture: stream {name}", stream, (len(sequence), self._target.hidden_size))
                 if stream.dtype != self._dtype:
                     raise self._make_contract_error(
                         f"capture: stream {name}: expected {self._dtype}, found {stream.dtype}"
@@ -89,9 +89,9 @@ class CheckedEngine(TargetEngine):
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         found = self._engine.logits(sequences)
         self._require_one_each("logits", found, sequences)
-        for row, logits in zip(sequences, found, strict=True):
-            rows = len(logits) if isinstance(logits, Tensor) and logits.dim() else 0
-            self._require_tensor("logits", logits, (min(max(rows, 1), len(row)), self._target.vocab_size))
+        for sequence, logits in zip(sequences, found, strict=True):
+            positions = len(logits) if isinstance(logits, Tensor) and logits.dim() else 0
+            self._require_tensor("logits", logits, (min(max(positions, 1), len(sequence)), self._target.vocab_size))
         return found
 
     def head_logits(self, last: Tensor) -> Tensor:
@@ -126,11 +126,11 @@ class CheckedEngine(TargetEngine):
     def close(self) -> None:
         self._engine.close()
 
-    def _require_one_each(self, method: str, found: Any, rows: Sequence[Any]) -> None:
-        if not isinstance(found, list) or len(found) != len(rows):
-            count = f"{len(found)} of them" if isinstance(found, list) else _describe_type(found)
+    def _require_one_each(self, method: str, found: Any, inputs: Sequence[Any]) -> None:
+        if not isinstance(found, list) or len(found) != len(inputs):
+            count = f"{len(found)} entries" if isinstance(found, list) else _describe_type(found)
             raise self._make_contract_error(
-                f"{method}: expected a list with one entry for each of {len(rows)} rows, found {count}"
+                f"{method}: expected a list with one entry for each of {len(inputs)} sequences, found {count}"
             )
 
     def _require_tensor(self, what: str, found: Any, shape: tuple[int, ...]) -> None:
@@ -143,7 +143,9 @@ class CheckedEngine(TargetEngine):
             )
 
     def _make_contract_error(self, what: str) -> EngineError:
-        return EngineError(f"the engine of {self._name} is not as draftworks.capture.engine.TargetEngine says: {what}")
+        return EngineError(
+            f"the engine of {self._name} breaks the contract of draftworks.capture.engine.TargetEngine: {what}"
+        )
 
 
 def _load_entry_point(entry_point: str) -> Callable[..., Any]:

@@ -114,19 +114,19 @@ def generate(
     results = [Generated((), finished=False)] * len(prompts)
     by_length = sorted((i for i, p in enumerate(prompts) if len(p) < max_total), key=lambda i: len(prompts[i]))
     for start in range(0, len(by_length), sampling.batch_size):
-        chosen = by_length[start : start + sampling.batch_size]
-        rows = [
+        indices = by_length[start : start + sampling.batch_size]
+        decodings = [
             _Decoding(
                 i,
                 min(sampling.max_new_tokens, max_total - len(prompts[i])),
                 draw_uniforms(sampling, sample_ids[i], turn),
             )
-            for i in chosen
+            for i in indices
         ]
-        decoder = _Decoder(model, [prompts[i] for i in chosen], rows, sampling, ends)
+        decoder = _Decoder(model, [prompts[i] for i in indices], decodings, sampling, ends)
         decoder.run()
-        for row in rows:
-            results[row.index] = Generated(tuple(row.ids), row.finished)
+        for decoding in decodings:
+            results[decoding.index] = Generated(tuple(decoding.ids), decoding.finished)
     return results
 
 
@@ -178,7 +178,7 @@ class _Decoding:
     """State of one prompt's response while it is decoded.
 
     Attributes:
-        index: of the prompt among all prompts.
+        index: index of the prompt among all prompts.
         limit: largest number of new tokens.
         uniforms: random numbers, one per new token; empty for greedy decoding.
     """
@@ -205,15 +205,15 @@ class _Decoder:
         self,
         model: PreTrainedModel,
         prompts: Sequence[Sequence[int]],
-        rows: Sequence[_Decoding],
+        decodings: Sequence[_Decoding],
         sampling: ResponseSpec,
         ends: frozenset[int],
     ) -> None:
         self._model = model
         self._sampling = sampling
         self._ends = ends
-        self._rows = list(rows)
-        self._alive = [True] * len(rows)
+        self._decodings = list(decodings)
+        self._alive = [True] * len(decodings)
         self._cache = make_growing_cache(model)
         width = max(len(prompt) for prompt in prompts)
         self._ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # (B, S), later (B, 1)
@@ -229,8 +229,8 @@ class _Decoder:
         while any(self._alive):
             tokens = self._step()
             self._alive = [
-                alive and row.take(token, self._ends)
-                for row, alive, token in zip(self._rows, self._alive, tokens.tolist(), strict=True)
+                alive and decoding.take(token, self._ends)
+                for decoding, alive, token in zip(self._decodings, self._alive, tokens.tolist(), strict=True)
             ]
             self._advance(tokens)
 
@@ -250,7 +250,7 @@ class _Decoder:
     def _collect_uniforms(self) -> Tensor | None:
         if self._sampling.temperature == 0:
             return None
-        numbers = [row.uniforms[min(len(row.ids), len(row.uniforms) - 1)] for row in self._rows]
+        numbers = [each.uniforms[min(len(each.ids), len(each.uniforms) - 1)] for each in self._decodings]
         return torch.tensor(numbers, dtype=torch.float64)
 
     def _advance(self, tokens: Tensor) -> None:
@@ -264,7 +264,7 @@ class _Decoder:
 
     def _compact(self) -> None:
         keep = torch.tensor([index for index, alive in enumerate(self._alive) if alive])
-        self._rows = [self._rows[index] for index in keep.tolist()]
+        self._decodings = [self._decodings[index] for index in keep.tolist()]
         self._alive = [True] * len(keep)
         self._cache.reorder_cache(cast(torch.LongTensor, keep.to(self._model.device)))
         self._ids, self._mask, self._position = self._ids[keep], self._mask[keep], self._position[keep]

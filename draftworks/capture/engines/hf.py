@@ -58,7 +58,7 @@ class HFTargetEngine(TargetEngine):
         padded = self._pad(sequences)
         with self._tap(taps) as streams:
             streams["last"] = self.model.base_model(**padded, use_cache=False).last_hidden_state  # (B, S, H)
-        lengths = [len(row) for row in sequences]
+        lengths = [len(ids) for ids in sequences]
         # (B, S, H) to (length, H) for each sequence
         return [
             {name: stream[index, :length].to("cpu", copy=True) for name, stream in streams.items()}
@@ -68,7 +68,7 @@ class HFTargetEngine(TargetEngine):
     @torch.inference_mode()
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         logits = self.model(**self._pad(sequences), use_cache=False).logits  # (B, S, V)
-        return [logits[index, : len(row)].cpu() for index, row in enumerate(sequences)]  # (length, V) each
+        return [logits[index, : len(ids)].cpu() for index, ids in enumerate(sequences)]  # (length, V) each
 
     @torch.inference_mode()
     def head_logits(self, last: Tensor) -> Tensor:
@@ -94,12 +94,12 @@ class HFTargetEngine(TargetEngine):
         """
         embeddings = cast(nn.Embedding, self.model.get_input_embeddings())
         check_sequences(sequences, self._context, embeddings.num_embeddings)
-        lengths = [len(row) for row in sequences]
-        ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+        lengths = [len(ids) for ids in sequences]
+        ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)  # (B, S)
         mask = torch.zeros_like(ids)
-        for index, row in enumerate(sequences):
-            ids[index, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
-            mask[index, : len(row)] = 1
+        for index, sequence in enumerate(sequences):
+            ids[index, : len(sequence)] = torch.as_tensor(sequence, dtype=torch.int64)
+            mask[index, : len(sequence)] = 1
         return {"input_ids": ids.to(self.model.device), "attention_mask": mask.to(self.model.device)}
 
     @contextmanager
@@ -163,12 +163,12 @@ def find_decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         ConfigError: there is none, or several at the same depth.
     """
     count = model.config.get_text_config().num_hidden_layers
-    found = [
+    candidates = [
         (name.count("."), name, module)
         for name, module in model.base_model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
-    nearest = [entry for entry in found if entry[0] == min(depth for depth, _, _ in found)]
+    nearest = [entry for entry in candidates if entry[0] == min(depth for depth, _, _ in candidates)]
     if len(nearest) != 1:
         names = [name for _, name, _ in nearest]
         raise ConfigError(

@@ -30,8 +30,8 @@ class BalancedHost(SGLangHost):
         hosts: the servers; `close` closes them.
         spool: folder where the hidden states of all servers are found: the one they write to, or one on the same disk.
         max_outstanding: largest number of requests that one server has at a time.
-        mends: whether the hosts' own `revive` restarts a server that has ended. It is then called for a server that
-            failed too often, while the others go on, and for all servers when none is left.
+        can_restart: whether the hosts' own `revive` restarts a server that has ended. It is then called for a server
+            that failed too often, while the others go on, and for all servers when none is left.
         new_breaker: makes the circuit breaker of each server.
 
     Raises:
@@ -43,7 +43,7 @@ class BalancedHost(SGLangHost):
         hosts: Sequence[SGLangHost],
         spool: Path,
         max_outstanding: int,
-        mends: bool,
+        can_restart: bool,
         new_breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
     ) -> None:
         self.layer_ids = _require_common_layers(hosts)
@@ -52,14 +52,14 @@ class BalancedHost(SGLangHost):
         self.version = next((host.version for host in hosts if host.version not in SGLANG_VERSIONS), hosts[0].version)
         self.client = _BalancedClient(self)
         self._hosts = tuple(hosts)
-        self._restarts = mends
+        self._can_restart = can_restart
         self._closing = False
         named = {f"server {number} of {len(hosts)}": host for number, host in enumerate(hosts, start=1)}
         self._balancer = LoadBalancer(named, max_outstanding, new_breaker, self._note_open)
         self._lock = threading.RLock()
         self._restarting: dict[SGLangHost, Future[DraftworksError | None]] = {}
 
-    def members(self) -> Sequence[SGLangHost]:
+    def list_members(self) -> Sequence[SGLangHost]:
         return self._hosts
 
     @property
@@ -73,7 +73,7 @@ class BalancedHost(SGLangHost):
             EngineError: the engine was closed; and the errors of `LoadBalancer.run`.
         """
         if self._closing:
-            raise EngineError("SGLang is no longer ours to ask: the engine was closed")
+            raise EngineError("SGLang cannot be used any more: the engine was closed")
         shares = balance([len(request.input_ids) for request in requests], self.replicas)
         if len(shares) == 1:
             return self._generate(requests)
@@ -88,30 +88,30 @@ class BalancedHost(SGLangHost):
     def revive(self, error: EngineError) -> None:
         """Make the servers usable after all of them failed and the caller has waited.
 
-        Servers that Draftworks started are started again, and this method waits for them; external ones are only made
+        Servers that Draftworks started are restarted, and this method waits for them; external ones are only made
         available for requests again.
 
         Raises:
-            EngineError: none of the servers could be started again.
+            EngineError: none of the servers could be restarted.
         """
-        if not self._restarts:
-            log.warning("%s\nTrying all of them again", error)
+        if not self._can_restart:
+            log.warning("%s\nTrying all servers again", error)
             self._balancer.reopen()
             return
         with self._lock:
             if self._balancer.has_sound_server:
                 return  # since the failed request, a server has come back or answered others
-            mending = [future for host in self._hosts if (future := self._begin_restart(host, error)) is not None]
-        failures = [failure for future in mending if (failure := future.result()) is not None]
-        if len(failures) == len(mending):
+            restarts = [future for host in self._hosts if (future := self._begin_restart(host, error)) is not None]
+        failures = [failure for future in restarts if (failure := future.result()) is not None]
+        if len(failures) == len(restarts):
             reasons = "\n".join(f"  {failure}" for failure in failures) or "  the engine was closed"
-            raise EngineError(f"none of {self.replicas} servers could be started again:\n{reasons}")
+            raise EngineError(f"none of {self.replicas} servers could be restarted:\n{reasons}")
 
     def close(self) -> None:
         with self._lock:
             self._closing = True
-            mending = tuple(self._restarting.values())
-        close_all(self._hosts, mending)
+            restarts = tuple(self._restarting.values())
+        close_all(self._hosts, restarts)
 
     def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         def ask(host: SGLangHost) -> list[Generation]:
@@ -123,7 +123,7 @@ class BalancedHost(SGLangHost):
         return self._balancer.run(ask, len(requests))
 
     def _note_open(self, host: SGLangHost, error: EngineError) -> None:
-        if self._restarts:
+        if self._can_restart:
             self._begin_restart(host, error)
 
     def _begin_restart(self, host: SGLangHost, error: EngineError) -> Future[DraftworksError | None] | None:
@@ -140,16 +140,16 @@ class BalancedHost(SGLangHost):
             return self._restarting[host]
 
     def _restart(self, host: SGLangHost, error: EngineError) -> DraftworksError | None:
-        came_back = False
+        restarted = False
         try:
             host.revive(error)
-            came_back = True
+            restarted = True
         except DraftworksError as failure:
-            log.error("a server could not be started again: %s", failure)
+            log.error("a server could not be restarted: %s", failure)
             return failure
         finally:
             with self._lock:  # together: no thread may see the server as neither usable nor being restarted
-                if came_back:
+                if restarted:
                     self._balancer.reopen(host)
                 self._balancer.release(host)
                 del self._restarting[host]
@@ -203,11 +203,11 @@ def _move_parts(source: Path, spool: Path, request_ids: Sequence[str]) -> None:
 
 
 def _require_common_layers(hosts: Sequence[SGLangHost]) -> tuple[int, ...]:
-    found = {host.layer_ids for host in hosts}
-    if len(found) > 1:
+    layer_ids = {host.layer_ids for host in hosts}
+    if len(layer_ids) > 1:
         each = "; ".join(f"{host.client.url}: {list(host.layer_ids)}" for host in hosts)
         raise EngineError(
-            f"servers that share the work have to capture the same layers, found {each}. Start all of them with the same "
-            "--return-aux-hidden-state-layer-ids"
+            f"servers that share the work have to capture the same layers, found {each}. Start all of them with the "
+            "same --return-aux-hidden-state-layer-ids"
         )
-    return found.pop()
+    return layer_ids.pop()

@@ -32,7 +32,7 @@ PREFILL_ONLY = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 """Sampling parameters of a capture: SGLang requires at least one new token, which costs no second forward pass."""
 EMBEDDINGS = LayerTap(0)
 _LONGEST_WAIT_S = 30.0
-_MORE_ATTEMPTS = 4
+_EXTRA_ATTEMPTS = 4
 """Additional attempts after errors that pass without a revival of the server."""
 
 log = logging.getLogger(__name__)
@@ -77,15 +77,15 @@ class SGLangEngine(TargetEngine):
         self._reviving = threading.Lock()
         self._revivals = 0
         self._closed = False
-        self.tried = host.version in SGLANG_VERSIONS
+        self.tested = host.version in SGLANG_VERSIONS
         self.replicas = host.replicas
 
     @property
     def where(self) -> str:
         return f"SGLang at {self.url}" if isinstance(self._host.client, SGLangClient) else "SGLang in this process"
 
-    def members(self) -> tuple[SGLangEngine, ...]:
-        hosts = self._host.members()
+    def list_members(self) -> tuple[SGLangEngine, ...]:
+        hosts = self._host.list_members()
         if len(hosts) == 1:
             return (self,)
         readers = (self._read_head, self._read_embedding)
@@ -149,14 +149,14 @@ class SGLangEngine(TargetEngine):
             if not prompt:
                 raise CaptureError(f"sample {sample_id}: the prompt of turn {turn} is empty")
         room = min(max_total, self._target.context)
-        asked = [index for index, prompt in enumerate(prompts) if len(prompt) < room]
-        check_sequences([prompts[index] for index in asked], room, self._target.vocab_size)
+        fitting = [index for index, prompt in enumerate(prompts) if len(prompt) < room]
+        check_sequences([prompts[index] for index in fitting], room, self._target.vocab_size)
         parameters = [
             build_sampling_parameters(sampling, f"{turn}/{sample_ids[index]}", room - len(prompts[index]), end_ids)
-            for index in asked
+            for index in fitting
         ]
         results = [Generated((), finished=False)] * len(prompts)
-        for index, answer in zip(asked, self._generate([prompts[i] for i in asked], parameters), strict=True):
+        for index, answer in zip(fitting, self._generate([prompts[i] for i in fitting], parameters), strict=True):
             results[index] = Generated(answer.output_ids, finished=answer.finish == "stop")
         return results
 
@@ -172,7 +172,9 @@ class SGLangEngine(TargetEngine):
             )
         if tap.to_layer_output() not in self._host.layer_ids:
             served = [LayerTap.from_layer_output(layer).name for layer in self._host.layer_ids]
-            raise CaptureError(f"tap {tap.name} is not among those the server captures: {', '.join(served) or 'none'}")
+            raise CaptureError(
+                f"tap {tap.name} is not among those that the server captures: {', '.join(served) or 'none'}"
+            )
         return self._host.layer_ids.index(tap.to_layer_output())
 
     def _look_up_embeddings(self, part: Part) -> Tensor:
@@ -182,20 +184,20 @@ class SGLangEngine(TargetEngine):
             self._embedding = self._read_embedding()
         return self._embedding[part.input_ids].to(part.last.dtype)  # (S,) to (S, H)
 
-    def _capture_parts(self, rows: Sequence[Sequence[int]], with_logits: bool = False) -> list[Part]:
+    def _capture_parts(self, sequences: Sequence[Sequence[int]], with_logits: bool = False) -> list[Part]:
         """Return the checked hidden states of every sequence."""
-        check_sequences(rows, self._target.context, self._target.vocab_size)
+        check_sequences(sequences, self._target.context, self._target.vocab_size)
         taps = tuple(LayerTap.from_layer_output(layer).hf_index for layer in self._host.layer_ids)
         expected = CaptureConfig(taps, self._target.hidden_size, str(self._dtype).removeprefix("torch."))
 
         def attempt() -> list[Part]:
-            requests = [GenerateRequest(new_request_id(with_logits), row, PREFILL_ONLY) for row in rows]
+            requests = [GenerateRequest(new_request_id(with_logits), ids, PREFILL_ONLY) for ids in sequences]
             spool = self._host.spool
             try:
                 answers = self._host.client.generate(requests)
                 return [
-                    require_whole_part(take_parts(spool, request.request_id), row, answer.cached_tokens, expected)
-                    for request, row, answer in zip(requests, rows, answers, strict=True)
+                    require_whole_part(take_parts(spool, request.request_id), ids, answer.cached_tokens, expected)
+                    for request, ids, answer in zip(requests, sequences, answers, strict=True)
                 ]
             finally:
                 discard_parts(spool, [request.request_id for request in requests])
@@ -218,32 +220,32 @@ class SGLangEngine(TargetEngine):
             CaptureError: the server aborted the request in the last attempt.
             EngineError: the last attempt failed, or an attempt failed with an error that is not worth another one.
         """
-        begun = 0
+        revivals_before = 0
 
-        def noted() -> Result:
-            nonlocal begun
-            begun = self._revivals
+        def run_attempt() -> Result:
+            nonlocal revivals_before
+            revivals_before = self._revivals
             return attempt()
 
         retrying = Retrying(
-            stop=self._has_tried_enough,
+            stop=self._should_stop,
             wait=wait_exponential(max=_LONGEST_WAIT_S),
             retry=retry_if_exception(lambda error: _is_worth_retrying(error) and not self._closed),
-            before_sleep=lambda state: self._revive(state, begun),
+            before_sleep=lambda state: self._revive(state, revivals_before),
             reraise=True,
         )
         try:
-            return retrying(noted)
+            return retrying(run_attempt)
         except AbortedRequestError as error:
             raise CaptureError(f"{error} ({self._attempts} times)") from error
 
-    def _has_tried_enough(self, state: RetryCallState) -> bool:
+    def _should_stop(self, state: RetryCallState) -> bool:
         """Return whether to stop; a busy server, or one with a full disk, gets more attempts than one that is gone."""
         error = state.outcome.exception() if state.outcome else None
         waits = isinstance(error, PassingTroubleError) and not isinstance(error, AbortedRequestError)
-        return state.attempt_number >= self._attempts + (_MORE_ATTEMPTS if waits else 0)
+        return state.attempt_number >= self._attempts + (_EXTRA_ATTEMPTS if waits else 0)
 
-    def _revive(self, state: RetryCallState, begun: int) -> None:
+    def _revive(self, state: RetryCallState, revivals_before: int) -> None:
         """Revive the server unless another thread has done so since the failed attempt began.
 
         After an error that passes by itself, nothing is revived.
@@ -253,7 +255,7 @@ class SGLangEngine(TargetEngine):
             log.warning("%s. Trying again", error)
             return
         with self._reviving:
-            if isinstance(error, EngineError) and self._revivals == begun:
+            if isinstance(error, EngineError) and self._revivals == revivals_before:
                 self._host.revive(error)
                 self._revivals += 1
 
@@ -263,11 +265,11 @@ def _is_worth_retrying(error: BaseException) -> bool:
     return isinstance(error, EngineError) and not isinstance(error, UnsoundEngineError)
 
 
-def require_whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens: int, expected: CaptureConfig) -> Part:
+def require_whole_part(parts: Sequence[Part], ids: Sequence[int], cached_tokens: int, expected: CaptureConfig) -> Part:
     """Return the only part, after checking that it holds the hidden states of every position of a sequence.
 
     Args:
-        row: token ids of the sequence.
+        ids: token ids of the sequence.
         expected: all streams that the server captures, side by side in a part: `taps` (S, k * H), `last` (S, H).
 
     Raises:
@@ -278,33 +280,33 @@ def require_whole_part(parts: Sequence[Part], row: Sequence[int], cached_tokens:
     """
     if not parts:
         raise PassingTroubleError(
-            f"SGLang wrote no hidden states of a row of {len(row)} tokens: expected a file from its forward hook. Is the "
-            "hook loaded, the spool the one it writes to, and is there room on its disk?"
+            f"SGLang wrote no hidden states for a sequence of {len(ids)} tokens: expected a file from its forward "
+            "hook. Check that the hook is loaded, that it writes to this spool, and that the disk has space left"
         )
     if cached_tokens or parts[0].start:
         raise CaptureError(
-            f"SGLang took {cached_tokens or parts[0].start} of a row's {len(row)} tokens from its prefix cache and has no "
-            "hidden states of them. Start the server with --disable-radix-cache"
+            f"SGLang took {cached_tokens or parts[0].start} of a sequence's {len(ids)} tokens from its prefix cache "
+            "and has no hidden states of them. Start the server with --disable-radix-cache"
         )
-    if len(parts) > 1 or len(parts[0].input_ids) != len(row):
+    if len(parts) > 1 or len(parts[0].input_ids) != len(ids):
         lengths = [len(part.input_ids) for part in parts]
         raise CaptureError(
-            f"SGLang computed a row of {len(row)} tokens in chunks of {lengths}, and loses hidden states between them. "
-            "Start the server with --chunked-prefill-size -1"
+            f"SGLang computed a sequence of {len(ids)} tokens in chunks of {lengths}, and loses hidden states between "
+            "them. Start the server with --chunked-prefill-size -1"
         )
     part = parts[0]
-    if part.input_ids.tolist() != list(row):
-        raise CaptureError(f"SGLang computed other tokens than the {len(row)} it was asked for")
-    if len(part.taps) != len(row) or len(part.last) != len(row):
+    if part.input_ids.tolist() != list(ids):
+        raise CaptureError(f"SGLang computed other token ids than the {len(ids)} that were sent")
+    if len(part.taps) != len(ids) or len(part.last) != len(ids):
         raise CaptureError(
-            f"expected {len(row)} rows, one per token, found {len(part.taps)} and {len(part.last)} (last)"
+            f"expected hidden states of {len(ids)} positions, found {len(part.taps)} (taps) and {len(part.last)} (last)"
         )
     for name, found, width in (("taps", part.taps, expected.aux_width), ("last", part.last, expected.hidden_size)):
         dtype = str(found.dtype).removeprefix("torch.")
         if (found.shape[1], dtype) != (width, expected.dtype):
             raise UnsoundEngineError(
-                f"SGLang wrote {name} of {found.shape[1]} columns in {dtype}, expected {width} in {expected.dtype}: of "
-                f"{', '.join(expected.names)}, {expected.hidden_size} each"
+                f"SGLang wrote {name} with {found.shape[1]} columns in {dtype}, expected {width} in {expected.dtype} "
+                f"({', '.join(expected.names)}, {expected.hidden_size} each)"
             )
     return part
 

@@ -50,7 +50,7 @@ class SGLangHost(ABC, Generic[Client]):
     spool: Path
     layer_ids: tuple[int, ...]
 
-    def members(self) -> Sequence[SGLangHost]:
+    def list_members(self) -> Sequence[SGLangHost]:
         """Return the servers as single hosts."""
         return (self,)
 
@@ -77,7 +77,7 @@ class ManagedHost(SGLangHost[SGLangClient]):
         self._server = SGLangServer(python, options, folder, sglang.start_timeout_s, sglang.grace_s)
         self.spool = options.spool
         self.layer_ids = options.layer_ids
-        self._opened: SGLangClient | None = None
+        self._open_client: SGLangClient | None = None
 
     def start(self) -> ManagedHost:
         """Start the server and return when it serves.
@@ -90,7 +90,7 @@ class ManagedHost(SGLangHost[SGLangClient]):
         self._server.start()
         self.version = self._server.version
         log.info("SGLang serves at %s, process %s", self._server.url, self._server.pid)
-        self.client = self._opened = SGLangClient(self._server.url, self._sglang.request_timeout_s)
+        self.client = self._open_client = SGLangClient(self._server.url, self._sglang.request_timeout_s)
         return self
 
     @property
@@ -100,17 +100,17 @@ class ManagedHost(SGLangHost[SGLangClient]):
     def revive(self, error: EngineError) -> None:
         state = "hangs" if self._server.is_running() else "has ended"
         log.warning(
-            "%s\nSGLang %s and is started again. The end of its log:\n%s", error, state, self._server.read_log_tail()
+            "%s\nSGLang %s and is restarted. The end of its log:\n%s", error, state, self._server.read_log_tail()
         )
         self._server.stop()
         self.start()
 
     def close(self) -> None:
         if self._server.pid is not None:
-            log.info("SGLang is ended. The end of its log:\n%s", self._server.read_log_tail())
+            log.info("stopping SGLang. The end of its log:\n%s", self._server.read_log_tail())
         self._server.stop()  # first: closing the client would not wake threads that wait for an answer
-        if self._opened is not None:
-            self._opened.close()
+        if self._open_client is not None:
+            self._open_client.close()
         shutil.rmtree(self.spool, ignore_errors=True)
 
 
@@ -145,7 +145,7 @@ class EmbeddedHost(SGLangHost[EmbeddedSGLang]):
         if options.layer_ids:
             require_capturing(self.version, f"this Python, {sys.executable},")
         self.client = self._make_client()
-        self._handler_before = signal.signal(signal.SIGQUIT, self._note_failure)
+        self._previous_handler = signal.signal(signal.SIGQUIT, self._note_failure)
         try:
             self._start()
         except BaseException:
@@ -153,7 +153,7 @@ class EmbeddedHost(SGLangHost[EmbeddedSGLang]):
             raise
 
     def revive(self, error: EngineError) -> None:
-        log.warning("%s\nSGLang is started again", error)
+        log.warning("%s\nSGLang is restarted", error)
         self.client.close()
         self.client = self._make_client()
         self._start()
@@ -161,11 +161,11 @@ class EmbeddedHost(SGLangHost[EmbeddedSGLang]):
     def close(self) -> None:
         self.client.close()
         shutil.rmtree(self.spool, ignore_errors=True)
-        signal.signal(signal.SIGQUIT, self._handler_before)
+        signal.signal(signal.SIGQUIT, self._previous_handler)
 
     def _make_client(self) -> EmbeddedSGLang:
-        waits = (self._sglang.start_timeout_s, self._sglang.request_timeout_s, self._sglang.grace_s)
-        return EmbeddedSGLang(self._options, *waits)
+        timeouts = (self._sglang.start_timeout_s, self._sglang.request_timeout_s, self._sglang.grace_s)
+        return EmbeddedSGLang(self._options, *timeouts)
 
     def _start(self) -> None:
         shutil.rmtree(self.spool, ignore_errors=True)

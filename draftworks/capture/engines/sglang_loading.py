@@ -54,7 +54,7 @@ def load_sglang_engine(
     """
     if place is None:
         raise ConfigError(
-            f"capture backend {capture.backend} needs a folder for its files: call load_engine with a place"
+            f"capture backend {capture.backend} needs a folder for its files: pass `place` to load_engine"
         )
     if capture.backend == "sglang":
         require_sglang_here()
@@ -86,7 +86,7 @@ def _connect_external(
             )
         if len(hosts) == 1:
             return hosts[0]
-        return BalancedHost(hosts, hosts[0].spool, capture.server.max_outstanding, mends=False)
+        return BalancedHost(hosts, hosts[0].spool, capture.server.max_outstanding, can_restart=False)
     except BaseException:
         for host in hosts:
             host.close()
@@ -163,12 +163,12 @@ def start_replicas(options: ServerOptions, count: int, max_outstanding: int, pla
     """
     folder = place.folder.resolve()
 
-    def made(number: int) -> ManagedHost:
+    def make_host(number: int) -> ManagedHost:
         first_gpu = (place.local_rank * count + number) * options.gpus
         own = replace(options, spool=folder / f"server{number}" / "spool", first_gpu=first_gpu)
         return ManagedHost(Path(place.sglang.python), own, folder / f"server{number}", place.sglang)
 
-    hosts = [made(number) for number in range(count)]
+    hosts = [make_host(number) for number in range(count)]
     starting: list[Future[ManagedHost]] = []
     try:
         starting.extend(run_in_background(host.start) for host in hosts)
@@ -177,12 +177,12 @@ def start_replicas(options: ServerOptions, count: int, max_outstanding: int, pla
     except BaseException:
         close_all(hosts, starting)
         raise
-    return BalancedHost(hosts, options.spool, max_outstanding, mends=True)
+    return BalancedHost(hosts, options.spool, max_outstanding, can_restart=True)
 
 
 def require_plain_embeddings(target: TargetFiles) -> None:
     """Raise CaptureError unless `hidden_states[0]` of transformers are unchanged rows of the target's input matrix."""
-    refused = f"target {target.name}: tap hf0, the embeddings, cannot be captured with this backend"
+    problem = f"target {target.name}: tap hf0, the embeddings, cannot be captured with this backend"
     advice = "Capture with backend hf, or choose other layers"
     try:
         config = AutoConfig.from_pretrained(target.model, revision=target.revision or "main", trust_remote_code=False)
@@ -191,11 +191,12 @@ def require_plain_embeddings(target: TargetFiles) -> None:
         plain = has_plain_embeddings(model)
     except (ConfigError, OSError, ValueError, RuntimeError, TypeError) as error:
         raise CaptureError(
-            f"{refused}: what the model does to them cannot be found out: {type(error).__name__}: {error}. {advice}"
+            f"{problem}: running the model's code up to its first layer failed: {type(error).__name__}: {error}. "
+            f"{advice}"
         ) from error
     if not plain:
         raise CaptureError(
-            f"{refused}: {type(model).__name__} does more to them than to look them up (a scale, a norm). {advice}"
+            f"{problem}: {type(model).__name__} changes them after the look-up (by a scale or a norm). {advice}"
         )
 
 

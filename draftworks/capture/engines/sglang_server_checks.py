@@ -66,16 +66,16 @@ def probe_server(engine: TargetEngine, client: SGLangClient, target: TargetFiles
     expected, found = _tokenize_probe(target), client.tokenize(PROBE_TEXT)
     if expected != found:
         raise EngineError(
-            f"{where}: its tokenizer gives {found[:8]}… for {PROBE_TEXT[:12]!r}…, that of the registry ({target.tokenizer}) "
-            f"{expected[:8]}…"
+            f"{where}: its tokenizer gives {found[:8]}… for {PROBE_TEXT[:12]!r}…, that of the registry "
+            f"({target.tokenizer}) {expected[:8]}…"
         )
     if not captures:
         return
-    row = [(7919 * (index + 1)) % target.vocab_size for index in range(min(PROBE_TOKENS, target.context))]
+    sequence = [(7919 * (index + 1)) % target.vocab_size for index in range(min(PROBE_TOKENS, target.context))]
     try:
-        engine.capture([row], [])
-        again = engine.capture([row], [])[0]  # now a prefix could come from the cache
-        check_head(engine, ["probe"], [row], [again["last"]])
+        engine.capture([sequence], [])
+        repeated = engine.capture([sequence], [])[0]  # now a prefix could come from the cache
+        check_head(engine, ["probe"], [sequence], [repeated["last"]])
     except CaptureError as error:
         raise EngineError(f"{where}: {error}") from error
 
@@ -83,11 +83,12 @@ def probe_server(engine: TargetEngine, client: SGLangClient, target: TargetFiles
 def _find_model_problems(info: ServerInfo, target: TargetFiles, capture: CaptureSpec) -> list[str]:
     problems = []
     expected = capture.server.model or target.model
-    if not _same_model(info.model, expected):
+    if not _is_same_model(info.model, expected):
         started = f" (it was started with {info.started_with})" if info.started_with != info.model else ""
         problems.append(
-            f"it serves the model {info.model}{started}, expected {expected}. If that is the same under another name, say so "
-            "in capture.server.model: what it captures is compared with the registry's weights all the same"
+            f"it serves the model {info.model}{started}, expected {expected}. If it is the same model under another "
+            "name, set capture.server.model to that name; what it captures is still compared with the registry's "
+            "weights"
         )
     elif capture.server.model is None and info.revision != target.revision:
         problems.append(f"it serves revision {info.revision}, expected {target.revision}: --revision {target.revision}")
@@ -100,8 +101,8 @@ def _find_model_problems(info: ServerInfo, target: TargetFiles, capture: Capture
     }
     for name, value in undeclared.items():
         problems.append(
-            f"it runs with {name} {value}, which changes its numbers: start it without, or make it part of what is captured by "
-            f"capture.server.args: [{name}, {value}]"
+            f"it runs with {name} {value}, which changes its numerical results: start it without that argument, or "
+            f"make it part of the feature keys by capture.server.args: [{name}, {value}]"
         )
     return problems
 
@@ -111,30 +112,32 @@ def _find_capture_problems(info: ServerInfo, spool: Path, layer_ids: tuple[int, 
     if info.radix_cache:
         problems.append("its prefix cache is on, and a cached prefix has no hidden states: --disable-radix-cache")
     if info.chunked_prefill:
-        problems.append("it cuts long prompts into chunks and loses rows between them: --chunked-prefill-size -1")
+        problems.append(
+            "it cuts long prompts into chunks and loses hidden states between them: --chunked-prefill-size -1"
+        )
     if info.attention_dp > 1:
         problems.append(
-            f"it has {info.attention_dp} groups of attention data parallelism, and only the first rank of all writes hidden "
-            "states: start it without --attn-dp-size and --enable-dp-attention"
+            f"it has {info.attention_dp} groups of attention data parallelism, and only the first rank of all writes "
+            "hidden states: start it without --attn-dp-size and --enable-dp-attention"
         )
     lacking = sorted(set(layer_ids) - set(info.layer_ids or ()))
     if lacking:
         problems.append(
             f"it captures the layers {list(info.layer_ids or ())}, expected {list(layer_ids)} among them: "
-            f"--enable-return-aux-hidden-states --speculative-algorithm {convention} --return-aux-hidden-state-layer-ids "
-            + " ".join(map(str, layer_ids))
+            f"--enable-return-aux-hidden-states --speculative-algorithm {convention} "
+            "--return-aux-hidden-state-layer-ids " + " ".join(map(str, layer_ids))
         )
     if info.spool is None or info.spool.resolve() != spool.resolve():
         problems.append(
-            f"its hook writes to {info.spool or 'nowhere: it has not loaded it'}, expected {spool}: "
+            f"its hook writes to {info.spool or 'nowhere (it is not loaded)'}, expected {spool}: "
             f"--forward-hooks '{format_hook_option(spool)}', with the package draftworks on its PYTHONPATH"
         )
     if not spool.is_dir():
-        problems.append(f"the folder capture.server.spool, {spool}, is not there: create it")
+        problems.append(f"the folder capture.server.spool, {spool}, does not exist: create it")
     return problems
 
 
-def _same_model(found: str, expected: str) -> bool:
+def _is_same_model(found: str, expected: str) -> bool:
     return found == expected or (Path(expected).is_dir() and Path(found).resolve() == Path(expected).resolve())
 
 

@@ -57,11 +57,11 @@ class ProbeReport:
         if not self.differences:
             return left
         worst = max(self.differences, key=lambda name: self.differences[name] / self.allowed[name])
-        told = (
-            f"{', '.join(self.differences)} as the target's own weights give them: {worst} differs most, by "
-            f"{self.differences[worst]:.2g} of its size where {self.allowed[worst]:.2g} is allowed"
+        compared = (
+            f"{', '.join(self.differences)} agree with the target's own weights: {worst} differs most, by "
+            f"{self.differences[worst]:.2g} of its size (allowed: {self.allowed[worst]:.2g})"
         )
-        return f"{told}; {left}" if self.not_compared else told
+        return f"{compared}; {left}" if self.not_compared else compared
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for the capture's report and the metadata of its check."""
@@ -92,7 +92,7 @@ class EngineProbe:
     def __init__(self, run: CaptureRun, tokens: Sequence[TokenRow]) -> None:
         self._target = run.target
         self._capture = run.capture
-        self._rows = choose_probe_prompts(tokens)
+        self._prompts = choose_probe_prompts(tokens)
         self._taps = tuple(LayerTap(k) for k in sorted(set(run.taps)))
         self._config = CaptureConfig(
             tuple(tap.hf_index for tap in self._taps), run.target.hidden_size, run.capture.compute_dtype
@@ -119,8 +119,8 @@ class EngineProbe:
             return self._report_unprobed(f"its layers cannot be run here: {type(error).__name__}: {error}", engine)
         if not reference.compared:
             return self._report_unprobed(reference.reason, engine)
-        findings = [finding for each in engine.members() for finding in self._compare_streams(each, reference)]
-        worst = {name: max((f for f in findings if f.name == name), key=_excess) for name in reference.compared}
+        findings = [finding for each in engine.list_members() for finding in self._compare_streams(each, reference)]
+        worst = {name: max((f for f in findings if f.name == name), key=_measure_excess) for name in reference.compared}
         left = tuple(name for name in self._config.names if name not in reference.compared)
         report = ProbeReport(
             {name: finding.difference for name, finding in worst.items()},
@@ -137,16 +137,17 @@ class EngineProbe:
             self.compare(engine)
 
     def _report_unprobed(self, reason: str, engine: TargetEngine) -> ProbeReport:
-        if not engine.tried:
+        if not engine.tested:
             raise UnsoundEngineError(
-                f"target {self._target.name}: {engine.where} is of a version that Draftworks was not tried with, and what it "
-                f"captures cannot be compared with the target's own weights: {reason}. Use a version that docs/sglang.md names"
+                f"target {self._target.name}: {engine.where} is of a version that Draftworks was not tested with, and "
+                f"what it captures cannot be compared with the target's own weights: {reason}. Use a version that "
+                "docs/sglang.md names"
             )
         if not self._capture.allow_unprobed:
             raise UnsoundEngineError(
-                f"target {self._target.name}: what the engine captures cannot be compared with the target's own weights: "
-                f"{reason}. If it is to be trusted all the same, set capture.allow_unprobed: true; the check of the "
-                "features will say so"
+                f"target {self._target.name}: what the engine captures cannot be compared with the target's own "
+                f"weights: {reason}. To use it without this comparison, set capture.allow_unprobed: true; the check "
+                "of the features then reports it"
             )
         report = ProbeReport({}, {}, self._config.names, reason)
         log.warning("probe: %s", report.describe())
@@ -154,7 +155,7 @@ class EngineProbe:
 
     def _read_reference(self) -> _Reference:
         target = StreamedTarget(self._target)
-        sizes = [nbytes / _GB for nbytes in target.layer_bytes()]
+        sizes = [nbytes / _GB for nbytes in target.list_layer_bytes()]
         budget = self._capture.probe_gb
         layers = max(count for count in range(len(sizes) + 1) if sum(sizes[:count]) <= budget)
         reason = (
@@ -168,22 +169,24 @@ class EngineProbe:
         if layers < len(sizes):
             layers = min(layers, max(tap.hf_index for tap in self._taps if tap.hf_index <= layers) + 1)
         log.info(
-            "probe: comparing %s of %d prompts with the target's own weights: reads %.3g GB of them (capture.probe_gb = %g)",
-            *(", ".join(compared), len(self._rows), sum(sizes[:layers]), budget),
+            "probe: comparing %s of %d prompts with the target's own weights: reads %.3g GB of them (capture.probe_gb "
+            "= %g)",
+            *(", ".join(compared), len(self._prompts), sum(sizes[:layers]), budget),
         )
         dtype = getattr(torch, self._capture.compute_dtype)
-        return _Reference(build_known_streams(target.run(self._rows, layers, dtype), dtype), compared, reason)
+        return _Reference(build_known_streams(target.run(self._prompts, layers, dtype), dtype), compared, reason)
 
     def _compare_streams(self, engine: TargetEngine, reference: _Reference) -> list[StreamFinding]:
-        told = (
-            f"target {self._target.name}: {engine.where} does not capture what the weights in {self._target.model} give"
+        problem = (
+            f"target {self._target.name}: {engine.where} does not capture the hidden states that the weights in "
+            f"{self._target.model} give"
         )
         try:
-            captured = engine.capture(self._rows, self._taps)
-            for row, streams in zip(self._rows, captured, strict=True):
-                verify_capture(self._config, "of the probe", streams, len(row))
+            captured = engine.capture(self._prompts, self._taps)
+            for prompt, streams in zip(self._prompts, captured, strict=True):
+                verify_capture(self._config, "of the probe", streams, len(prompt))
         except CaptureError as error:
-            raise UnsoundEngineError(f"{told}: {error}") from error
+            raise UnsoundEngineError(f"{problem}: {error}") from error
         findings = [
             compare_stream(name, [streams[name] for streams in captured], reference.known)
             for name in reference.compared
@@ -191,10 +194,10 @@ class EngineProbe:
         wrong = [f"  {finding.describe()}" for finding in findings if not finding.sound]
         if wrong:
             advice = (
-                "It has other weights, other layers or other numbers than the registry says: start it with what the registry "
-                "names, or correct the registry"
+                "Its weights, layers or numerics differ from the registry's: start it with what the registry names, "
+                "or correct the registry"
             )
-            raise UnsoundEngineError("\n".join([f"{told}:", *wrong, advice]))
+            raise UnsoundEngineError("\n".join([f"{problem}:", *wrong, advice]))
         return findings
 
 
@@ -213,14 +216,14 @@ def choose_probe_prompts(tokens: Sequence[TokenRow]) -> list[list[int]]:
 
 def explain_unprobable(target: TargetFiles, engine_args: Sequence[str]) -> str:
     """Return why an engine cannot be compared with the target's files; an empty text if it can."""
-    changed = find_quantizing_args(engine_args)
-    if changed:
-        return f"capture.server.args has {', '.join(changed)}, which changes the numbers"
-    method = _checkpoint_quantization(target)
+    quantizing = find_quantizing_args(engine_args)
+    if quantizing:
+        return f"capture.server.args has {', '.join(quantizing)}, which changes the numerical results"
+    method = _read_quantization(target)
     return f"the checkpoint is quantised ({method}), and its layers are not run here" if method else ""
 
 
-def _checkpoint_quantization(target: TargetFiles) -> str:
+def _read_quantization(target: TargetFiles) -> str:
     path = Path(target.model) / "config.json"
     if target.revision is not None:
         path = fetch_hub_file(f"target {target.name}", target.model, target.revision, "config.json") or path
@@ -232,5 +235,5 @@ def _checkpoint_quantization(target: TargetFiles) -> str:
     return str(found.get("quant_method", "quantization_config")) if isinstance(found, dict) else ""
 
 
-def _excess(finding: StreamFinding) -> float:
+def _measure_excess(finding: StreamFinding) -> float:
     return finding.difference / finding.allowed

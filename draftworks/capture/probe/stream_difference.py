@@ -29,7 +29,9 @@ the rounding difference, over random models of twelve families.
 CEILING = 0.5
 """Upper limit of the allowed difference."""
 _NEARER = 0.5
-_QUIET = 0.1
+"""Another stream is clearly nearer if its difference is below this share of the own one's."""
+_NEGLIGIBLE = 0.1
+"""A difference up to this share of the allowed one is accepted, even if another stream is nearer."""
 _SMALLEST_CHANNEL = 1e-2
 """Smallest scale of a channel, as a share of the median channel's.
 
@@ -42,12 +44,12 @@ class KnownStream:
     """A stream of some prompts, computed with the target's own weights.
 
     Attributes:
-        rows: the stream of each prompt, (S, H).
+        prompts: the stream of each prompt, (S, H).
         scale: (H,), the usual size of each channel.
         allowed: largest allowed difference of a stream that an engine captures in its dtype.
     """
 
-    rows: tuple[Tensor, ...]
+    prompts: tuple[Tensor, ...]
     scale: Tensor
     allowed: float
 
@@ -57,21 +59,21 @@ class KnownStream:
         A position's difference is the root mean square over channels of the difference, divided by that of the stream
         itself. A prompt's difference is the median over its positions; the largest one over the prompts is returned.
         """
-        return max(self._measure_prompt(row, other) for row, other in zip(self.rows, found, strict=True))
+        return max(self._measure_prompt(own, other) for own, other in zip(self.prompts, found, strict=True))
 
-    def _measure_prompt(self, row: Tensor, found: Tensor) -> float:
-        own = (row / self.scale).norm(dim=1).clamp_min(1e-12)  # (S,)
-        return float((((found.to(row.dtype) - row) / self.scale).norm(dim=1) / own).median())
+    def _measure_prompt(self, own: Tensor, found: Tensor) -> float:
+        size = (own / self.scale).norm(dim=1).clamp_min(1e-12)  # (S,)
+        return float((((found.to(own.dtype) - own) / self.scale).norm(dim=1) / size).median())
 
 
 def build_known_streams(streams: Streams, dtype: torch.dtype) -> dict[str, KnownStream]:
     """Return the streams, by name, with which an engine that computes in `dtype` is compared."""
     known = {}
-    for name, rows in streams.exact.items():
-        size = torch.cat(rows).abs().median(dim=0).values  # (H,)
+    for name, prompts in streams.exact.items():
+        size = torch.cat(prompts).abs().median(dim=0).values  # (H,)
         scale = size.clamp_min(float(size.median()) * _SMALLEST_CHANNEL).clamp_min(1e-12)
-        noise = KnownStream(tuple(rows), scale, 0.0).measure_difference(streams.rounded[name])
-        known[name] = KnownStream(tuple(rows), scale, min(max(FLOORS[dtype], NOISE_FACTOR * noise), CEILING))
+        noise = KnownStream(tuple(prompts), scale, 0.0).measure_difference(streams.rounded[name])
+        known[name] = KnownStream(tuple(prompts), scale, min(max(FLOORS[dtype], NOISE_FACTOR * noise), CEILING))
     return known
 
 
@@ -101,9 +103,11 @@ class StreamFinding:
 
     def describe(self) -> str:
         if self.zero:
-            return f"stream {self.name} is all zero"
-        told = f"stream {self.name} differs by {self.difference:.2g} of its size, expected at most {self.allowed:.2g}"
-        return f"{told}; it is {self.nearer} (difference {self.nearer_difference:.2g})" if self.nearer else told
+            return f"stream {self.name} is all zeros"
+        message = (
+            f"stream {self.name} differs by {self.difference:.2g} of its size, expected at most {self.allowed:.2g}"
+        )
+        return f"{message}; it is {self.nearer} (difference {self.nearer_difference:.2g})" if self.nearer else message
 
 
 def compare_stream(name: str, found: Sequence[Tensor], known: Mapping[str, KnownStream]) -> StreamFinding:
@@ -112,8 +116,8 @@ def compare_stream(name: str, found: Sequence[Tensor], known: Mapping[str, Known
     difference = own.measure_difference(found)
     others = {other: each.measure_difference(found) for other, each in known.items() if other != name}
     nearest = min(others, key=others.__getitem__, default="")
-    nearer = nearest and not difference <= own.allowed * _QUIET and others[nearest] < difference * _NEARER
-    zero = not any(bool(row.any()) for row in found)
+    nearer = nearest and not difference <= own.allowed * _NEGLIGIBLE and others[nearest] < difference * _NEARER
+    zero = not any(bool(states.any()) for states in found)
     return StreamFinding(
         name,
         difference,

@@ -63,7 +63,7 @@ class StreamedTarget:
     def __init__(self, target: TargetFiles, dtype: torch.dtype = torch.float32) -> None:
         self._where = f"target {target.name}: {target.model}"
         self._dtype = dtype
-        self._model = _empty_model(target, dtype, self._where)
+        self._model = _build_empty_model(target, dtype, self._where)
         self._layers = find_decoder_layers(self._model)
         self._name_of = {module: name for name, module in self._model.named_modules()}
         self._files = WeightFiles(target)
@@ -73,7 +73,7 @@ class StreamedTarget:
     def num_layers(self) -> int:
         return len(self._layers)
 
-    def layer_bytes(self) -> list[int]:
+    def list_layer_bytes(self) -> list[int]:
         """Return the size of each decoder layer in the files, in bytes."""
         return [
             sum(self._files.nbytes(source) for name in self._list_states(layer) for source in self._sources[name])
@@ -81,11 +81,11 @@ class StreamedTarget:
         ]
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[Sequence[int]], layers: int, rounding: torch.dtype) -> Streams:
+    def run(self, sequences: Sequence[Sequence[int]], layers: int, rounding: torch.dtype) -> Streams:
         """Return the streams hf0 to hf{layers} of token sequences; after the final layer it is `last` instead.
 
         Args:
-            rows: token ids of each sequence.
+            sequences: token ids of each sequence.
             layers: number of layers to run, from the first one on.
             rounding: dtype of `Streams.rounded`.
 
@@ -93,7 +93,8 @@ class StreamedTarget:
             StoreError: tensors are missing in the files, damaged, or of another shape than in config.json.
         """
         rounds = rounding != self._dtype
-        inputs = _pad([*rows, *rows] if rounds else rows)  # (B, S); with rounding, the second half of B is rounded
+        # (B, S); with rounding, the second half of B is rounded
+        inputs = _pad([*sequences, *sequences] if rounds else sequences)
         found: dict[str, Tensor] = {}
         with ExitStack() as stack:
             stack.enter_context(_hide_progress_bars())
@@ -104,25 +105,27 @@ class StreamedTarget:
             self._fill(self._list_other_states())
             with suppress(_StoppedError):  # enough layers ran
                 found["last"] = self._model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, S, H)
-        exact = {name: _unpad(states, rows) for name, states in found.items()}
-        rounded = {name: _unpad(states[len(rows) :], rows) for name, states in found.items()} if rounds else exact
+        exact = {name: _unpad(states, sequences) for name, states in found.items()}
+        rounded = (
+            {name: _unpad(states[len(sequences) :], sequences) for name, states in found.items()} if rounds else exact
+        )
         return Streams(exact, rounded)
 
     @contextmanager
     def _stream_layers(self, found: dict[str, Tensor], layers: int) -> Iterator[None]:
         """Load each layer when its input arrives, store a copy of it in `found`, and unload the layer after it ran."""
 
-        def arriving(index: int) -> Callable[..., None]:
-            def arrive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def make_hook(index: int) -> Callable[..., None]:
+            def load_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 found[LayerTap(index).name] = (args[0] if args else kwargs["hidden_states"]).clone()
                 if index == layers:
                     raise _StoppedError
                 self._fill(self._list_states(layer))
 
-            return arrive
+            return load_layer
 
         hooks = [
-            layer.register_forward_pre_hook(arriving(index), with_kwargs=True)
+            layer.register_forward_pre_hook(make_hook(index), with_kwargs=True)
             for index, layer in enumerate(self._layers)
         ]
         hooks += [layer.register_forward_hook(lambda layer, args, output: _unload(layer)) for layer in self._layers]
@@ -143,10 +146,10 @@ class StreamedTarget:
         (source,) = self._sources[f"{self._name_of[module]}.weight"] or (None,)
         if source is None:
             raise StoreError(f"{self._where}: expected the input embeddings in its safetensors, found none")
-        numbers = input_ids.unique()  # (U,)
+        used_ids = input_ids.unique()  # (U,)
         empty = module.weight
-        module.weight = nn.Parameter(self._files.read_rows(source, numbers).to(self._dtype), requires_grad=False)
-        hook = module.register_forward_pre_hook(lambda module, args: (torch.searchsorted(numbers, args[0]), *args[1:]))
+        module.weight = nn.Parameter(self._files.read_rows(source, used_ids).to(self._dtype), requires_grad=False)
+        hook = module.register_forward_pre_hook(lambda module, args: (torch.searchsorted(used_ids, args[0]), *args[1:]))
         try:
             yield
         finally:
@@ -179,12 +182,12 @@ class StreamedTarget:
         wrong += [f"{name}: {reason}" for name, reason in info.conversion_errors.items()]
         if wrong:
             raise StoreError(
-                f"{self._where}: {len(wrong)} tensors are missing in its safetensors or do not fit config.json, the first "
-                f"{wrong[0]}"
+                f"{self._where}: {len(wrong)} tensors are missing in its safetensors or do not fit config.json, the "
+                f"first {wrong[0]}"
             )
 
 
-def _empty_model(target: TargetFiles, dtype: torch.dtype, where: str) -> PreTrainedModel:
+def _build_empty_model(target: TargetFiles, dtype: torch.dtype, where: str) -> PreTrainedModel:
     """Build the model on device meta, except the buffers that no file holds, such as the frequencies of RoPE.
 
     Raises:
@@ -231,16 +234,16 @@ def _unload(layer: nn.Module) -> None:
                 module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
 
 
-def _pad(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+def _pad(sequences: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Pad sequences on the right, which does not change the states of a causal model's earlier positions."""
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True)  # (B, S)
-    lengths = torch.tensor([len(row) for row in rows])  # (B,)
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(list(ids)) for ids in sequences], batch_first=True)  # (B, S)
+    lengths = torch.tensor([len(ids) for ids in sequences])  # (B,)
     return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
 
 
-def _unpad(states: Tensor, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+def _unpad(states: Tensor, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """Split padded states (B, S, H) into one (S, H) for each sequence, without its padding."""
-    return [states[index, : len(row)].clone() for index, row in enumerate(rows)]
+    return [states[index, : len(ids)].clone() for index, ids in enumerate(sequences)]
 
 
 @contextmanager
@@ -251,14 +254,14 @@ def _round_second_half(layers: Iterable[nn.Module], shape: torch.Size, dtype: to
     experts the tokens are sorted differently.
     """
 
-    def rounded(states: Tensor) -> Tensor:
+    def round_half(states: Tensor) -> Tensor:
         if states.is_floating_point() and states.dim() > 1 and len(states) in (shape[0], shape.numel()):
             half = len(states) // 2
             states = torch.cat([states[:half], states[half:].to(dtype).to(states.dtype)])
         return states
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        return tree_map_only(Tensor, rounded, output)
+        return tree_map_only(Tensor, round_half, output)
 
     modules = [module for layer in layers for module in layer.modules() if next(module.parameters(), None) is not None]
     hooks = [module.register_forward_hook(hook) for module in modules]
@@ -272,12 +275,12 @@ def _round_second_half(layers: Iterable[nn.Module], shape: torch.Size, dtype: to
 @contextmanager
 def _hide_progress_bars() -> Iterator[None]:
     """Turn off the progress bars of transformers, which would show one for every layer."""
-    shown = transformers_logging.is_progress_bar_enabled()
+    were_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if were_shown:
             transformers_logging.enable_progress_bar()
 
 

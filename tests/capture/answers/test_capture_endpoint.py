@@ -149,7 +149,7 @@ def test_an_answer_cut_by_the_limit_ends_its_conversation(tiny_target, tmp_path:
     fake = FakeChat(tiny_target)
     with endpoint_run(tmp_path, tiny_target, fake, responses={"max_new_tokens": 4}) as run:
         summary = answered(run)
-    assert (len(fake.asked), summary.losses.unfinished_answers, summary.losses.dropped_turns) == (6, 6, 6)
+    assert (len(fake.asked), summary.missing.unfinished_answers, summary.missing.dropped_turns) == (6, 6, 6)
     assert {row.supervised for row in rows_of(run)} == {4}
 
 
@@ -174,17 +174,17 @@ def test_a_server_that_only_counts_its_prompt_is_doubted_once(tiny_target, tmp_p
 
     with endpoint_run(tmp_path, tiny_target, Prefixed(tiny_target), token_ids=False) as run:
         answered(run)
-    assert sum("does it serve this target, and add nothing" in record.message for record in caplog.records) == 1
+    assert sum("check that it serves this target and adds nothing" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
-        ({"response_token_ids": None}, {}, "gives no token ids: set responses.endpoint.token_ids to false"),
+        ({"response_token_ids": None}, {}, "returns no token ids. Set responses.endpoint.token_ids to false"),
         (
             {"message": {"content": "It.", "reasoning_content": "Hm."}},
             {"token_ids": False},
-            "takes the thoughts out of its answers.*without a reasoning parser, or set .*token_ids to true",
+            "removes the reasoning from its answers.*without a reasoning parser, or set .*token_ids to true",
         ),
     ],
 )
@@ -202,9 +202,7 @@ def test_a_server_that_does_not_keep_the_limit_is_told(tiny_target, tmp_path: Pa
 
     with (
         endpoint_run(tmp_path, tiny_target, Endless(tiny_target), responses={"max_new_tokens": 3}) as run,
-        pytest.raises(
-            ConfigError, match=r"asked for 3 tokens at most and gave \d+: it does not know the field max_tokens"
-        ),
+        pytest.raises(ConfigError, match=r"returned \d+ tokens, expected at most 3: it ignores the field max_tokens"),
     ):
         answered(run)
 
@@ -216,11 +214,11 @@ def test_a_conversation_that_is_refused_is_left_out_with_its_reason_and_asked_ag
     fake.refuses = "function 4"
     with endpoint_run(tmp_path, tiny_target, fake, run={"max_rejected_share": 0.2}) as run:
         summary = answered(run)
-        assert [each.sample_id for each in summary.losses.rejected] == [SOURCES[4].id]
+        assert [each.sample_id for each in summary.missing.rejected] == [SOURCES[4].id]
         assert "refused a request (400)" in (run.out / QUARANTINE_FILE).read_text()
         fake.refuses = "\0"
         again = answered(run)
-    assert (again.resumed, again.tokens["samples"], again.losses.rejected) == (5, 6, ())
+    assert (again.resumed, again.tokens["samples"], again.missing.rejected) == (5, 6, ())
 
 
 def test_as_soon_as_too_many_are_refused_nobody_goes_on(tiny_target, tmp_path: Path):
@@ -294,7 +292,7 @@ def test_the_key_is_read_from_the_named_variable_and_is_written_nowhere(tiny_tar
 def test_a_key_that_cannot_be_one_is_refused_without_being_shown(tiny_target, tmp_path: Path, key):
     with (
         endpoint_run(tmp_path, tiny_target, FakeChat(tiny_target), api_key_env="GATEWAY_KEY") as run,
-        pytest.raises(ConfigError, match="GATEWAY_KEY .* holds characters that no key has") as caught,
+        pytest.raises(ConfigError, match="GATEWAY_KEY .* has characters that no API key has") as caught,
     ):
         answered(run, GATEWAY_KEY=key)
     assert key not in str(caught.value)

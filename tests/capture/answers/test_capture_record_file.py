@@ -15,7 +15,7 @@ from draftworks.errors import StoreError
 def test_a_file_begun_with_other_settings_is_refused(tmp_path: Path):
     path = tmp_path / "answers.jsonl"
     RecordFile(path, {"target": "a"}).__exit__(None, None, None)
-    with pytest.raises(StoreError, match=r"answers.jsonl was begun with other settings"):
+    with pytest.raises(StoreError, match=r"answers.jsonl was created with other settings"):
         RecordFile(path, {"target": "b"})
 
 
@@ -72,7 +72,7 @@ def test_a_digit_that_was_changed_makes_its_record_absent_and_no_other(tmp_path:
     for at in range(place, place + 4):
         path.write_bytes(whole[:at] + b"7" + whole[at + 1 :])
         assert kept(path) == {"x": 1234, "z": 1234}
-    assert "answers.jsonl, line 3: changed since it was written: it is made again" in caplog.text
+    assert "answers.jsonl, line 3: the record does not match its checksum, and is generated again" in caplog.text
     with RecordFile(path, {"a": 1}) as partial:
         partial.extend([{"id": "y", "n": 1234}])
     assert kept(path) == dict.fromkeys("xyz", 1234)
@@ -104,7 +104,7 @@ def test_records_from_before_there_were_checksums_are_kept_and_given_them(tmp_pa
     path = tmp_path / "answers.jsonl"
     path.write_text('{"identity": {"a": 1}}\n{"id": "x", "n": 1}\n{"id": "y", "n": 2}\n{"id": "z", "n')
     assert kept(path) == {"x": 1, "y": 2}
-    assert "its 2 records are from before there were checksums" in caplog.text
+    assert "checksums were added to its 2 records" in caplog.text
     sealed = path.read_bytes()
     assert kept(path) == {"x": 1, "y": 2}
     assert path.read_bytes() == sealed
@@ -132,11 +132,11 @@ def test_records_of_another_file_are_taken_over_once_and_again_when_it_has_grown
     before = other.read_bytes() + b'{"id": "torn'
     other.write_bytes(before)
     with RecordFile(written(tmp_path / "own.jsonl", {"id": "x", "n": 2}), {"a": 1}) as own:
-        assert [own.take_over(other), own.take_over(other)] == [1, 0]
+        assert [own.copy_records_from(other), own.copy_records_from(other)] == [1, 0]
         assert [own["x"]["n"], own["y"]["n"]] == [2, 1]
         assert other.read_bytes() == before
         written(other, {"id": "z", "n": 3})
-        assert own.take_over(other) == 1
+        assert own.copy_records_from(other) == 1
         assert own["z"]["n"] == 3
 
 
@@ -144,7 +144,7 @@ def test_records_without_checksums_are_taken_over_from_a_file_of_before_there_we
     other = tmp_path / "other.jsonl"
     other.write_text('{"identity": {"a": 1}}\n{"id": "x", "n": 1}\n')
     with RecordFile(tmp_path / "own.jsonl", {"a": 1}) as own:
-        assert own.take_over(other) == 1
+        assert own.copy_records_from(other) == 1
         assert own["x"] == {"id": "x", "n": 1}
 
 
@@ -155,4 +155,4 @@ def test_records_of_another_identity_are_not_taken_over(tmp_path: Path):
         RecordFile(tmp_path / "own.jsonl", {"a": 1}) as own,
         pytest.raises(StoreError, match=r"other.jsonl was begun"),
     ):
-        own.take_over(other)
+        own.copy_records_from(other)

@@ -182,7 +182,7 @@ def test_conversations_without_a_response_are_dropped_with_their_reason(tiny_tar
     assert sum(summary.tokens["rejected_reasons"].values()) == 2
     lines = [json.loads(line) for line in (run.out / QUARANTINE_FILE).read_text().splitlines()]
     assert [line["sample_id"] for line in lines] == [SILENT.id, LONG.id]
-    assert "no assistant turn after a user's" in lines[0]["reason"]
+    assert "no assistant turn after a user turn" in lines[0]["reason"]
     assert "leaves no room for a response within max_length 200" in lines[1]["reason"]
     assert lines[1]["excerpt"].startswith(LONG.turns[0].content[:20])
 

@@ -98,7 +98,7 @@ def test_later_turns_are_asked_with_the_answers_before(tiny_sglang, tiny_target,
     chat.eos_ids = (int(row.input_ids[row.loss_mask][2]),)
     run = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "b", sources=[conversation(0, exchanges=2)])
     summary = by_endpoint(run, chat)
-    assert (summary.losses.dropped_turns, summary.generated_tokens > 3) == (0, True)
+    assert (summary.missing.dropped_turns, summary.generated_tokens > 3) == (0, True)
     assert "function 0 do, part 1" in spelt(chat, rows_of(run)[-1])
 
 

@@ -76,7 +76,9 @@ def test_identities_of_the_engines_of_this_package_stay_what_they_were():
 def test_what_is_not_as_promised_stops_the_run_and_nothing_is_stored(tiny_target, tmp_path, damage: str):
     run = run_with(tiny_target, tmp_path, options={"damage": damage})
     method, _ = DAMAGES[damage]
-    with pytest.raises(EngineError, match=f"engine of custom_engines:load is not as .*TargetEngine says: {method}"):
+    with pytest.raises(
+        EngineError, match=f"engine of custom_engines:load breaks the contract of .*TargetEngine: {method}"
+    ):
         captured(run)
     store = open_store(run.store)
     assert list(run.store.root.glob("shards/*")) == []

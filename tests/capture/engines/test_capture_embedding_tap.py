@@ -73,7 +73,7 @@ def test_a_target_that_scales_its_embeddings_is_refused_before_anything_is_start
 ):
     AutoConfig.for_model("granite", embedding_multiplier=12.0, **SIZES).save_pretrained(tmp_path)
     target = tiny_target.model_copy(update={"name": "scaled", "model": str(tmp_path)})
-    refused = r"target scaled: tap hf0.*GraniteForCausalLM does more to them than to look them up.*backend hf"
+    refused = r"target scaled: tap hf0.*GraniteForCausalLM changes them after the look-up.*backend hf"
     with pytest.raises(CaptureError, match=refused):
         load_engine(target, SERVED, torch.device("cpu"), EnginePlace(tmp_path / "engine", (LayerTap(0), LayerTap(1))))
     assert not (tmp_path / "engine").exists()
@@ -81,5 +81,5 @@ def test_a_target_that_scales_its_embeddings_is_refused_before_anything_is_start
 
 def test_a_model_that_transformers_does_not_know_is_refused(tiny_target: TargetFiles, tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "of_tomorrow"}')
-    with pytest.raises(CaptureError, match="cannot be found out: ValueError.*of_tomorrow"):
+    with pytest.raises(CaptureError, match="up to its first layer failed: ValueError.*of_tomorrow"):
         require_plain_embeddings(tiny_target.model_copy(update={"model": str(tmp_path)}))

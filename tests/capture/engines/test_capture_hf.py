@@ -71,7 +71,7 @@ def test_hooks_are_gone_after_capture_and_after_errors(tiny_engine):
 
 
 def test_row_longer_than_the_context_is_refused(tiny_engine):
-    with pytest.raises(CaptureError, match=r"row 1 has 513 tokens, expected 1 to 512"):
+    with pytest.raises(CaptureError, match=r"sequence 1 has 513 tokens, expected 1 to 512"):
         tiny_engine.capture([[5], [5] * 513], [])
 
 

@@ -49,10 +49,10 @@ def never_cooling() -> CircuitBreaker:
 
 
 def spread_engine(
-    folder: Path, fakes: list[FakeSGLang], mends: bool = False, hosts=None, new_breaker=never_cooling
+    folder: Path, fakes: list[FakeSGLang], can_restart: bool = False, hosts=None, new_breaker=never_cooling
 ) -> SGLangEngine:
     identity = make_engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
-    host = BalancedHost(hosts or [RevivedHost(fake) for fake in fakes], folder / "spool", 64, mends, new_breaker)
+    host = BalancedHost(hosts or [RevivedHost(fake) for fake in fakes], folder / "spool", 64, can_restart, new_breaker)
     return SGLangEngine(TARGET, identity, host, lambda: torch.eye(HIDDEN), attempts=3)
 
 
@@ -142,7 +142,7 @@ class MendedHost(ExternalHost):
 def test_a_server_of_ours_is_started_again_while_the_others_go_on(fakes, tmp_path: Path):
     fakes[0].failures = [0] * 99
     dead = MendedHost(fakes[0])
-    engine = spread_engine(tmp_path, fakes, mends=True, hosts=[dead, RevivedHost(fakes[1])])
+    engine = spread_engine(tmp_path, fakes, can_restart=True, hosts=[dead, RevivedHost(fakes[1])])
     for _ in range(3):
         assert_captured(engine)
     assert dead.revival_asked.wait(GENEROUS_S)
@@ -177,7 +177,7 @@ def test_a_server_that_is_being_started_again_gets_no_trial_and_is_not_started_t
     engine = spread_engine(
         tmp_path,
         fakes,
-        mends=True,
+        can_restart=True,
         hosts=dead,
         new_breaker=lambda: CircuitBreaker(2, cooldown_s=30, clock=lambda: now[0]),
     )
@@ -197,14 +197,14 @@ def test_a_server_that_is_being_started_again_gets_no_trial_and_is_not_started_t
 
 
 def test_when_all_of_ours_have_died_each_is_started_again(fakes, dead, tmp_path: Path):
-    assert_captured(spread_engine(tmp_path, fakes, mends=True, hosts=dead, new_breaker=CircuitBreaker))
+    assert_captured(spread_engine(tmp_path, fakes, can_restart=True, hosts=dead, new_breaker=CircuitBreaker))
     assert [host.revivals for host in dead] == [1, 1]
 
 
 def test_when_the_last_of_ours_dies_the_one_that_is_being_started_is_waited_for(fakes, dead, tmp_path: Path):
     fakes[1].failures = []
     dead[0].lets.clear()
-    engine = spread_engine(tmp_path, fakes, mends=True, hosts=dead)
+    engine = spread_engine(tmp_path, fakes, can_restart=True, hosts=dead)
     for _ in range(3):
         assert_captured(engine)
     assert dead[0].revival_asked.wait(GENEROUS_S)
@@ -219,7 +219,7 @@ def test_when_the_last_of_ours_dies_the_one_that_is_being_started_is_waited_for(
 
 def test_a_server_that_has_come_back_meanwhile_is_not_started_again(fakes, dead, tmp_path: Path):
     """Of two threads that fail together, one may request the revival after that of the other has finished."""
-    engine = spread_engine(tmp_path, fakes, mends=True, hosts=dead, new_breaker=CircuitBreaker)
+    engine = spread_engine(tmp_path, fakes, can_restart=True, hosts=dead, new_breaker=CircuitBreaker)
     assert_captured(engine)
     engine._host.revive(EngineError("all were gone"))
     assert [host.revivals for host in dead] == [1, 1]
@@ -228,8 +228,8 @@ def test_a_server_that_has_come_back_meanwhile_is_not_started_again(fakes, dead,
 def test_when_none_of_ours_comes_back_the_error_says_why(fakes, dead, tmp_path: Path):
     for host in dead:
         host.comes_back = False
-    with pytest.raises(EngineError, match=r"(?s)none of 2 servers could be started again:") as raised:
-        spread_engine(tmp_path, fakes, mends=True, hosts=dead).capture(ROWS, [])
+    with pytest.raises(EngineError, match=r"(?s)none of 2 servers could be restarted:") as raised:
+        spread_engine(tmp_path, fakes, can_restart=True, hosts=dead).capture(ROWS, [])
     assert all(f"{fake.url} does not start" in str(raised.value) for fake in fakes)
 
 

@@ -67,13 +67,13 @@ def test_one_token_is_asked_for_and_every_request_has_an_id_of_its_own(fake):
 
 def test_what_cannot_be_right_is_never_sent(fake):
     engine = engine_on(fake)
-    with pytest.raises(CaptureError, match=r"row 1 has 33 tokens, expected 1 to 32"):
+    with pytest.raises(CaptureError, match=r"sequence 1 has 33 tokens, expected 1 to 32"):
         engine.capture([[1], [1] * 33], [])
     with pytest.raises(CaptureError, match=r"token ids 3..50, expected 0..49"):  # it would end the server
         engine.capture([[3, 50]], [])
     with pytest.raises(CaptureError, match=r"layer taps \[6\] are outside the target"):
         engine.capture([[1]], [LayerTap(6)])
-    with pytest.raises(CaptureError, match=r"tap hf3 is not among those the server captures: hf2, hf4"):
+    with pytest.raises(CaptureError, match=r"tap hf3 is not among those that the server captures: hf2, hf4"):
         engine.capture([[1]], [LayerTap(3)])
     assert fake.asked == []
 
@@ -137,19 +137,21 @@ def test_a_server_that_is_not_there_is_told():
 def test_rows_from_a_cache_in_chunks_or_of_other_tokens_are_refused():
     row = [1, 2, 3, 4]
     assert require_whole_part([part_of(row)], row, 0, EXPECTED).start == 0
-    with pytest.raises(PassingTroubleError, match="wrote no hidden states of a row of 4 tokens"):
+    with pytest.raises(PassingTroubleError, match="wrote no hidden states for a sequence of 4 tokens"):
         require_whole_part([], row, 0, EXPECTED)
-    with pytest.raises(CaptureError, match="took 3 of a row's 4 tokens from its prefix cache.*--disable-radix-cache"):
+    with pytest.raises(
+        CaptureError, match="took 3 of a sequence's 4 tokens from its prefix cache.*--disable-radix-cache"
+    ):
         require_whole_part([part_of(row[3:], start=3)], row, 3, EXPECTED)
-    with pytest.raises(CaptureError, match="took 3 of a row's"):
+    with pytest.raises(CaptureError, match="took 3 of a sequence's"):
         require_whole_part([part_of(row)], row, 3, EXPECTED)
     with pytest.raises(CaptureError, match=r"in chunks of \[2, 2\].*--chunked-prefill-size -1"):
         require_whole_part([part_of(row[:2]), part_of(row[2:], start=2)], row, 0, EXPECTED)
     with pytest.raises(CaptureError, match=r"in chunks of \[2\]"):
         require_whole_part([part_of(row[:2])], row, 0, EXPECTED)
-    with pytest.raises(CaptureError, match="computed other tokens"):
+    with pytest.raises(CaptureError, match="computed other token ids"):
         require_whole_part([part_of(row[::-1])], row, 0, EXPECTED)
-    with pytest.raises(CaptureError, match="one per token, found 3 and 4"):
+    with pytest.raises(CaptureError, match=r"of 4 positions, found 3 \(taps\) and 4 \(last\)"):
         require_whole_part([replace(part_of(row), taps=torch.zeros(3, HIDDEN))], row, 0, EXPECTED)
 
 
@@ -215,7 +217,9 @@ def test_trouble_that_passes_is_waited_for_and_restarts_nothing(fake, trouble: s
 
 def test_trouble_that_does_not_pass_ends_the_run_and_blames_no_sample(fake):
     fake.unwritten = 99
-    with pytest.raises(PassingTroubleError, match=r"wrote no hidden states of a row of 3 tokens.*Is the hook loaded"):
+    with pytest.raises(
+        PassingTroubleError, match=r"wrote no hidden states for a sequence of 3 tokens.*Check that the hook is loaded"
+    ):
         engine_on(fake, attempts=1).capture(ROWS, [])
 
 

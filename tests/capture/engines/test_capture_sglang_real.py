@@ -213,14 +213,14 @@ def test_a_set_up_that_loses_hidden_states_is_refused(lossy, tiny_target, tmp_pa
 
 def test_rows_lost_to_chunks_are_noticed(lossy, tiny_target):
     row = next(row for row in ROWS if len(row) > 2 * CHUNK)
-    with pytest.raises(CaptureError, match=rf"row of {len(row)} tokens in chunks of \[16, "):
+    with pytest.raises(CaptureError, match=rf"sequence of {len(row)} tokens in chunks of \[16, "):
         lossy_engine(lossy, tiny_target).capture([row], [])
 
 
 def test_rows_lost_to_the_prefix_cache_are_noticed(lossy, tiny_target):
     row, engine = list(range(100, 100 + CHUNK - 2)), lossy_engine(lossy, tiny_target)
     assert len(engine.capture([row], [])[0]["last"]) == len(row)
-    with pytest.raises(CaptureError, match=rf"took 13 of a row's {len(row)} tokens from its prefix cache"):
+    with pytest.raises(CaptureError, match=rf"took 13 of a sequence's {len(row)} tokens from its prefix cache"):
         engine.capture([row], [])
 
 

@@ -105,7 +105,7 @@ def test_ids_of_layers_are_understood_as_the_server_understands_them(
         ({"json_model_override_args": '{"rope_theta": 1}'}, "runs with --json-model-override-args"),
         ({"attn_dp_size": 2}, "2 groups of attention data parallelism.*without --attn-dp-size"),
         ({"enable_dp_attention": True, "dp_size": 4}, "4 groups of attention data parallelism"),
-        ({"forward_hooks": None}, "nowhere: it has not loaded it.*--forward-hooks"),
+        ({"forward_hooks": None}, r"nowhere \(it is not loaded\).*--forward-hooks"),
     ],
     ids=str,
 )

@@ -84,7 +84,7 @@ def wrong(streams: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]
     [
         ("swapped", r"stream hf2 differs by .*; it is hf4 \(difference .*\n.*stream hf4 differs by .*; it is hf2"),
         ("zero", "stream hf4: all .* values are zero"),
-        ("wide", r"stream hf4: expected rows of 128 values in float32, found \(\d+, 256\)"),
+        ("wide", r"stream hf4: expected \(positions, 128\) in float32, found \(\d+, 256\)"),
         ("half", "in float16"),
     ],
 )
@@ -116,7 +116,7 @@ def test_other_weights_are_refused(run: CaptureRun, changed_target, dtype: str, 
 def test_a_budget_that_reaches_the_lowest_taps_compares_those_and_names_the_others(
     run: CaptureRun, watched, changed_target
 ):
-    sizes = StreamedTarget(run.target).layer_bytes()
+    sizes = StreamedTarget(run.target).list_layer_bytes()
     capture = run.capture.model_copy(update={"probe_gb": sum(sizes[:3]) / 1e9})
     report = EngineProbe(run.model_copy(update={"capture": capture}), ROWS).compare(watched)
     assert (tuple(report.differences), report.not_compared) == (("hf2",), ("hf4", "last"))
@@ -158,8 +158,8 @@ def test_a_family_that_transformers_does_not_know_cannot_be_compared(run: Captur
         EngineProbe(unknown, ROWS).compare(watched)
     allowed = unknown.model_copy(update={"capture": run.capture.model_copy(update={"allow_unprobed": True})})
     assert EngineProbe(allowed, ROWS).compare(watched).differences == {}
-    watched.tried = False
-    with pytest.raises(UnsoundEngineError, match="of a version that Draftworks was not tried with"):
+    watched.tested = False
+    with pytest.raises(UnsoundEngineError, match="of a version that Draftworks was not tested with"):
         EngineProbe(allowed, ROWS).compare(watched)
 
 
@@ -216,4 +216,4 @@ def test_layer_bytes_are_those_of_the_files(tiny_target: TargetFiles):
     with safe_open(Path(tiny_target.model) / "model.safetensors", "pt") as stream:
         sizes = {name: stream.get_tensor(name).nbytes for name in stream.keys()}  # noqa: SIM118
     expected = [sum(size for name, size in sizes.items() if f"layers.{k}." in name) for k in range(8)]
-    assert StreamedTarget(tiny_target).layer_bytes() == expected
+    assert StreamedTarget(tiny_target).list_layer_bytes() == expected
