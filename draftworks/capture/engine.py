@@ -56,7 +56,7 @@ class TargetEngine(ABC):
     last_hidden: LastHidden
 
     @property
-    def where(self) -> str:
+    def display_name(self) -> str:
         """Name of the engine in messages."""
         return f"the engine of backend {self.backend}"
 

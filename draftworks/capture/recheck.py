@@ -49,15 +49,15 @@ def recheck(
         StoreError: a sample in the store does not match its reference.
     """
     chosen = refs[:: -(-len(refs) // count)]
-    rows = [tokens[ref.metadata["row"]].input_ids.tolist() for ref in chosen]
-    pairs = [_Pair.of(engine, store, ref, row) for ref, row in zip(chosen, rows, strict=True)]
+    sequences = [tokens[ref.metadata["row"]].input_ids.tolist() for ref in chosen]
+    pairs = [_Pair.of(engine, store, ref, ids) for ref, ids in zip(chosen, sequences, strict=True)]
     dtype = chosen[0].feature_specs["last"].dtype
     head_tolerance = max(STORED_TOLERANCE[dtype], HEAD_TOLERANCE[getattr(torch, dtype)])
     feature_difference = max(pair.feature_difference for pair in pairs)
     head_difference = max(pair.head_difference for pair in pairs)
     return Recheck(
         samples=len(pairs),
-        tokens=sum(map(len, rows)),
+        tokens=sum(map(len, sequences)),
         rows_equal_tokens=all(pair.rows_equal_tokens for pair in pairs),
         finite=all(pair.finite for pair in pairs),
         feature_difference=feature_difference,
@@ -77,26 +77,26 @@ class _Pair:
     head_difference: float
 
     @classmethod
-    def of(cls, engine: TargetEngine, store: FeatureStore, ref: SampleRef, row: list[int]) -> _Pair:
+    def of(cls, engine: TargetEngine, store: FeatureStore, ref: SampleRef, ids: list[int]) -> _Pair:
         stored, handle = store.get(ref)
         names = [name for name in ref.feature_keys if name != "last"]
         taps = [LayerTap(int(name.removeprefix("hf"))) for name in names]
-        fresh = engine.capture([row], taps)[0]  # by stream name, (S, H) each
-        rows_equal = all(len(stream) == len(row) for stream in stored.values())
+        fresh = engine.capture([ids], taps)[0]  # by stream name, (S, H) each
+        lengths_equal = all(len(stream) == len(ids) for stream in stored.values())
         pair = cls(
-            rows_equal_tokens=rows_equal,
+            rows_equal_tokens=lengths_equal,
             finite=all(bool(torch.isfinite(stream).all()) for stream in stored.values()),
             feature_difference=max(_measure_difference(fresh[name], stored[name]) for name in stored)
-            if rows_equal
+            if lengths_equal
             else 1.0,
-            head_difference=_measure_head_difference(engine, row, stored["last"]) if rows_equal else 1.0,
+            head_difference=_measure_head_difference(engine, ids, stored["last"]) if lengths_equal else 1.0,
         )
         store.release(handle)
         return pair
 
 
-def _measure_head_difference(engine: TargetEngine, row: list[int], last: Tensor) -> float:
-    expected = engine.logits([row])[0]  # (R, V), the last R positions
+def _measure_head_difference(engine: TargetEngine, ids: list[int], last: Tensor) -> float:
+    expected = engine.logits([ids])[0]  # (R, V), the last R positions
     return _measure_difference(expected, engine.head_logits(last[-len(expected) :]))
 
 

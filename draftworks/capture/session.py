@@ -173,15 +173,15 @@ class _Session:
         plan: CapturePlan,
         store: KeyedFeatureStore,
         tokens: Sequence[TokenRow],
-        cut_batches: Sequence[Sequence[SampleJob]],
+        batches: Sequence[Sequence[SampleJob]],
         progress: ProgressCallback | None,
         confirm: Confirmation | None,
     ) -> None:
         self._run = run
         self._plan = plan
         self._store = store
-        self._batches = cut_batches
-        self._jobs = [job for batch in cut_batches for job in batch if job.missing]
+        self._batches = batches
+        self._jobs = [job for batch in batches for job in batch if job.missing]
         self._progress = progress
         self._confirm = confirm
         self._held: list[tuple[SampleJob, dict[str, Tensor]]] = []

@@ -105,7 +105,7 @@ class EmbeddedSGLang:
         )
         answer = asyncio.run_coroutine_threadsafe(generation, self._loop)
         try:
-            self._await(answer)
+            self._wait_for(answer)
             return [parse_generation(each) for each in answer.result()]
         except DraftworksError:
             answer.cancel()
@@ -158,7 +158,7 @@ class EmbeddedSGLang:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*waiting, return_exceptions=True))
 
-    def _await(self, answer: Future[Any]) -> None:
+    def _wait_for(self, answer: Future[Any]) -> None:
         deadline = time.monotonic() + self._request_timeout_s
         while not wait([answer], timeout=_POLL_S).done:
             self._require_sound()

@@ -25,7 +25,9 @@ class Killed(Exception):
     """Simulate the end of a process: unpublished features are lost."""
 
 
-def killed_capture(run: CaptureRun, watched: WatchedEngine, rows, after: int, rank: int = 0, world: int = 1) -> None:
+def capture_until_killed(
+    run: CaptureRun, watched: WatchedEngine, rows, after: int, rank: int = 0, world: int = 1
+) -> None:
     """End a rank after some samples; shards are small, so that batches are stored in part."""
 
     def stop(at: Progress) -> None:
@@ -41,30 +43,30 @@ def killed_capture(run: CaptureRun, watched: WatchedEngine, rows, after: int, ra
         monkey.undo()
 
 
-def small_shards(target, folder: Path, **settings) -> CaptureRun:
+def make_run_with_small_shards(target, folder: Path, **settings) -> CaptureRun:
     run = capture_run(target, folder, **settings)
     return run.model_copy(update={"capture": run.capture.model_copy(update={"shard_mb": 0})})
 
 
-def contents(run: CaptureRun) -> dict[str, dict[str, torch.Tensor]]:
+def read_features(run: CaptureRun) -> dict[str, dict[str, torch.Tensor]]:
     store = LocalFeatureStore(run.store.root)
     return {ref.sample_id: store.get(ref)[0] for ref in read_feature_set(run.out).refs}
 
 
 def assert_bit_equal(one: CaptureRun, other: CaptureRun) -> None:
-    first, second = contents(one), contents(other)
+    first, second = read_features(one), read_features(other)
     assert first.keys() == second.keys()
     for sample_id, streams in first.items():
         assert all(torch.equal(tensor, second[sample_id][name]) for name, tensor in streams.items()), sample_id
 
 
-def notes(run: CaptureRun) -> list[Path]:
+def list_notes(run: CaptureRun) -> list[Path]:
     return list((run.store.root / FOLDER).glob("*"))
 
 
 @pytest.fixture
 def straight(tiny_target, tmp_path: Path, watched) -> CaptureRun:
-    run = small_shards(tiny_target, tmp_path / "straight")
+    run = make_run_with_small_shards(tiny_target, tmp_path / "straight")
     capture_features(run, watched, ROWS)
     return run
 
@@ -73,9 +75,9 @@ def straight(tiny_target, tmp_path: Path, watched) -> CaptureRun:
 def test_killed_again_and_again_it_equals_the_undisturbed_bit_for_bit(
     tiny_target, tmp_path: Path, watched, straight, seed
 ):
-    run, draw = small_shards(tiny_target, tmp_path / "broken"), random.Random(seed)
+    run, draw = make_run_with_small_shards(tiny_target, tmp_path / "broken"), random.Random(seed)
     for _ in range(3):
-        killed_capture(run, watched, ROWS, draw.randint(1, 9))
+        capture_until_killed(run, watched, ROWS, draw.randint(1, 9))
         lose_some(run, draw)
     capture_features(run, watched, ROWS)
     assert_bit_equal(run, straight)
@@ -90,8 +92,8 @@ def lose_some(run: CaptureRun, draw: random.Random) -> None:
 
 
 def test_a_batch_that_is_stored_in_part_is_computed_whole_and_stored_once(tiny_target, tmp_path: Path, watched):
-    run = small_shards(tiny_target, tmp_path)
-    killed_capture(run, watched, ROWS, 5)
+    run = make_run_with_small_shards(tiny_target, tmp_path)
+    capture_until_killed(run, watched, ROWS, 5)
     lost = sorted((run.store.root / "shards").iterdir())[0]
     lost.unlink()
     watched.rows.clear()
@@ -101,13 +103,15 @@ def test_a_batch_that_is_stored_in_part_is_computed_whole_and_stored_once(tiny_t
 
 
 def test_ranks_and_another_number_of_them_change_no_bit(tiny_target, tmp_path: Path, watched):
-    two, then_three, then_one = (small_shards(tiny_target, tmp_path / name) for name in ("two", "three", "one"))
+    two, then_three, then_one = (
+        make_run_with_small_shards(tiny_target, tmp_path / name) for name in ("two", "three", "one")
+    )
     for rank in range(2):
         capture_missing(two, watched, ROWS, rank, 2)
     write_manifest(two, ROWS)
     for run, world in ((then_three, 3), (then_one, 1)):
         for rank in range(2):
-            killed_capture(run, watched, ROWS, 6 + rank, rank, 2)
+            capture_until_killed(run, watched, ROWS, 6 + rank, rank, 2)
         shares = [capture_missing(run, watched, ROWS, rank, world) for rank in range(world)]
         assert all(share.captured > 0 for share in shares)
         write_manifest(run, ROWS)
@@ -116,7 +120,7 @@ def test_ranks_and_another_number_of_them_change_no_bit(tiny_target, tmp_path: P
 
 def test_a_rank_that_starts_late_cuts_as_if_nothing_were_stored(tiny_target, tmp_path: Path, watched):
     """A rank's share is computed from what was missing when the first rank began, whatever was stored since."""
-    early, late = (small_shards(tiny_target, tmp_path / name) for name in ("early", "late"))
+    early, late = (make_run_with_small_shards(tiny_target, tmp_path / name) for name in ("early", "late"))
     for rank in (0, 1):
         capture_missing(early, watched, ROWS, rank, 2)
     for rank in (1, 0):
@@ -127,19 +131,19 @@ def test_a_rank_that_starts_late_cuts_as_if_nothing_were_stored(tiny_target, tmp
 
 
 def test_a_complete_capture_leaves_no_note_and_new_data_is_cut_alone(tiny_target, tmp_path: Path, watched):
-    run = small_shards(tiny_target, tmp_path)
-    killed_capture(run, watched, ROWS[:40], 4)
-    assert len(notes(run)) == 1
+    run = make_run_with_small_shards(tiny_target, tmp_path)
+    capture_until_killed(run, watched, ROWS[:40], 4)
+    assert len(list_notes(run)) == 1
     capture_features(run, watched, ROWS[:40])
-    assert notes(run) == []
+    assert list_notes(run) == []
     watched.rows.clear()
     assert capture_features(run, watched, ROWS).captured == len(watched.rows) == 8
 
 
 def test_another_backend_computes_no_more_than_is_missing(tiny_target, tmp_path: Path, watched):
-    run = small_shards(tiny_target, tmp_path)
+    run = make_run_with_small_shards(tiny_target, tmp_path)
     run = run.model_copy(update={"capture": run.capture.model_copy(update={"backend": "sglang_server"})})
-    killed_capture(run, watched, ROWS, 5)
+    capture_until_killed(run, watched, ROWS, 5)
     sorted((run.store.root / "shards").iterdir())[0].unlink()
     watched.rows.clear()
     assert capture_features(run, watched, ROWS).captured == len(watched.rows)
@@ -148,35 +152,35 @@ def test_another_backend_computes_no_more_than_is_missing(tiny_target, tmp_path:
 
 @pytest.mark.parametrize("text", ["", "[]", '{"world": 0, "rows": [1]}', '{"world": 1, "rows": [4, 2]}', "[" * 50_000])
 def test_a_note_that_cannot_be_read_is_made_anew(tiny_target, tmp_path: Path, watched, text: str):
-    run = small_shards(tiny_target, tmp_path)
-    killed_capture(run, watched, ROWS, 5)
-    notes(run)[0].write_text(text)
+    run = make_run_with_small_shards(tiny_target, tmp_path)
+    capture_until_killed(run, watched, ROWS, 5)
+    list_notes(run)[0].write_text(text)
     capture_features(run, watched, ROWS)
-    assert len(contents(run)) == len(ROWS)
+    assert len(read_features(run)) == len(ROWS)
 
 
 def test_what_was_lost_after_the_beginning_is_captured_too(tiny_target, tmp_path: Path, watched):
-    run = small_shards(tiny_target, tmp_path)
+    run = make_run_with_small_shards(tiny_target, tmp_path)
     capture_features(run, watched, ROWS[:10])
-    killed_capture(run, watched, ROWS, 5)
+    capture_until_killed(run, watched, ROWS, 5)
     sorted((run.store.root / "shards").iterdir())[0].unlink()  # of the first ten
     capture_features(run, watched, ROWS)
-    assert len(contents(run)) == len(ROWS)
+    assert len(read_features(run)) == len(ROWS)
 
 
 def test_notes_of_captures_that_nobody_went_on_with_are_removed(tiny_target, tmp_path: Path, watched):
-    run = small_shards(tiny_target, tmp_path)
-    killed_capture(run, watched, ROWS[:20], 4)
-    abandoned = notes(run)[0]
+    run = make_run_with_small_shards(tiny_target, tmp_path)
+    capture_until_killed(run, watched, ROWS[:20], 4)
+    abandoned = list_notes(run)[0]
     os.utime(abandoned, (0, abandoned.stat().st_mtime - 2 * ABANDONED_AFTER_S))
-    killed_capture(run, watched, ROWS, 4)
-    assert abandoned not in notes(run)
+    capture_until_killed(run, watched, ROWS, 4)
+    assert abandoned not in list_notes(run)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tiny_target, tmp_path: Path, watched):
-    run = small_shards(tiny_target, tmp_path)
+    run = make_run_with_small_shards(tiny_target, tmp_path)
     run.store.root.mkdir(parents=True)
     (run.store.root / FOLDER).write_text("in the way")
-    with pytest.raises(StoreError, match=rf"{FOLDER}.*cannot be used"):
+    with pytest.raises(StoreError, match=rf"{FOLDER}.*cannot be read or written"):
         capture_features(run, watched, ROWS)
     assert watched.loads == 0

@@ -36,7 +36,7 @@ def job(name: str, *streams: str) -> SampleJob:
     return SampleJob(0, name, 1, {stream: f"{name}-{stream}" for stream in streams}, streams)
 
 
-class Sharer:
+class CapturingProcess:
     """One capturing process: `step` stores its next batches; names are `sample-stream`."""
 
     def __init__(self, root: Path, *windows: list[SampleJob]) -> None:
@@ -56,10 +56,10 @@ class Sharer:
         return each.missing
 
 
-def finished(*sharers: Sharer) -> list[list[str]]:
+def finish_all(*processes: CapturingProcess) -> list[list[str]]:
     """Return what each process still captures when all of them run to their end."""
-    with ThreadPoolExecutor(len(sharers)) as threads:
-        return [each.result() for each in [threads.submit(sharer.finish) for sharer in sharers]]
+    with ThreadPoolExecutor(len(processes)) as threads:
+        return [each.result() for each in [threads.submit(process.finish) for process in processes]]
 
 
 def test_what_nobody_else_has_is_claimed_and_given_back(root: Path):
@@ -87,22 +87,22 @@ def test_the_claim_of_a_killed_process_is_nobodys(root: Path):
 
 def test_two_share_the_windows_and_each_feature_is_captured_once(root: Path):
     windows = [[job("a"), job("b")], [job("c")], [job("d")]]
-    one, other = Sharer(root, *windows), Sharer(root, *windows)
+    one, other = CapturingProcess(root, *windows), CapturingProcess(root, *windows)
     assert one.step() == ["a-last", "b-last"]
     assert other.step() == ["c-last"]
     assert one.step() == ["d-last"]
-    assert finished(one, other) == [[], []]
+    assert finish_all(one, other) == [[], []]
 
 
 def test_streams_of_one_sample_may_be_captured_by_two(root: Path):
-    one, other = Sharer(root, [job("a", "hf2", "last")]), Sharer(root, [job("a", "hf4", "last")])
+    one, other = CapturingProcess(root, [job("a", "hf2", "last")]), CapturingProcess(root, [job("a", "hf4", "last")])
     assert one.step() == ["a-hf2", "a-last"]
     assert other.step() == ["a-hf4"]
-    assert finished(one, other) == [[], []]
+    assert finish_all(one, other) == [[], []]
 
 
 def test_what_another_leaves_undone_is_captured_after_it(root: Path):
-    one, other = Sharer(root, [job("a")]), Sharer(root, [job("a"), job("b")])
+    one, other = CapturingProcess(root, [job("a")]), CapturingProcess(root, [job("a"), job("b")])
     shared = one._shared
     next(shared)  # claimed, and never stored
     assert other.step() == ["b-last"]
@@ -114,7 +114,7 @@ def test_what_another_leaves_undone_is_captured_after_it(root: Path):
 
 def test_where_nothing_can_be_claimed_everything_is_captured(root: Path, caplog):
     (root / "claims").write_text("no folder")
-    assert Sharer(root, [job("a")]).step() == ["a-last"]
+    assert CapturingProcess(root, [job("a")]).step() == ["a-last"]
     assert "claims are not possible" in caplog.text
 
 
@@ -132,7 +132,7 @@ class OneAtATime(WatchedEngine):
             return super().logits(sequences)
 
 
-def tensors_of(root: Path) -> Counter[str]:
+def count_tensors(root: Path) -> Counter[str]:
     return Counter(key for path in (root / "shards").iterdir() for key in read_header(path).entries)
 
 
@@ -159,7 +159,7 @@ def test_two_targets_of_the_same_weights_capture_a_sample_once(tiny_target, tmp_
     for thread in threads:
         thread.join()
     assert not errors
-    assert set(tensors_of(runs[0].store.root).values()) == {1}
+    assert set(count_tensors(runs[0].store.root).values()) == {1}
     for run, tokens in zip(runs, sets, strict=True):
         assert write_manifest(run, tokens).samples == 30
 
@@ -188,4 +188,4 @@ def test_one_of_two_writers_is_killed_and_the_other_completes_the_set(workers, t
     assert other.returncode == 0
     assert LocalFeatureStore(run.store.root).verify().ok
     assert capture_features(run, watched, tokens).captured == 0
-    assert set(tensors_of(run.store.root).values()) == {1}
+    assert set(count_tensors(run.store.root).values()) == {1}

@@ -26,7 +26,7 @@ class Failing(WatchedEngine):
         return super().capture(sequences, taps)
 
 
-def failing_engine(engine, tokens, index: int) -> Failing:
+def make_failing_engine(engine, tokens, index: int) -> Failing:
     """An engine that fails on one sample, recognised by a token that no other sample has."""
     failing = Failing(engine)
     failing.token = 1999
@@ -36,7 +36,7 @@ def failing_engine(engine, tokens, index: int) -> Failing:
 
 def test_failing_samples_are_left_out_with_their_reason(tiny_target, tmp_path: Path, tiny_engine):
     tokens = random_rows(8, vocab=1900)
-    engine = failing_engine(tiny_engine, tokens, 3)
+    engine = make_failing_engine(tiny_engine, tokens, 3)
     twin = replace(tokens[3], sample_id="twin")
     run = capture_run(tiny_target, tmp_path, max_failed_share=0.25)
     run.out.mkdir()
@@ -52,7 +52,7 @@ def test_failing_samples_are_left_out_with_their_reason(tiny_target, tmp_path: P
 
 def test_more_failing_samples_than_allowed_stop_the_run_and_keep_the_rest(tiny_target, tmp_path: Path, tiny_engine):
     tokens = random_rows(8, vocab=1900)
-    engine = failing_engine(tiny_engine, tokens, 3)
+    engine = make_failing_engine(tiny_engine, tokens, 3)
     run = capture_run(tiny_target, tmp_path)
     with pytest.raises(CaptureError, match=f"sample {tokens[3].sample_id}: the engine lost rows"):
         capture_features(run, engine, tokens)

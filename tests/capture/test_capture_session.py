@@ -25,7 +25,7 @@ from draftworks.features.manifest import read_feature_set
 from draftworks.storage.identity import token_digest
 
 
-def contents(run, tokens) -> dict[str, dict[str, torch.Tensor]]:
+def read_features(run, tokens) -> dict[str, dict[str, torch.Tensor]]:
     refs = read_feature_set(run.out).refs
     assert [ref.sample_id for ref in refs] == [row.sample_id for row in tokens]
     store = LocalFeatureStore(run.store.root)
@@ -42,7 +42,7 @@ def assert_close(one, other):
 def test_features_are_those_of_the_engine(tiny_target, tmp_path: Path, watched: WatchedEngine):
     run, tokens = capture_run(tiny_target, tmp_path), random_rows(12)
     summary = capture_features(run, watched, tokens)
-    stored = contents(run, tokens)
+    stored = read_features(run, tokens)
     expected = {row.sample_id: watched.capture([row.input_ids.tolist()], [])[0] for row in random_rows(12)}
     for sample_id, streams in expected.items():
         assert list(stored[sample_id]) == ["hf2", "hf4", "last"]
@@ -62,7 +62,7 @@ def test_refs_name_the_tokens_they_are_of(tiny_target, tmp_path: Path, watched):
 def test_stored_dtype_is_as_configured(tiny_target, tmp_path: Path, watched):
     run, tokens = capture_run(tiny_target, tmp_path, dtype="bfloat16"), random_rows(2)
     capture_features(run, watched, tokens)
-    assert all(t.dtype == torch.bfloat16 for streams in contents(run, tokens).values() for t in streams.values())
+    assert all(t.dtype == torch.bfloat16 for streams in read_features(run, tokens).values() for t in streams.values())
 
 
 def test_second_run_loads_no_engine(tiny_target, tmp_path: Path, watched):
@@ -80,7 +80,7 @@ def test_five_percent_new_samples_capture_five_percent(tiny_target, tmp_path: Pa
     watched.rows.clear()
     summary = capture_features(run, watched, rows)
     assert summary.captured == len(watched.rows) == 2
-    assert len(contents(run, rows)) == 42
+    assert len(read_features(run, rows)) == 42
 
 
 def test_second_tap_set_captures_only_missing_taps(tiny_target, tmp_path: Path, watched):
@@ -99,7 +99,7 @@ def test_repeated_tokens_are_captured_once(tiny_target, tmp_path: Path, watched)
     tokens = [*rows, *(replace(row, sample_id=f"again-{row.sample_id}") for row in rows)]
     run = capture_run(tiny_target, tmp_path)
     assert capture_features(run, watched, tokens).captured == 3
-    assert len(contents(run, tokens)) == 6
+    assert len(read_features(run, tokens)) == 6
 
 
 def test_keys_do_not_depend_on_batches_order_or_ranks(tiny_target, tmp_path: Path, watched):
@@ -156,7 +156,7 @@ def test_resumed_equals_straight(tiny_target, tmp_path: Path, watched):
     resumed = capture_features(broken, watched, tokens)
     assert 0 < resumed.captured < 30
     assert read_feature_set(broken.out).data_version == read_feature_set(straight.out).data_version
-    assert_close(contents(broken, tokens), contents(straight, tokens))
+    assert_close(read_features(broken, tokens), read_features(straight, tokens))
 
 
 @pytest.mark.parametrize("batches_seen", [3, 20])
@@ -176,7 +176,7 @@ def test_kill_at_any_moment_leaves_a_store_that_completes(tiny_target, tmp_path:
     capture_features(run, watched, tokens)
     assert not list((run.store.root / "staging").iterdir())
     assert LocalFeatureStore(run.store.root).verify().ok
-    assert len(contents(run, tokens)) == 150
+    assert len(read_features(run, tokens)) == 150
 
 
 def test_budget_is_refused_before_the_engine_is_loaded(tiny_target, tmp_path: Path, watched):

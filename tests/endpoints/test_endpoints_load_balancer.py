@@ -15,14 +15,14 @@ from draftworks.errors import CaptureError, EngineError
 GENEROUS_S = 60
 
 
-def balance_over(*names: str, limit: int = 99, **options) -> LoadBalancer[str]:
+def make_balancer(*names: str, limit: int = 99, **options) -> LoadBalancer[str]:
     """A load balancer whose clients are the server names, and whose breakers never cool down."""
     return LoadBalancer(
         {name: name for name in names}, limit, lambda: CircuitBreaker(failures=2, cooldown_s=float("inf")), **options
     )
 
 
-def failing(*dead: str, log: list[str] | None = None) -> Callable[[str], str]:
+def make_work(*dead: str, log: list[str] | None = None) -> Callable[[str], str]:
     """Return work that returns the server's name, and fails on the `dead` ones."""
 
     def work(name: str) -> str:
@@ -36,13 +36,13 @@ def failing(*dead: str, log: list[str] | None = None) -> Callable[[str], str]:
 
 
 def test_equal_servers_get_equal_shares():
-    spread = balance_over("a", "b", "c")
-    done = [spread.run(failing()) for _ in range(9)]
+    spread = make_balancer("a", "b", "c")
+    done = [spread.run(make_work()) for _ in range(9)]
     assert {name: done.count(name) for name in "abc"} == {"a": 3, "b": 3, "c": 3}
 
 
 def test_work_goes_where_the_least_is_outstanding():
-    spread, go = balance_over("a", "b"), threading.Event()
+    spread, go = make_balancer("a", "b"), threading.Event()
     started = threading.Semaphore(0)
 
     def long(name: str) -> str:
@@ -53,14 +53,14 @@ def test_work_goes_where_the_least_is_outstanding():
     with ThreadPoolExecutor(3) as pool:
         busy = pool.submit(spread.run, long, 5)
         assert started.acquire(timeout=GENEROUS_S)
-        free = {spread.run(failing()) for _ in range(4)}
+        free = {spread.run(make_work()) for _ in range(4)}
         go.set()
         assert {busy.result(GENEROUS_S)}.isdisjoint(free)
         assert len(free) == 1
 
 
 def test_no_server_has_more_than_its_limit_and_all_is_done():
-    spread, go = balance_over("a", "b", limit=2), threading.Event()
+    spread, go = make_balancer("a", "b", limit=2), threading.Event()
     started = threading.Semaphore(0)
     inside: list[str] = []
 
@@ -80,19 +80,19 @@ def test_no_server_has_more_than_its_limit_and_all_is_done():
 
 
 def test_more_than_the_limit_at_once_goes_to_a_server_that_has_nothing_else():
-    assert balance_over("a", limit=2).run(failing(), requests=5) == "a"
+    assert make_balancer("a", limit=2).run(make_work(), requests=5) == "a"
 
 
 def test_the_work_of_a_server_that_fails_is_done_by_another():
-    spread = balance_over("a", "b")
-    assert [spread.run(failing("a")) for _ in range(5)] == ["b"] * 5
+    spread = make_balancer("a", "b")
+    assert [spread.run(make_work("a")) for _ in range(5)] == ["b"] * 5
 
 
 def test_a_server_that_failed_often_enough_is_asked_no_more_and_that_is_told_once(caplog):
     opened, asked = [], []
-    spread = balance_over("a", "b", on_open=lambda client, error: opened.append((client, str(error))))
+    spread = make_balancer("a", "b", on_open=lambda client, error: opened.append((client, str(error))))
     for _ in range(8):
-        spread.run(failing("a", log=asked))
+        spread.run(make_work("a", log=asked))
     assert asked.count("a") == 2
     assert opened == [("a", "a is gone")]
     assert [record.message for record in caplog.records] == ["a is gone", "a is gone\na gets no requests for now"]
@@ -100,30 +100,30 @@ def test_a_server_that_failed_often_enough_is_asked_no_more_and_that_is_told_onc
 
 def test_when_all_have_failed_the_last_error_of_each_is_told():
     with pytest.raises(EngineError, match=r"(?s)none of 2 servers is available:\n  a: a is gone\n  b: b is gone"):
-        balance_over("a", "b").run(failing("a", "b"))
+        make_balancer("a", "b").run(make_work("a", "b"))
 
 
 def test_no_server_is_asked_twice_for_the_same_work():
     asked: list[str] = []
     patient = LoadBalancer({"a": "a", "b": "b"}, 99, lambda: CircuitBreaker(failures=99))
     with pytest.raises(EngineError):
-        patient.run(failing("a", "b", log=asked))
+        patient.run(make_work("a", "b", log=asked))
     assert sorted(asked) == ["a", "b"]
 
 
 def test_a_server_that_was_mended_gets_work_again():
-    spread = balance_over("a")
+    spread = make_balancer("a")
     for _ in range(2):
         with pytest.raises(EngineError):
-            spread.run(failing("a"))
+            spread.run(make_work("a"))
     with pytest.raises(EngineError, match="none of 1 servers"):
-        spread.run(failing())
+        spread.run(make_work())
     spread.reopen("a")
-    assert spread.run(failing()) == "a"
+    assert spread.run(make_work()) == "a"
 
 
 def test_a_refused_request_is_not_given_to_another_and_says_nothing_against_the_server():
-    spread, asked = balance_over("a", "b"), []
+    spread, asked = make_balancer("a", "b"), []
 
     def refuse(name: str) -> str:
         asked.append(name)
@@ -140,7 +140,7 @@ def test_those_who_meet_a_trial_wait_for_what_comes_of_it():
     now = [0.0]
     spread = LoadBalancer({"a": "a"}, 99, lambda: CircuitBreaker(failures=1, cooldown_s=1, clock=lambda: now[0]))
     with pytest.raises(EngineError):
-        spread.run(failing("a"))
+        spread.run(make_work("a"))
     now[0] = 1.0
     begun, go = threading.Event(), threading.Event()
 
@@ -152,21 +152,21 @@ def test_those_who_meet_a_trial_wait_for_what_comes_of_it():
     with ThreadPoolExecutor(4) as pool:
         first = pool.submit(spread.run, trial)
         assert begun.wait(GENEROUS_S)
-        others = [pool.submit(spread.run, failing()) for _ in range(3)]
+        others = [pool.submit(spread.run, make_work()) for _ in range(3)]
         assert not any(other.done() for other in others)
         go.set()
         assert [first.result(GENEROUS_S), *(other.result(GENEROUS_S) for other in others)] == ["trial", "a", "a", "a"]
 
 
 def test_an_interruption_leaves_nothing_taken():
-    spread = balance_over("a", limit=1)
+    spread = make_balancer("a", limit=1)
 
     def interrupted(name: str) -> str:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         spread.run(interrupted)
-    assert spread.run(failing()) == "a"
+    assert spread.run(make_work()) == "a"
 
 
 def test_a_server_that_is_held_gets_no_work_and_no_trial_until_it_is_released():
@@ -174,18 +174,18 @@ def test_a_server_that_is_held_gets_no_work_and_no_trial_until_it_is_released():
     spread = LoadBalancer(
         {"a": "a", "b": "b"}, 99, lambda: CircuitBreaker(failures=1, cooldown_s=1, clock=lambda: now[0])
     )
-    spread.run(failing("a"))
+    spread.run(make_work("a"))
     spread.hold("a")
     now[0] = 9.0
-    assert [spread.run(failing()) for _ in range(4)] == ["b"] * 4
+    assert [spread.run(make_work()) for _ in range(4)] == ["b"] * 4
     with pytest.raises(EngineError, match="none of 2 servers"):
-        spread.run(failing("b"))
+        spread.run(make_work("b"))
     spread.release("a")
-    assert spread.run(failing()) == "a"
+    assert spread.run(make_work()) == "a"
 
 
 def test_those_who_wait_for_room_at_a_server_that_is_held_are_told_that_none_is_left():
-    spread, begun, go = balance_over("a", limit=1), threading.Event(), threading.Event()
+    spread, begun, go = make_balancer("a", limit=1), threading.Event(), threading.Event()
 
     def long(name: str) -> str:
         begun.set()
@@ -195,7 +195,7 @@ def test_those_who_wait_for_room_at_a_server_that_is_held_are_told_that_none_is_
     with ThreadPoolExecutor(2) as pool:
         busy = pool.submit(spread.run, long)
         assert begun.wait(GENEROUS_S)
-        waits = pool.submit(spread.run, failing())
+        waits = pool.submit(spread.run, make_work())
         spread.hold("a")
         try:
             with pytest.raises(EngineError, match="none of 1 servers"):

@@ -20,7 +20,7 @@ PROGRAMS = (
 )
 
 
-def sglang_python(folder: Path, lacking: str = "") -> Path:
+def make_sglang_python(folder: Path, lacking: str = "") -> Path:
     """A stand-in for SGLang's Python, which prints a version, or the libraries that it lacks."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\ncase "$2" in *version*) echo 0.5.23;; *) echo {lacking};; esac\n')
@@ -28,16 +28,16 @@ def sglang_python(folder: Path, lacking: str = "") -> Path:
     return python
 
 
-def pinned() -> set[str]:
+def read_pinned() -> set[str]:
     lines = (ROOT / "tools" / "sglang-requirements.txt").read_text().splitlines()
-    return {normalised(line.partition("==")[0]) for line in lines if "==" in line}
+    return {normalise(line.partition("==")[0]) for line in lines if "==" in line}
 
 
-def normalised(distribution: str) -> str:
+def normalise(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def imported_roots(path: Path) -> set[str]:
+def read_imported_roots(path: Path) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -52,13 +52,13 @@ def test_all_that_the_programs_import_is_pinned_for_sglangs_environment():
         f"{PROGRAMS}; import sys; print(*[m.__file__ for n, m in sys.modules.items() if n.startswith('draftworks.')])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    roots = set().union(*(imported_roots(Path(file)) for file in done.stdout.split()))
+    roots = set().union(*(read_imported_roots(Path(file)) for file in done.stdout.split()))
     distributions = packages_distributions()
     needed = {
-        normalised(distributions.get(root, [root])[0]) for root in roots - set(sys.stdlib_module_names) - {"draftworks"}
+        normalise(distributions.get(root, [root])[0]) for root in roots - set(sys.stdlib_module_names) - {"draftworks"}
     }
     assert {"torch", "pyarrow", "dagster-pipes"} <= needed
-    assert needed <= pinned()
+    assert needed <= read_pinned()
 
 
 def test_what_sglang_does_not_bring_is_pinned_as_here():
@@ -68,13 +68,13 @@ def test_what_sglang_does_not_bring_is_pinned_as_here():
 
 
 def test_a_library_that_is_missing_there_is_named_with_the_command_that_installs_it(tmp_path: Path):
-    python = sglang_python(tmp_path, lacking="pyarrow dagster_pipes")
+    python = make_sglang_python(tmp_path, lacking="pyarrow dagster_pipes")
     with pytest.raises(ConfigError, match=rf"lacks pyarrow, dagster-pipes.*{python} -m pip install --no-deps pyarrow"):
         build_program_environment(python, tmp_path / "package")
 
 
 def test_a_program_finds_this_package_there_and_nothing_else_of_ours(tmp_path: Path):
-    environment = build_program_environment(sglang_python(tmp_path), tmp_path / "package")
+    environment = build_program_environment(make_sglang_python(tmp_path), tmp_path / "package")
     assert environment == {"PYTHONPATH": str(tmp_path / "package")}
     (link,) = (tmp_path / "package").iterdir()
     assert link.resolve() == ROOT / "draftworks"

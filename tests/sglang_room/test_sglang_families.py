@@ -18,7 +18,7 @@ MakeTarget = Callable[[str], TargetFiles]
 OPTIONS = {"layer_ids": [2, 3, 4], "draft_vocab_size": 64}
 
 
-def asking(files: TargetFiles, backend: str, max_length: int = 128) -> TargetSpec:
+def make_spec(files: TargetFiles, backend: str, max_length: int = 128) -> TargetSpec:
     return TargetSpec(
         name="mine", model=files.model, dataset="d", max_length=max_length, strategies={"eagle3": {"options": OPTIONS}},
         capture={"backend": backend, "device": "cpu", "compute_dtype": "float32"},
@@ -32,27 +32,27 @@ def test_a_family_that_sglang_does_not_run_on_a_cpu_is_refused_there(
 ):
     files = family_target(name)
     with pytest.raises(ConfigError, match="target mine: .*does not run .* there: .*Set capture.backend to hf"):
-        check_requirements(asking(files, backend), files, Registry(tmp_path))
-    check_requirements(asking(files, "hf"), files, Registry(tmp_path))
+        check_requirements(make_spec(files, backend), files, Registry(tmp_path))
+    check_requirements(make_spec(files, "hf"), files, Registry(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3_text"])
 def test_streams_of_gemma_3_are_warned_of_whoever_captures(name: str, family_target: MakeTarget):
     """The warning comes for every capture backend, because SGLang may serve the draft."""
     files = family_target(name)
-    [remark] = list_sglang_remarks(asking(files, "hf"), files)
+    [remark] = list_sglang_remarks(make_spec(files, "hf"), files)
     assert "instead of the residual stream" in remark
 
 
 def test_a_window_that_sglang_leaves_out_is_told_where_samples_are_longer(family_target: MakeTarget):
     files = family_target("mistral")
-    [remark] = list_sglang_remarks(asking(files, "sglang_server"), files)
+    [remark] = list_sglang_remarks(make_spec(files, "sglang_server"), files)
     assert "without its sliding window of 16 tokens, and max_length is 128" in remark
-    assert list_sglang_remarks(asking(files, "sglang_server", max_length=16), files) == []
-    assert list_sglang_remarks(asking(files, "hf"), files) == []
+    assert list_sglang_remarks(make_spec(files, "sglang_server", max_length=16), files) == []
+    assert list_sglang_remarks(make_spec(files, "hf"), files) == []
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
 def test_nothing_is_said_of_families_that_it_runs(name: str, family_target: MakeTarget):
     files = family_target(name)
-    assert list_sglang_remarks(asking(files, "sglang_server"), files) == []
+    assert list_sglang_remarks(make_spec(files, "sglang_server"), files) == []

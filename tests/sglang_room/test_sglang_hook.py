@@ -18,7 +18,7 @@ from draftworks.sglang.spool import new_request_id, take_parts
 LENGTHS = [3, 1, 4]
 
 
-def packed(request_ids: list[str], starts: list[int], padding: int = 0) -> tuple[SimpleNamespace, SimpleNamespace]:
+def pack(request_ids: list[str], starts: list[int], padding: int = 0) -> tuple[SimpleNamespace, SimpleNamespace]:
     """A batch as SGLang packs it, whose values count the positions, and the output of the logits layer."""
     rows = torch.arange(sum(LENGTHS) + padding, dtype=torch.float32)[:, None]
     batch = SimpleNamespace(
@@ -36,7 +36,7 @@ def packed(request_ids: list[str], starts: list[int], padding: int = 0) -> tuple
 
 def test_every_request_gets_its_own_rows(tmp_path: Path):
     ids = [new_request_id(), new_request_id(with_logits=True), new_request_id()]
-    SGLangCaptureBackend(tmp_path).write(*packed(ids, [0, 0, 7], padding=2))
+    SGLangCaptureBackend(tmp_path).write(*pack(ids, [0, 0, 7], padding=2))
     parts = [take_parts(tmp_path, request_id)[0] for request_id in ids]
     assert [part.input_ids.tolist() for part in parts] == [[0, 1, 2], [3], [4, 5, 6, 7]]
     for part in parts:
@@ -48,14 +48,14 @@ def test_every_request_gets_its_own_rows(tmp_path: Path):
 
 
 def test_requests_of_others_are_left_alone(tmp_path: Path):
-    SGLangCaptureBackend(tmp_path).write(*packed(["HEALTH_CHECK_1", "answer", "x"], [0, 0, 0]))
+    SGLangCaptureBackend(tmp_path).write(*pack(["HEALTH_CHECK_1", "answer", "x"], [0, 0, 0]))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("missing", ["hidden_states", "last_hidden_states"])
 def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path: Path, missing):
     ids = [new_request_id(), "answer", new_request_id()]
-    batch, output = packed(ids, [0, 0, 0])
+    batch, output = pack(ids, [0, 0, 0])
     setattr(output, missing, None)
     SGLangCaptureBackend(tmp_path).write(batch, output)
     for request_id in (ids[0], ids[2]):
@@ -65,7 +65,7 @@ def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path
 
 
 def test_nothing_reaches_the_engine_even_where_nobody_can_be_told(tmp_path: Path, monkeypatch):
-    batch, output = packed([new_request_id(), "answer", "x"], [0, 0, 0])
+    batch, output = pack([new_request_id(), "answer", "x"], [0, 0, 0])
     monkeypatch.setattr("draftworks.sglang.hook._find_prefill", lambda args: batch)
     SGLangCaptureBackend(tmp_path / "removed")(nn.Identity(), (), output)
     assert not (tmp_path / "removed").exists()
@@ -73,7 +73,7 @@ def test_nothing_reaches_the_engine_even_where_nobody_can_be_told(tmp_path: Path
 
 def test_rows_that_are_missing_are_told(tmp_path: Path):
     ids = [new_request_id() for _ in LENGTHS]
-    batch, output = packed(ids, [0, 0, 0])
+    batch, output = pack(ids, [0, 0, 0])
     output.last_hidden_states = output.last_hidden_states[:5]
     SGLangCaptureBackend(tmp_path).write(batch, output)
     with pytest.raises(PassingTroubleError, match="kept hidden states of 5 positions, expected 8"):

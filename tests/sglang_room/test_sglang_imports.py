@@ -16,7 +16,7 @@ PACKAGES = ("draftworks", "spec_assets", "resources", "jobs", "sensors", "tools"
 """Without the tests: a test may use SGLang itself for the expected value."""
 
 
-def imports(path: Path) -> set[str]:
+def read_imports(path: Path) -> set[str]:
     """Modules by their full names; `from a import b` counts as `a` and as `a.b`."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -27,10 +27,10 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def importing(package: str) -> set[str]:
+def find_importing(package: str) -> set[str]:
     """Files of the project that import a package or something in it, except the plug-in that SGLang itself loads."""
     files = [path for folder in PACKAGES for path in (ROOT / folder).rglob("*.py") if "build" not in path.parts]
-    names = {str(path.relative_to(ROOT)): imports(path) for path in files}
+    names = {str(path.relative_to(ROOT)): read_imports(path) for path in files}
     return {
         file
         for file, found in names.items()
@@ -39,8 +39,8 @@ def importing(package: str) -> set[str]:
 
 
 def test_one_module_touches_the_inside_of_sglang():
-    assert importing("sglang.srt") == INSIDE
-    assert importing("sglang") == INSIDE | USES
+    assert find_importing("sglang.srt") == INSIDE
+    assert find_importing("sglang") == INSIDE | USES
 
 
 def test_the_hook_needs_nothing_a_serving_environment_lacks():

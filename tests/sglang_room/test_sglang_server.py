@@ -27,7 +27,7 @@ OPTIONS = ServerOptions(
 )  # fmt: skip
 
 
-def python_that(folder: Path, serving: str, version: str = "0.5.23") -> Path:
+def make_python(folder: Path, serving: str, version: str = "0.5.23") -> Path:
     """A stand-in for SGLang's Python: prints a version, and runs a script as the server."""
     script = folder / "server.py"
     script.write_text(serving)
@@ -37,7 +37,7 @@ def python_that(folder: Path, serving: str, version: str = "0.5.23") -> Path:
     return python
 
 
-def server(python: Path, folder: Path, timeout_s: float = 20.0) -> SGLangServer:
+def make_server(python: Path, folder: Path, timeout_s: float = 20.0) -> SGLangServer:
     return SGLangServer(python, replace(OPTIONS, spool=folder / "spool"), folder, timeout_s, grace_s=0.5)
 
 
@@ -58,7 +58,7 @@ def test_on_a_gpu_prompts_run_outside_of_graphs_which_would_skip_the_hook():
 
 
 def test_a_server_that_ends_at_once_is_told_with_the_end_of_its_log(tmp_path: Path):
-    failing = server(python_that(tmp_path, "print('CUDA out of memory'); raise SystemExit(3)"), tmp_path)
+    failing = make_server(make_python(tmp_path, "print('CUDA out of memory'); raise SystemExit(3)"), tmp_path)
     with pytest.raises(EngineError, match=r"(?s)ended with code 3 before it was ready.*CUDA out of memory"):
         failing.start()
     assert not failing.is_running()
@@ -74,9 +74,9 @@ time.sleep(300)
 
 def test_a_server_that_is_never_ready_is_ended_with_its_children(tmp_path: Path):
     child = tmp_path / "child"
-    python = python_that(tmp_path, HANGING.format(path=str(child)))
+    python = make_python(tmp_path, HANGING.format(path=str(child)))
     for timeout_s in (2, 10, 60):  # until it has come as far as to start a child
-        slow = server(python, tmp_path, timeout_s)
+        slow = make_server(python, tmp_path, timeout_s)
         with pytest.raises(EngineError, match=f"was not ready within {timeout_s} s"):
             slow.start()
         assert slow.pid is None
@@ -103,7 +103,7 @@ HTTPServer(("127.0.0.1", int(option("--port"))), Healthy).serve_forever()
 """
 
 
-def serving_as(**claims: Any) -> str:
+def format_server_script(**claims: Any) -> str:
     """A server that reports the options that it was started with, except for `claims`."""
     return f"CLAIMS = {json.dumps(claims)!r}\n{SERVING}"
 
@@ -118,7 +118,7 @@ def serving_as(**claims: Any) -> str:
     ids=["another model", "another server of the same model", "no SGLang"],
 )
 def test_a_server_that_took_the_port_before_ours_is_not_taken_for_it(tmp_path: Path, claims, found):
-    robbed = server(python_that(tmp_path, serving_as(**claims)), tmp_path)
+    robbed = make_server(make_python(tmp_path, format_server_script(**claims)), tmp_path)
     with pytest.raises(EngineError, match=f"(?s)answered by another server.*expected .*models/toy.*found .*{found}"):
         robbed.start()
     assert robbed.pid is None
@@ -127,7 +127,7 @@ def test_a_server_that_took_the_port_before_ours_is_not_taken_for_it(tmp_path: P
 def test_a_server_serves_until_it_is_stopped_and_sees_no_process_group(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    serving = server(python_that(tmp_path, serving_as()), tmp_path)
+    serving = make_server(make_python(tmp_path, format_server_script()), tmp_path)
     serving.start()
     process = psutil.Process(serving.pid)
     assert serving.is_running()
@@ -140,12 +140,12 @@ def test_a_server_serves_until_it_is_stopped_and_sees_no_process_group(tmp_path:
     assert not process.is_running()
 
 
-def owner_of(python: Path, folder: Path) -> subprocess.Popen[str]:
+def start_owner(python: Path, folder: Path) -> subprocess.Popen[str]:
     """A process that starts a server and prints its pid once it serves."""
     code = (
         "import sys, time; from pathlib import Path\n"
         "sys.path[:0] = sys.argv[1:3]; import test_sglang_server as t\n"
-        "s = t.server(Path(sys.argv[3]), Path(sys.argv[4]), timeout_s=300); s.start(); print(s.pid, flush=True)\n"
+        "s = t.make_server(Path(sys.argv[3]), Path(sys.argv[4]), timeout_s=300); s.start(); print(s.pid, flush=True)\n"
         "time.sleep(300)"
     )
     here = Path(__file__).parent
@@ -155,7 +155,7 @@ def owner_of(python: Path, folder: Path) -> subprocess.Popen[str]:
 
 
 def test_a_server_does_not_outlive_the_process_that_started_it(tmp_path: Path):
-    owner = owner_of(python_that(tmp_path, serving_as()), tmp_path)
+    owner = start_owner(make_python(tmp_path, format_server_script()), tmp_path)
     assert owner.stdout is not None
     process = psutil.Process(int(owner.stdout.readline()))
     owner.kill()
@@ -177,7 +177,7 @@ if __name__ == "__main__":
 """
 
 
-def python_with(folder: Path, launch_server: str) -> Path:
+def make_python_with_module(folder: Path, launch_server: str) -> Path:
     """A Python whose `sglang.launch_server` is a script."""
     package = folder / "libraries" / "sglang"
     package.mkdir(parents=True)
@@ -192,7 +192,7 @@ def python_with(folder: Path, launch_server: str) -> Path:
 
 def test_nothing_a_starting_server_has_spawned_outlives_the_process_that_started_it(tmp_path: Path):
     path = tmp_path / "child"
-    owner = owner_of(python_with(tmp_path, LAUNCHING.format(path=str(path))), tmp_path)
+    owner = start_owner(make_python_with_module(tmp_path, LAUNCHING.format(path=str(path))), tmp_path)
     by = time.monotonic() + 120
     while not path.is_symlink() and time.monotonic() < by:
         time.sleep(0.02)
@@ -205,7 +205,7 @@ def test_nothing_a_starting_server_has_spawned_outlives_the_process_that_started
 
 
 def test_a_version_that_cannot_return_hidden_states_is_refused_where_they_are_wanted(tmp_path: Path):
-    serving = server(python_that(tmp_path, serving_as(), version="0.5.22"), tmp_path)
+    serving = make_server(make_python(tmp_path, format_server_script(), version="0.5.22"), tmp_path)
     with pytest.raises(
         ConfigError, match=r"is SGLang 0\.5\.22, which cannot return hidden states: expected 0\.5\.23 or later"
     ):
@@ -216,7 +216,7 @@ def test_a_version_that_cannot_return_hidden_states_is_refused_where_they_are_wa
 
 
 def test_untried_missing_and_absent_sglang_are_told(tmp_path: Path, caplog):
-    assert require_version(python_that(tmp_path, "", version="0.5.9")) == "0.5.9"
+    assert require_version(make_python(tmp_path, "", version="0.5.9")) == "0.5.9"
     assert "is SGLang 0.5.9; Draftworks was tested with 0.5.23" in caplog.text
     with pytest.raises(ConfigError, match=r"has no SGLang"):
         require_version(Path(sys.executable))

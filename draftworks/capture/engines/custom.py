@@ -66,7 +66,7 @@ class CheckedEngine(TargetEngine):
         self._name = name
 
     @property
-    def where(self) -> str:
+    def display_name(self) -> str:
         return f"the engine of {self._name}"
 
     def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:

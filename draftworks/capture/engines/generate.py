@@ -110,7 +110,7 @@ def generate(
     for sample_id, prompt in zip(sample_ids, prompts, strict=True):
         if not prompt:
             raise CaptureError(f"sample {sample_id}: the prompt of turn {turn} is empty")
-    ends = find_end_tokens(model).union(end_ids)
+    end_tokens = find_end_tokens(model).union(end_ids)
     results = [Generated((), finished=False)] * len(prompts)
     by_length = sorted((i for i, p in enumerate(prompts) if len(p) < max_total), key=lambda i: len(prompts[i]))
     for start in range(0, len(by_length), sampling.batch_size):
@@ -123,7 +123,7 @@ def generate(
             )
             for i in indices
         ]
-        decoder = _Decoder(model, [prompts[i] for i in indices], decodings, sampling, ends)
+        decoder = _Decoder(model, [prompts[i] for i in indices], decodings, sampling, end_tokens)
         decoder.run()
         for decoding in decodings:
             results[decoding.index] = Generated(tuple(decoding.ids), decoding.finished)
@@ -191,10 +191,10 @@ class _Decoding:
         self.ids: list[int] = []
         self.finished = False
 
-    def take(self, token: int, ends: frozenset[int]) -> bool:
+    def take(self, token: int, end_tokens: frozenset[int]) -> bool:
         """Append a token and return whether decoding goes on."""
         self.ids.append(token)
-        self.finished = token in ends
+        self.finished = token in end_tokens
         return not self.finished and len(self.ids) < self.limit
 
 
@@ -207,11 +207,11 @@ class _Decoder:
         prompts: Sequence[Sequence[int]],
         decodings: Sequence[_Decoding],
         sampling: ResponseSpec,
-        ends: frozenset[int],
+        end_tokens: frozenset[int],
     ) -> None:
         self._model = model
         self._sampling = sampling
-        self._ends = ends
+        self._end_tokens = end_tokens
         self._decodings = list(decodings)
         self._alive = [True] * len(decodings)
         self._cache = make_growing_cache(model)
@@ -229,7 +229,7 @@ class _Decoder:
         while any(self._alive):
             tokens = self._step()
             self._alive = [
-                alive and decoding.take(token, self._ends)
+                alive and decoding.take(token, self._end_tokens)
                 for decoding, alive, token in zip(self._decodings, self._alive, tokens.tolist(), strict=True)
             ]
             self._advance(tokens)

@@ -114,13 +114,13 @@ class BalancedHost(SGLangHost):
         close_all(self._hosts, restarts)
 
     def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
-        def ask(host: SGLangHost) -> list[Generation]:
+        def generate_on(host: SGLangHost) -> list[Generation]:
             answers = host.client.generate(requests)
             if host.spool != self.spool:
                 _move_parts(host.spool, self.spool, [request.request_id for request in requests])
             return answers
 
-        return self._balancer.run(ask, len(requests))
+        return self._balancer.run(generate_on, len(requests))
 
     def _note_open(self, host: SGLangHost, error: EngineError) -> None:
         if self._can_restart:

@@ -81,7 +81,7 @@ class SGLangEngine(TargetEngine):
         self.replicas = host.replicas
 
     @property
-    def where(self) -> str:
+    def display_name(self) -> str:
         return f"SGLang at {self.url}" if isinstance(self._host.client, SGLangClient) else "SGLang in this process"
 
     def list_members(self) -> tuple[SGLangEngine, ...]:
@@ -242,8 +242,8 @@ class SGLangEngine(TargetEngine):
     def _should_stop(self, state: RetryCallState) -> bool:
         """Return whether to stop; a busy server, or one with a full disk, gets more attempts than one that is gone."""
         error = state.outcome.exception() if state.outcome else None
-        waits = isinstance(error, PassingTroubleError) and not isinstance(error, AbortedRequestError)
-        return state.attempt_number >= self._attempts + (_EXTRA_ATTEMPTS if waits else 0)
+        is_transient = isinstance(error, PassingTroubleError) and not isinstance(error, AbortedRequestError)
+        return state.attempt_number >= self._attempts + (_EXTRA_ATTEMPTS if is_transient else 0)
 
     def _revive(self, state: RetryCallState, revivals_before: int) -> None:
         """Revive the server unless another thread has done so since the failed attempt began.

@@ -139,7 +139,7 @@ class EngineProbe:
     def _report_unprobed(self, reason: str, engine: TargetEngine) -> ProbeReport:
         if not engine.tested:
             raise UnsoundEngineError(
-                f"target {self._target.name}: {engine.where} is of a version that Draftworks was not tested with, and "
+                f"target {self._target.name}: {engine.display_name} is of a version that Draftworks was not tested with, and "
                 f"what it captures cannot be compared with the target's own weights: {reason}. Use a version that "
                 "docs/sglang.md names"
             )
@@ -178,7 +178,7 @@ class EngineProbe:
 
     def _compare_streams(self, engine: TargetEngine, reference: _Reference) -> list[StreamFinding]:
         problem = (
-            f"target {self._target.name}: {engine.where} does not capture the hidden states that the weights in "
+            f"target {self._target.name}: {engine.display_name} does not capture the hidden states that the weights in "
             f"{self._target.model} give"
         )
         try:

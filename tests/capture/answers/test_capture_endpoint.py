@@ -37,7 +37,7 @@ def chat(tiny_target: TargetFiles) -> ChatTokenizer:
 
 
 @contextmanager
-def endpoint_run(folder: Path, target: TargetFiles, *fakes: FakeChat, **options) -> Iterator[RegenerateRun]:
+def make_endpoint_run(folder: Path, target: TargetFiles, *fakes: FakeChat, **options) -> Iterator[RegenerateRun]:
     """A run that these servers answer; `options` are of the endpoint, and `responses`, `run` and `sources`."""
     responses, run, sources = (options.pop(name, {}) for name in ("responses", "run", "sources"))
     with ExitStack() as stack:
@@ -46,7 +46,7 @@ def endpoint_run(folder: Path, target: TargetFiles, *fakes: FakeChat, **options)
         yield answering_run(target, folder, sources or SOURCES, responses={"endpoint": endpoint, **responses}, **run)
 
 
-def answered(run: RegenerateRun, **environment: str) -> RegenerateSummary:
+def regenerate_run(run: RegenerateRun, **environment: str) -> RegenerateSummary:
     chat = ChatTokenizer.load(run.target, run.responses.thinking)
     answerer = EndpointAnswerer(run.responses, run.target, chat, find_max_sample_length(run), environment)
     try:
@@ -55,7 +55,7 @@ def answered(run: RegenerateRun, **environment: str) -> RegenerateSummary:
         answerer.close()
 
 
-def taught(source: Conversation) -> str:
+def join_answers(source: Conversation) -> str:
     """The supervised text of a sample if every question is answered by `echo`."""
     return "".join(f"{echo([turn])}<|im_end|>" for turn in source.turns if turn.role == "user")
 
@@ -63,9 +63,9 @@ def taught(source: Conversation) -> str:
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
 def test_the_tokens_that_the_server_tells_are_learnt(tiny_target, tmp_path: Path, chat, dialect):
     fake = FakeChat(tiny_target, dialect=dialect)
-    with endpoint_run(tmp_path, tiny_target, fake) as run:
-        answered(run)
-    assert [supervised(chat, row) for row in rows_of(run)] == [taught(source) for source in SOURCES]
+    with make_endpoint_run(tmp_path, tiny_target, fake) as run:
+        regenerate_run(run)
+    assert [supervised(chat, row) for row in rows_of(run)] == [join_answers(source) for source in SOURCES]
     prompt = chat.encode_prompt(SOURCES[0].turns[:1])
     assert rows_of(run)[0].input_ids.tolist()[: len(prompt)] == prompt
 
@@ -74,8 +74,8 @@ def test_text_alone_gives_the_same_labels_where_its_tokens_are_the_usual_ones(ti
     digests = set()
     for dialect, ids in (("sglang", True), ("sglang", False), ("vllm", False), ("openai", False)):
         folder = tmp_path / f"{dialect}{ids}"
-        with endpoint_run(folder, tiny_target, FakeChat(tiny_target, dialect=dialect), token_ids=ids) as run:
-            digests.add(answered(run).tokens["digest"])
+        with make_endpoint_run(folder, tiny_target, FakeChat(tiny_target, dialect=dialect), token_ids=ids) as run:
+            digests.add(regenerate_run(run).tokens["digest"])
     assert len(digests) == 1
 
 
@@ -87,8 +87,8 @@ def test_an_answer_in_unusual_tokens_is_learnt_as_it_was_said_and_read_again_as_
     assert unusual[:-1] != chat._tokenizer("return")["input_ids"]
     fake = FakeChat(tiny_target, says=lambda turns: "return")
     fake.changes = {"response_token_ids": unusual}
-    with endpoint_run(tmp_path, tiny_target, fake, sources=[conversation(1, exchanges=2)]) as run:
-        answered(run)
+    with make_endpoint_run(tmp_path, tiny_target, fake, sources=[conversation(1, exchanges=2)]) as run:
+        regenerate_run(run)
     first, second = rows_of(run)
     assert first.input_ids[first.loss_mask].tolist() == second.input_ids[second.loss_mask].tolist() == unusual
     assert spelt(chat, second).startswith(spelt(chat, first))
@@ -98,8 +98,8 @@ def test_an_answer_in_unusual_tokens_is_learnt_as_it_was_said_and_read_again_as_
 def test_the_switch_for_thinking_reaches_the_servers_template(tiny_target, tmp_path: Path, thinking):
     target = thinking_target(tiny_target, tmp_path)
     fake = FakeChat(target, says=lambda turns: f"<think>\nHm.\n</think>\n\n{echo(turns)}" if thinking else echo(turns))
-    with endpoint_run(tmp_path, target, fake, responses={"thinking": thinking}) as run:
-        answered(run)
+    with make_endpoint_run(tmp_path, target, fake, responses={"thinking": thinking}) as run:
+        regenerate_run(run)
     assert {json.dumps(body["chat_template_kwargs"]) for body in fake.asked} == {
         json.dumps({"enable_thinking": thinking})
     }
@@ -110,8 +110,8 @@ def test_endpoint_and_engine_make_the_same_samples_of_the_same_words(tiny_target
     target = thinking_target(tiny_target, tmp_path)
     thoughts = [f"<think>\nHm {number}.\n</think>\n\nIt returns {number}." for number in range(3)]
     fake = FakeChat(target, says=lambda turns: thoughts[sum(turn.role == "assistant" for turn in turns)])
-    with endpoint_run(tmp_path / "a", target, fake, responses={"thinking": True}) as run:
-        by_endpoint = answered(run)
+    with make_endpoint_run(tmp_path / "a", target, fake, responses={"thinking": True}) as run:
+        by_endpoint = regenerate_run(run)
     chat = ChatTokenizer.load(target, thinking=True)
     run = answering_run(target, tmp_path / "b", SOURCES, responses={"thinking": True})
     assert regenerate_with(run, Scripted(chat, *thoughts), chat).tokens["digest"] == by_endpoint.tokens["digest"]
@@ -120,8 +120,8 @@ def test_endpoint_and_engine_make_the_same_samples_of_the_same_words(tiny_target
 def test_every_sampling_option_has_its_own_field_and_is_always_sent(tiny_target, tmp_path: Path):
     fake = FakeChat(tiny_target)
     options = {"temperature": 0.7, "top_p": 0.9, "top_k": 7, "repetition_penalty": 1.2, "max_new_tokens": 33}
-    with endpoint_run(tmp_path, tiny_target, fake, sources=SOURCES[:1], responses=options, model="there") as run:
-        answered(run)
+    with make_endpoint_run(tmp_path, tiny_target, fake, sources=SOURCES[:1], responses=options, model="there") as run:
+        regenerate_run(run)
     (body,) = fake.asked
     seed = body.pop("seed")
     assert 0 <= seed < 2**31
@@ -130,8 +130,8 @@ def test_every_sampling_option_has_its_own_field_and_is_always_sent(tiny_target,
         "temperature": 0.7, "top_p": 0.9, "top_k": 7, "min_p": 0.0, "repetition_penalty": 1.2, "max_tokens": 33,
         "stop_token_ids": [2], "return_token_ids": True, "separate_reasoning": False,
     }  # fmt: skip
-    with endpoint_run(tmp_path / "off", tiny_target, fake, sources=SOURCES[:1]) as run:
-        answered(run)
+    with make_endpoint_run(tmp_path / "off", tiny_target, fake, sources=SOURCES[:1]) as run:
+        regenerate_run(run)
     off = fake.asked[-1]
     assert (off["temperature"], off["top_p"], off["top_k"], off["repetition_penalty"]) == (0.0, 1.0, -1, 1.0)
     assert "seed" not in off
@@ -139,16 +139,16 @@ def test_every_sampling_option_has_its_own_field_and_is_always_sent(tiny_target,
 
 def test_a_plain_server_is_told_nothing_that_openai_has_no_field_for(tiny_target, tmp_path: Path):
     fake = FakeChat(tiny_target, dialect="openai")
-    with endpoint_run(tmp_path, tiny_target, fake, token_ids=False) as run:
-        answered(run)
+    with make_endpoint_run(tmp_path, tiny_target, fake, token_ids=False) as run:
+        regenerate_run(run)
     assert {name for body in fake.asked for name in body} == {"model", "messages", "temperature", "top_p", "max_tokens"}
     assert {body["model"] for body in fake.asked} == {tiny_target.model}
 
 
 def test_an_answer_cut_by_the_limit_ends_its_conversation(tiny_target, tmp_path: Path):
     fake = FakeChat(tiny_target)
-    with endpoint_run(tmp_path, tiny_target, fake, responses={"max_new_tokens": 4}) as run:
-        summary = answered(run)
+    with make_endpoint_run(tmp_path, tiny_target, fake, responses={"max_new_tokens": 4}) as run:
+        summary = regenerate_run(run)
     assert (len(fake.asked), summary.missing.unfinished_answers, summary.missing.dropped_turns) == (6, 6, 6)
     assert {row.supervised for row in rows_of(run)} == {4}
 
@@ -159,12 +159,12 @@ def test_a_server_that_renders_something_else_is_refused(tiny_target, tmp_path: 
             return super()._completion(body, [Turn("system", "Be nice."), *turns])
 
     with (
-        endpoint_run(tmp_path, tiny_target, Prefixed(tiny_target)) as run,
+        make_endpoint_run(tmp_path, tiny_target, Prefixed(tiny_target)) as run,
         pytest.raises(
             ConfigError, match=r"they differ from token 1 on, where the endpoint has 'system.* the registry 'user"
         ),
     ):
-        answered(run)
+        regenerate_run(run)
 
 
 def test_a_server_that_only_counts_its_prompt_is_doubted_once(tiny_target, tmp_path: Path, caplog):
@@ -172,8 +172,8 @@ def test_a_server_that_only_counts_its_prompt_is_doubted_once(tiny_target, tmp_p
         def _completion(self, body, turns):
             return super()._completion(body, [Turn("system", "Be nice."), *turns])
 
-    with endpoint_run(tmp_path, tiny_target, Prefixed(tiny_target), token_ids=False) as run:
-        answered(run)
+    with make_endpoint_run(tmp_path, tiny_target, Prefixed(tiny_target), token_ids=False) as run:
+        regenerate_run(run)
     assert sum("check that it serves this target and adds nothing" in record.message for record in caplog.records) == 1
 
 
@@ -191,8 +191,8 @@ def test_a_server_that_only_counts_its_prompt_is_doubted_once(tiny_target, tmp_p
 def test_what_a_server_does_not_tell_is_said_with_what_to_do(tiny_target, tmp_path: Path, changes, options, message):
     fake = FakeChat(tiny_target)
     fake.changes = changes
-    with endpoint_run(tmp_path, tiny_target, fake, **options) as run, pytest.raises(ConfigError, match=message):
-        answered(run)
+    with make_endpoint_run(tmp_path, tiny_target, fake, **options) as run, pytest.raises(ConfigError, match=message):
+        regenerate_run(run)
 
 
 def test_a_server_that_does_not_keep_the_limit_is_told(tiny_target, tmp_path: Path):
@@ -201,10 +201,10 @@ def test_a_server_that_does_not_keep_the_limit_is_told(tiny_target, tmp_path: Pa
             return super()._completion({**body, "max_tokens": 99}, turns)
 
     with (
-        endpoint_run(tmp_path, tiny_target, Endless(tiny_target), responses={"max_new_tokens": 3}) as run,
+        make_endpoint_run(tmp_path, tiny_target, Endless(tiny_target), responses={"max_new_tokens": 3}) as run,
         pytest.raises(ConfigError, match=r"returned \d+ tokens, expected at most 3: it ignores the field max_tokens"),
     ):
-        answered(run)
+        regenerate_run(run)
 
 
 def test_a_conversation_that_is_refused_is_left_out_with_its_reason_and_asked_again_by_the_next_run(
@@ -212,12 +212,12 @@ def test_a_conversation_that_is_refused_is_left_out_with_its_reason_and_asked_ag
 ):
     fake = FakeChat(tiny_target)
     fake.refuses = "function 4"
-    with endpoint_run(tmp_path, tiny_target, fake, run={"max_rejected_share": 0.2}) as run:
-        summary = answered(run)
+    with make_endpoint_run(tmp_path, tiny_target, fake, run={"max_rejected_share": 0.2}) as run:
+        summary = regenerate_run(run)
         assert [each.sample_id for each in summary.missing.rejected] == [SOURCES[4].id]
         assert "refused a request (400)" in (run.out / QUARANTINE_FILE).read_text()
         fake.refuses = "\0"
-        again = answered(run)
+        again = regenerate_run(run)
     assert (again.resumed, again.tokens["samples"], again.missing.rejected) == (5, 6, ())
 
 
@@ -226,10 +226,10 @@ def test_as_soon_as_too_many_are_refused_nobody_goes_on(tiny_target, tmp_path: P
     fake.refuses = "function"
     sources = [conversation(number) for number in range(40)]
     with (
-        endpoint_run(tmp_path, tiny_target, fake, sources=sources, responses={"batch_size": 1}) as run,
+        make_endpoint_run(tmp_path, tiny_target, fake, sources=sources, responses={"batch_size": 1}) as run,
         pytest.raises(DataError, match="3 of 40 conversations give no sample"),
     ):
-        answered(run)
+        regenerate_run(run)
     assert len(fake.asked) < 40
 
 
@@ -237,39 +237,39 @@ def test_an_answer_that_is_none_is_not_learnt(tiny_target, tmp_path: Path):
     fake = FakeChat(tiny_target)
     fake.changes = {"finish_reason": "content_filter"}
     with (
-        endpoint_run(tmp_path, tiny_target, fake) as run,
+        make_endpoint_run(tmp_path, tiny_target, fake) as run,
         pytest.raises(DataError, match="ended an answer with 'content_filter'"),
     ):
-        answered(run)
+        regenerate_run(run)
 
 
 def test_a_busy_or_failing_server_is_asked_again(tiny_target, tmp_path: Path):
     fake = FakeChat(tiny_target)
     fake.replies = [Reply(429, {"error": "slow down"}), Reply(500, {"error": "oops"})]
-    with endpoint_run(tmp_path, tiny_target, fake, responses={"batch_size": 1}) as run:
-        assert answered(run).conversations == 6
+    with make_endpoint_run(tmp_path, tiny_target, fake, responses={"batch_size": 1}) as run:
+        assert regenerate_run(run).conversations == 6
 
 
 def test_a_server_that_goes_on_failing_ends_the_run_and_what_was_answered_is_kept(tiny_target, tmp_path: Path):
     fake = FakeChat(tiny_target)
-    with endpoint_run(tmp_path, tiny_target, fake, responses={"batch_size": 1}) as run:
+    with make_endpoint_run(tmp_path, tiny_target, fake, responses={"batch_size": 1}) as run:
         write_conversations(tmp_path / "two", SOURCES[:2])
-        answered(run.model_copy(update={"conversations": tmp_path / "two"}))
+        regenerate_run(run.model_copy(update={"conversations": tmp_path / "two"}))
         fake.replies = [Reply(500, {"error": "out of memory"})] * 20
         with pytest.raises(EngineError, match=r"(?s)none of 1 servers is available:.*out of memory"):
-            answered(run)
+            regenerate_run(run)
         fake.replies = []
-        assert answered(run).resumed == 2
+        assert regenerate_run(run).resumed == 2
 
 
 def test_work_is_shared_and_one_server_that_dies_does_not_end_it(tiny_target, tmp_path: Path, caplog):
     first, second = FakeChat(tiny_target), FakeChat(tiny_target)
-    with endpoint_run(tmp_path / "a", tiny_target, first, second) as run:
-        whole = answered(run)
+    with make_endpoint_run(tmp_path / "a", tiny_target, first, second) as run:
+        whole = regenerate_run(run)
     assert min(len(first.asked), len(second.asked)) > 0
     first.replies = [Reply(0, None)] * 99
-    with endpoint_run(tmp_path / "b", tiny_target, first, second) as run:
-        degraded = answered(run)
+    with make_endpoint_run(tmp_path / "b", tiny_target, first, second) as run:
+        degraded = regenerate_run(run)
     assert degraded.tokens["digest"] == whole.tokens["digest"]
     assert any("gets no requests for now" in record.message for record in caplog.records)
 
@@ -278,9 +278,9 @@ def test_the_key_is_read_from_the_named_variable_and_is_written_nowhere(tiny_tar
     fake = FakeChat(tiny_target)
     fake.replies = [Reply(500, {"error": f"bad key {KEY}"})]
     caplog.set_level("DEBUG")
-    with endpoint_run(tmp_path, tiny_target, fake, api_key_env="GATEWAY_KEY") as run:
+    with make_endpoint_run(tmp_path, tiny_target, fake, api_key_env="GATEWAY_KEY") as run:
         run.save(run.out / "run.yaml")
-        answered(run, GATEWAY_KEY=KEY)
+        regenerate_run(run, GATEWAY_KEY=KEY)
     assert fake.keys == {f"Bearer {KEY}"}
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert written
@@ -291,39 +291,39 @@ def test_the_key_is_read_from_the_named_variable_and_is_written_nowhere(tiny_tar
 @pytest.mark.parametrize("key", ["sk-abc\ndef", "sk abc", "schlüssel"])
 def test_a_key_that_cannot_be_one_is_refused_without_being_shown(tiny_target, tmp_path: Path, key):
     with (
-        endpoint_run(tmp_path, tiny_target, FakeChat(tiny_target), api_key_env="GATEWAY_KEY") as run,
+        make_endpoint_run(tmp_path, tiny_target, FakeChat(tiny_target), api_key_env="GATEWAY_KEY") as run,
         pytest.raises(ConfigError, match="GATEWAY_KEY .* has characters that no API key has") as caught,
     ):
-        answered(run, GATEWAY_KEY=key)
+        regenerate_run(run, GATEWAY_KEY=key)
     assert key not in str(caught.value)
 
 
 @pytest.mark.parametrize("environment", [{}, {"GATEWAY_KEY": " "}])
 def test_a_missing_key_is_told_by_the_name_of_its_variable(tiny_target, tmp_path: Path, environment):
     with (
-        endpoint_run(tmp_path, tiny_target, FakeChat(tiny_target), api_key_env="GATEWAY_KEY") as run,
+        make_endpoint_run(tmp_path, tiny_target, FakeChat(tiny_target), api_key_env="GATEWAY_KEY") as run,
         pytest.raises(
             ConfigError, match=r"environment variable GATEWAY_KEY \(responses.endpoint.api_key_env\) is not set"
         ),
     ):
-        answered(run, **environment)
+        regenerate_run(run, **environment)
 
 
 def test_a_refused_key_ends_the_run_at_once(tiny_target, tmp_path: Path):
     fake = FakeChat(tiny_target)
     fake.replies = [Reply(401, {"error": "who are you?"})] * 99
     with (
-        endpoint_run(tmp_path, tiny_target, fake, responses={"batch_size": 1}) as run,
+        make_endpoint_run(tmp_path, tiny_target, fake, responses={"batch_size": 1}) as run,
         pytest.raises(ConfigError, match=r"refused access \(401\): .*who are you.*api_key_env"),
     ):
-        answered(run)
+        regenerate_run(run)
     assert len(fake.asked) < len(SOURCES)
 
 
 def test_neither_the_engine_of_capture_nor_the_address_is_part_of_the_answers(tiny_target, tmp_path: Path):
     files = set()
     for name, run in (("a", {}), ("b", {"capture": CaptureSpec()})):
-        with endpoint_run(tmp_path / name, tiny_target, FakeChat(tiny_target), run=run) as made:
+        with make_endpoint_run(tmp_path / name, tiny_target, FakeChat(tiny_target), run=run) as made:
             files.add(find_answers_file(made).name)
     assert len(files) == 1
     assert find_answers_file(answering_run(tiny_target, tmp_path, SOURCES)).name not in files

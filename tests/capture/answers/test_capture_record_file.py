@@ -58,7 +58,7 @@ def test_whole_line_that_is_no_record_is_named_and_nothing_is_cut(tmp_path: Path
     assert path.read_bytes() == before
 
 
-def kept(path: Path) -> dict[str, int]:
+def read_records(path: Path) -> dict[str, int]:
     with RecordFile(path, {"a": 1}) as partial:
         return {name: partial[name]["n"] for name in "xyz" if name in partial}
 
@@ -71,11 +71,11 @@ def test_a_digit_that_was_changed_makes_its_record_absent_and_no_other(tmp_path:
     place = whole.index(b"1234", whole.index(b'"y"'))
     for at in range(place, place + 4):
         path.write_bytes(whole[:at] + b"7" + whole[at + 1 :])
-        assert kept(path) == {"x": 1234, "z": 1234}
+        assert read_records(path) == {"x": 1234, "z": 1234}
     assert "answers.jsonl, line 3: the record does not match its checksum, and is generated again" in caplog.text
     with RecordFile(path, {"a": 1}) as partial:
         partial.extend([{"id": "y", "n": 1234}])
-    assert kept(path) == dict.fromkeys("xyz", 1234)
+    assert read_records(path) == dict.fromkeys("xyz", 1234)
 
 
 def test_no_changed_byte_of_a_record_is_read_as_another_record(tmp_path: Path):
@@ -87,7 +87,7 @@ def test_no_changed_byte_of_a_record_is_read_as_another_record(tmp_path: Path):
     for at in range(start, len(whole) - 1):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with suppress(StoreError):  # a line that is no JSON any more
-            assert kept(path) == {}
+            assert read_records(path) == {}
 
 
 def test_a_record_without_a_checksum_among_sealed_ones_counts_as_changed(tmp_path: Path):
@@ -96,20 +96,20 @@ def test_a_record_without_a_checksum_among_sealed_ones_counts_as_changed(tmp_pat
         partial.extend([{"id": "x", "n": 1}])
     with path.open("a") as stream:
         stream.write('{"id": "y", "n": 2}\n')
-    assert kept(path) == {"x": 1}
+    assert read_records(path) == {"x": 1}
 
 
 def test_records_from_before_there_were_checksums_are_kept_and_given_them(tmp_path: Path, caplog):
     caplog.set_level("INFO")
     path = tmp_path / "answers.jsonl"
     path.write_text('{"identity": {"a": 1}}\n{"id": "x", "n": 1}\n{"id": "y", "n": 2}\n{"id": "z", "n')
-    assert kept(path) == {"x": 1, "y": 2}
+    assert read_records(path) == {"x": 1, "y": 2}
     assert "checksums were added to its 2 records" in caplog.text
     sealed = path.read_bytes()
-    assert kept(path) == {"x": 1, "y": 2}
+    assert read_records(path) == {"x": 1, "y": 2}
     assert path.read_bytes() == sealed
     path.write_bytes(sealed.replace(b'"n": 2', b'"n": 3'))
-    assert kept(path) == {"x": 1}
+    assert read_records(path) == {"x": 1}
 
 
 def test_a_record_that_changes_while_it_is_in_use_is_not_given_out(tmp_path: Path):
@@ -121,21 +121,21 @@ def test_a_record_that_changes_while_it_is_in_use_is_not_given_out(tmp_path: Pat
             partial["x"]
 
 
-def written(path: Path, *records: dict) -> Path:
+def write_record_file(path: Path, *records: dict) -> Path:
     with RecordFile(path, {"a": 1}) as partial:
         partial.extend(records)
     return path
 
 
 def test_records_of_another_file_are_taken_over_once_and_again_when_it_has_grown(tmp_path: Path):
-    other = written(tmp_path / "other.jsonl", {"id": "x", "n": 1}, {"id": "y", "n": 1})
+    other = write_record_file(tmp_path / "other.jsonl", {"id": "x", "n": 1}, {"id": "y", "n": 1})
     before = other.read_bytes() + b'{"id": "torn'
     other.write_bytes(before)
-    with RecordFile(written(tmp_path / "own.jsonl", {"id": "x", "n": 2}), {"a": 1}) as own:
+    with RecordFile(write_record_file(tmp_path / "own.jsonl", {"id": "x", "n": 2}), {"a": 1}) as own:
         assert [own.copy_records_from(other), own.copy_records_from(other)] == [1, 0]
         assert [own["x"]["n"], own["y"]["n"]] == [2, 1]
         assert other.read_bytes() == before
-        written(other, {"id": "z", "n": 3})
+        write_record_file(other, {"id": "z", "n": 3})
         assert own.copy_records_from(other) == 1
         assert own["z"]["n"] == 3
 
@@ -153,6 +153,6 @@ def test_records_of_another_identity_are_not_taken_over(tmp_path: Path):
     RecordFile(other, {"a": 2}).__exit__(None, None, None)
     with (
         RecordFile(tmp_path / "own.jsonl", {"a": 1}) as own,
-        pytest.raises(StoreError, match=r"other.jsonl was begun"),
+        pytest.raises(StoreError, match=r"other.jsonl was created"),
     ):
         own.copy_records_from(other)

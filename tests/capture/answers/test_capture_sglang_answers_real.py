@@ -53,7 +53,7 @@ def second(
     server.stop()
 
 
-def by_endpoint(run: RegenerateRun, chat: ChatTokenizer | None = None) -> RegenerateSummary:
+def regenerate_by_endpoint(run: RegenerateRun, chat: ChatTokenizer | None = None) -> RegenerateSummary:
     chat = chat or ChatTokenizer.load(run.target, run.responses.thinking)
     answerer = EndpointAnswerer(run.responses, run.target, chat, find_max_sample_length(run), {})
     try:
@@ -62,28 +62,28 @@ def by_endpoint(run: RegenerateRun, chat: ChatTokenizer | None = None) -> Regene
         answerer.close()
 
 
-def endpoint_run(url: str, target: TargetFiles, folder: Path, **options) -> RegenerateRun:
+def make_endpoint_run(url: str, target: TargetFiles, folder: Path, **options) -> RegenerateRun:
     endpoint = {"base_urls": [f"{url}/v1"], "server": "sglang", "attempts": 1, **options.pop("endpoint", {})}
     sources = options.pop("sources", SOURCES)
     return answering_run(target, folder, sources, responses={"endpoint": endpoint, "max_new_tokens": LIMIT, **options})
 
 
 def test_greedy_answers_of_the_endpoint_are_those_of_generate(tiny_sglang, tiny_target, tmp_path: Path):
-    asked = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a")
+    asked = make_endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a")
     generated = answering_run(tiny_target, tmp_path / "b", SOURCES, responses={"max_new_tokens": LIMIT})
     regenerate(generated, lambda: tiny_sglang, ChatTokenizer.load(tiny_target))
-    by_endpoint(asked)
+    regenerate_by_endpoint(asked)
     for ours, theirs in zip(rows_of(asked), rows_of(generated), strict=True):
         assert ours.input_ids.tolist() == theirs.input_ids.tolist()
         assert ours.loss_mask.tolist() == theirs.loss_mask.tolist()
 
 
 def test_text_alone_says_the_same_in_words(tiny_sglang, tiny_target, tmp_path: Path):
-    with_ids = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a")
-    from_text = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "b", endpoint={"token_ids": False})
+    with_ids = make_endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a")
+    from_text = make_endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "b", endpoint={"token_ids": False})
     chat = ChatTokenizer.load(tiny_target)
     for run in (with_ids, from_text):
-        by_endpoint(run)
+        regenerate_by_endpoint(run)
     for ours, theirs in zip(rows_of(from_text), rows_of(with_ids), strict=True):
         assert spelt(chat, theirs) == spelt(chat, ours)
         assert ours.supervised
@@ -91,27 +91,30 @@ def test_text_alone_says_the_same_in_words(tiny_sglang, tiny_target, tmp_path: P
 
 def test_later_turns_are_asked_with_the_answers_before(tiny_sglang, tiny_target, tmp_path: Path):
     """Declare the third token of the first answer an end token, so that a second answer is generated."""
-    first = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a", sources=SOURCES[:1])
-    by_endpoint(first)
+    first = make_endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "a", sources=SOURCES[:1])
+    regenerate_by_endpoint(first)
     (row,) = rows_of(first)
     chat = ChatTokenizer.load(tiny_target)
     chat.eos_ids = (int(row.input_ids[row.loss_mask][2]),)
-    run = endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "b", sources=[conversation(0, exchanges=2)])
-    summary = by_endpoint(run, chat)
+    run = make_endpoint_run(tiny_sglang.url, tiny_target, tmp_path / "b", sources=[conversation(0, exchanges=2)])
+    summary = regenerate_by_endpoint(run, chat)
     assert (summary.missing.dropped_turns, summary.generated_tokens > 3) == (0, True)
     assert "function 0 do, part 1" in spelt(chat, rows_of(run)[-1])
 
 
 def test_sampling_options_are_understood(tiny_sglang, tiny_target, tmp_path: Path):
     options = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.3}
-    assert by_endpoint(endpoint_run(tiny_sglang.url, tiny_target, tmp_path, **options)).tokens["samples"] == 2
+    assert (
+        regenerate_by_endpoint(make_endpoint_run(tiny_sglang.url, tiny_target, tmp_path, **options)).tokens["samples"]
+        == 2
+    )
 
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_the_switch_for_thinking_reaches_the_servers_template(second, thinker, tmp_path: Path, thinking):
     """The server returns the prompt that it rendered; a different prompt would end the run."""
-    run = endpoint_run(second.url, thinker, tmp_path, thinking=thinking)
-    assert by_endpoint(run).tokens["samples"] == 2
+    run = make_endpoint_run(second.url, thinker, tmp_path, thinking=thinking)
+    assert regenerate_by_endpoint(run).tokens["samples"] == 2
     chat = ChatTokenizer.load(thinker, thinking)
     assert ("<think>" in spelt(chat, rows_of(run)[0])) == (thinking is False)
 
@@ -119,9 +122,9 @@ def test_the_switch_for_thinking_reaches_the_servers_template(second, thinker, t
 def test_a_server_with_another_chat_template_is_refused(second, tiny_target, thinker, tmp_path: Path):
     other = tmp_path / "other.jinja"
     other.write_text(Path(thinker.chat_template).read_text().replace("<|im_start|>", "<|im_start|>the "))
-    run = endpoint_run(second.url, tiny_target.model_copy(update={"chat_template": str(other)}), tmp_path)
+    run = make_endpoint_run(second.url, tiny_target.model_copy(update={"chat_template": str(other)}), tmp_path)
     with pytest.raises(ConfigError, match="they differ from token 1 on"):
-        by_endpoint(run)
+        regenerate_by_endpoint(run)
 
 
 def test_two_servers_share_the_work_and_one_that_is_killed_is_done_without(

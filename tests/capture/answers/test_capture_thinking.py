@@ -23,7 +23,7 @@ def target(tiny_target: TargetFiles, tmp_path: Path) -> TargetFiles:
     return thinking_target(tiny_target, tmp_path)
 
 
-def asked(number: int) -> str:
+def format_question(number: int) -> str:
     return f"<|im_start|>user\nWhat does function 1 do, part {number}?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -37,7 +37,7 @@ def test_a_template_that_drops_earlier_thoughts_gives_a_sample_for_each_answer(t
     assert [row.sample_id for row in rows] == [f"{source.id}.1", f"{source.id}.2", source.id]
     history = ""
     for number, row in enumerate(rows):
-        prompt = history + asked(number)
+        prompt = history + format_question(number)
         assert answers.prompts[number] == prompt
         assert spelt(chat, row) == prompt + THOUGHTS[number] + "<|im_end|>"
         assert supervised(chat, row) == THOUGHTS[number] + "<|im_end|>"
@@ -51,8 +51,11 @@ def test_without_thinking_the_mark_of_it_is_only_in_the_prompt_of_the_newest_ans
     regenerate_with(run, Scripted(chat, *PLAIN), chat)
     first, second = rows_of(run)
     mark = "<think>\n\n</think>\n\n"
-    assert spelt(chat, first) == asked(0) + mark + PLAIN[0] + "<|im_end|>"
-    assert spelt(chat, second) == f"{asked(0)}{PLAIN[0]}<|im_end|>\n{asked(1)}{mark}{PLAIN[1]}<|im_end|>"
+    assert spelt(chat, first) == format_question(0) + mark + PLAIN[0] + "<|im_end|>"
+    assert (
+        spelt(chat, second)
+        == f"{format_question(0)}{PLAIN[0]}<|im_end|>\n{format_question(1)}{mark}{PLAIN[1]}<|im_end|>"
+    )
     assert [supervised(chat, row) for row in (first, second)] == [f"{text}<|im_end|>" for text in PLAIN[:2]]
 
 

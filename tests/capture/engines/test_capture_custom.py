@@ -27,26 +27,26 @@ ENGINE = {"entry_point": "custom_engines:load", "engine": "mylab", "numerics": 2
 CPU = torch.device("cpu")
 
 
-def custom(**changes: Any) -> dict[str, Any]:
+def make_custom_spec(**changes: Any) -> dict[str, Any]:
     return {"backend": "custom", "custom": {**ENGINE, **changes}}
 
 
-def run_with(target: TargetFiles, folder: Path, **changes: Any) -> CaptureRun:
-    return capture_run(target, folder, **custom(**changes))
+def make_run_with(target: TargetFiles, folder: Path, **changes: Any) -> CaptureRun:
+    return capture_run(target, folder, **make_custom_spec(**changes))
 
 
-def captured(run: CaptureRun) -> int:
+def count_captured(run: CaptureRun) -> int:
     """Capture the set and return the number of samples that were captured."""
     return capture_features(run, lambda: load_engine(run.target, run.capture, CPU), ROWS).captured
 
 
 def test_features_are_those_of_the_engine_under_keys_of_its_own(tiny_target, tiny_engine: HFTargetEngine, tmp_path):
-    run = run_with(tiny_target, tmp_path)
-    assert captured(run) == len(ROWS)
-    assert captured(run) == 0
-    assert captured(run_with(tiny_target, tmp_path, engine="yourlab")) == len(ROWS)
-    assert captured(run_with(tiny_target, tmp_path, numerics=3)) == len(ROWS)
-    assert captured(run_with(tiny_target, tmp_path, options={"speed": "high"})) == 0
+    run = make_run_with(tiny_target, tmp_path)
+    assert count_captured(run) == len(ROWS)
+    assert count_captured(run) == 0
+    assert count_captured(make_run_with(tiny_target, tmp_path, engine="yourlab")) == len(ROWS)
+    assert count_captured(make_run_with(tiny_target, tmp_path, numerics=3)) == len(ROWS)
+    assert count_captured(make_run_with(tiny_target, tmp_path, options={"speed": "high"})) == 0
     row = ROWS[0].input_ids.tolist()
     engine = load_engine(tiny_target, run.capture, CPU)
     taps = [LayerTap(0), LayerTap(2)]
@@ -55,7 +55,7 @@ def test_features_are_those_of_the_engine_under_keys_of_its_own(tiny_target, tin
 
 
 def test_name_and_numerics_are_part_of_every_identity(tiny_target, tmp_path):
-    capture = CaptureSpec(**custom(), compute_dtype="float32")
+    capture = CaptureSpec(**make_custom_spec(), compute_dtype="float32")
     assert make_engine_identity(capture) == EngineIdentity("custom:mylab-float32", 2)
     assert capture.identity() == {"backend": "custom:mylab/2", "dtype": "bfloat16", "compute_dtype": "float32"}
     run = RegenerateRun(
@@ -74,12 +74,12 @@ def test_identities_of_the_engines_of_this_package_stay_what_they_were():
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_not_as_promised_stops_the_run_and_nothing_is_stored(tiny_target, tmp_path, damage: str):
-    run = run_with(tiny_target, tmp_path, options={"damage": damage})
+    run = make_run_with(tiny_target, tmp_path, options={"damage": damage})
     method, _ = DAMAGES[damage]
     with pytest.raises(
         EngineError, match=f"engine of custom_engines:load breaks the contract of .*TargetEngine: {method}"
     ):
-        captured(run)
+        count_captured(run)
     store = open_store(run.store)
     assert list(run.store.root.glob("shards/*")) == []
     store.close()
@@ -89,9 +89,9 @@ def test_features_that_the_head_does_not_turn_into_the_logits_are_refused(tiny_t
     monkeypatch.setitem(
         DAMAGES, "before the norm", ("capture", lambda rows: [{**r, "last": r["last"] * 2} for r in rows])
     )
-    run = run_with(tiny_target, tmp_path, options={"damage": "before the norm"})
+    run = make_run_with(tiny_target, tmp_path, options={"damage": "before the norm"})
     with pytest.raises(CaptureError, match="the target's head on it differs from the target's logits"):
-        captured(run)
+        count_captured(run)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_it_is_asked_as_much_at_a_time_as_it_says(tiny_target, tiny_engine, monk
     ],
 )
 def test_a_wrong_entry_point_is_told_with_what_it_may_have_meant(tiny_target, entry_point: str, message: str):
-    capture = CaptureSpec(**custom(entry_point=entry_point), device="cpu")
+    capture = CaptureSpec(**make_custom_spec(entry_point=entry_point), device="cpu")
     with pytest.raises(ConfigError, match=message):
         load_engine(tiny_target, capture, CPU)
 
@@ -135,7 +135,7 @@ def test_a_wrong_entry_point_is_told_with_what_it_may_have_meant(tiny_target, en
 def test_what_the_module_itself_fails_to_import_is_not_taken_for_its_absence(tiny_target, tmp_path, monkeypatch):
     (tmp_path / "half_installed.py").write_text("import a_library_that_is_missing\n")
     monkeypatch.syspath_prepend(tmp_path)
-    capture = CaptureSpec(**custom(entry_point="half_installed:load"), device="cpu")
+    capture = CaptureSpec(**make_custom_spec(entry_point="half_installed:load"), device="cpu")
     with pytest.raises(ModuleNotFoundError, match="a_library_that_is_missing"):
         load_engine(tiny_target, capture, CPU)
 
@@ -145,9 +145,9 @@ def test_what_the_module_itself_fails_to_import_is_not_taken_for_its_absence(tin
     [
         ({"backend": "custom"}, "capture: backend custom needs the key custom, with entry_point and engine"),
         ({"backend": "hf", "custom": ENGINE}, "the key custom is for backend custom, found backend hf"),
-        (custom(entry_point="mylab.engine"), "capture.custom.entry_point: String should match pattern"),
-        (custom(engine="My Lab"), "capture.custom.engine: String should match pattern"),
-        (custom(numeric=2), r"unknown key capture.custom.numeric; did you mean numerics\?"),
+        (make_custom_spec(entry_point="mylab.engine"), "capture.custom.entry_point: String should match pattern"),
+        (make_custom_spec(engine="My Lab"), "capture.custom.engine: String should match pattern"),
+        (make_custom_spec(numeric=2), r"unknown key capture.custom.numeric; did you mean numerics\?"),
         ({"backend": "custm"}, r"capture.backend: .*found 'custm'\); did you mean custom\?"),
         ({"backend": "custom", "custom": {"engine": "x"}}, "key capture.custom.entry_point is missing"),
         (

@@ -17,7 +17,7 @@ PROMPTS = [row.input_ids.tolist() for row in random_rows(9, seed=5)]
 IDS = [f"p{i}" for i in range(len(PROMPTS))]
 
 
-def reference(model, prompt: list[int], **options) -> list[int]:
+def generate_reference(model, prompt: list[int], **options) -> list[int]:
     ids = torch.tensor([prompt])
     with torch.no_grad():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, **options)
@@ -29,7 +29,7 @@ def test_greedy_equals_transformers(tiny_engine, penalty):
     sampling = ResponseSpec(max_new_tokens=40, repetition_penalty=penalty, batch_size=4)
     responses = generate(tiny_engine.model, PROMPTS, sampling, IDS, max_total=512)
     for prompt, response in zip(PROMPTS, responses):
-        expected = reference(tiny_engine.model, prompt, max_new_tokens=40, repetition_penalty=penalty)
+        expected = generate_reference(tiny_engine.model, prompt, max_new_tokens=40, repetition_penalty=penalty)
         assert list(response.ids) == expected
         assert response.finished == (expected[-1] in find_end_tokens(tiny_engine.model))
 
@@ -91,7 +91,7 @@ def test_generation_leaves_the_global_generator_alone(tiny_engine):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def warped(logits: torch.Tensor, sampling: ResponseSpec) -> torch.Tensor:
+def warp(logits: torch.Tensor, sampling: ResponseSpec) -> torch.Tensor:
     """Return the probabilities that transformers' own logits processors give."""
     from transformers.generation.logits_process import (
         LogitsProcessorList,
@@ -122,4 +122,4 @@ def test_sampled_shares_are_those_of_transformers(seed, top_k, top_p, temperatur
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     tokens = choose_next_tokens(logits.expand(count, -1), None, uniforms, sampling)
     shares = torch.bincount(tokens, minlength=12) / count
-    assert torch.allclose(shares, warped(logits, sampling)[0], atol=2 / count)
+    assert torch.allclose(shares, warp(logits, sampling)[0], atol=2 / count)

@@ -44,12 +44,12 @@ def fakes(tmp_path: Path) -> Iterator[list[FakeSGLang]]:
         yield [stack.enter_context(fake_sglang(tmp_path / f"spool{number}")) for number in range(2)]
 
 
-def never_cooling() -> CircuitBreaker:
+def make_breaker() -> CircuitBreaker:
     return CircuitBreaker(failures=2, cooldown_s=float("inf"))
 
 
-def spread_engine(
-    folder: Path, fakes: list[FakeSGLang], can_restart: bool = False, hosts=None, new_breaker=never_cooling
+def make_balanced_engine(
+    folder: Path, fakes: list[FakeSGLang], can_restart: bool = False, hosts=None, new_breaker=make_breaker
 ) -> SGLangEngine:
     identity = make_engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
     host = BalancedHost(hosts or [RevivedHost(fake) for fake in fakes], folder / "spool", 64, can_restart, new_breaker)
@@ -68,20 +68,20 @@ def prompts_of(fake: FakeSGLang) -> list[list[int]]:
 
 
 def test_a_batch_is_shared_by_its_tokens_and_comes_back_in_its_order(fakes, tmp_path: Path):
-    assert_captured(spread_engine(tmp_path, fakes))
+    assert_captured(make_balanced_engine(tmp_path, fakes))
     shares = [prompts_of(fake) for fake in fakes]
     assert sorted(shares[0] + shares[1]) == sorted(ROWS)
     assert abs(sum(map(len, shares[0])) - sum(map(len, shares[1]))) <= max(map(len, ROWS))
 
 
 def test_nothing_is_left_in_any_spool(fakes, tmp_path: Path):
-    assert_captured(spread_engine(tmp_path, fakes))
+    assert_captured(make_balanced_engine(tmp_path, fakes))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_the_share_of_a_server_that_fails_is_taken_by_the_other(fakes, tmp_path: Path):
     fakes[0].failures = [0, 500]
-    engine = spread_engine(tmp_path, fakes)
+    engine = make_balanced_engine(tmp_path, fakes)
     for _ in range(3):
         assert_captured(engine)
     assert fakes[0].failures == []
@@ -89,7 +89,7 @@ def test_the_share_of_a_server_that_fails_is_taken_by_the_other(fakes, tmp_path:
 
 
 def test_answers_go_to_both(fakes, tmp_path: Path):
-    engine = spread_engine(tmp_path, fakes)
+    engine = make_balanced_engine(tmp_path, fakes)
     for number in range(6):
         assert engine.generate([[1, number]], ResponseSpec(max_new_tokens=1), [f"{number}"], 20)[0].ids == (297,)
     assert [len(fake.asked) for fake in fakes] == [3, 3]
@@ -100,25 +100,25 @@ def test_when_all_are_gone_the_error_names_each_of_them(fakes, tmp_path: Path):
     for fake in fakes:
         fake.failures = [500] * 20
     with pytest.raises(EngineError, match=r"(?s)none of 2 servers is available:") as raised:
-        spread_engine(tmp_path, fakes).capture(ROWS, [])
+        make_balanced_engine(tmp_path, fakes).capture(ROWS, [])
     assert all(fake.url in str(raised.value) for fake in fakes)
 
 
 def test_after_all_have_failed_they_are_asked_again(fakes, tmp_path: Path):
     for fake in fakes:
         fake.failures = [500] * 2
-    assert_captured(spread_engine(tmp_path, fakes))
+    assert_captured(make_balanced_engine(tmp_path, fakes))
 
 
 def test_a_refused_row_is_refused_once(fakes, tmp_path: Path):
     for fake in fakes:
         fake.refused = 5
     with pytest.raises(CaptureError, match="refused /generate"):
-        spread_engine(tmp_path, fakes).capture(ROWS, [])
+        make_balanced_engine(tmp_path, fakes).capture(ROWS, [])
     assert sum([5, 6, 7, 8] in prompts_of(fake) for fake in fakes) == 1
 
 
-class MendedHost(ExternalHost):
+class RestartedHost(ExternalHost):
     """Host whose revival waits for the test, and fails unless `comes_back`; its start sets `revival_asked`."""
 
     comes_back = True
@@ -141,8 +141,8 @@ class MendedHost(ExternalHost):
 
 def test_a_server_of_ours_is_started_again_while_the_others_go_on(fakes, tmp_path: Path):
     fakes[0].failures = [0] * 99
-    dead = MendedHost(fakes[0])
-    engine = spread_engine(tmp_path, fakes, can_restart=True, hosts=[dead, RevivedHost(fakes[1])])
+    dead = RestartedHost(fakes[0])
+    engine = make_balanced_engine(tmp_path, fakes, can_restart=True, hosts=[dead, RevivedHost(fakes[1])])
     for _ in range(3):
         assert_captured(engine)
     assert dead.revival_asked.wait(GENEROUS_S)
@@ -150,19 +150,19 @@ def test_a_server_of_ours_is_started_again_while_the_others_go_on(fakes, tmp_pat
     assert_captured(engine)
     assert len(fakes[0].asked) == asked  # it is being restarted
     dead.lets.set()
-    wait_for_mending(engine)
+    wait_for_restarts(engine)
     assert_captured(engine)
     assert len(fakes[0].asked) > asked
 
 
-def wait_for_mending(engine: SGLangEngine) -> None:
+def wait_for_restarts(engine: SGLangEngine) -> None:
     assert not wait(list(engine._host._restarting.values()), GENEROUS_S).not_done
 
 
 @pytest.fixture
-def dead(fakes) -> list[MendedHost]:
+def dead(fakes) -> list[RestartedHost]:
     """Two dead servers that Draftworks started; by default they come back at once."""
-    hosts = [MendedHost(fake) for fake in fakes]
+    hosts = [RestartedHost(fake) for fake in fakes]
     for fake, host in zip(fakes, hosts, strict=True):
         fake.failures = [0] * 99
         host.lets.set()
@@ -174,7 +174,7 @@ def test_a_server_that_is_being_started_again_gets_no_trial_and_is_not_started_t
     now = [0.0]
     fakes[1].failures = []
     dead[0].lets.clear()
-    engine = spread_engine(
+    engine = make_balanced_engine(
         tmp_path,
         fakes,
         can_restart=True,
@@ -190,21 +190,21 @@ def test_a_server_that_is_being_started_again_gets_no_trial_and_is_not_started_t
         assert_captured(engine)
     assert len(fakes[0].asked) == asked
     dead[0].lets.set()
-    wait_for_mending(engine)
+    wait_for_restarts(engine)
     assert_captured(engine)
     assert len(fakes[0].asked) > asked
     assert [host.revivals for host in dead] == [1, 0]
 
 
 def test_when_all_of_ours_have_died_each_is_started_again(fakes, dead, tmp_path: Path):
-    assert_captured(spread_engine(tmp_path, fakes, can_restart=True, hosts=dead, new_breaker=CircuitBreaker))
+    assert_captured(make_balanced_engine(tmp_path, fakes, can_restart=True, hosts=dead, new_breaker=CircuitBreaker))
     assert [host.revivals for host in dead] == [1, 1]
 
 
 def test_when_the_last_of_ours_dies_the_one_that_is_being_started_is_waited_for(fakes, dead, tmp_path: Path):
     fakes[1].failures = []
     dead[0].lets.clear()
-    engine = spread_engine(tmp_path, fakes, can_restart=True, hosts=dead)
+    engine = make_balanced_engine(tmp_path, fakes, can_restart=True, hosts=dead)
     for _ in range(3):
         assert_captured(engine)
     assert dead[0].revival_asked.wait(GENEROUS_S)
@@ -219,7 +219,7 @@ def test_when_the_last_of_ours_dies_the_one_that_is_being_started_is_waited_for(
 
 def test_a_server_that_has_come_back_meanwhile_is_not_started_again(fakes, dead, tmp_path: Path):
     """Of two threads that fail together, one may request the revival after that of the other has finished."""
-    engine = spread_engine(tmp_path, fakes, can_restart=True, hosts=dead, new_breaker=CircuitBreaker)
+    engine = make_balanced_engine(tmp_path, fakes, can_restart=True, hosts=dead, new_breaker=CircuitBreaker)
     assert_captured(engine)
     engine._host.revive(EngineError("all were gone"))
     assert [host.revivals for host in dead] == [1, 1]
@@ -229,7 +229,7 @@ def test_when_none_of_ours_comes_back_the_error_says_why(fakes, dead, tmp_path: 
     for host in dead:
         host.comes_back = False
     with pytest.raises(EngineError, match=r"(?s)none of 2 servers could be restarted:") as raised:
-        spread_engine(tmp_path, fakes, can_restart=True, hosts=dead).capture(ROWS, [])
+        make_balanced_engine(tmp_path, fakes, can_restart=True, hosts=dead).capture(ROWS, [])
     assert all(f"{fake.url} does not start" in str(raised.value) for fake in fakes)
 
 
@@ -243,12 +243,12 @@ def test_no_request_that_is_on_its_way_keeps_the_program_from_ending(fakes, tmp_
         return generate(client, requests)
 
     monkeypatch.setattr(SGLangClient, "generate", noted)
-    assert_captured(spread_engine(tmp_path, fakes))
+    assert_captured(make_balanced_engine(tmp_path, fakes))
     assert held == [False, False]
 
 
 def test_closing_ends_all_and_what_is_on_its_way_fails(fakes, tmp_path: Path):
-    engine = spread_engine(tmp_path, fakes)
+    engine = make_balanced_engine(tmp_path, fakes)
     engine.close()
     with pytest.raises(EngineError, match="the engine was closed"):
         engine.capture(ROWS, [])
@@ -258,7 +258,7 @@ def test_servers_that_capture_other_layers_do_not_share_the_work(fakes, tmp_path
     hosts: list[SGLangHost] = [RevivedHost(fake) for fake in fakes]
     hosts[1].layer_ids = (1, 4)
     with pytest.raises(EngineError, match=r"the same layers, found .*: \[1, 3\]; .*: \[1, 4\]"):
-        spread_engine(tmp_path, fakes, hosts=hosts)
+        make_balanced_engine(tmp_path, fakes, hosts=hosts)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wishes]:
         yield wishes
 
 
-def engine_in(folder: Path, sglang: SGLangSpec = PATIENT, **server) -> SGLangEngine:
+def make_engine(folder: Path, sglang: SGLangSpec = PATIENT, **server) -> SGLangEngine:
     capture = CaptureSpec(backend="sglang", compute_dtype="float32", server=server)
     place = EnginePlace(folder, (LayerTap(2), LayerTap(4)), sglang=sglang)
     return load_engine(TARGET, capture, torch.device("cpu"), place)
@@ -46,28 +46,30 @@ def engine_in(folder: Path, sglang: SGLangSpec = PATIENT, **server) -> SGLangEng
 
 @pytest.fixture
 def engine(wishes: Wishes, tmp_path: Path) -> Iterator[SGLangEngine]:
-    engine = engine_in(tmp_path / "engine")
+    engine = make_engine(tmp_path / "engine")
     yield engine
     engine.close()
 
 
-def first_ids(engine: SGLangEngine, rows: list[list[int]]) -> list[float]:
+def capture_first_ids(engine: SGLangEngine, rows: list[list[int]]) -> list[float]:
     return [streams["hf4"][0, 0].item() - 400 for streams in engine.capture(rows, [LayerTap(4)])]
 
 
 def test_hidden_states_come_through_the_same_spool(engine):
-    assert first_ids(engine, ROWS) == [7, 4]
+    assert capture_first_ids(engine, ROWS) == [7, 4]
     assert list(engine.spool.iterdir()) == []
 
 
 def test_threads_are_answered_at_the_same_time(engine):
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda token: first_ids(engine, [[token]]), range(1, 9))) == [[n] for n in range(1, 9)]
+        assert list(pool.map(lambda token: capture_first_ids(engine, [[token]]), range(1, 9))) == [
+            [n] for n in range(1, 9)
+        ]
 
 
 def test_it_is_set_up_as_a_server_would_be(wishes, tmp_path):
     settings = {"tp_size": 2, "mem_fraction": 0.5, "max_total_tokens": 99, "args": ["--log-level", "error"]}
-    engine_in(tmp_path / "engine", **settings).close()
+    make_engine(tmp_path / "engine", **settings).close()
     (made,) = wishes.made
     assert made["disable_radix_cache"] is True
     assert made["chunked_prefill_size"] == -1
@@ -79,7 +81,7 @@ def test_it_is_set_up_as_a_server_would_be(wishes, tmp_path):
 
 def test_an_argument_that_sglang_does_not_know_is_refused(wishes, tmp_path):
     with pytest.raises(ConfigError, match="capture.server.args: unrecognized arguments: --tp-sizes 2"):
-        engine_in(tmp_path / "engine", args=["--tp-sizes", "2"])
+        make_engine(tmp_path / "engine", args=["--tp-sizes", "2"])
     assert wishes.made == []
 
 
@@ -87,7 +89,7 @@ def test_its_processes_see_nothing_of_our_process_group_and_we_nothing_of_its_se
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("DAGSTER_PIPES_CONTEXT", "x")
     before, handlers = dict(os.environ), list(logging.getLogger().handlers)
-    engine = engine_in(tmp_path / "engine")
+    engine = make_engine(tmp_path / "engine")
     (seen,) = wishes.environments
     assert not {"RANK", "DAGSTER_PIPES_CONTEXT"} & set(seen)
     assert seen["HF_HUB_OFFLINE"] == "1"
@@ -98,7 +100,7 @@ def test_its_processes_see_nothing_of_our_process_group_and_we_nothing_of_its_se
 
 def test_a_process_of_it_that_fails_ends_the_batch_not_us_and_it_is_started_again(engine, wishes):
     wishes.faults = ["crash"]
-    assert first_ids(engine, ROWS) == [7, 4]
+    assert capture_first_ids(engine, ROWS) == [7, 4]
     assert len(wishes.made) == 2
     assert ends(wishes.processes[0], within_s=60)
 
@@ -106,29 +108,29 @@ def test_a_process_of_it_that_fails_ends_the_batch_not_us_and_it_is_started_agai
 def test_a_failure_that_lasts_is_told_after_the_last_attempt(engine, wishes):
     wishes.faults = ["crash"] * 3
     with pytest.raises(EngineError, match="SGLang in this process cannot answer any more: one of its processes failed"):
-        first_ids(engine, ROWS)
+        capture_first_ids(engine, ROWS)
     assert len(wishes.made) == 3
 
 
 def test_an_engine_that_hangs_is_told(wishes, tmp_path):
-    engine = engine_in(tmp_path / "engine", PATIENT.model_copy(update={"request_timeout_s": 0.1, "attempts": 1}))
+    engine = make_engine(tmp_path / "engine", PATIENT.model_copy(update={"request_timeout_s": 0.1, "attempts": 1}))
     wishes.faults = ["hang"]
     with pytest.raises(EngineError, match=r"did not answer within 0.1 s \(sglang.request_timeout_s"):
-        first_ids(engine, ROWS)
+        capture_first_ids(engine, ROWS)
     engine.close()
 
 
 def test_a_refused_request_is_not_tried_again(engine, wishes):
     wishes.faults = ["refuse"]
     with pytest.raises(CaptureError, match="refused a request: .*longer than the model's context"):
-        first_ids(engine, ROWS)
+        capture_first_ids(engine, ROWS)
     assert len(wishes.made) == 1
 
 
 def test_closing_ends_the_requests_of_other_threads_and_every_process(engine, wishes):
     wishes.faults = ["hang"]
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(first_ids, engine, ROWS)
+        waiting = pool.submit(capture_first_ids, engine, ROWS)
         while wishes.faults:
             assert not waiting.done() or waiting.result()
         engine.close()
@@ -140,7 +142,7 @@ def test_closing_ends_the_requests_of_other_threads_and_every_process(engine, wi
 
 def test_our_own_signal_handler_is_back_after_the_end(wishes, tmp_path):
     before = signal.getsignal(signal.SIGQUIT)
-    engine = engine_in(tmp_path / "engine")
+    engine = make_engine(tmp_path / "engine")
     assert signal.getsignal(signal.SIGQUIT) != before
     engine.close()
     assert signal.getsignal(signal.SIGQUIT) == before
@@ -150,7 +152,7 @@ def test_an_engine_that_is_never_ready_is_ended_with_its_processes(wishes, tmp_p
     before = signal.getsignal(signal.SIGQUIT)
     wishes.ready = False
     with pytest.raises(EngineError, match=r"was not ready within 1 s \(sglang.start_timeout_s"):
-        engine_in(tmp_path / "engine", PATIENT.model_copy(update={"start_timeout_s": 1}))
+        make_engine(tmp_path / "engine", PATIENT.model_copy(update={"start_timeout_s": 1}))
     assert all(ends(process, within_s=60) for process in wishes.processes)
     assert signal.getsignal(signal.SIGQUIT) == before
 
@@ -160,7 +162,7 @@ def test_an_engine_that_dies_while_it_starts_is_told_with_its_reason(wishes, tmp
     with ThreadPoolExecutor(1) as pool:
         killing = pool.submit(kill_first, wishes)
         with pytest.raises(EngineError, match="did not start: RuntimeError: Rank 0 scheduler died"):
-            engine_in(tmp_path / "engine")
+            make_engine(tmp_path / "engine")
         killing.result()
 
 
@@ -172,7 +174,7 @@ def kill_first(wishes: Wishes) -> None:
 
 def test_a_python_without_sglang_says_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)this Python, .* has none.*sglang.python.*backend sglang_server"):
-        engine_in(tmp_path / "engine")
+        make_engine(tmp_path / "engine")
 
 
 def test_in_process_and_behind_http_it_is_one_engine_with_one_set_of_keys():

@@ -36,7 +36,7 @@ ROWS = random_rows(9, seed=3, longest=100)
 TAPS = [0, 1, 4, 7]
 
 
-def launched(run: CaptureRun, site: Path) -> dict[str, Any]:
+def launch_capture(run: CaptureRun, site: Path) -> dict[str, Any]:
     """Run the capture program with SGLang's Python, as the assets do, and return its report."""
     (site / "deployment.yaml").write_text("var: var\n")
     reports: list[dict[str, Any]] = []
@@ -60,14 +60,14 @@ def captured(tiny_target: TargetFiles, tmp_path_factory: pytest.TempPathFactory)
     run = run.model_copy(update={"taps": TAPS, "sglang": SGLANG})
     run.out.mkdir()
     write_tokens(run.tokens, ROWS)
-    report = launched(run, folder)
+    report = launch_capture(run, folder)
     assert report["captured_samples"] == len(ROWS)
     assert report["verification"]["head_equals_logits"]
     assert report["verification"]["features_as_captured"]
     return run
 
 
-def stored(run: CaptureRun) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+def read_features(run: CaptureRun) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
     """Return tokens and features of every sample."""
     store = open_store(run.store)
     for ref in read_feature_set(run.out).refs:
@@ -77,18 +77,18 @@ def stored(run: CaptureRun) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
     store.close()
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
+def measure_relative_difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
 def test_features_of_the_program_equal_those_of_transformers_and_of_the_server(captured, tiny_engine, tiny_sglang):
     taps = [LayerTap(index) for index in TAPS]
-    for row, streams in stored(captured):
+    for row, streams in read_features(captured):
         for engine in (tiny_engine, tiny_sglang):
             (expected,) = engine.capture([row], taps)
             assert streams.keys() == expected.keys()
             for name, stream in expected.items():
-                assert relative_difference(streams[name], stream) <= TOLERANCE, name
+                assert measure_relative_difference(streams[name], stream) <= TOLERANCE, name
 
 
 def test_they_serve_for_a_capture_through_the_server_too(captured):

@@ -35,7 +35,7 @@ def fake(tmp_path: Path) -> Iterator[FakeSGLang]:
         yield fake
 
 
-def engine_on(fake: FakeSGLang, attempts: int = 3, timeout_s: float = 5.0) -> SGLangEngine:
+def make_engine(fake: FakeSGLang, attempts: int = 3, timeout_s: float = 5.0) -> SGLangEngine:
     identity = make_engine_identity(CaptureSpec(backend="sglang_server", compute_dtype="float32"))
     return SGLangEngine(TARGET, identity, RevivedHost(fake, timeout_s), lambda: torch.eye(HIDDEN), attempts=attempts)
 
@@ -46,7 +46,7 @@ def _without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_streams_are_cut_out_of_what_the_server_captures(fake):
-    streams = engine_on(fake).capture(ROWS, [LayerTap(4), LayerTap(2)])
+    streams = make_engine(fake).capture(ROWS, [LayerTap(4), LayerTap(2)])
     assert list(streams[0]) == ["hf4", "hf2", "last"]
     for row, found in zip(ROWS, streams, strict=True):
         ids = torch.tensor(row, dtype=torch.float32)[:, None].expand(-1, HIDDEN)
@@ -57,7 +57,7 @@ def test_streams_are_cut_out_of_what_the_server_captures(fake):
 
 
 def test_one_token_is_asked_for_and_every_request_has_an_id_of_its_own(fake):
-    engine = engine_on(fake)
+    engine = make_engine(fake)
     engine.capture(ROWS, [])
     engine.capture(ROWS, [])
     ids = [request_id for body in fake.asked for request_id in body["rid"]]
@@ -66,7 +66,7 @@ def test_one_token_is_asked_for_and_every_request_has_an_id_of_its_own(fake):
 
 
 def test_what_cannot_be_right_is_never_sent(fake):
-    engine = engine_on(fake)
+    engine = make_engine(fake)
     with pytest.raises(CaptureError, match=r"sequence 1 has 33 tokens, expected 1 to 32"):
         engine.capture([[1], [1] * 33], [])
     with pytest.raises(CaptureError, match=r"token ids 3..50, expected 0..49"):  # it would end the server
@@ -81,13 +81,13 @@ def test_what_cannot_be_right_is_never_sent(fake):
 @pytest.mark.parametrize("failure", [500, 0], ids=["server error", "connection lost"])
 def test_a_failing_batch_is_tried_again_after_a_revival(fake, failure):
     fake.failures = [failure, failure]
-    engine = engine_on(fake)
+    engine = make_engine(fake)
     assert len(engine.capture(ROWS, [])) == len(ROWS)
     assert engine._host.revivals == 2
 
 
 def test_threads_that_fail_together_revive_the_server_once(fake):
-    engine = engine_on(fake)
+    engine = make_engine(fake)
     fake.failures = [500] * 4
     fake.delay_s = 0.3
     with ThreadPoolExecutor(4) as pool:
@@ -97,7 +97,7 @@ def test_threads_that_fail_together_revive_the_server_once(fake):
 
 
 def test_a_closed_engine_is_not_revived(fake):
-    engine = engine_on(fake)
+    engine = make_engine(fake)
     fake.failures = [500]
     engine.close()
     with pytest.raises(EngineError, match="the engine was closed"):
@@ -107,7 +107,7 @@ def test_a_closed_engine_is_not_revived(fake):
 
 def test_after_the_last_attempt_the_error_is_told_and_the_spool_is_clean(fake):
     fake.failures = [500, 500, 500]
-    engine = engine_on(fake)
+    engine = make_engine(fake)
     with pytest.raises(EngineError, match=r"(?s)SGLang at http://127.*failed on /generate: .*500.*out of memory"):
         engine.capture(ROWS, [])
     assert engine._host.revivals == 2
@@ -116,7 +116,7 @@ def test_after_the_last_attempt_the_error_is_told_and_the_spool_is_clean(fake):
 
 def test_a_refused_request_is_not_tried_again(fake):
     fake.refused = 4
-    engine = engine_on(fake)
+    engine = make_engine(fake)
     with pytest.raises(CaptureError, match=r"refused /generate \(400\): .*longer than the model's context"):
         engine.capture(ROWS, [])
     assert len(fake.asked) == 1
@@ -126,7 +126,7 @@ def test_a_refused_request_is_not_tried_again(fake):
 def test_a_server_that_does_not_answer_in_time_is_told(fake):
     fake.delay_s = 1.0
     with pytest.raises(EngineError, match=r"did not answer /generate within 0.2 s \(sglang.request_timeout_s"):
-        engine_on(fake, attempts=1, timeout_s=0.2).capture(ROWS, [])
+        make_engine(fake, attempts=1, timeout_s=0.2).capture(ROWS, [])
 
 
 def test_a_server_that_is_not_there_is_told():
@@ -158,20 +158,20 @@ def test_rows_from_a_cache_in_chunks_or_of_other_tokens_are_refused():
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda part: {"taps": torch.cat([part.taps, part.last], 1)}, "taps of 24 columns in float32, expected 16"),
+        (lambda part: {"taps": torch.cat([part.taps, part.last], 1)}, "taps with 24 columns in float32, expected 16"),
         (
             lambda part: {"taps": part.taps.half()},
-            "taps of 16 columns in float16, expected 16 in float32: of hf2, hf4, last",
+            r"taps with 16 columns in float16, expected 16 in float32 \(hf2, hf4, last",
         ),
-        (lambda part: {"last": part.last.double()}, "last of 8 columns in float64, expected 8 in float32"),
-        (lambda part: {"last": part.last[:, :4]}, "last of 4 columns"),
+        (lambda part: {"last": part.last.double()}, "last with 8 columns in float64, expected 8 in float32"),
+        (lambda part: {"last": part.last[:, :4]}, "last with 4 columns"),
     ],
     ids=["3H for 2H", "float16", "float64", "narrow"],
 )
 def test_another_width_or_dtype_is_refused_and_not_asked_for_again(fake, damage, message):
     fake.damage = lambda part: replace(part, **damage(part))
     with pytest.raises(UnsoundEngineError, match=message):
-        engine_on(fake).capture(ROWS, [LayerTap(2)])
+        make_engine(fake).capture(ROWS, [LayerTap(2)])
     assert len(fake.asked) == 1
 
 
@@ -196,7 +196,7 @@ def test_sampling_options_have_sglangs_names():
 
 def test_a_request_that_the_server_gave_up_is_tried_again(fake):
     fake.aborted = 1
-    engine = engine_on(fake)
+    engine = make_engine(fake)
     assert len(engine.generate([[1, 2]], ResponseSpec(), ["a"], 20)[0].ids) == 1
     assert engine._host.revivals == 0
 
@@ -209,7 +209,7 @@ def test_trouble_that_passes_is_waited_for_and_restarts_nothing(fake, trouble: s
         fake.unwritten = 4
     else:
         fake.damage = _disk_that_is_full(fake, times=4)
-    engine = engine_on(fake, attempts=1)
+    engine = make_engine(fake, attempts=1)
     assert len(engine.capture(ROWS, [LayerTap(2)])) == 3
     assert engine._host.revivals == 0
     assert list(fake.spool.iterdir()) == []
@@ -220,12 +220,12 @@ def test_trouble_that_does_not_pass_ends_the_run_and_blames_no_sample(fake):
     with pytest.raises(
         PassingTroubleError, match=r"wrote no hidden states for a sequence of 3 tokens.*Check that the hook is loaded"
     ):
-        engine_on(fake, attempts=1).capture(ROWS, [])
+        make_engine(fake, attempts=1).capture(ROWS, [])
 
 
 def test_a_request_that_is_given_up_every_time_is_its_samples_fault(fake):
     fake.fatal = 4
-    engine = engine_on(fake)
+    engine = make_engine(fake)
     with pytest.raises(CaptureError, match=r"aborted a request: out of memory \(3 times\)"):
         engine.capture(ROWS, [])
     assert engine._host.revivals == 0
@@ -245,7 +245,7 @@ def test_a_request_that_is_given_up_every_time_is_its_samples_fault(fake):
 def test_an_answer_of_another_form_is_one_clear_error(fake, answers, message):
     fake.answers = answers
     with pytest.raises(EngineError, match=message):
-        engine_on(fake, attempts=1).capture(ROWS, [])
+        make_engine(fake, attempts=1).capture(ROWS, [])
 
 
 def _disk_that_is_full(fake: FakeSGLang, times: int) -> Callable[[Part], Part]:
@@ -264,7 +264,7 @@ def _disk_that_is_full(fake: FakeSGLang, times: int) -> Callable[[Part], Part]:
 
 def test_prompts_without_room_are_not_asked(fake):
     prompts = [[1] * 32, [1, 2], [1] * 40]
-    answers = engine_on(fake).generate(prompts, ResponseSpec(max_new_tokens=50), ["a", "b", "c"], max_total=99)
+    answers = make_engine(fake).generate(prompts, ResponseSpec(max_new_tokens=50), ["a", "b", "c"], max_total=99)
     assert [answer.ids for answer in answers] == [(), (297,), ()]
     assert [answer.finished for answer in answers] == [False, False, False]
     (body,) = fake.asked

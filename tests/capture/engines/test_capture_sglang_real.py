@@ -91,10 +91,10 @@ def assert_same_features(engine: TargetEngine, reference: HFTargetEngine, taps: 
         for name, stream in expected.items():
             assert found[name].shape == stream.shape
             assert found[name].dtype == stream.dtype
-            assert relative_difference(found[name], stream) <= TOLERANCE, name
+            assert measure_relative_difference(found[name], stream) <= TOLERANCE, name
 
 
-def relative_difference(found: Tensor, expected: Tensor) -> float:
+def measure_relative_difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
@@ -200,7 +200,7 @@ def test_a_server_that_died_is_started_again(qwen3, qwen3_target):
         assert torch.allclose(one["hf1"], other["hf1"], atol=1e-5)
 
 
-def lossy_engine(lossy: LossyServer, target: TargetFiles) -> SGLangEngine:
+def connect_to_lossy(lossy: LossyServer, target: TargetFiles) -> SGLangEngine:
     """An engine on the lossy server, without the checks of the server's settings."""
     host = ExternalHost(SGLangClient(lossy.url, 60), lossy.spool, (1, 3))
     return SGLangEngine(target, make_engine_identity(capture_spec()), host, attempts=1)
@@ -214,11 +214,11 @@ def test_a_set_up_that_loses_hidden_states_is_refused(lossy, tiny_target, tmp_pa
 def test_rows_lost_to_chunks_are_noticed(lossy, tiny_target):
     row = next(row for row in ROWS if len(row) > 2 * CHUNK)
     with pytest.raises(CaptureError, match=rf"sequence of {len(row)} tokens in chunks of \[16, "):
-        lossy_engine(lossy, tiny_target).capture([row], [])
+        connect_to_lossy(lossy, tiny_target).capture([row], [])
 
 
 def test_rows_lost_to_the_prefix_cache_are_noticed(lossy, tiny_target):
-    row, engine = list(range(100, 100 + CHUNK - 2)), lossy_engine(lossy, tiny_target)
+    row, engine = list(range(100, 100 + CHUNK - 2)), connect_to_lossy(lossy, tiny_target)
     assert len(engine.capture([row], [])[0]["last"]) == len(row)
     with pytest.raises(CaptureError, match=rf"took 13 of a sequence's {len(row)} tokens from its prefix cache"):
         engine.capture([row], [])

@@ -24,7 +24,7 @@ TARGET = TargetFiles(
 )  # fmt: skip
 
 
-def examine(
+def check_server(
     spool: Path, served_spool: Path | None = None, model: str | None = None, args: tuple[str, ...] = (), **served
 ) -> None:
     """Check a server that differs by `served` from what the registry asks for."""
@@ -36,14 +36,14 @@ def examine(
 
 
 def test_a_server_set_up_for_capture_is_accepted(tmp_path: Path):
-    examine(tmp_path)
-    examine(tmp_path, return_aux_hidden_state_layer_ids=[0, 1, 3, 4])
-    examine(tmp_path, model_path="/mnt/toy", model="/mnt/toy")
-    examine(tmp_path, quantization="fp8", args=("--quantization", "fp8"))
+    check_server(tmp_path)
+    check_server(tmp_path, return_aux_hidden_state_layer_ids=[0, 1, 3, 4])
+    check_server(tmp_path, model_path="/mnt/toy", model="/mnt/toy")
+    check_server(tmp_path, quantization="fp8", args=("--quantization", "fp8"))
 
 
 def test_another_version_is_warned_of(tmp_path: Path, caplog):
-    examine(tmp_path, version="0.5.24")
+    check_server(tmp_path, version="0.5.24")
     assert "is SGLang 0.5.24; Draftworks was tested with 0.5.23" in caplog.text
 
 
@@ -111,12 +111,12 @@ def test_ids_of_layers_are_understood_as_the_server_understands_them(
 )
 def test_every_difference_is_told_with_what_puts_it_right(tmp_path: Path, served, message):
     with pytest.raises(EngineError, match=message):
-        examine(tmp_path, **served)
+        check_server(tmp_path, **served)
 
 
 def test_all_differences_are_told_at_once(tmp_path: Path):
     with pytest.raises(EngineError) as raised:
-        examine(tmp_path, tmp_path / "elsewhere", dtype="bfloat16", disable_radix_cache=False)
+        check_server(tmp_path, tmp_path / "elsewhere", dtype="bfloat16", disable_radix_cache=False)
     assert len(str(raised.value).splitlines()) == 4
     assert str(tmp_path / "elsewhere") in str(raised.value)
 

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 ROWS = random_rows(5, longest=60)
 
 
-def engine_of(target: TargetFiles, dtype: str = "float32") -> HFTargetEngine:
+def load_engine_of(target: TargetFiles, dtype: str = "float32") -> HFTargetEngine:
     return load_engine(target, CaptureSpec(compute_dtype=dtype, device="cpu"), CPU)
 
 
@@ -49,7 +49,7 @@ def changed_target(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_target_itself_passes_in_its_dtype(run: CaptureRun, tiny_target: TargetFiles, dtype: str):
     spec = run.capture.model_copy(update={"compute_dtype": dtype})
-    report = EngineProbe(run.model_copy(update={"capture": spec}), ROWS).compare(engine_of(tiny_target, dtype))
+    report = EngineProbe(run.model_copy(update={"capture": spec}), ROWS).compare(load_engine_of(tiny_target, dtype))
     assert (tuple(report.differences), report.not_compared) == (("hf2", "hf4", "last"), ())
     assert all(report.allowed[name] > 0 for name in report.differences)
     assert report.to_json()["probe_compared"] == "hf2, hf4, last"
@@ -58,7 +58,7 @@ def test_the_target_itself_passes_in_its_dtype(run: CaptureRun, tiny_target: Tar
 @pytest.mark.parametrize("family", FAMILIES)
 def test_streams_of_every_family_are_those_of_transformers(family_target, family: str):
     target = family_target(family)
-    engine, streamed = engine_of(target), StreamedTarget(target)
+    engine, streamed = load_engine_of(target), StreamedTarget(target)
     rows = [row.input_ids.tolist() for row in ROWS[:3]]
     expected = engine.capture(rows, [LayerTap(k) for k in range(target.num_layers)])
     found = streamed.run(rows, target.num_layers, torch.float32).exact
@@ -69,7 +69,7 @@ def test_streams_of_every_family_are_those_of_transformers(family_target, family
     assert all(parameter.is_meta for layer in streamed._layers for parameter in layer.parameters())
 
 
-def wrong(streams: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
+def corrupt(streams: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
     if how == "swapped":
         return {**streams, "hf2": streams["hf4"], "hf4": streams["hf2"]}
     if how == "zero":
@@ -91,7 +91,7 @@ def wrong(streams: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]
 def test_what_is_not_what_it_is_called_is_refused_by_name(
     run: CaptureRun, watched: WatchedEngine, how: str, message: str
 ):
-    watched.damage = lambda streams: wrong(streams, how)
+    watched.damage = lambda streams: corrupt(streams, how)
     with pytest.raises(UnsoundEngineError, match=message):
         EngineProbe(run, ROWS).compare(watched)
 
@@ -102,14 +102,16 @@ def test_one_layer_off_is_refused_at_every_tap(run: CaptureRun, tiny_target: Tar
     changed = {"taps": [tap], "capture": run.capture.model_copy(update={"compute_dtype": dtype})}
     probe = EngineProbe(run.model_copy(update=changed), ROWS)
     with pytest.raises(UnsoundEngineError, match=rf"stream hf{tap} differs by .*; it is hf{tap + 1} "):
-        probe.compare(OneLayerOff(engine_of(tiny_target, dtype)))
+        probe.compare(OneLayerOff(load_engine_of(tiny_target, dtype)))
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("float32", 0.01), ("bfloat16", 0.5)])
 def test_other_weights_are_refused(run: CaptureRun, changed_target, dtype: str, share: float):
     spec = run.capture.model_copy(update={"compute_dtype": dtype})
     with pytest.raises(UnsoundEngineError, match="stream hf4 differs by .* expected at most") as raised:
-        EngineProbe(run.model_copy(update={"capture": spec}), ROWS).compare(engine_of(changed_target(share), dtype))
+        EngineProbe(run.model_copy(update={"capture": spec}), ROWS).compare(
+            load_engine_of(changed_target(share), dtype)
+        )
     assert "stream hf2" not in str(raised.value)  # which the changed layer comes after
 
 
@@ -125,17 +127,17 @@ def test_a_budget_that_reaches_the_lowest_taps_compares_those_and_names_the_othe
 
 
 def test_what_cannot_be_compared_is_refused_unless_the_registry_says_so(run: CaptureRun, watched, tmp_path: Path):
-    def probe(**changes) -> EngineProbe:
+    def make_probe(**changes) -> EngineProbe:
         return EngineProbe(run.model_copy(update={"capture": run.capture.model_copy(update=changes)}), ROWS)
 
     with pytest.raises(
         UnsoundEngineError, match=r"probe_gb = 1e-06 reaches 0 of 8 layers.*capture.allow_unprobed: true"
     ):
-        probe(probe_gb=1e-6).compare(watched)
+        make_probe(probe_gb=1e-6).compare(watched)
     quantised = run.capture.server.model_copy(update={"args": ["--quantization", "fp8", "--kv-cache-dtype", "auto"]})
-    with pytest.raises(UnsoundEngineError, match="server.args has --quantization, which changes the numbers"):
-        probe(server=quantised).compare(watched)
-    report = probe(server=quantised, allow_unprobed=True).compare(watched)
+    with pytest.raises(UnsoundEngineError, match="server.args has --quantization, which changes the numerical results"):
+        make_probe(server=quantised).compare(watched)
+    report = make_probe(server=quantised, allow_unprobed=True).compare(watched)
     assert (report.differences, report.not_compared) == ({}, ("hf2", "hf4", "last"))
     assert "--quantization" in report.to_json()["probe"]
 
@@ -177,7 +179,7 @@ def test_a_tensor_that_is_not_in_the_files_is_named(run: CaptureRun, watched, tm
 def test_a_server_that_changes_while_it_captures_leaves_nothing_of_that_time(
     run: CaptureRun, watched: WatchedEngine, changed_target
 ):
-    later = engine_of(changed_target(0.05))
+    later = load_engine_of(changed_target(0.05))
     first, probe = watched._engine, EngineProbe(run, ROWS)
     probe.compare(watched)
 
