@@ -14,7 +14,7 @@ from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.features.manifest import write_feature_set
+from draftworks.features.manifest import FeatureSetIdentity, write_feature_set
 from draftworks.targets.resolve import digest_target_files
 
 TINY = Path(__file__).resolve().parents[1] / "registry" / "models" / "tiny"
@@ -87,5 +87,5 @@ def write_random_set(folder: Path, name: str, samples: int, target: TargetFiles)
     store.close()
     found = FeatureSet(tokens=folder / f"{name}-tokens", features=folder / f"{name}-features")
     write_tokens(found.tokens, rows)
-    write_feature_set(found.features, refs, {"dtype": "float32"}, STREAMS, store.uri)
+    write_feature_set(found.features, refs, FeatureSetIdentity(dtype="float32"), STREAMS, store.uri)
     return found

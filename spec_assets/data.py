@@ -1,7 +1,7 @@
 """Data assets: from conversations to supervised tokens and the vocabulary mapping. Only the target's answers need a
 launched program; everything else is done in the step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from draftworks.storage.asset_names import (
     TARGET_MODEL,
     TOKENIZED_TRAIN,
 )
+from draftworks.storage.data_records import AnswersIdentity, ConversationsIdentity
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtain_result, report_result, require_target, to_severity
@@ -49,12 +50,12 @@ def conversations(context: dg.AssetExecutionContext, workspace: Workspace) -> dg
 
         return _to_build_result(prepare_conversations(source, target.data, registry.root, files, out))
 
-    identity = {
-        "dataset": workspace.read_dataset_version(source),
-        "data": target.data.model_dump(include={"max_conversations", "held_out_share", "max_rejected_share"}),
-        "vocab_size": files.vocab_size,
-    }
-    artifact = obtain_result(context, workspace, identity, build)
+    identity = ConversationsIdentity(
+        dataset=workspace.read_dataset_version(source),
+        data=target.data.model_dump(include={"max_conversations", "held_out_share", "max_rejected_share"}),
+        vocab_size=files.vocab_size,
+    )
+    artifact = obtain_result(context, workspace, identity.to_json(), build)
     metadata = {
         "dagster/row_count": artifact.summary["conversations"],
         **select_figures(artifact),
@@ -209,32 +210,31 @@ def answer_conversations(
         )
 
     build = regenerate if generated else pass_through
-    return obtain_result(context, workspace, describe_answers(spec, files, source, responses), build)
+    return obtain_result(context, workspace, identify_answers(spec, files, source, responses).to_json(), build)
 
 
-def describe_answers(
+def identify_answers(
     spec: TargetSpec, files: TargetFiles, source: Conversations, responses: ResponseSpec
-) -> dict[str, Any]:
+) -> AnswersIdentity:
     """Return the identity of a set of answered conversations."""
-    identity = {
-        "conversations": source.prepared.data_version,
-        "part": source.part,
-        "responses": responses.model_dump(include={"mode", "thinking"}, exclude_none=True),
-        "target": None,
-        "tokenizer": files.tokenizer_digest,
-        "max_length": spec.max_length,
-        "only_last_turn": spec.data.only_last_turn,
-        "compute_dtype": None,
-        "backend": None,
-    }
+    taken = AnswersIdentity(
+        conversations=source.prepared.data_version,
+        part=source.part,
+        responses=responses.model_dump(include={"mode", "thinking"}, exclude_none=True),
+        target=None,
+        tokenizer=files.tokenizer_digest,
+        max_length=spec.max_length,
+        only_last_turn=spec.data.only_last_turn,
+    )
     if responses.mode == "passthrough":
-        return identity
-    identity |= {"responses": responses.identity(), "target": files.digest}
+        return taken
+    answered = replace(taken, responses=responses.identity(), target=files.digest)
     if responses.endpoint is not None:
-        return identity
+        return answered
     capture = spec.capture
-    identity |= {"compute_dtype": capture.compute_dtype, "backend": capture.engine}
-    return identity | ({"args": capture.engine_args} if capture.engine_args else {})
+    return replace(
+        answered, compute_dtype=capture.compute_dtype, backend=capture.engine, args=capture.engine_args or None
+    )
 
 
 def choose_greedy_settings(target: TargetSpec, source: Conversations) -> ResponseSpec:

@@ -17,6 +17,7 @@ from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, of_eval_set
 from draftworks.storage.atomic import publish_json
+from draftworks.storage.data_records import EvalFeaturesIdentity, EvalSetIdentity
 from draftworks.storage.identity import digest
 from draftworks.storage.records import EvalData
 from resources.torch_launcher import TorchLauncher
@@ -64,13 +65,13 @@ def _make_set_asset(name: str) -> dg.AssetsDefinition:
             summary = prepare_eval_set(dataset, spec.max_conversations, target.data, registry.root, files, out)
             return BuildResult(data_version=summary["digest"], summary=summary)
 
-        identity = {
-            "dataset": workspace.read_dataset_version(dataset),
-            "max_conversations": spec.max_conversations,
-            "max_rejected_share": target.data.max_rejected_share,
-            "vocab_size": files.vocab_size,
-        }
-        artifact = obtain_result(context, workspace, identity, build)
+        identity = EvalSetIdentity(
+            dataset=workspace.read_dataset_version(dataset),
+            max_conversations=spec.max_conversations,
+            max_rejected_share=target.data.max_rejected_share,
+            vocab_size=files.vocab_size,
+        )
+        artifact = obtain_result(context, workspace, identity.to_json(), build)
         return report_result(context, artifact, {**select_figures(artifact), **describe_rejections(artifact)})
 
     return conversations
@@ -124,7 +125,11 @@ def make_eval_features_asset(name: str) -> dg.AssetsDefinition:
             return _to_build_result(subject.obtain_entry(context, launcher))
 
         artifact = obtain_result(
-            context, workspace, subject.identity, build, still_good=lambda _: subject.is_cached(subject.inputs)
+            context,
+            workspace,
+            subject.identity.to_json(),
+            build,
+            still_good=lambda _: subject.is_cached(subject.inputs),
         )
         return report_result(context, artifact, {**describe_features(artifact), **_describe_cache(workspace, artifact)})
 
@@ -192,8 +197,8 @@ class EvalSubject:
         }
 
     @property
-    def identity(self) -> dict[str, Any]:
-        return {"eval_cache_key": self.config.cache_key, **self.inputs}
+    def identity(self) -> EvalFeaturesIdentity:
+        return EvalFeaturesIdentity(eval_cache_key=self.config.cache_key, **self.inputs)
 
     @property
     def store(self) -> StoreSpec:
@@ -266,14 +271,14 @@ def _to_build_result(entry: CacheEntry) -> BuildResult:
 
 
 def _locate_entry(workspace: Workspace, features: Artifact) -> Path:
-    return EvalCache(workspace.var).root / features.identity["eval_cache_key"]
+    return EvalCache(workspace.var).root / EvalFeaturesIdentity.of(features).eval_cache_key
 
 
 def _describe_cache(workspace: Workspace, artifact: Artifact) -> dict[str, Any]:
     reason = artifact.summary["rebuilt_because"]
     return {
         "eval_cache": "hit" if artifact.hit else artifact.summary["eval_cache"],
-        "eval_cache_key": artifact.identity["eval_cache_key"],
+        "eval_cache_key": EvalFeaturesIdentity.of(artifact).eval_cache_key,
         "eval_cache_path": dg.MetadataValue.path(_locate_entry(workspace, artifact).relative_to(workspace.var.parent)),
         **({"rebuilt_because": reason} if reason and not artifact.hit else {}),
     }

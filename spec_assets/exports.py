@@ -61,7 +61,7 @@ def make_export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             return BuildResult(digest({name: result["digest"] for name, result in made.items()}), job.report)
 
         artifact = obtain_result(
-            context, workspace, build_export_identity(strategy, draft, files, settings, card), build
+            context, workspace, identify_export(strategy, draft, files, settings, card).to_json(), build
         )
         for name, reason in artifact.summary["refused"].items():
             context.log.warning(f"not exported as {name}: {reason}")
@@ -78,19 +78,18 @@ def find_card(workspace: Workspace, strategy: StrategySpec, draft: Artifact) -> 
     return report.path / CARD
 
 
-def build_export_identity(
+def identify_export(
     strategy: StrategySpec, draft: Artifact, files: TargetFiles, settings: ExportSettings, card: Path | None
-) -> dict[str, Any]:
-    """Return the identity of an export. The target's path is in it, since some formats name it, and so are all known
-    formats."""
-    return {
-        "draft": draft.path.name,
-        "weights": draft.data_version,
-        "target": [files.digest, files.model, files.revision],
-        "settings": settings.model_dump(),
-        "formats": [spec.name for spec in strategy.exports],
-        "card": None if card is None else file_digest(card),
-    }
+) -> ExportIdentity:
+    """Return the identity of an export of `draft`."""
+    return ExportIdentity(
+        draft=draft.path.name,
+        weights=draft.data_version,
+        target=[files.digest, files.model, files.revision],
+        settings=settings.model_dump(),
+        formats=[spec.name for spec in strategy.exports],
+        card=None if card is None else file_digest(card),
+    )
 
 
 def describe_export(artifact: Artifact) -> dict[str, Any]:

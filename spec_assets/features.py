@@ -10,6 +10,7 @@ from draftworks.errors import StoreError
 from draftworks.preflight.compatibility import collect_taps
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import RECIPE, TARGET_MODEL, TOKENIZED_TRAIN, TRAINING_FEATURES
+from draftworks.storage.data_records import FeaturesIdentity, read_captured_weights
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import asset, launch, obtain_result, report_result
@@ -64,13 +65,10 @@ def training_features(
 
         return holds_feature_set(store, artifact.path)
 
-    identity = {
-        "tokens": tokens.data_version,
-        "target": files.digest,
-        "taps": taps,
-        "capture": spec.capture.identity(),
-    }
-    artifact = obtain_result(context, workspace, identity, build, still_good=still_stored)
+    identity = FeaturesIdentity(
+        tokens=tokens.data_version, target=files.digest, taps=taps, capture=spec.capture.identity()
+    )
+    artifact = obtain_result(context, workspace, identity.to_json(), build, still_good=still_stored)
     check = judge_verification(artifact, check_name=VERIFIED, asset_key=TRAINING_FEATURES)
     return report_result(context, artifact, describe_features(artifact), [check])
 
@@ -82,10 +80,10 @@ def require_features(workspace: Workspace, asset_name: str, target: str) -> Arti
         StoreError: there are none, or they were captured from other weights than the target has now.
     """
     features, now = workspace.artifacts.load_current(asset_name, target), workspace.resolve_target_files(target).digest
-    of = features.identity["target"]
-    if of != now:
+    weights = read_captured_weights(features)
+    if weights != now:
         raise StoreError(
-            f"{asset_name} of target {target} was captured from other weights (digest {of[:12]}) than the target has now "
+            f"{asset_name} of target {target} was captured from other weights (digest {(weights or 'not known')[:12]}) than the target has now "
             f"({now[:12]}). Capture it again: draftworks run prepare --target {target}"
         )
     return features

@@ -12,6 +12,7 @@ from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError
 from draftworks.features.contracts import FeatureSpec, KeyedFeatureStore, SampleRef
+from draftworks.features.manifest import FeatureSetIdentity
 from draftworks.storage.identity import FeatureIdentity, LayerTap, Stream, digest
 
 GB = 1e9
@@ -151,21 +152,21 @@ def make_refs(run: CaptureRun, streams: StreamPlan, tokens: Sequence[TokenRow], 
 
     A reference's metadata names the tokens of its features: the sample's `row` in the set, and their digest `tokens`.
     """
-    run_id = digest(make_set_identity(run, streams))
+    run_id = digest(make_set_identity(run, streams).to_json())
     return [_make_ref(run, streams, row, index, run_id, store_uri) for index, row in enumerate(tokens)]
 
 
-def make_set_identity(run: CaptureRun, streams: StreamPlan) -> dict[str, str | int | bool]:
-    """Return what all features of a set share."""
+def make_set_identity(run: CaptureRun, streams: StreamPlan) -> FeatureSetIdentity:
+    """Return the properties that all features of a set share."""
     last = streams.streams[-1]
     assert not isinstance(last, LayerTap), "`last` is the last stream of a plan"
-    return {
-        "target": run.target.digest,
-        "engine": streams.identity.engine.name,
-        "numerics": streams.identity.engine.numerics,
-        "dtype": streams.identity.dtype,
-        "last_normed": last.normed,
-    }
+    return FeatureSetIdentity(
+        target=run.target.digest,
+        engine=streams.identity.engine.name,
+        numerics=streams.identity.engine.numerics,
+        dtype=streams.identity.dtype,
+        last_normed=last.normed,
+    )
 
 
 def require_budget(plan: CapturePlan, run: CaptureRun) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,42 @@ ADVICE = "Capture the features again: nothing that is stored will be captured tw
 
 
 @dataclass(frozen=True)
+class FeatureSetIdentity:
+    """Properties that all features of a set share.
+
+    Attributes:
+        target: digest of the target's weights.
+        engine: name of the engine that captured them.
+        numerics: revision of the engine's numerical results.
+        last_normed: whether `last` was captured after the target's final norm.
+    """
+
+    target: str | None = None
+    engine: str | None = None
+    numerics: int | None = None
+    dtype: str | None = None
+    last_normed: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> FeatureSetIdentity:
+        return cls(**{each.name: found[each.name] for each in fields(cls) if each.name in found})
+
+
+@dataclass(frozen=True)
 class FeatureSetManifest:
     """The manifest of a feature set, with its samples.
 
     Attributes:
-        identity: what all features share (target digest, engine, numerics, dtype, norm convention).
         streams: names of the stored features of every sample.
         nbytes: of all distinct features.
         data_version: digest of the sorted keys: equal features have equal versions, in any store.
         stream_versions: a version for each stream: results that read some streams stay current when others change.
     """
 
-    identity: dict[str, Any]
+    identity: FeatureSetIdentity
     streams: tuple[str, ...]
     samples: int
     tokens: int
@@ -50,14 +74,14 @@ class FeatureSetManifest:
 
 
 def write_feature_set(
-    folder: Path, refs: Sequence[SampleRef], identity: dict[str, Any], streams: Sequence[str], store: str
+    folder: Path, refs: Sequence[SampleRef], identity: FeatureSetIdentity, streams: Sequence[str], store: str
 ) -> FeatureSetManifest:
     """Write refs.jsonl, then manifest.json, each atomically. The manifest makes the set complete."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(ref.to_json() + "\n" for ref in refs).encode()
     sizes = {key: ref.feature_specs[name].nbytes for ref in refs for name, key in ref.feature_keys.items()}
     manifest = FeatureSetManifest(
-        identity=dict(identity),
+        identity=identity,
         streams=tuple(streams),
         samples=len(refs),
         tokens=sum(ref.num_tokens for ref in refs),
@@ -68,10 +92,11 @@ def write_feature_set(
         refs_digest=_digest(lines),
         refs=tuple(refs),
     )
-    fields = {name: value for name, value in asdict(manifest).items() if name != "refs"}
+    record = {name: value for name, value in asdict(manifest).items() if name != "refs"}
+    record["identity"] = identity.to_json()
     with publish_file(folder / REFS) as staging:
         staging.write_bytes(lines)
-    publish_json(folder / MANIFEST, fields)
+    publish_json(folder / MANIFEST, record)
     return manifest
 
 
@@ -102,10 +127,11 @@ def read_feature_set(folder: Path) -> FeatureSetManifest:
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = read_json(path)
+        manifest = {**manifest, "identity": FeatureSetIdentity.from_json(manifest["identity"])}
         FeatureSetManifest(**manifest)
     except FileNotFoundError as error:
         raise StoreError(f"no feature set in {path.parent}: {path.name} is missing. {ADVICE}") from error
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{path} cannot be read ({error}): it is truncated or altered. {ADVICE}") from error
     if manifest.get("schema") != MANIFEST_SCHEMA:
         raise StoreError(f"{path} has schema {manifest.get('schema')!r}, expected {MANIFEST_SCHEMA!r}. {ADVICE}")

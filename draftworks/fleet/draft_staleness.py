@@ -21,6 +21,7 @@ from draftworks.data.sources import dataset_version, find_files
 from draftworks.errors import DraftworksError
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import CONVERSATIONS, HELDOUT_RESPONSES, RESPONSES, TOKENIZED_TRAIN
+from draftworks.storage.data_records import AnswersIdentity, ConversationsIdentity
 from draftworks.storage.identity import FileDigests, canonical_json
 from draftworks.storage.records import DraftIdentity
 from draftworks.targets.registry import Registry, apply_overrides
@@ -72,7 +73,7 @@ class DraftComparison:
         if trained_for is None:
             yield Change("weights of the target: not known, its record does not say for which it was trained")
         elif trained_for != self.files.digest:
-            yield Change("weights of the target", self._first_seen(HELDOUT_RESPONSES, "target", self.files.digest))
+            yield Change("weights of the target", self._find_first_answers(self.files.digest))
 
     def _data(self) -> Iterator[Change]:
         tokens = self._current(TOKENIZED_TRAIN)
@@ -82,7 +83,7 @@ class DraftComparison:
         elif tokens is not None and tokens.data_version != trained_on:
             yield Change("training data", tokens.created)
         answers = self._current(RESPONSES)
-        if answers is not None and answers.identity.get("tokenizer") != self.files.tokenizer_digest:
+        if answers is not None and AnswersIdentity.of(answers).tokenizer != self.files.tokenizer_digest:
             yield Change("tokenizer or chat template")
         yield from self._files()
 
@@ -95,7 +96,7 @@ class DraftComparison:
         except DraftworksError as error:
             yield Change(f"training data: not known, {str(error).splitlines()[0]}")
             return
-        if prepared is not None and prepared.identity.get("dataset") != now:
+        if prepared is not None and ConversationsIdentity.of(prepared).dataset != now:
             yield Change("training data", self._later(find_files(spec.files, self.registry.root)))
 
     def _recipe(self) -> Iterator[Change]:
@@ -107,12 +108,14 @@ class DraftComparison:
     def _data_settings(self) -> Iterator[str]:
         prepared, answers = self._current(CONVERSATIONS), self._current(RESPONSES)
         if prepared is not None:
-            yield from _differing("data", prepared.identity.get("data"), self.target.data.identity())
+            yield from _differing("data", ConversationsIdentity.of(prepared).data, self.target.data.identity())
         if answers is not None:
+            found = AnswersIdentity.of(answers)
+            recorded = {"max_length": found.max_length, "only_last_turn": found.only_last_turn}
             wanted = {"max_length": self.target.max_length, "only_last_turn": self.target.data.only_last_turn}
-            recorded = {name: answers.identity[name] for name in wanted if name in answers.identity}
-            yield from _differing("", recorded, wanted)
-            yield from _differing("responses", answers.identity.get("responses"), self.target.responses.identity())
+            known = {name: value for name, value in recorded.items() if value is not None}
+            yield from _differing("", known, wanted)
+            yield from _differing("responses", found.responses, self.target.responses.identity())
 
     def _settings(self) -> Iterator[str]:
         recorded = self.made_from
@@ -133,11 +136,12 @@ class DraftComparison:
     def _current(self, asset: str) -> Artifact | None:
         return self.artifacts.find(asset, self.target.name)
 
-    def _first_seen(self, asset: str, name: str, value: str) -> float | None:
+    def _find_first_answers(self, weights: str) -> float | None:
+        """Return when these weights of the target first answered its held-out conversations; None if they never did."""
         made = [
             each.created
-            for each in self.artifacts.list_all(asset, self.target.name)
-            if each.identity.get(name) == value
+            for each in self.artifacts.list_all(HELDOUT_RESPONSES, self.target.name)
+            if AnswersIdentity.of(each).target == weights
         ]
         return min(made, default=None)
 

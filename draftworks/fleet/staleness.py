@@ -10,6 +10,7 @@ from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import of_eval_set, of_strategy
+from draftworks.storage.data_records import EvalFeaturesIdentity, EvalSetIdentity
 from draftworks.storage.identity import digest
 from draftworks.storage.records import ReportIdentity
 from draftworks.targets.registry import HELDOUT
@@ -53,15 +54,16 @@ class Subject:
         # Records of an earlier version lack some keys: what they were made from is then another thing, as it should be.
         target, found = self.files.name, []
         features = artifacts.find(of_eval_set(name).features, target)
-        if features is not None and features.identity.get("target") != self.files.digest:
+        captured = None if features is None else EvalFeaturesIdentity.of(features)
+        if captured is not None and captured.target != self.files.digest:
             found.append("weights of the target")
-        if features is not None and features.identity.get("tokenizer") != self.files.tokenizer_digest:
+        if captured is not None and captured.tokenizer != self.files.tokenizer_digest:
             found.append("tokenizer or chat template")
         reports = [artifacts.find(of_strategy(strategy).report, target) for strategy in self.drafts]
         if any(report and not _measured_on(report, name, self.responses[name], features) for report in reports):
             found.append(f"eval set {name}")
         prepared = artifacts.find(of_eval_set(name).conversations, target) if name in self.sources else None
-        if prepared is not None and prepared.identity.get("dataset") != self.sources[name]:
+        if prepared is not None and EvalSetIdentity.of(prepared).dataset != self.sources[name]:
             found.append(f"eval set {name}")
         return found
 

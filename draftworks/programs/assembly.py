@@ -85,7 +85,7 @@ def open_samples(features: FeatureSet, store: StoreSpec, strategy: DraftStrategy
             f"{features.features}: strategy {strategy.name} needs the features {missing}, found "
             f"{list(manifest.streams)}. Capture them: what is stored already will not be captured again"
         )
-    if "last" in strategy.feature_names and not manifest.identity.get("last_normed", True):
+    if "last" in strategy.feature_names and not manifest.identity.last_normed:
         raise StoreError(
             f"{features.features}: `last` was captured before the target's final norm, expected after it: the head "
             "would give other logits. Capture the features again"
@@ -104,7 +104,7 @@ def open_samples(features: FeatureSet, store: StoreSpec, strategy: DraftStrategy
 
 def require_same_dtype(train: Samples, held_out: Samples) -> None:
     """Raise StoreError if the two were captured in different dtypes: their losses would not compare."""
-    found, expected = held_out.manifest.identity.get("dtype"), train.manifest.identity.get("dtype")
+    found, expected = held_out.manifest.identity.dtype, train.manifest.identity.dtype
     if found != expected:
         raise StoreError(
             f"{held_out.manifest.store}: held-out features are {found}, training features {expected}: expected the "

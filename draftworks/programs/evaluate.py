@@ -177,7 +177,7 @@ class _EvaluationRun:
         `last` is captured for every sample, also for strategies that do not read it.
         """
         manifest = self.samples.manifest
-        if "last" not in manifest.streams or not manifest.identity.get("last_normed", True):
+        if "last" not in manifest.streams or not manifest.identity.last_normed:
             return None
         answers = FeatureDataLoader.for_evaluation(
             [ref.select(("last",)) for ref in manifest.refs],

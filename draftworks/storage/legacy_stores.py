@@ -15,6 +15,7 @@ from pathlib import Path
 from draftworks.errors import StoreError
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.asset_names import HELDOUT_FEATURES, TRAINING_FEATURES
+from draftworks.storage.data_records import read_captured_weights
 
 CAPTURED = (TRAINING_FEATURES, HELDOUT_FEATURES)
 """Assets whose records name the weights from which a target's features were captured."""
@@ -59,7 +60,7 @@ def _find_target_names(artifacts: ArtifactStore, weights: str) -> set[str]:
     for asset in CAPTURED:
         for folder in (artifacts.root / asset).glob("*/"):
             results = artifacts.list_all(asset, folder.name)
-            if any(result.identity.get("target") == weights for result in results):
+            if any(read_captured_weights(result) == weights for result in results):
                 found.add(folder.name)
     return found
 

@@ -3,7 +3,7 @@ that their records lack is read as None, which equals no current value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -80,19 +80,30 @@ class DraftIdentity:
 
 @dataclass(frozen=True)
 class ExportIdentity:
-    """Which draft was exported, and whether with a model card.
+    """Inputs of an export.
 
     Attributes:
         draft: digest of what the draft was made from.
+        weights: version of the draft's weights.
+        target: digest of the target's weights, its path or hub id, and its commit; some formats name the target.
+        settings: formats and dtype that the target's entry asks for.
+        formats: all export formats of the strategy, so that an export is made again when one is added.
         card: digest of the model card's file; None where there is none.
     """
 
     draft: str
+    weights: str | None
+    target: Sequence[str | None] | None
+    settings: Mapping[str, Any] | None
+    formats: Sequence[str] | None
     card: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @classmethod
     def of(cls, export: Artifact) -> ExportIdentity:
-        return cls(export.identity["draft"], export.identity["card"])
+        return cls(**{each.name: export.identity.get(each.name) for each in fields(cls)})
 
 
 @dataclass(frozen=True)

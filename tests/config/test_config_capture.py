@@ -1,4 +1,4 @@
-"""What is said of capture is part of its identity as far as it decides the features, and cannot contradict itself."""
+"""Capture options: those that decide the features are in the identity, and contradictory ones are refused."""
 
 from __future__ import annotations
 

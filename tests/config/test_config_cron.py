@@ -1,4 +1,4 @@
-"""Times of the registry: what is taken is what Dagster takes, and the rest is refused with its reason."""
+"""Cron expressions and time zones: exactly those that Dagster accepts are accepted, others are refused with a reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draftworks.errors import ConfigError
 
 
 def items(field: CronField) -> st.SearchStrategy[str]:
-    """Items of one field, most of them right."""
+    """Items of one cron field, most of them valid."""
     number = st.integers(field.low, field.high).map(str)
     single = st.one_of(number, st.sampled_from(field.names)) if field.names else number
     ranges = st.tuples(single, single).map("-".join)

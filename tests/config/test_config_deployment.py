@@ -1,4 +1,4 @@
-"""The deployment says where features are kept; run files carry that to the programs."""
+"""The deployment decides where features are stored; run files pass that on to the programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers of a draft's own are refused before anything is captured where they cannot be built."""
+"""Options of a draft's layers: shapes that cannot be built are refused before the capture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of answers: what decides them is their identity, and what cannot be said to a server is refused."""
+"""Options of answers: those that decide them are in the identity; unsupported ones are refused."""
 
 from __future__ import annotations
 

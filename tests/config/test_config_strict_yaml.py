@@ -1,4 +1,4 @@
-"""Files that a person writes: whatever is in them, reading ends in a mapping or in one line that names the file.
+"""YAML files written by hand: reading any content returns a mapping, or raises one line that names the file.
 
 The reader's work is bounded by what it lets through (bytes, depth, nodes), so no test here looks at a clock: without a
 bound these files would end the process, or pytest itself would be the one that waits.
@@ -23,7 +23,7 @@ NINE = "[{}]".format(",".join(["*{0}"] * 9))
 
 
 def doubled(kind: str) -> str:
-    """Twenty lines, each of nine times the one before."""
+    """Twenty lines of YAML, each of which repeats the one before nine times by aliases."""
     lines = ["a: &a {x: 1}"]
     for number in range(20):
         before, name = chr(97 + number), chr(98 + number)

@@ -1,4 +1,4 @@
-"""Addresses of servers: what is none is refused, and what is secret is not repeated."""
+"""Server addresses: malformed ones are refused, and messages do not repeat credentials."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Cache:
 
 
 class PlainAttention(nn.Module):
-    """In place of a layer's `RadixAttention`, with the window and the direction that SGLang read for it."""
+    """Replaces a layer's `RadixAttention`, with the window and the direction that SGLang read for it."""
 
     def __init__(self, of: nn.Module, cache: Cache) -> None:
         super().__init__()

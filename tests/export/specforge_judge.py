@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "specforge_judge.py"
 
 @dataclass(frozen=True)
 class SpecForgeCase:
-    """A draft's folder, keywords of SpecForge's training model, and the tensors of the batches that it shall see.
+    """A draft's folder, keywords of SpecForge's training model, and the tensors of its batches.
 
     Attributes:
         saved: where SpecForge shall write the draft anew.

@@ -30,7 +30,7 @@ def config_of(folder: Path) -> dict:
 
 
 def layer_config(config: dict) -> dict:
-    """Where the format keeps what describes the decoder layers."""
+    """Return the section of a config.json that describes the decoder layers."""
     return config.get("transformer_layer_config", config)
 
 
@@ -141,7 +141,7 @@ def test_both_spellings_of_rope_are_the_targets(tmp_path: Path, name: str):
 
 
 def test_sglang_is_not_told_a_target_hidden_size(toys: Toys):
-    """It asks whether the key is there, and a null would be one."""
+    """SGLang tests whether the key exists, so null would count as present."""
     export_draft(toys.draft("eagle3"), "sglang_eagle3", toys.folder / "out")
     assert "target_hidden_size" not in config_of(toys.folder / "out")
 

@@ -70,7 +70,7 @@ class Exported:
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
-    """By format."""
+    """Sound exports by format."""
     toys = Toys.make(tmp_path_factory.mktemp("gates"))
     made = {name: Exported(toys, name) for name in ALL}
     for name, exported in made.items():
@@ -122,7 +122,7 @@ def swap_taps(tensors: Tensors) -> None:
 
 
 def overflow(tensors: Tensors) -> None:
-    """A large weight after a cast to fp16."""
+    """Make weights overflow to inf, as a cast to fp16 does with large ones."""
     tensors["norm.weight"] = (tensors["norm.weight"].float() * 1e6).half().bfloat16()
 
 
@@ -135,7 +135,7 @@ def nudge(tensors: Tensors) -> None:
 
 
 def layer_ids(config: Config) -> list[int]:
-    """The list in the config, to be changed in place."""
+    """Return the config's list of layer ids itself, which tests change in place."""
     for place in (config, config.get("eagle_config", {}), config.get("dflash_config", {})):
         for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"):
             if key in place:
@@ -195,7 +195,7 @@ def exchange_markov(tensors: Tensors) -> None:
 
 
 def reorder_gru(tensors: Tensors) -> None:
-    """Update before reset, the order of other libraries."""
+    """Put the update gate before the reset gate, the order of other libraries."""
     for name in ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0"):
         reset, update, new = tensors[name].chunk(3)
         tensors[name] = torch.cat([update, reset, new])

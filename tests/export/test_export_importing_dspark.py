@@ -33,7 +33,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
 
 
 def specforges_keys(config: Config) -> None:
-    """All inside `dflash_config`, under the class name of DFlash, as in its first recipes."""
+    """Keys as SpecForge's first recipes write them: all inside `dflash_config`, under the class name of DFlash."""
     for key in (*HEADS, "sample_from_anchor"):
         del config[key]
     config["architectures"] = ["DFlashDraftModel"]
@@ -88,7 +88,7 @@ def test_a_draft_of_another_trainer_is_the_same_here(toys: Toys, tmp_path: Path,
 
 
 def heads(**values: Any) -> Callable[[Config], Any]:
-    """In both places."""
+    """Return a function that sets keys both in `dflash_config` and beside it."""
     return lambda config: [where.update(values) for where in (config, config["dflash_config"])]
 
 
@@ -215,7 +215,7 @@ def test_no_strategy_built_on_dflash_is_taken_for_another(toys: Toys, tmp_path: 
     ],
 )
 def test_the_marks_of_a_strategy_decide_whose_it_is(marks: dict[str, Any], expected: str):
-    """The format decides afterwards whether it can be imported."""
+    """Recognition comes first; whether the draft can be imported is decided later."""
     config = {"architectures": ["DFlashDraftModel"], **marks}
     assert recognise_format(Path("peer"), config).name == expected
 

@@ -34,7 +34,7 @@ def test_a_plugged_in_format_passes_every_gate_and_comes_back(tmp_path: Path):
 
 
 def test_a_format_whose_name_is_taken_is_refused():
-    """Its drafts would be counted and read as those of the other."""
+    """Otherwise its drafts would be counted and read as drafts of the other strategy."""
     with pytest.raises(ConfigError, match="export format 'sglang_eagle3' belongs to strategy 'eagle3'"):
         register_strategy(replace(EAGLE3, name="late"))
     with pytest.raises(ConfigError, match="unknown strategy 'late'"):

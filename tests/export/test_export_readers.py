@@ -232,7 +232,7 @@ def test_full_attention_is_causal_where_vllm_takes_it_so(ask, tiny_folder):
 
 @pytest.mark.parametrize("export_format", ["speculators_dflash", "speculators_dspark", "zlab_dspark"])
 def test_a_key_decides_which_row_proposes_first(export_format, exports, read, question):
-    """Else a server that reads the key would propose from another row."""
+    """Otherwise a server that reads the key would propose from another position of the block."""
     export, asked = exports[export_format], (question.features, question.next_tokens)
     rows = [
         reader.proposing_rows(*asked, 5)

@@ -53,7 +53,7 @@ def test_the_server_reads_every_export_as_the_draft_is(tmp_path: Path):
 
 @pytest.mark.sglang
 def test_what_no_server_loads_is_refused_by_its_class_too(tmp_path: Path):
-    """So the judge does not accept every configuration."""
+    """Shows that the judge does not accept every configuration."""
     toys = Toys.make(tmp_path)
     export_draft(toys.draft("eagle3"), "sglang_eagle3", tmp_path / "out", "bfloat16")
     sound = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -39,7 +39,7 @@ SILENT = "markov_head.markov_w2.weight"
 
 @dataclass(frozen=True)
 class Proposed:
-    """After every context: tokens by our drafter, and how confident our reader of the files is of them."""
+    """For every context: tokens by our drafter, and their confidences by our reader of the files."""
 
     tokens: list[list[int]]
     confidence: list[list[float]]
@@ -47,7 +47,7 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Answers:
-    """By folder; `theirs` as the judge prints them."""
+    """Results by folder; `theirs` is the judge's output."""
 
     toys: Toys
     ours: dict[str, Proposed]
@@ -123,7 +123,7 @@ def test_sglang_is_as_confident_as_the_reader_of_the_files(answers: Answers, nam
 
 
 def test_the_heads_decide_what_is_proposed(answers: Answers):
-    """Else agreeing on it would say nothing of them."""
+    """Otherwise equal results would not show that the heads were read."""
     said = [tuple(map(tuple, answers.ours[name].tokens)) for name in DRAFTS]
     assert len(set(said)) == len(said)
 

@@ -1,4 +1,4 @@
-"""The real SpecForge 0.2.0 loads our exports, computes our losses and counts from them, and what it writes comes in."""
+"""The real SpecForge 0.2.0 loads our exports and computes equal losses and counts; its checkpoints can be imported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.specforge
 ROOT = Path(__file__).resolve().parents[2]
 MASKS = ([0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1])
 ALL_ANSWER = ([1] * 12, [1] * 8, [1] * 5)
-"""Of others SpecForge's P-EAGLE leaves out chains by chance, even where it is told to keep all."""
+"""With other numbers SpecForge's P-EAGLE drops random chains, even if it is set to keep all."""
 EVERY_ANCHOR = 1000
 TOLERANCE = 3e-6
 
@@ -70,7 +70,7 @@ def own_class(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def as_peagle(config: dict[str, Any]) -> dict[str, Any]:
-    """The file is speculators', whose tensors SpecForge's are; its config is flat."""
+    """Weights as speculators writes them, which SpecForge shares, with SpecForge's flat config."""
     shared = {key: config[key] for key in ("draft_vocab_size", "norm_before_residual")}
     return {**config["transformer_layer_config"], **shared, "architectures": ["PEagleDraftModel"]}
 
@@ -136,7 +136,7 @@ def batches_of(strategy: DraftStrategy, variant: Variant) -> list[TrainBatch]:
 
 
 def theirs(strategy: DraftStrategy, batch: TrainBatch, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The same batch under SpecForge's names."""
+    """Return the batch under SpecForge's names."""
     lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
     ids, mask = batch["input_ids"], batch["loss_mask"]
     there = torch.arange(ids.shape[1]) < lengths[:, None]
@@ -187,7 +187,7 @@ def case_of(name: str, variant: Variant, strategy: DraftStrategy, path: Path, fo
 
 
 def losses_of(strategy: DraftStrategy, variant: Variant) -> list[float]:
-    """As an evaluation sees them, by batch."""
+    """Losses and counts of an evaluation, by batch."""
     return [Evaluator().run(strategy, [batch]).avg_loss for batch in batches_of(strategy, variant)]
 
 
@@ -234,7 +234,7 @@ def test_accuracies_of_blocks_are_specforges_over_all_places(judged: Judged, nam
 
 @pytest.mark.parametrize("name", [*(name for name in VARIANTS if name != "peagle"), *NORM_OUTPUT])
 def test_what_specforge_writes_comes_in_and_computes_the_same(judged: Judged, name: str, tmp_path: Path):
-    """P-EAGLE comes in in speculators' layout only."""
+    """P-EAGLE can be imported in speculators' layout only."""
     answer, toys = judged.answers[name], judged.toys
     assert answer.error is None, answer.error
     variant = VARIANTS.get(name, VARIANTS["eagle3"])

@@ -30,7 +30,7 @@ WINDOWED = {
     "eagle3_window": {},
     "eagle3_as_trained": {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
 }
-"""The second is what `speculators train` makes by default, but for the size of the window."""
+"""The second has the defaults of `speculators train`, except for the size of the window."""
 PEAGLE = {
     "peagle": {},
     "peagle_norm_before_residual": {"norm_before_residual": True},
@@ -106,7 +106,7 @@ def test_logits_are_those_of_the_reader(case, end, findings, folders, tiny_tenso
     "names", [(*EAGLE3, *WINDOWED, "eagle3_llama3_rope"), tuple(PEAGLE), tuple(DFLASH), tuple(DSPARK)]
 )
 def test_every_option_changes_the_logits(names, findings):
-    """Else agreeing on them would say nothing."""
+    """Otherwise equal logits would not show that the options were read."""
     for one, other in combinations(names, 2):
         logits = [findings[f"{name}-eager"].logits for name in (one, other)]
         assert float((logits[0] - logits[1]).abs().max()) > 1e-2, (one, other)

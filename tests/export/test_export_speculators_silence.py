@@ -135,12 +135,12 @@ def test_a_layer_of_another_name_is_lost_whole(findings, folders, whole):
 
 
 def test_what_is_missing_becomes_other_numbers(findings):
-    """Not so surely for the embedding: it is whatever the memory held, now and then the right one of an earlier load."""
+    """Not asserted for the embedding: it is uninitialised memory, which sometimes holds the right one of an earlier load."""
     assert not torch.allclose(findings["no_fc"].logits, findings[EAGLE3].logits, atol=0.1)
 
 
 def test_ids_in_place_of_offsets_do_not_show_in_the_logits(findings):
-    """So that neither keys, nor tensors, nor logits tell: only the offsets themselves do."""
+    """Keys, tensors and logits do not show the damage, only the offsets themselves do."""
     assert findings["absolute_d2t"].faithful
     assert torch.equal(findings["absolute_d2t"].logits, findings[EAGLE3].logits)
 

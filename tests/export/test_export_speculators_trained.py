@@ -25,7 +25,7 @@ pytestmark = pytest.mark.speculators
 
 ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 6
-"""Below the nine rows of the question, so that it leaves something out."""
+"""Shorter than the nine positions of the question, so that it hides some."""
 FLAGS = ["--speculator-type", "eagle3", "--draft-vocab-size", "100", "--total-seq-len", "80"]
 
 

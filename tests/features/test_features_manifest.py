@@ -8,19 +8,19 @@ import pytest
 from features_toys import filled_store
 
 from draftworks.errors import StoreError
-from draftworks.features.manifest import MANIFEST, REFS, read_feature_set, write_feature_set
+from draftworks.features.manifest import MANIFEST, REFS, FeatureSetIdentity, read_feature_set, write_feature_set
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     store, refs = filled_store(tmp_path / "store", 4)
-    write_feature_set(tmp_path / "set", refs, {"target": "abc"}, ("hf2", "last"), store.uri)
+    write_feature_set(tmp_path / "set", refs, FeatureSetIdentity(target="abc"), ("hf2", "last"), store.uri)
     return tmp_path / "set"
 
 
 def test_read_equals_written(tmp_path: Path):
     store, refs = filled_store(tmp_path / "store", 4)
-    manifest = write_feature_set(tmp_path / "set", refs, {"target": "abc"}, ("hf2", "last"), store.uri)
+    manifest = write_feature_set(tmp_path / "set", refs, FeatureSetIdentity(target="abc"), ("hf2", "last"), store.uri)
     assert read_feature_set(tmp_path / "set") == manifest
     assert manifest.samples == 4
     assert manifest.tokens == sum(ref.num_tokens for ref in refs)
@@ -29,17 +29,21 @@ def test_read_equals_written(tmp_path: Path):
 
 def test_data_version_is_of_the_keys_alone(tmp_path: Path):
     store, refs = filled_store(tmp_path / "store", 4)
-    one = write_feature_set(tmp_path / "one", refs, {"target": "abc"}, ("hf2", "last"), store.uri)
-    other = write_feature_set(tmp_path / "other", refs[::-1], {}, ("hf2", "last"), "file:///elsewhere")
-    fewer = write_feature_set(tmp_path / "fewer", refs[1:], {}, ("hf2", "last"), store.uri)
+    one = write_feature_set(tmp_path / "one", refs, FeatureSetIdentity(target="abc"), ("hf2", "last"), store.uri)
+    other = write_feature_set(
+        tmp_path / "other", refs[::-1], FeatureSetIdentity(), ("hf2", "last"), "file:///elsewhere"
+    )
+    fewer = write_feature_set(tmp_path / "fewer", refs[1:], FeatureSetIdentity(), ("hf2", "last"), store.uri)
     assert one.data_version == other.data_version != fewer.data_version
 
 
 def test_the_version_of_some_streams_is_the_same_whatever_is_captured_beside_them(tmp_path: Path):
     store, refs = filled_store(tmp_path / "store", 4)
-    both = write_feature_set(tmp_path / "both", refs, {}, ("hf2", "last"), store.uri)
-    alone = write_feature_set(tmp_path / "alone", [ref.select(("hf2",)) for ref in refs], {}, ("hf2",), store.uri)
-    fewer = write_feature_set(tmp_path / "fewer", refs[1:], {}, ("hf2", "last"), store.uri)
+    both = write_feature_set(tmp_path / "both", refs, FeatureSetIdentity(), ("hf2", "last"), store.uri)
+    alone = write_feature_set(
+        tmp_path / "alone", [ref.select(("hf2",)) for ref in refs], FeatureSetIdentity(), ("hf2",), store.uri
+    )
+    fewer = write_feature_set(tmp_path / "fewer", refs[1:], FeatureSetIdentity(), ("hf2", "last"), store.uri)
     assert both.data_version != alone.data_version
     assert both.version_of(["hf2"]) == alone.version_of(["hf2"])
     assert len({both.version_of(names) for names in (["hf2"], ["last"], ["hf2", "last"])}) == 3

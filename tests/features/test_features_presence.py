@@ -8,14 +8,14 @@ import pytest
 from features_toys import filled_store
 
 from draftworks.config.run_files import StoreSpec
-from draftworks.features.manifest import MANIFEST, REFS, write_feature_set
+from draftworks.features.manifest import MANIFEST, REFS, FeatureSetIdentity, write_feature_set
 from draftworks.features.presence import holds_feature_set
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     store, refs = filled_store(tmp_path / "store", 4)
-    write_feature_set(tmp_path / "set", refs, {"target": "abc"}, ("hf2", "last"), store.uri)
+    write_feature_set(tmp_path / "set", refs, FeatureSetIdentity(target="abc"), ("hf2", "last"), store.uri)
     return tmp_path
 
 

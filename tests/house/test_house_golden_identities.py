@@ -25,7 +25,7 @@ from draftworks.storage.artifacts import Artifact
 from draftworks.storage.identity import FeatureIdentity, FileDigests, LastHidden, LayerTap, digest, token_digest
 from draftworks.targets.registry import Registry, resolve_recipe
 from draftworks.targets.resolve import resolve_target
-from spec_assets.data import Conversations, describe_answers
+from spec_assets.data import Conversations, identify_answers
 
 GOLDEN = json.loads(Path(__file__).with_name("golden_identities.json").read_text())
 CAPTURES = {
@@ -91,7 +91,7 @@ def answered() -> dict[str, Any]:
     made = Artifact("conversations", "t", Path("/nowhere"), {}, "v", {"kind": "chat"}, {}, 0.0, 0.0)
     source = Conversations(made, "train", "d")
     spec = TargetSpec(name="t", model="m", dataset="d")
-    return {name: digest(describe_answers(spec, FILES, source, each)) for name, each in RESPONSES.items()}
+    return {name: digest(identify_answers(spec, FILES, source, each).to_json()) for name, each in RESPONSES.items()}
 
 
 def loop() -> str:

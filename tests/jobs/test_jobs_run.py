@@ -1,4 +1,4 @@
-"""`python -m jobs.run`: exit codes, and nothing after the reason."""
+"""`python -m jobs.run`: exit codes, and the reason as the last line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small registry around the tiny target, to be spoilt in one way at a time."""
+"""A small registry around the tiny target, in which each test breaks one thing."""
 
 from __future__ import annotations
 

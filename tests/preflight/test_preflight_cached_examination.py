@@ -1,4 +1,4 @@
-"""A verdict on a target is kept as long as entry, files, data and versions are what they were, and only where nothing was wrong."""
+"""Findings are cached while entry, files, data and versions are unchanged, and only if there was no error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftworks.preflight.cached_examination import examine_before_run
 
 @pytest.fixture
 def looks(monkeypatch):
-    """What was looked at, each time."""
+    """The names of the expensive checks that ran, in order."""
     seen = []
 
     def watched(plain, name, *args):
@@ -26,7 +26,7 @@ def looks(monkeypatch):
 
 @pytest.fixture
 def examine(fleet, tiny_target, tmp_path):
-    """The look at the fleet's target, with what a test changes of it."""
+    """Examine the fleet's target, with the arguments that a test changes."""
 
     def examined(**changed):
         given = {"target": fleet.registry.load_target("small"), "files": tiny_target, "data": {"chats": "a"}, **changed}

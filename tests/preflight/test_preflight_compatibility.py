@@ -1,4 +1,4 @@
-"""What strategies ask of a target is refused before anything is captured, where the model or a begun draft cannot give it."""
+"""Requirements of strategies that the model, or a draft to start from, does not satisfy are refused before the capture."""
 
 from __future__ import annotations
 

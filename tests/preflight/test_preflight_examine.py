@@ -1,4 +1,4 @@
-"""What would fail after the bill is paid is told before: every way that use has shown, and the few things worth a warning."""
+"""The examination reports what would fail after expensive work, and what deserves a warning."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_template_that_refuses_every_conversation_is_an_error(fleet):
 
 
 def test_a_mask_is_any_token_of_the_sample(fleet):
-    """Though it is a special one."""
+    """A special token that occurs in the data is an error too, since the data has it."""
     fleet.write_rows(
         [{"messages": [{"role": "user", "content": "a <|mask|>"}, {"role": "assistant", "content": "b"}]}] * 9
     )
@@ -227,7 +227,7 @@ def test_a_registry_without_a_target_is_not_in_order(fleet):
 
 
 def test_entries_that_cannot_be_read_need_no_torch(fleet):
-    """In a process of its own, for what else is imported here."""
+    """In a process of its own, since this one has imported the libraries already."""
     import subprocess
 
     (fleet.registry.root / "targets" / "small.yaml").write_text("[" * 50_000)

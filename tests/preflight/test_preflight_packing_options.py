@@ -1,4 +1,4 @@
-"""Packing as a training option: a way to cut the global batch, refused where it cannot be meant."""
+"""Packing as a training option: it only divides the global batch, and is refused for strategies without it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from draftworks.config.run_files import EvaluateRun, TargetFiles
 from draftworks.errors import StoreError
 from draftworks.evaluation.report.report import Report
 from draftworks.evaluation.report.summary import DIFFERENCES
-from draftworks.features.manifest import read_feature_set, write_feature_set
+from draftworks.features.manifest import FeatureSetIdentity, read_feature_set, write_feature_set
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
@@ -180,5 +180,5 @@ def test_agreement_of_labels_is_known_also_of_a_strategy_that_does_not_read_the_
 
     found = read_feature_set(run.heldout.features)
     unnormed = run.heldout.model_copy(update={"features": tmp_path / "unnormed"})
-    write_feature_set(unnormed.features, found.refs, {"last_normed": False}, found.streams, found.store)
+    write_feature_set(unnormed.features, found.refs, FeatureSetIdentity(last_normed=False), found.streams, found.store)
     assert evaluate(run.model_copy(update={"heldout": unnormed}), ProgramContext())["label_agreement"] is None

@@ -15,7 +15,7 @@ from draftworks.config.run_files import VOCAB_FILE, TargetFiles, TrainRun
 from draftworks.drafts.draft_io import read_draft_config
 from draftworks.errors import ConfigError, DataError, DraftworksError, StoreError
 from draftworks.evaluation.report.report import Report
-from draftworks.features.manifest import read_feature_set, write_feature_set
+from draftworks.features.manifest import FeatureSetIdentity, read_feature_set, write_feature_set
 from draftworks.programs.evaluate import evaluate
 from draftworks.programs.program import ProgramContext
 from draftworks.programs.train import train
@@ -124,7 +124,7 @@ def test_missing_feature_is_named(files: RunFiles) -> None:
 def test_hidden_states_before_the_final_norm_are_refused(files: RunFiles) -> None:
     folder = files.train_run().train.features
     found = read_feature_set(folder)
-    write_feature_set(folder, found.refs, {"last_normed": False}, found.streams, found.store)
+    write_feature_set(folder, found.refs, FeatureSetIdentity(last_normed=False), found.streams, found.store)
     assert_refused(files, StoreError, "`last` was captured before the target's final norm")
 
 
@@ -134,14 +134,14 @@ def test_features_of_several_dtypes_are_refused(files: RunFiles) -> None:
     first = found.refs[0]
     specs = {**first.feature_specs, "last": replace(first.feature_specs["last"], dtype="bfloat16")}
     refs = [replace(first, feature_specs=specs), *found.refs[1:]]
-    write_feature_set(folder, refs, {"dtype": "float32"}, found.streams, found.store)
+    write_feature_set(folder, refs, FeatureSetIdentity(dtype="float32"), found.streams, found.store)
     assert_refused(files, StoreError, "features of several dtypes, bfloat16, float32")
 
 
 def test_held_out_features_of_another_dtype_than_the_training_features_are_refused(files: RunFiles) -> None:
     folder = files.train_run().heldout.features
     found = read_feature_set(folder)
-    write_feature_set(folder, found.refs, {"dtype": "bfloat16"}, found.streams, found.store)
+    write_feature_set(folder, found.refs, FeatureSetIdentity(dtype="bfloat16"), found.streams, found.store)
     assert_refused(files, StoreError, "held-out features are bfloat16, training features float32")
 
 

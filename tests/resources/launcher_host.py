@@ -1,4 +1,4 @@
-"""A Dagster process of its own, for the tests that interrupt or kill it: launches a worker that hangs."""
+"""A separate Dagster process that launches a hanging worker, for tests that interrupt or kill it."""
 
 import os
 import sys

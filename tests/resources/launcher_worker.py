@@ -1,4 +1,4 @@
-"""A rank that starts fast, because it imports no torch, and does what its first argument says.
+"""A rank that imports no torch, so that it starts fast, and does what its first argument says.
 
 The second argument is a path that no other process has in its arguments: by it the tests find survivors.
 """
@@ -59,7 +59,7 @@ def _hang(marker: str, rank: int) -> None:
 
 
 def _hide_a_child(marker: str) -> None:
-    """Start a process that a walk down the tree cannot find: in its own session, its parent dead."""
+    """Start a process that is not found by walking down the process tree: in its own session, with a dead parent."""
     code = "import subprocess, sys; subprocess.Popen(sys.argv[1:], start_new_session=True)"
     sleep = [sys.executable, "-c", "import time; time.sleep(120)", marker]
     subprocess.run([sys.executable, "-c", code, *sleep], check=True)

@@ -1,4 +1,4 @@
-"""Pool slots come back from runs whose process is gone, and from no other."""
+"""Pool slots are released for runs whose process has ended, and for no others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sleeper():
 
 
 def tagged(instance: dg.DagsterInstance, run: dg.DagsterRun, pid: int, **changes) -> None:
-    """As the run's first step does it, but for `changes` of the process or its place."""
+    """Tag the run as its first step does, with `changes` of the process or its place."""
     process = RunProcess(run.run_id, pid, 1.0, Place.here())
     with suppress(psutil.Error):
         process = RunProcess.of(run.run_id, pid)

@@ -1,4 +1,4 @@
-"""Jobs under a real torchrun: what a person sees of them, and that nothing of them stays behind."""
+"""Jobs under a real torchrun: their reports and errors, and that no process of them is left."""
 
 import os
 import re
@@ -29,7 +29,7 @@ PATH = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "programs")]
 
 @dataclass
 class Outcome:
-    """What became of one asset that ran a job."""
+    """The outcome of one asset that ran a job."""
 
     result: dg.ExecuteInProcessResult
     jobs: list[JobResult]
@@ -61,7 +61,7 @@ def launch(job: TorchJob, tmp_path: Path, *, retries: int = 0, **options: float)
 
 
 LONG_S = 60.0
-"""For what takes a second on an idle machine, and would take the two minutes that a worker hangs if it were not ended."""
+"""Time limit for what takes a second on an idle machine, but two minutes if the hanging worker is not ended."""
 
 
 def worker(task: str, tmp_path: Path, *rest: str, procs: int = 2) -> TorchJob:
@@ -75,7 +75,7 @@ def framed(task: str, tmp_path: Path) -> TorchJob:
 
 
 def survivors(tmp_path: Path) -> list[psutil.Process]:
-    """Living processes with this test's marker among their arguments, the Dagster process apart."""
+    """Return the living processes with this test's marker among their arguments, without the Dagster process."""
     marker, found = str(tmp_path / "marker"), []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -86,7 +86,7 @@ def survivors(tmp_path: Path) -> list[psutil.Process]:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> float:
-    """Seconds until the condition held."""
+    """Wait until the condition holds and return the seconds it took."""
     start = time.monotonic()
     while not condition():
         assert time.monotonic() - start < timeout_s, f"not within {timeout_s} s"
@@ -186,7 +186,7 @@ def test_what_a_job_that_ended_by_itself_leaves_behind_is_ended(task: str, tmp_p
 
 @pytest.fixture
 def stopped_rank(tmp_path: Path) -> Iterator[list[tuple[str, str]]]:
-    """Rank 1 of the job in `tmp_path` is stopped once both take steps. Gives where its processes listened till then."""
+    """Stop rank 1 of the job in `tmp_path` once both ranks take steps; return the addresses that were listened on until then."""
     over, listening = threading.Event(), []
 
     def stop() -> None:
@@ -207,7 +207,7 @@ def stopped_rank(tmp_path: Path) -> Iterator[list[tuple[str, str]]]:
 
 
 def listeners() -> list[tuple[str, str]]:
-    """Command and address of every socket on which a child of this process accepts connections."""
+    """Return command and address of every socket on which a child of this process accepts connections."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -218,7 +218,7 @@ def listeners() -> list[tuple[str, str]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is Linux's")
 def test_a_rank_that_stands_still_ends_the_job_by_name(tmp_path: Path, stopped_rank: list[tuple[str, str]]) -> None:
-    """And till then nobody outside this machine could have spoken to the job."""
+    """Until the job ended, its sockets were reachable only from this machine."""
     outcome = launch(framed("steps", tmp_path), tmp_path, stall_limit_s=5)
     told = outcome.failure.description
     assert "made no progress for 5 s (launcher.stall_limit_s)" in told

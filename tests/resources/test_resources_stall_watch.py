@@ -1,4 +1,4 @@
-"""A job stands still when nobody gets on, or when one rank does not run; slow is not still."""
+"""A job is stalled if no rank makes progress or one rank does not run; a slow job is not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT_S = 100.0
 
 
 class Job:
-    """Two ranks whose heartbeats a test writes, and a watch whose clock it turns."""
+    """Two ranks whose heartbeats a test writes, and a watch with a fake clock."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "out.log"
@@ -31,7 +31,7 @@ class Job:
             path.write_text(json.dumps(asdict(pulse)))
 
     def live(self, seconds: float, alive=(0, 1), busy=(0, 1)) -> list[int] | None:
-        """Let time pass, during which some ranks write and some get on; the ranks of the stall that was noticed."""
+        """Advance the clock while some ranks write and some make progress; return the ranks of a detected stall."""
         end = self.now + seconds
         while self.now < end:
             self.now += 1

@@ -1,4 +1,4 @@
-"""What a job is, without running one."""
+"""Command lines, counts and folders of jobs, without running one."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def fleet(tmp_path: Path) -> Fleet:
 
 @pytest.fixture
 def instance() -> Iterator[dg.DagsterInstance]:
-    """Not entered: contexts do that, and Dagster bears it once only."""
+    """Not entered: contexts enter it, and Dagster allows that only once."""
     found = dg.DagsterInstance.ephemeral()
     yield found
     found.dispose()

@@ -29,7 +29,7 @@ defs = build_definitions(Path(__file__).parent / "registry")
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A DAGSTER_HOME that has been opened once: two processes that open a new one at once spoil it."""
+    """A DAGSTER_HOME that was opened before: two processes that open a new one at the same time corrupt it."""
     folder = tmp_path / "dagster_home"
     folder.mkdir()
     shutil.copy(ROOT / ".dagster" / "dagster.yaml", folder)
@@ -41,7 +41,7 @@ def home(tmp_path: Path) -> Path:
 
 @contextmanager
 def dagster_dev(fleet: Fleet, home: Path) -> Iterator[subprocess.Popen]:
-    """Webserver and daemon over the fleet; ended by an interrupt, as a person ends them."""
+    """Webserver and daemon over the fleet, ended by an interrupt as at a terminal."""
     location = fleet.root / "location.py"
     location.write_text(LOCATION)
     command = [DAGSTER, "dev", "-f", location, "-h", "127.0.0.1", "-p", str(free_port())]

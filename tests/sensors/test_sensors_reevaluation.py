@@ -1,4 +1,4 @@
-"""The re-evaluation sensor asks for exactly the targets whose reports are not of what is there, once."""
+"""The re-evaluation sensor requests exactly the targets whose reports are outdated, once each."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def change_draft(fleet: Fleet) -> None:
 
 
 def change_options(fleet: Fleet) -> None:
-    """The weights stay the same."""
+    """Publish a draft with other options and the same weights."""
     fleet.publish_draft("two", "first", options="others")
 
 
@@ -97,7 +97,7 @@ def test_features_of_another_strategy_beside_those_of_the_draft_start_nothing(fl
 
 
 def with_named_eval_set(fleet: Fleet) -> None:
-    """`two` is to be measured on the set `chats` too; nothing of it is made yet."""
+    """Target `two` also lists the eval set `chats`, of which nothing is made yet."""
     for folder, text in (("datasets", "files: [chats.jsonl]\n"), ("evals", "dataset: chats\n")):
         (fleet.registry / folder).mkdir()
         (fleet.registry / folder / "chats.yaml").write_text(text)
@@ -278,7 +278,7 @@ def test_a_tick_reads_no_weights_that_did_not_change(fleet, instance, monkeypatc
 
 
 def test_a_tick_over_a_thousand_measured_targets_takes_seconds(fleet, instance):
-    """Processor time, so that other work on the machine does not count."""
+    """CPU time, which other work on the machine does not affect."""
     for number in range(1000):
         fleet.copy("one", f"copy{number}")
     fleet.publish_draft("copy7", "second")

@@ -1,4 +1,4 @@
-"""The registry sensor asks for exactly the targets that moved, once."""
+"""The registry sensor requests exactly the targets whose inputs changed, once each."""
 
 from __future__ import annotations
 

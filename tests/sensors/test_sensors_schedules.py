@@ -1,4 +1,4 @@
-"""Scheduled re-evaluation: few schedules for many targets, and each tick asks once for each target with a draft."""
+"""Scheduled re-evaluation: one schedule per cadence, and each tick requests every target with a draft once."""
 
 from __future__ import annotations
 

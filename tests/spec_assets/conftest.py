@@ -1,4 +1,4 @@
-"""A small registry around the tiny target, and one whole run over it that many tests look at."""
+"""A small registry around the tiny target, and one complete run over it that many tests share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ strategies:
 
 @dataclass(frozen=True)
 class Site:
-    """A registry of its own with one target, `small`, and everything that is made from it."""
+    """A registry with one target, `small`, and all results that are made from it."""
 
     root: Path
     tiny_folder: Path
@@ -61,7 +61,7 @@ class Site:
     def run(
         self, job: str = "everything", partition: str = "small", *, torchrun: tuple[str, ...] = (), **options
     ) -> dg.ExecuteInProcessResult:
-        """Run a job in this process, the programs named in `torchrun` under torchrun, the others without its long start."""
+        """Run a job in this process: the programs named in `torchrun` under torchrun, the others without its long start."""
         launcher = functools.partial(make_forking_launcher, torchrun=torchrun)
         with mock.patch("spec_assets.definitions.make_launcher", launcher):
             found = self.definitions().resolve_job_def(job)
@@ -78,7 +78,7 @@ class Site:
         self.chats.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
     def module(self) -> Path:
-        """A code location for the command line."""
+        """Write a code location for the command line and return its path."""
         path = self.root / "location.py"
         path.write_text(
             "from pathlib import Path\nfrom spec_assets.definitions import build_definitions\n"
@@ -115,7 +115,7 @@ class FinishedSite:
     result: dg.ExecuteInProcessResult
     instance: dg.DagsterInstance
     reads: dict[str, set[str]]
-    """By asset: which others it looked at while it was made."""
+    """The assets that each asset read while it was made, by name."""
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def execute(site, job: str, partition: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run a job as a person at a terminal does."""
+    """Run a job with the command line."""
     home = site.root / "dagster_home"
     home.mkdir()
     shutil.copy(ROOT / ".dagster" / "dagster.yaml", home)

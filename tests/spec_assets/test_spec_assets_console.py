@@ -1,4 +1,4 @@
-"""The terminal's lines: the reason is among the last, however slow the machine is."""
+"""Log lines on the terminal: the reason of a failure is among the last, even on a slow machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spec_assets.console import open_terminal
 
 @pytest.fixture
 def stuck_tail(tmp_path):
-    """A PATH on which `tail` never gets to copy a line, as under the heaviest load."""
+    """A PATH on which `tail` never copies a line, as under heavy load."""
     tail = tmp_path / "bin" / "tail"
     tail.parent.mkdir()
     tail.write_text("#!/bin/sh\nexec sleep 600\n")

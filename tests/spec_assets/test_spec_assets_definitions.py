@@ -39,7 +39,7 @@ def test_loading_imports_no_heavy_module():
 
 
 def test_a_thousand_targets_load_in_under_three_seconds(tmp_path: Path):
-    """Processor time of the whole process, so that other work on the machine does not count."""
+    """CPU time of the whole process, which other work on the machine does not affect."""
     (tmp_path / "targets").mkdir()
     for number in range(1000):
         (tmp_path / "targets" / f"target-{number:04}.yaml").write_text("model: m\ndataset: d\n")
@@ -75,7 +75,7 @@ ODD = {
 
 
 def test_odd_files_take_no_other_target_down(site):
-    """In one process each: what a file of this kind ends is the interpreter itself."""
+    """In a process of its own, since such a file may crash the interpreter."""
     for name, text in ODD.items():
         (site.registry / "targets" / f"{name}.yaml").write_text(text)
     (site.registry / "targets" / "folder.yaml").mkdir()

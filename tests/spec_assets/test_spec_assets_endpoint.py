@@ -1,4 +1,4 @@
-"""A target whose training data an OpenAI-compatible server answers; what drafts are measured on stays with the engine."""
+"""A target whose training answers come from an OpenAI-compatible server; those of eval sets still come from the engine."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_cached_eval_features_are_a_hit_with_their_key_and_place(finished, tmp_p
 
 @pytest.mark.slow
 def test_inputs_that_change_and_change_back_find_no_entry_of_the_others(finished, tmp_path):
-    """One key, two contents: the result of the first is still there when the entry is already of the second."""
+    """Two contents under one cache key: the first result still exists after the entry was replaced by the second."""
     site = finished.site.copy(tmp_path)
     before, text = shown(features_of(site), "heldout_eval_features"), site.target_file.read_text()
     entry = site.var / "eval_cache" / before["eval_cache_key"].value

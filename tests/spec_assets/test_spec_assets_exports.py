@@ -1,4 +1,4 @@
-"""A trained draft is handed over in the formats of servers, with its card, and a wrong file stops the run."""
+"""A trained draft is exported in the formats of servers with its model card; a damaged export fails the run."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_no_gate_is_passed_where_nothing_was_exported(gate: str):
 
 
 def test_the_gates_of_a_damaged_export_fail_the_run(finished, tmp_path):
-    """The record says that one gate was not passed: the run that looks at it is red."""
+    """If the record says that one gate failed, the checks fail the run."""
     site = finished.site.copy(tmp_path)
     export = ArtifactStore(site.var).load_current("eagle3_export", "small")
     record = json.loads((export.path / "artifact.json").read_text())

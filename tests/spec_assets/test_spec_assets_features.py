@@ -1,4 +1,4 @@
-"""Features are kept where the deployment says: what is made from them is the same, wherever that is."""
+"""Features are stored where the deployment says; results made from them do not depend on that place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANSWERS = ("responses", "heldout_responses")
 
 
 def captured(result: dg.ExecuteInProcessResult) -> dict[str, str]:
-    """By asset: what was captured in this run, as the UI shows it."""
+    """Return whether each asset of a run was a hit or built, from its metadata."""
     events = result.get_asset_materialization_events()
     found = {event.asset_key.to_user_string(): event.materialization.metadata for event in events}
     return {name: metadata["cache"].value for name, metadata in found.items() if "cache" in metadata}
@@ -38,7 +38,7 @@ def test_in_another_kind_of_store_features_are_captured_anew_and_all_else_is_a_h
 
 
 def as_kept_by_name(site, target: str) -> None:
-    """Features and answers where earlier versions kept them."""
+    """Move features and answers to where earlier versions stored them."""
     (features,) = (site.var / "feature_store").iterdir()
     features.rename(features.with_name(target))
     (answers,) = (site.var / "answers").iterdir()

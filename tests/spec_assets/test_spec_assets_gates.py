@@ -1,4 +1,4 @@
-"""What the registry makes a gate fails the run and keeps a draft from being exported; by default nothing changes."""
+"""A check that `gates:` turns into an error fails the run and prevents the export; the defaults do neither."""
 
 from __future__ import annotations
 

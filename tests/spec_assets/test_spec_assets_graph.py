@@ -1,4 +1,4 @@
-"""The whole graph on a small target: everything is made, described, checked; and made only once."""
+"""The whole graph on a small target: every asset is made once, with metadata and checks."""
 
 from __future__ import annotations
 

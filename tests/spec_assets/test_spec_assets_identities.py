@@ -1,4 +1,4 @@
-"""What the identities of results take in: a change of any of it makes the result again."""
+"""Identities of results: a change of any input gives another identity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftworks.config.strategies import resolve_strategy
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.records import EvalData
 from draftworks.targets.registry import Registry
-from spec_assets.data import Conversations, describe_answers
+from spec_assets.data import Conversations, identify_answers
 from spec_assets.drafts import DraftInputs
 
 TARGET = TargetSpec(name="t", model="m", dataset="d")
@@ -46,23 +46,23 @@ ANSWERED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("change", ANSWERED)
 def test_whatever_decides_answers_is_part_of_their_identity(tiny_target: TargetFiles, change: str) -> None:
     inputs = {"spec": TARGET, "files": tiny_target, "source": SOURCE, "responses": ResponseSpec()}
-    made = [describe_answers(**inputs), describe_answers(**{**inputs, **ANSWERED[change]})]
+    made = [identify_answers(**inputs), identify_answers(**{**inputs, **ANSWERED[change]})]
     if change == "arguments of the engine":
-        made.append(describe_answers(**{**inputs, **ANSWERED["engine"]}))
+        made.append(identify_answers(**{**inputs, **ANSWERED["engine"]}))
     assert all(made.count(each) == 1 for each in made)
 
 
 @pytest.mark.parametrize("name", ["digest", "tokenizer_digest"])
 def test_another_target_or_tokenizer_answers_again(tiny_target: TargetFiles, name: str) -> None:
     other = tiny_target.model_copy(update={name: "f" * 16})
-    assert describe_answers(TARGET, tiny_target, SOURCE, ResponseSpec()) != describe_answers(
+    assert identify_answers(TARGET, tiny_target, SOURCE, ResponseSpec()) != identify_answers(
         TARGET, other, SOURCE, ResponseSpec()
     )
 
 
 def test_answers_that_are_there_do_not_depend_on_the_target_but_on_its_tokenizer(tiny_target: TargetFiles) -> None:
     taken, other = ResponseSpec(mode="passthrough"), tiny_target.model_copy(update={"digest": "f" * 16})
-    assert describe_answers(TARGET, tiny_target, SOURCE, taken) == describe_answers(TARGET, other, SOURCE, taken)
+    assert identify_answers(TARGET, tiny_target, SOURCE, taken) == identify_answers(TARGET, other, SOURCE, taken)
 
 
 def test_every_input_of_a_draft_is_part_of_its_identity(tiny_target: TargetFiles) -> None:

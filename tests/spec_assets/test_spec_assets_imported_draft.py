@@ -1,4 +1,4 @@
-"""A peer's checkpoint becomes a draft of the graph: measured as it is, or trained further."""
+"""A checkpoint of other software becomes a draft of the graph: measured as it is, or trained further."""
 
 from __future__ import annotations
 

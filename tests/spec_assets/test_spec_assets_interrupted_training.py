@@ -1,4 +1,4 @@
-"""A training that is interrupted goes on: by itself after a pre-emption, at the next materialization after a cancel."""
+"""An interrupted training continues: by itself after a pre-emption, at the next materialization after a cancellation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = {"epochs": 25, "save_every": 25, "log_every": 50, "eval_every": 100}
 
 
 def torchrun_of(site) -> psutil.Process | None:
-    """The torchrun that works on a run file of this site."""
+    """Return the torchrun process that works on a run file of this site."""
     for process in psutil.process_iter(["cmdline"]):
         command = " ".join(process.info["cmdline"] or [])
         if "torch.distributed.run" in command and str(site.var) in command and "programs.train" in command:
@@ -45,7 +45,7 @@ def once_saved(site, act: Callable[[], None]) -> Iterator[None]:
 
 
 def train(site, *, torchrun: tuple[str, ...] = (), **draft) -> dg.ExecuteInProcessResult:
-    """Train on two ranks, under torchrun where it is what gets interrupted."""
+    """Train on two ranks; under torchrun if that process is to be interrupted."""
     config = {"ops": {"eagle3_draft": {"config": {"training": LONG, **draft}}}}
     return site.run("train_eagle3", torchrun=torchrun, run_config=config, asset_selection=[dg.AssetKey("eagle3_draft")])
 

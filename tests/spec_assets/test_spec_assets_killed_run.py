@@ -1,4 +1,4 @@
-"""`kill -9` of a run that a terminal started: nothing of it goes on, and the next run is not kept waiting."""
+"""`kill -9` of a run that a terminal started: all of its processes end, and the next run does not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By which Python a program is run: SGLang's own where SGLang runs in the program, and only if it can run it."""
+"""The Python of a program: that of SGLang's environment if the program runs SGLang itself, and only if it has all it needs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def workspace(tmp_path: Path) -> Workspace:
 
 
 def sglang_python(registry: Path) -> Path:
-    """A stand-in that says it has SGLang, and lacks nothing."""
+    """A fake environment that reports SGLang and no missing package."""
     python = registry / "sglang" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\ncase "$2" in *version*) echo 0.5.23;; esac\n')
@@ -36,7 +36,7 @@ def sglang_python(registry: Path) -> Path:
 
 
 def launched(workspace: Workspace, folder: Path, backend: str) -> TorchJob:
-    """The job that a capture with this backend becomes."""
+    """Return the job that a capture with this backend launches."""
     jobs: list[TorchJob] = []
     launcher = SimpleNamespace(run=lambda context, job, run_dir: jobs.append(job))
     python = workspace.find_python(CaptureSpec(backend=backend))

@@ -1,4 +1,4 @@
-"""The leaderboard is made where nothing was measured yet, and in a target's job after its reports, however many it has."""
+"""The leaderboard is made if nothing was measured yet, and in a target's job after any number of its reports."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A training whose loss does not fall stops what would follow, unless it goes on from a draft that is good already."""
+"""A training whose loss does not fall blocks later assets, unless it started from another draft."""
 
 from dagster import AssetCheckSeverity
 

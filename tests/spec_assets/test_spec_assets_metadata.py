@@ -1,4 +1,4 @@
-"""What Dagster shows of figures, paths and rejected rows is what a person can read."""
+"""Metadata of figures, paths and rejected rows is short and readable."""
 
 from __future__ import annotations
 

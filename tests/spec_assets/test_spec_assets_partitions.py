@@ -1,4 +1,4 @@
-"""What is asked of one target's asset says nothing of another's, and hides nothing of it."""
+"""Checks and materializations of one target neither apply to nor hide those of another."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import pytest
 from spec_assets.partitions import partition_assets, partition_checks
 
 TARGETS = dg.StaticPartitionsDefinition(["bad", "odd", "good"])
-"""`bad` fails the check that blocks, `odd` those that block nothing."""
+"""`bad` fails the blocking check, `odd` fails those that do not block."""
 
 
 @dg.asset(check_specs=[dg.AssetCheckSpec("of_the_step", asset="made", blocking=True)])

@@ -1,4 +1,4 @@
-"""A strategy that another package brings has everything that the built-in ones have, and nothing here knows of it.
+"""A strategy of another package has all that built-in ones have, without any change here.
 
 It joins a finished site in one run of the main job, started from a terminal as CI starts it.
 """

@@ -1,4 +1,4 @@
-"""What real runs record is what the re-evaluation sensor compares with."""
+"""The re-evaluation sensor compares with the records of real runs."""
 
 from __future__ import annotations
 

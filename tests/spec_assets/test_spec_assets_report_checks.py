@@ -1,4 +1,4 @@
-"""The checks of a report: a draft that is accepted less than the one it replaces is seen in Dagster."""
+"""The checks of a report show a draft that is accepted less than the one it replaces."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Reports measure the drafts that exist, and wait for those that do not."""
+"""Reports measure the drafts that exist and skip strategies without one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_evaluating_a_strategy_without_a_draft_yields_no_report_and_says_why(fin
 
 
 def test_equal_weights_with_other_options_are_measured_again(finished, tmp_path):
-    """A draft that is published as it began has the weights of another, and may propose otherwise."""
+    """A draft that is published without training shares the weights of another, but may propose other tokens."""
     workspace = Workspace(registry_root=str(finished.site.copy(tmp_path).registry))
     target, strategy = workspace.registry.load_target("small"), resolve_strategy("eagle3")
     measured = ReportSubject.of(workspace, strategy, target)
@@ -43,7 +43,7 @@ def test_equal_weights_with_other_options_are_measured_again(finished, tmp_path)
 
 
 def republish(workspace: Workspace, draft: Artifact, **changes) -> None:
-    """The same weights, made from something else."""
+    """Publish the same weights under a changed identity."""
     workspace.artifacts.obtain(
         draft.asset,
         draft.target,

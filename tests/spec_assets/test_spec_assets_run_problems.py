@@ -1,4 +1,4 @@
-"""What a run's events say at its end: the first cause, whole and last; or what an interruption left."""
+"""The last message of a run: the whole first cause of a failure, or what an interruption saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was marked as over from outside ends, though nobody reaches its process."""
+"""A run whose record was marked as finished from outside ends its own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spec_assets.run_record import end_with_record
 
 
 class Storage:
-    """Answers with one run after the other; None is a run that was deleted, an error a storage out of reach."""
+    """Returns one run after the other; None stands for a deleted run, an error for an unreachable storage."""
 
     def __init__(self, *answers: object) -> None:
         self.answers = list(answers)

@@ -1,4 +1,4 @@
-"""A strategy that joins another one asks for its own taps only, and what is there of the first stays as it is."""
+"""A second strategy captures only its own taps; results of the first stay as they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DFLASH = """
 
 
 def cached(result: dg.ExecuteInProcessResult) -> dict[str, str]:
-    """By asset: whether it was built or found."""
+    """Whether each asset was built or found, by name."""
     shown = {e.asset_key.to_user_string(): e.materialization for e in result.get_asset_materialization_events()}
     return {name: made.metadata["cache"].value for name, made in shown.items() if "cache" in made.metadata}
 

@@ -1,4 +1,4 @@
-"""The serving check: off unless a target asks for it, then a live server beside the walk, and one GPU for whoever needs it."""
+"""The serving check: off by default, compared with the walk, and limited by the GPU's pool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ask_for(site: Any, prompts: int, more: str = "") -> None:
 
 
 def served_like_the_walk(site: Any, folder: Path) -> Script:
-    """A server that answers as the eval set has it, in the passes of the walk."""
+    """A fake server that gives the eval set's answers in the passes of the walk."""
     store = ArtifactStore(site.var)
     tokens = TokenizedSet.open(store.load_current(f"{HELDOUT}_responses", "small").path / TOKENS_FOLDER)
     walk = {one.sample_id: one for one in read_walk(store.load_current("eagle3_report", "small").path / HELDOUT)}

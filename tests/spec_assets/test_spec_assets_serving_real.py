@@ -14,7 +14,7 @@ from draftworks.storage.artifacts import ArtifactStore
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 EXPORT = "    export: {dtype: float32}\n"
-"""As trained: rounded weights may propose something else."""
+"""The dtype of training: rounded weights may propose other tokens."""
 DFLASH = """  dflash:
     options: {block_size: 3, mask_token_id: 3, num_layers: 1, layer_ids: [2, 4, 5], num_anchors: 8}
     training: {global_batch_size: 8, micro_batch_size: 8, epochs: 10, lr: 0.01, compute_dtype: float32, device: cpu}
@@ -26,7 +26,7 @@ SERVING = (
 
 @pytest.fixture(scope="module")
 def finished_serving(shared_site) -> dg.ExecuteInProcessResult:
-    """`everything`, for two strategies that learn fast, of a target that asks for a serving check."""
+    """Run `everything` for a target with a serving check and two strategies that learn fast."""
     text = shared_site.target_file.read_text().replace("epochs: 3, lr: 0.002", "epochs: 10, lr: 0.01")
     text = text.replace("max_new_tokens: 24", "max_new_tokens: 16").rstrip() + "\n"
     shared_site.target_file.write_text(text + EXPORT + DFLASH + EXPORT + SERVING)

@@ -1,4 +1,4 @@
-"""The whole graph with the target behind real SGLang: the same answers, and a draft as good, as with transformers."""
+"""The whole graph with the target in real SGLang: the same answers and an equally good draft as with transformers."""
 
 from __future__ import annotations
 

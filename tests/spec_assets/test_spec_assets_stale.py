@@ -1,4 +1,4 @@
-"""What Dagster marks as stale after an option was changed: exactly what reads the option."""
+"""After a change of an option Dagster marks exactly those assets as stale that read the option."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def change(site: Any, key: str, value: Any) -> None:
 
 
 def look_at_options(site: Any, instance: dg.DagsterInstance) -> None:
-    """Record the inputs but the target's own files, whose checks take long, and which no option changes."""
+    """Materialize the inputs without `target_model`, whose checks take long and which no option changes."""
     inputs = site.definitions().resolve_job_def("resolve").asset_layer.selected_asset_keys
     looked_at = [key for key in inputs if key != dg.AssetKey(TARGET_MODEL)]
     assert site.run("resolve", instance=instance, asset_selection=looked_at).success
 
 
 def make_the_rest(site: Any, instance: dg.DagsterInstance) -> None:
-    """Record everything but the inputs as made from what is on record now; nothing is computed."""
+    """Record all assets but the inputs as made from the recorded inputs, without computing them."""
     graph = site.definitions().resolve_asset_graph()
     for key in graph.toposorted_asset_keys:
         node = graph.get(key)

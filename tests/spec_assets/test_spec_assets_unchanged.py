@@ -1,4 +1,4 @@
-"""What finds everything made runs in the run's own process, and only that: work has a process, which ends with the run."""
+"""Exactly the steps whose results exist run in the run's process; other steps have a process, which ends with the run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONSOLE = ("-c", str(ROOT / "jobs" / "console.yaml"))
 
 @pytest.fixture(scope="module")
 def made(finished, tmp_path_factory) -> Any:
-    """A site on which everything is made and was looked at once, and a Dagster home. Tests change it only where they say so."""
+    """A site on which everything was made and run a second time, and a Dagster home. Most tests leave it unchanged."""
     site = finished.site.copy(tmp_path_factory.mktemp("unchanged"))
     home = site.root / "dagster_home"
     home.mkdir()
@@ -84,7 +84,7 @@ def test_work_and_what_comes_after_it_has_processes_and_what_it_does_not_touch_h
 
 @pytest.fixture
 def entry(made) -> Iterator[dict[str, Any]]:
-    """The target's entry, as it will be for the runs of a test and not after it."""
+    """The target's entry as a mapping to change; the file is restored after the test."""
     text = made.target_file.read_text()
     changed = yaml.safe_load(text)
     yield changed
@@ -92,7 +92,7 @@ def entry(made) -> Iterator[dict[str, Any]]:
 
 
 def finish_twice(site: Any, entry: dict[str, Any]) -> list[dg.DagsterEvent]:
-    """Events of the second run: the first examines the new entry, and has processes for that and all after it."""
+    """Events of the second run; the first one examines the new entry, with processes for that step and all later ones."""
     site.target_file.write_text(yaml.safe_dump(entry))
     for _ in range(2):
         assert finish(site, home_of(site)).returncode == 1
@@ -117,7 +117,7 @@ def test_a_gate_that_fails_in_the_process_of_the_run_fails_it(made, entry):
 
 
 def test_a_run_that_finds_everything_made_does_not_wait_for_a_pool(made):
-    """Another run, of which it cannot be seen from here whether it lives, holds the only slot."""
+    """Another run, whose process is not visible from here, holds the only slot."""
     with dg.DagsterInstance.from_config(str(home_of(made))) as instance:
         other = dg.DagsterRun("prepare", run_id=str(uuid.uuid4()), status=dg.DagsterRunStatus.STARTED)
         instance.add_run(other)
@@ -135,7 +135,7 @@ def test_a_run_that_finds_everything_made_does_not_wait_for_a_pool(made):
 
 @pytest.fixture
 def waiting(made) -> Iterator[subprocess.Popen]:
-    """A run whose last step waits, in the run's own process, for a lock that somebody else holds."""
+    """A run whose last step waits, in the run's own process, for a lock that another process holds."""
     before, _ = last_run(home_of(made))
 
     def waits() -> bool:

@@ -1,4 +1,4 @@
-"""What a target does not have starts nothing, says nothing, and is not missing."""
+"""Assets that a target does not use start no process, print nothing, and are not missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OTHERS = sorted(set(list_strategies()) - {"eagle3"})
 EVERYTHING_OF_OTHERS = {name for strategy in OTHERS for name in of_strategy(strategy)}
 
 PLANNED = (dg.DagsterEventType.ASSET_MATERIALIZATION_PLANNED, dg.DagsterEventType.ASSET_CHECK_EVALUATION_PLANNED)
-"""Events of the run's creation, before anybody looks at its target."""
+"""Events of the run's creation, before its target is read."""
 
 
 def unused_of(site, more: str = "", change: tuple[str, str] = ("", "")) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The registry: what is wrong with an entry is said with file, key, expected and found."""
+"""The registry: an error of an entry names file, key, expected and found value."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_budget_may_be_without_end(registry: Registry):
 
 
 def odd_files(registry: Registry) -> dict[str, str]:
-    """Files that are no entries, by what is to be said of them."""
+    """Files that are not entries, by the message about them."""
     targets = registry.root / "targets"
     (targets / "second.yml").write_text(GOOD)
     (targets / "third.YAML").write_text(GOOD)

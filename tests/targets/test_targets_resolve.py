@@ -162,7 +162,7 @@ def test_a_target_of_the_hub_is_its_id_and_commit(tiny_folder: Path):
 def test_a_wrapper_that_says_of_its_text_model_what_is_not_default_has_the_rest(
     tmp_path: Path, family_target: Callable[[str], TargetFiles]
 ):
-    """As published files of Gemma 3 are: positions and heads stand in no file."""
+    """Files as published for Gemma 3: config.json has neither the context length nor the number of heads."""
     made = family_target("gemma3")
     shutil.copytree(made.model, tmp_path / "sparse")
     config = json.loads((tmp_path / "sparse" / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Headers of safetensors files, of a folder or of the hub: what is cut off, lies or is absent is told, and nothing else is read."""
+"""Headers of safetensors files, local or on the hub: truncated, wrong or absent ones are reported; weights are not read."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_folder_without_weights_says_so(tmp_path: Path, tiny_target: TargetFil
 
 @pytest.fixture
 def hub(tmp_path: Path, tiny_target: TargetFiles, tiny_folder: Path, monkeypatch) -> SimpleNamespace:
-    """The cache of the hub with the config of `tiny` at a commit, and no network."""
+    """A cache of the hub with the config of `tiny` at a commit, without a network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--some--model" / "snapshots" / COMMIT

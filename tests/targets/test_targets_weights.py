@@ -1,4 +1,4 @@
-"""Weights belong to their configuration, told from headers alone; what transformers would load wrongly is refused by name."""
+"""Weights are compared with their configuration by headers alone; tensors that transformers would misload are refused by name."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_two_sources_of_one_tensor_are_refused(copied):
 
 
 def test_a_gap_among_experts_is_no_renumbering(family_target, tmp_path: Path):
-    """Experts are stacked in the order of their numbers: 0, 1, 3, 4 would be taken for 0 to 3."""
+    """Experts are stacked in the order of their numbers, so experts 0, 1, 3, 4 would be loaded as 0 to 3."""
     target = family_target("qwen3_moe")
     shutil.copy(Path(target.model) / "config.json", tmp_path)
     tensors = load_file(Path(target.model) / WEIGHTS)
@@ -131,7 +131,7 @@ def test_lookahead_layers_are_no_strangers_but_a_layer_too_many_is(family_target
 
 
 def test_a_quantised_checkpoint_is_checked_by_what_its_tensors_stand_for(family_target, tmp_path: Path):
-    """gpt-oss as it is published: experts in blocks of 4-bit values with scales."""
+    """gpt-oss as published: experts in blocks of 4-bit values with scales."""
     target = family_target("gpt_oss")
     shutil.copy(Path(target.model) / "config.json", tmp_path)
     tensors = load_file(Path(target.model) / WEIGHTS)
@@ -187,7 +187,7 @@ def test_a_verdict_that_cannot_be_read_is_made_again(copied, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3", "deepseek_v3"])
 def test_headers_say_what_the_loader_finds(name: str, family_target, tmp_path: Path):
-    """Against transformers' own report of a real loading, tensor for tensor."""
+    """The check agrees, tensor for tensor, with transformers' own report of a real loading."""
     target = family_target(name)
     shutil.copy(Path(target.model) / "config.json", tmp_path)
     tensors = load_file(Path(target.model) / WEIGHTS)
@@ -227,7 +227,7 @@ def test_weights_that_only_transformers_would_load_are_refused(copied):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_names_as_they_are_in_the_module_pass_too(name: str, family_target, tmp_path: Path):
-    """As trainers write a state dict: experts fused, without the prefixes of published checkpoints."""
+    """A state dict as trainers write it: fused experts, without the prefixes of published checkpoints."""
     target = family_target(name)
     shutil.copy(Path(target.model) / "config.json", tmp_path)
     state = AutoModelForCausalLM.from_pretrained(target.model, trust_remote_code=False).state_dict()
@@ -254,7 +254,7 @@ def test_files_that_no_index_names_do_not_count(copied):
 
 
 def test_the_loader_refuses_what_it_would_draw_at_random(copied):
-    """Also where nobody looked before: a program that was started by hand."""
+    """The loader itself checks too, for programs that are started by hand."""
     rewrite(copied, lambda tensors: {name: t for name, t in tensors.items() if "layers.3.mlp" not in name})
     with pytest.raises(StoreError, match=r"target tiny: .*3 tensors are missing: model\.layers\.3\.mlp\.down_proj"):
         load_engine(copied, CaptureSpec(compute_dtype="float32", device="cpu"), torch.device("cpu"))

@@ -16,7 +16,7 @@ from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.features.contracts import SampleRef
 from draftworks.features.local_store import LocalFeatureStore
-from draftworks.features.manifest import write_feature_set
+from draftworks.features.manifest import FeatureSetIdentity, write_feature_set
 
 STREAMS = ("hf2", "hf4", "hf5", "last")
 OPTIONS = {"ttt_length": 2, "draft_vocab_size": 64, "intermediate_size": 32}
@@ -97,5 +97,7 @@ class RunFiles:
         store.flush()
         store.close()
         write_tokens(self.folder / f"{name}-tokens", rows)
-        write_feature_set(self.folder / f"{name}-features", refs, {"dtype": "float32"}, STREAMS, store.uri)
+        write_feature_set(
+            self.folder / f"{name}-features", refs, FeatureSetIdentity(dtype="float32"), STREAMS, store.uri
+        )
         return self._set(name)

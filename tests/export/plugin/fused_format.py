@@ -1,4 +1,4 @@
-"""What needs torch: the draft, its format, and a reader of it."""
+"""The parts of the plug-in that need torch: the draft, its export format, and the format's reader."""
 
 from __future__ import annotations
 

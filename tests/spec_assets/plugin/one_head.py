@@ -1,4 +1,4 @@
-"""A strategy of another package, as small as one can be: one matrix over one tap and the last word guesses the next word."""
+"""A minimal strategy of another package: one matrix over one tap and the last token predicts the next token."""
 
 from __future__ import annotations
 

@@ -1,0 +1,115 @@
+"""Typed identities of the data of a draft: conversations, answers and features, written by one asset and read by others.
+
+The JSON is that of earlier versions: a field that their records lack is read as None, which equals no current value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from draftworks.storage.artifacts import Artifact
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """Base of identities whose JSON has a key for each field."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Self:
+        return cls(**{each.name: artifact.identity.get(each.name) for each in fields(cls)})
+
+
+@dataclass(frozen=True)
+class ConversationsIdentity(DataIdentity):
+    """Inputs of the prepared conversations of a target.
+
+    Attributes:
+        dataset: content digest of the data set's files.
+        data: the options of `data` that decide which conversations are kept, and in which part.
+    """
+
+    dataset: str | None
+    data: Mapping[str, Any] | None
+    vocab_size: int | None
+
+
+@dataclass(frozen=True)
+class EvalSetIdentity(DataIdentity):
+    """Inputs of the prepared conversations of a named eval set; `dataset` is the content digest of its files."""
+
+    dataset: str | None
+    max_conversations: int | None
+    max_rejected_share: float | None
+    vocab_size: int | None
+
+
+@dataclass(frozen=True)
+class AnswersIdentity(DataIdentity):
+    """Inputs of conversations with answers, in tokens.
+
+    Attributes:
+        conversations: content version of the conversations; `part` is the part of them that is answered.
+        responses: options that decide the answers.
+        target: digest of the target's weights; None, as the fields of its engine, where the target does not answer.
+        tokenizer: digest of tokenizer and chat template.
+        args: SGLang's additional arguments; the JSON has the key only if there are some.
+    """
+
+    conversations: str | None
+    part: str | None
+    responses: Mapping[str, Any] | None
+    target: str | None
+    tokenizer: str | None
+    max_length: int | None
+    only_last_turn: bool | None
+    compute_dtype: str | None = None
+    backend: str | None = None
+    args: list[str] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_json().items() if name != "args" or value}
+
+
+@dataclass(frozen=True)
+class FeaturesIdentity(DataIdentity):
+    """Inputs of the features of a training set.
+
+    Attributes:
+        tokens: content version of the tokenized set.
+        target: digest of the target's weights.
+        taps: hf_index of each captured tap.
+        capture: options of the capture that decide the features' values.
+    """
+
+    tokens: str | None
+    target: str | None
+    taps: list[int] | None
+    capture: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class EvalFeaturesIdentity(DataIdentity):
+    """Inputs of the features of an eval set: the key of its cache entry, and digests of what the entry is made from.
+
+    Attributes:
+        eval_data: content version of the answers.
+        target: digest of the target's weights.
+        tokenizer: digest of tokenizer and chat template.
+        capture: digest of the options of the capture that decide the features' values.
+    """
+
+    eval_cache_key: str
+    eval_data: str | None
+    target: str | None
+    tokenizer: str | None
+    capture: str | None
+
+
+def read_captured_weights(features: Artifact) -> str | None:
+    """Return the digest of the target's weights from which features, of a training set or an eval set, were captured."""
+    return features.identity.get("target")
