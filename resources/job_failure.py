@@ -72,13 +72,13 @@ def describe_stall(
 ) -> dg.Failure:
     """Return the failure of a job that was ended because it made no progress. `ranks` are pairs of last pulse and
     process state."""
-    told = [
+    places = [
         f"rank {pulse.rank} (pid {pulse.pid}, {state}), which last reported: {pulse.said}\n  "
         + "\n  ".join(pulse.where or ("(place unknown)",))
         for pulse, state in ranks
         if not pulse.ended
     ]
-    who = "\n".join(told) or ("(all ranks have ended, torchrun has not)" if ranks else "(no rank has begun)")
+    who = "\n".join(places) or ("(all ranks have ended, torchrun has not)" if ranks else "(no rank has begun)")
     return dg.Failure(
         f"{job.module} made no progress for {limit_s:g} s (launcher.stall_limit_s) and was ended. Its ranks, the"
         f" most suspicious first:\n{who}\nThe stacks of the ranks that answered are at the end of {files.log}. Run it again:"

@@ -59,11 +59,11 @@ class ProcessTree:
     def _ask_to_end(self, grace_s: float) -> None:
         """Send SIGTERM to the root, which passes it to its children; to all others directly once the root has ended."""
         deadline = time.monotonic() + grace_s
-        told: set[psutil.Process] = set()
+        signalled: set[psutil.Process] = set()
         while (alive := self.scan()) and time.monotonic() < deadline:
-            for process in {self._root} if self._root in alive else set(alive) - told:
-                if process not in told:
-                    told.add(process)
+            for process in {self._root} if self._root in alive else set(alive) - signalled:
+                if process not in signalled:
+                    signalled.add(process)
                     with suppress(psutil.Error):
                         process.terminate()
             time.sleep(_SCAN_INTERVAL_S)

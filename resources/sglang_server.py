@@ -22,10 +22,10 @@ class SGLangServer(dg.ConfigurableResource):
     it is healthy, and ends it when the program itself ends. The server's GPUs and memory share are options of the target.
     """
 
-    python: str = Field(description="Of the environment with SGLang; an absolute path.")
-    start_timeout_s: float = Field(default=900.0, gt=0, description="Until a server has to be ready.")
-    request_timeout_s: float = Field(default=600.0, gt=0, description="Until it has to have answered.")
-    attempts: int = Field(default=3, ge=1, description="How often a batch of a capture is tried.")
+    python: str = Field(description="Absolute path of the Python of the environment with SGLang.")
+    start_timeout_s: float = Field(default=900.0, gt=0, description="Seconds to wait until a server is ready.")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="Seconds to wait for an answer.")
+    attempts: int = Field(default=3, ge=1, description="Attempts for one batch of a capture.")
     grace_s: float = Field(default=15.0, ge=0, description="Seconds between terminate and kill.")
 
     @property

@@ -50,7 +50,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
     """
 
     workdir: str = Field(default="var/runs", description="Run folders (logs, error files) are made here.")
-    poll_interval_s: float = Field(default=0.2, gt=0, description="Seconds between two looks at a running job.")
+    poll_interval_s: float = Field(default=0.2, gt=0, description="Seconds between two polls of a running job.")
     stall_limit_s: float | None = Field(
         default=1800.0,
         gt=0,

@@ -72,7 +72,7 @@ def make_reevaluation_sensor(
                 requests.append(make_request(target, after[target], found.changes))
         return dg.SensorResult(
             run_requests=requests,
-            cursor=json.dumps({name: asdict(asked) for name, asked in after.items() if asked != CursorEntry()}),
+            cursor=json.dumps({name: asdict(entry) for name, entry in after.items() if entry != CursorEntry()}),
             skip_reason=None if requests else explain_skip({target: after[target] for target in targets}, busy),
         )
 
@@ -100,9 +100,9 @@ def find_outdated(workspace: Workspace, target: str) -> StaleTarget | None:
     return StaleTarget(subject.identity, changes) if changes else None
 
 
-def make_request(target: str, asked: CursorEntry, changes: list[str]) -> dg.RunRequest:
+def make_request(target: str, entry: CursorEntry, changes: list[str]) -> dg.RunRequest:
     return dg.RunRequest(
-        run_key=f"{target}:{asked.subject}:{asked.times}",
+        run_key=f"{target}:{entry.subject}:{entry.times}",
         partition_key=target,
         tags={BECAUSE_TAG: f"changed: {', '.join(changes)}"},
     )
@@ -110,7 +110,7 @@ def make_request(target: str, asked: CursorEntry, changes: list[str]) -> dg.RunR
 
 def explain_skip(after: dict[str, CursorEntry], busy: set[str]) -> str:
     """Return why this tick starts no run, with the targets that a user may wait for."""
-    failed = sorted(target for target, asked in after.items() if asked.subject is not None and target not in busy)
+    failed = sorted(target for target, entry in after.items() if entry.subject is not None and target not in busy)
     waiting = sorted(busy & after.keys())
     reasons = ["no report is outdated"]
     if failed:

@@ -40,8 +40,8 @@ def _format_failure(record: logging.LogRecord) -> str | None:
     if _was_interrupted(data):
         return "interrupted"
     if event.is_step_failure:
-        told = getattr(getattr(data, "user_failure_data", None), "description", None)
-        lines = (told or describe_innermost(error).splitlines()[-1]).splitlines()
+        description = getattr(getattr(data, "user_failure_data", None), "description", None)
+        lines = (description or describe_innermost(error).splitlines()[-1]).splitlines()
         return f"failed: {lines[0][:LONGEST_FAILURE]}{' ...' if lines[1:] or lines[0][LONGEST_FAILURE:] else ''}"
     if not event.is_failure:
         return None

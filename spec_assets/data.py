@@ -177,7 +177,7 @@ def answer_conversations(
     passthrough."""
     spec = workspace.registry.load_target(context.partition_key)
     files = workspace.resolve_target_files(spec.name)
-    generated, asked = responses.mode == "regenerate", responses.endpoint is not None
+    generated, remote = responses.mode == "regenerate", responses.endpoint is not None
     if generated and source.kind == "tokens":
         raise ConfigError(
             f"target {spec.name}: data set {source.name} is tokenized already, so its answers cannot be regenerated. "
@@ -198,7 +198,7 @@ def answer_conversations(
             capture=spec.capture,
             sglang=workspace.sglang,
         )
-        device, python = ("cpu", None) if asked else (spec.capture.device, workspace.find_python(spec.capture))
+        device, python = ("cpu", None) if remote else (spec.capture.device, workspace.find_python(spec.capture))
         return _to_build_result(launch(context, launcher, workspace, "regenerate", run, 1, device, python).report)
 
     def pass_through(out: Path) -> BuildResult:

@@ -64,7 +64,7 @@ class DraftConfig(dg.Config):
         default=False, description="Train from the first step, even if this very draft exists or was interrupted."
     )
     retries: int = Field(
-        default=10, ge=0, description="How often an interrupted training goes on by itself from its checkpoint."
+        default=10, ge=0, description="Number of automatic restarts of an interrupted training from its checkpoint."
     )
 
 

@@ -176,8 +176,8 @@ def raise_without_traceback() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        told = SerializableErrorInfo(message=str(error), stack=[], cls_name=type(error).__name__)
-        raise DagsterUserCodeProcessError(str(error), user_code_process_error_infos=[told]) from None
+        info = SerializableErrorInfo(message=str(error), stack=[], cls_name=type(error).__name__)
+        raise DagsterUserCodeProcessError(str(error), user_code_process_error_infos=[info]) from None
 
 
 def check_partition(registry: Registry, tags: dict[str, str]) -> None:

@@ -46,8 +46,8 @@ class RunProblems:
 
     def describe_interruption(self) -> str:
         """Return what the interrupted steps have saved, and how to continue."""
-        said = [f"{step}: {words}." for step, words in self._interrupted.items() if words]
-        return " ".join(["interrupted.", *said, KEPT])
+        saved = [f"{step}: {words}." for step, words in self._interrupted.items() if words]
+        return " ".join(["interrupted.", *saved, KEPT])
 
 
 def describe_check(check: Any) -> str:
@@ -61,8 +61,8 @@ def describe_cause(failure: Any) -> str:
 
     The innermost error is last, so that the last line names it.
     """
-    told = getattr(failure.user_failure_data, "description", None)
-    return told or describe_innermost(failure.error)
+    description = getattr(failure.user_failure_data, "description", None)
+    return description or describe_innermost(failure.error)
 
 
 def describe_innermost(error: Any) -> str:

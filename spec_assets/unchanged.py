@@ -1,7 +1,7 @@
 """Finds the steps of a run whose results exist already. They run in the run's process, since a new process costs more.
 
 The function of the asset is called with an artifact store that does not build: it reports whether the current result
-is of the identity that the function computed. If that cannot be told at once (a file would have to be read for its
+is of the identity that the function computed. If that is not known at once (a file would have to be read for its
 digest, an error), the step gets a process of its own.
 """
 
@@ -90,9 +90,9 @@ def _is_unchanged(step: Any, job: dg.JobDefinition, workspace: ProbeWorkspace, t
     if definition is None or not definition.keys:  # a check looks at the result of a step that is among those already
         return True
     names = {key.to_user_string() for key in definition.keys}
-    ask = next((asked for name, asked in INPUT_CHECKS.items() if name in names), None)
+    check = next((found for name, found in INPUT_CHECKS.items() if name in names), None)
     try:
-        return _answer(definition, workspace, target) if ask is None else ask(workspace, target)
+        return _answer(definition, workspace, target) if check is None else check(workspace, target)
     except Exception as error:
         log.debug("%s is executed in a process of its own: %r", step.key, error)
         return False

@@ -27,7 +27,7 @@ class CustomEngineSpec(Spec):
         default=1, ge=1, description="Raise it when the engine's numbers change: features from before no longer count."
     )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="For your entry point, which finds them in capture.custom.options."
+        default_factory=dict, description="Options for your entry point, available there as capture.custom.options."
     )
 
 
@@ -42,12 +42,14 @@ class CaptureSpec(Spec):
     )
     server: ServerSpec = Field(default_factory=ServerSpec)
     custom: CustomEngineSpec | None = Field(default=None, description="The engine of `backend: custom`.")
-    dtype: Dtype = Field(default="bfloat16", description="Of the stored features. The target runs in `compute_dtype`.")
-    compute_dtype: Dtype = Field(default="bfloat16", description="Of the target's weights and activations.")
+    dtype: Dtype = Field(
+        default="bfloat16", description="Dtype of the stored features; the target runs in `compute_dtype`."
+    )
+    compute_dtype: Dtype = Field(default="bfloat16", description="Dtype of the target's weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
     batch_tokens: int = Field(default=16384, gt=0, description="Tokens, padding included, of one forward pass.")
     processes: int = Field(default=1, ge=1, description="Ranks that share the work; each writes its own shards.")
-    shard_mb: int = Field(default=256, gt=0, description="A shard is published when it has grown to this size.")
+    shard_mb: int = Field(default=256, gt=0, description="Size in MB at which a shard is published.")
     budget_gb: float = Field(
         default=100.0,
         gt=0,

@@ -23,9 +23,7 @@ class GateSpec(Spec):
         default="warn", description="The draft accepts more than a bigram table and than itself untrained."
     )
     not_worse: Outcome = Field(default="warn", description="The draft accepts no less than the one that it replaces.")
-    agrees_with_walk: Outcome = Field(
-        default="warn", description="The live server accepts what the walk said it would."
-    )
+    agrees_with_walk: Outcome = Field(default="warn", description="The live server accepts as many tokens as the walk.")
     answers_finished: Outcome = Field(
         default="warn", description="Most answers end before max_new_tokens cuts them off."
     )

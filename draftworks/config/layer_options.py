@@ -27,7 +27,9 @@ class LayerOptions(StrategyOptions):
     structural: ClassVar[tuple[str, ...]] = ("head_dim", "rms_norm_eps", "rope")
     added: ClassVar[tuple[str, ...]] = structural
 
-    head_dim: int | None = Field(default=None, gt=0, multiple_of=2, description="Of attention; default the target's.")
+    head_dim: int | None = Field(
+        default=None, gt=0, multiple_of=2, description="Size of an attention head; default the target's."
+    )
     rms_norm_eps: float | None = Field(default=None, gt=0, description="Default the target's.")
     intermediate_size: int | None = Field(default=None, gt=0, description="Width of the MLPs; default the target's.")
     num_heads: int | None = Field(default=None, gt=0, description="Default the target's.")

@@ -31,13 +31,13 @@ class DataSpec(Spec):
         default=0.1, gt=0, lt=1, description="Share of conversations kept for the eval set `heldout`."
     )
     max_conversations: int | None = Field(
-        default=None, gt=0, description="Use only so many, chosen by hash; None = all."
+        default=None, gt=0, description="Number of conversations to use, chosen by hash; None = all."
     )
     max_rejected_share: float = Field(
-        default=0.05, ge=0, le=1, description="More rejected rows than this stop the run."
+        default=0.05, ge=0, le=1, description="Share of rejected data rows above which the run stops."
     )
     min_supervised_share: float = Field(
-        default=0.02, ge=0, le=1, description="Fewer supervised tokens than this stop the run."
+        default=0.02, ge=0, le=1, description="Share of supervised tokens below which the run stops."
     )
     workers: int = Field(default=2, ge=1, description="Tokenizer processes.")
 
@@ -64,46 +64,57 @@ class TrainingSpec(Spec):
     )
     epochs: float = Field(default=1.0, gt=0, description="Passes over the data; a share of one is allowed.")
     max_steps: int | None = Field(
-        default=None, ge=0, description="Stops earlier than `epochs` would; 0 publishes the draft as it begins."
+        default=None,
+        ge=0,
+        description="Upper limit of optimizer steps, beside `epochs`; 0 publishes the draft without training.",
     )
-    lr: float = Field(default=1e-4, gt=0, description="Of AdamW, at its peak.")
+    lr: float = Field(default=1e-4, gt=0, description="Peak learning rate of AdamW.")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         default="cosine",
         description="After warm-up. wsd: stable, then linear decay over the last `decay_ratio` of the steps.",
     )
     warmup_ratio: float = Field(default=0.015, ge=0, lt=1, description="Share of the steps with linear warm-up.")
-    decay_ratio: float = Field(default=0.2, gt=0, le=1, description="Of wsd.")
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Where the schedule ends, as a share of lr.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Of AdamW.")
+    decay_ratio: float = Field(default=0.2, gt=0, le=1, description="Share of the steps with decay, for schedule wsd.")
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Learning rate at the end of the schedule, as a share of lr."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of AdamW.")
     max_grad_norm: float = Field(default=0.5, gt=0, description="Gradients are clipped to this norm.")
     compute_dtype: Dtype = Field(
-        default="bfloat16", description="Of forward and backward; master weights are always fp32."
+        default="bfloat16", description="Dtype of forward and backward; master weights are always fp32."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
     compile: bool = Field(
         default=False, description="torch.compile the draft's blocks: a slow start, shorter steps on a GPU."
     )
-    seed: int = Field(default=42, description="Of initial weights and sample order.")
+    seed: int = Field(default=42, description="Seed of initial weights and sample order.")
     log_every: int = Field(default=10, ge=1, description="Optimizer steps between progress reports.")
     eval_every: int = Field(default=0, ge=0, description="Optimizer steps between evaluations; 0 = only at the end.")
     publish: Literal["best", "last"] = Field(
-        default="best", description="Which of the evaluated drafts becomes the result."
+        default="best",
+        description="Which of the evaluated drafts becomes the result: the best by `best_metric`, or the last.",
     )
     best_metric: str = Field(
         default="eval/simulated_acc_len",
-        description="Of an evaluation: decides which draft is the best. eval/rung3_walk_acc_len replays greedy serving.",
+        description="Metric of an evaluation by which the best draft is chosen; eval/rung3_walk_acc_len replays greedy serving.",
     )
     best_mode: Literal["max", "min"] = Field(default="max", description="min for a metric like eval/avg_loss.")
-    best_min_delta: float = Field(default=0.0, ge=0, description="A draft better by no more than this is not better.")
-    patience: int = Field(default=0, ge=0, description="End after so many evaluations without a better one; 0 = never.")
+    best_min_delta: float = Field(
+        default=0.0, ge=0, description="A draft counts as better only if it is better by more than this."
+    )
+    patience: int = Field(
+        default=0, ge=0, description="Training ends after this number of evaluations without a better draft; 0 = never."
+    )
     save_every: int = Field(
         default=200, ge=0, description="Optimizer steps between checkpoints; 0 = only the best and the last."
     )
-    keep_checkpoints: int = Field(default=2, ge=1, description="How many of the newest to keep, beside the best.")
+    keep_checkpoints: int = Field(
+        default=2, ge=1, description="Number of the newest checkpoints to keep, beside the best."
+    )
     save_async: bool = Field(
         default=False, description="Write checkpoints while training goes on, from a copy of the state."
     )
-    tensorboard: bool = Field(default=False, description="Also write event files beside the draft.")
+    tensorboard: bool = Field(default=False, description="Also write TensorBoard event files beside the draft.")
 
     @model_validator(mode="after")
     def _check_batch(self) -> TrainingSpec:
@@ -149,7 +160,7 @@ class LoopSpec(Spec):
 
     prompts: int = Field(default=16, ge=0, description="Held-out prompts to decode; 0 leaves the rung out.")
     temperatures: list[float] = Field(default=[0.0], description="0 is greedy; others sample.")
-    compute_dtype: Dtype = Field(default="float32", description="Of the target.")
+    compute_dtype: Dtype = Field(default="float32", description="Dtype of the target's weights and activations.")
 
     @field_validator("temperatures")
     @classmethod
@@ -163,9 +174,10 @@ class EvaluationSpec(Spec):
     """How the target's drafts are measured, and the schedule on which they are measured again."""
 
     cron: str | None = Field(
-        default=None, description="When to measure again, as minute hour day month weekday; None = at no fixed time."
+        default=None,
+        description="Schedule on which drafts are measured again, as minute hour day month weekday; None = no schedule.",
     )
-    cron_timezone: str = Field(default="UTC", description="Of `cron`: an IANA name such as Europe/Berlin.")
+    cron_timezone: str = Field(default="UTC", description="Time zone of `cron`: an IANA name such as Europe/Berlin.")
     draft_tokens: int | None = Field(
         default=None,
         ge=1,
@@ -173,11 +185,13 @@ class EvaluationSpec(Spec):
     )
     loop: LoopSpec = Field(default_factory=LoopSpec)
     serving: ServingSpec = Field(default_factory=ServingSpec)
-    confidence: float = Field(default=0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")
-    resamples: int = Field(default=2000, ge=100, description="Of the bootstrap.")
+    confidence: float = Field(
+        default=0.95, gt=0, lt=1, description="Level of confidence intervals, which are bootstrapped over prompts."
+    )
+    resamples: int = Field(default=2000, ge=100, description="Number of bootstrap resamples.")
     slices: list[str] = Field(
         default=["length"],
-        description="Columns of the eval data by which acceptance is told apart; length is in tokens.",
+        description="Columns of the eval data by which acceptance is reported separately; length is in tokens.",
     )
 
     @field_validator("cron")
@@ -199,9 +213,9 @@ class ExportSettings(Spec):
     """Formats and dtype in which a draft is exported for servers."""
 
     formats: list[str] | None = Field(
-        default=None, description="Of the strategy's export formats; default all that fit, [] for no export."
+        default=None, description="Names of export formats of the strategy; default all that fit, [] for no export."
     )
-    dtype: Dtype = Field(default="bfloat16", description="Of the exported weights.")
+    dtype: Dtype = Field(default="bfloat16", description="Dtype of the exported weights.")
 
 
 class StrategyEntry(Spec):
@@ -221,10 +235,12 @@ class TargetSpec(Spec):
     """A large language model to train drafts for: one file `registry/targets/NAME.yaml`, one Dagster partition."""
 
     name: str
-    description: str = Field(default="", description="For people.")
+    description: str = Field(default="", description="Free text, shown to users only.")
     model: str = Field(description="A directory, relative to the registry, or a Hugging Face hub id.")
     revision: str | None = Field(default=None, description="Commit (40 hex digits) of the hub id; not for a directory.")
-    tokenizer: str | None = Field(default=None, description="As `model`, if the tokenizer lies elsewhere.")
+    tokenizer: str | None = Field(
+        default=None, description="Directory or hub id of the tokenizer, if it is not in `model`."
+    )
     tokenizer_revision: str | None = Field(default=None, description="Commit of a hub tokenizer.")
     chat_template: str | None = Field(
         default=None, description="A Jinja file, relative to the registry, instead of the tokenizer's."
@@ -266,7 +282,7 @@ class DatasetSpec(Spec):
     """A source of conversations: one file `registry/datasets/NAME.yaml`."""
 
     name: str
-    description: str = Field(default="", description="For people.")
+    description: str = Field(default="", description="Free text, shown to users only.")
     files: list[str] = Field(
         min_length=1, description="JSONL, JSON or Parquet, relative to the registry; globs allowed."
     )
@@ -283,12 +299,12 @@ class EvalSpec(Spec):
     """A named eval set: one file `registry/evals/NAME.yaml`. Targets that list it are measured on it beside `heldout`."""
 
     name: str
-    description: str = Field(default="", description="For people.")
+    description: str = Field(default="", description="Free text, shown to users only.")
     dataset: str = Field(
         description="Name of an entry in registry/datasets/; all of it is evaluated, nothing trained on."
     )
     max_conversations: int | None = Field(
-        default=None, gt=0, description="Use only so many, chosen by hash; None = all."
+        default=None, gt=0, description="Number of conversations to use, chosen by hash; None = all."
     )
 
     @field_validator("name", "dataset")
@@ -336,11 +352,11 @@ class LauncherSpec(Spec):
 class DeploymentSpec(Spec):
     """`registry/deployment.yaml`: settings of this installation, independent of the targets."""
 
-    var: str = Field(default="../var", description="Where runs write, relative to the registry.")
+    var: str = Field(default="../var", description="Folder that runs write to, relative to the registry.")
     launcher: LauncherSpec = Field(default_factory=LauncherSpec)
     features: FeaturesSpec = Field(default_factory=FeaturesSpec)
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
     automation: bool = Field(
-        default=False, description="Drafts are evaluated again by themselves: by time, and after changes."
+        default=False, description="Evaluate drafts again automatically: on schedule, and after changes."
     )
-    reevaluation_interval_s: int = Field(default=60, ge=1, description="Seconds between two looks for such changes.")
+    reevaluation_interval_s: int = Field(default=60, ge=1, description="Seconds between two checks for such changes.")

@@ -20,21 +20,22 @@ class EndpointSpec(Spec):
     """
 
     base_urls: list[str] = Field(
-        min_length=1, description="Up to and with `/v1`; several run the same target, and share the work."
+        min_length=1,
+        description="Base URLs including `/v1`; several servers run the same target and share the work.",
     )
-    model: str | None = Field(default=None, description="What the target is called there; None = as in the registry.")
+    model: str | None = Field(default=None, description="Name of the target on the server; None = as in the registry.")
     server: Literal["sglang", "vllm", "openai"] = Field(
         description="sglang and vllm take top_k, repetition_penalty and thinking; openai is any other: it takes none of them."
     )
     token_ids: bool = Field(
         default=True,
-        description="The server tells the very tokens; false = its text, tokenized again. openai has text only.",
+        description="The server returns token ids; false = its text, tokenized again. openai returns text only.",
     )
     api_key_env: str | None = Field(
         default=None, pattern=ENVIRONMENT_NAME, description="Name of the environment variable that holds the API key."
     )
-    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True, description="Until an answer has to be there.")
-    attempts: int = Field(default=5, ge=1, description="How often an answer is asked for before the run stops.")
+    timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=True, description="Seconds to wait for an answer.")
+    attempts: int = Field(default=5, ge=1, description="Number of requests for one answer before the run stops.")
     max_outstanding: int = Field(default=64, ge=1, description="Requests that one server has at a time; others wait.")
 
     @field_validator("base_urls")
@@ -62,20 +63,23 @@ class ResponseSpec(Spec):
         default="regenerate", description="The target answers the prompts, or the data's own answers are taken."
     )
     endpoint: EndpointSpec | None = Field(
-        default=None, description="Who generates, if it is not the engine of `capture`: an OpenAI-compatible server."
+        default=None,
+        description="An OpenAI-compatible server that generates the answers, instead of the engine of `capture`.",
     )
     thinking: bool | None = Field(
         default=None,
         description="Whether the target thinks before it answers, for chat templates with such a switch; None = theirs.",
     )
-    max_new_tokens: int = Field(default=512, gt=0, description="Of one answer, its thoughts included.")
+    max_new_tokens: int = Field(
+        default=512, gt=0, description="Largest number of tokens of one answer, its thoughts included."
+    )
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this mass; 1 = all."
     )
     top_k: int = Field(default=0, ge=0, description="0 = no limit.")
     repetition_penalty: float = Field(default=1.0, gt=0, description="Multiplicative, as in transformers; 1 = off.")
-    seed: int = Field(default=0, description="Of sampling.")
+    seed: int = Field(default=0, description="Seed of sampling.")
     batch_size: int = Field(
         default=64,
         ge=1,
@@ -90,10 +94,10 @@ class ResponseSpec(Spec):
             raise ValueError("mode passthrough generates no answers: leave the endpoint out, or set mode to regenerate")
         if self.endpoint.server == "openai":
             beyond = {"top_k": 0, "repetition_penalty": 1.0, "thinking": None}
-            asked = [name for name, default in beyond.items() if getattr(self, name) != default]
-            if asked:
+            unsupported = [name for name, default in beyond.items() if getattr(self, name) != default]
+            if unsupported:
                 raise ValueError(
-                    f"OpenAI's interface has no field for {', '.join(asked)}, and such a server would ignore it "
+                    f"OpenAI's interface has no field for {', '.join(unsupported)}, and such a server would ignore it "
                     "silently: leave it out, or set endpoint.server to what runs there"
                 )
         return self

@@ -49,7 +49,7 @@ class TargetFiles(Spec):
     hidden_size: int
     vocab_size: int
     context: int = Field(description="Longest sequence the model takes.")
-    num_heads: int | None = Field(default=None, description="Of attention, as the config says.")
+    num_heads: int | None = Field(default=None, description="Number of attention heads in the target's config.")
     digests: Path | None = Field(
         default=None,
         description="File of remembered digests, so that a program need not read large files to know them.",
@@ -110,7 +110,7 @@ class RegenerateRun(TargetRun):
     responses: ResponseSpec
     only_last_turn: bool = False
     max_rejected_share: float = Field(
-        default=0.05, ge=0, le=1, description="More conversations without a response than this stop the run."
+        default=0.05, ge=0, le=1, description="Share of conversations without a response above which the run stops."
     )
     max_length: int
     capture: CaptureSpec = Field(description="The engine that runs the target, unless `responses` names an endpoint.")
@@ -185,9 +185,9 @@ class EvaluateRun(TargetRun):
         description="Folder of rung 4's measurements, shared by all drafts and targets; None measures every time.",
     )
     eval_set: str = "heldout"
-    max_new_tokens: int = Field(default=512, gt=0, description="Where the eval set's answers end at the latest.")
+    max_new_tokens: int = Field(default=512, gt=0, description="Token limit of the eval set's answers.")
     max_length: int | None = Field(
-        default=None, gt=2, description="Where its samples were cut, prompt included; None = nowhere."
+        default=None, gt=2, description="Token limit of its samples, prompt included; None = no limit."
     )
     micro_batch_size: int = Field(default=8, ge=1, description="Samples per forward pass of one rank.")
     device: str = "auto"
@@ -205,7 +205,9 @@ class ExportRun(TargetRun):
 class ServeRun(TargetRun):
     """Load an exported draft in a live SGLang server and count what it accepts: writes serving.json into `out`."""
 
-    command: str = Field(description="As the export tells it to people; DRAFT_FOLDER in it stands for `draft`.")
+    command: str = Field(
+        description="The export's command line for this server; DRAFT_FOLDER in it stands for `draft`."
+    )
     draft: Path = Field(description="Folder of the draft in a format that SGLang loads.")
     tokens: Path = Field(description="Folder of the tokenized eval set.")
     report: Path = Field(description="Folder of the draft's report on it, for the walk to compare with.")
@@ -213,10 +215,12 @@ class ServeRun(TargetRun):
     serving: ServingSpec
     logs: Path = Field(description="Folder for the server's log.")
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
-    max_new_tokens: int = Field(default=512, gt=0, description="Where the eval set's answers end at the latest.")
-    max_length: int = Field(gt=2, description="Where its samples were cut, prompt included.")
-    confidence: float = Field(default=0.95, gt=0, lt=1, description="Of intervals, by bootstrap over prompts.")
-    resamples: int = Field(default=2000, ge=100, description="Of the bootstrap.")
+    max_new_tokens: int = Field(default=512, gt=0, description="Token limit of the eval set's answers.")
+    max_length: int = Field(gt=2, description="Token limit of its samples, prompt included.")
+    confidence: float = Field(
+        default=0.95, gt=0, lt=1, description="Level of confidence intervals, which are bootstrapped over prompts."
+    )
+    resamples: int = Field(default=2000, ge=100, description="Number of bootstrap resamples.")
 
 
 def _resolve_paths(spec: SpecType, base: Path) -> SpecType:

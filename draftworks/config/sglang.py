@@ -46,12 +46,15 @@ def find_quantizing_args(args: Sequence[str]) -> list[str]:
 class StartedServer(Spec):
     """An SGLang server that Draftworks starts."""
 
-    tp_size: int = Field(default=1, ge=1, description="GPUs that share the target, of each server we start.")
+    tp_size: int = Field(default=1, ge=1, description="GPUs that share the target, for each started server.")
     dp_size: int = Field(
         default=1, ge=1, description="Copies of the target in each such server, on `tp_size` GPUs each."
     )
     mem_fraction: float | None = Field(
-        default=None, gt=0, lt=1, description="Of a GPU's memory, for weights and cache; None = SGLang's own choice."
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share of a GPU's memory for weights and cache; None = SGLang's own choice.",
     )
     max_total_tokens: int | None = Field(
         default=None, gt=0, description="Tokens of the cache; None = what memory allows."
@@ -77,23 +80,23 @@ class ServerSpec(StartedServer):
     """The SGLang servers of a target for `backend: sglang_server`: one or several, started by Draftworks or external."""
 
     url: str | None = Field(
-        default=None, description="Of a server that is running; None = each process starts its own."
+        default=None, description="Address of a running server; None = each process starts its own."
     )
-    urls: list[str] = Field(default_factory=list, description="Of several such servers, instead of `url`.")
+    urls: list[str] = Field(default_factory=list, description="Addresses of several running servers, instead of `url`.")
     spool: str | None = Field(
         default=None,
         description="The folder, on this machine, that the servers at `url` or `urls` write hidden states to.",
     )
     model: str | None = Field(
-        default=None, description="Path or hub id under which your servers know the target, if it is another there."
+        default=None, description="Path or hub id of the target on your servers, if it differs from the registry's."
     )
     replicas: int = Field(
-        default=1, ge=1, description="Servers that each process starts, side by side, each on GPUs of its own."
+        default=1, ge=1, description="Number of servers that each process starts, each on GPUs of its own."
     )
     max_outstanding: int = Field(
         default=256,
         ge=1,
-        description="Requests that one of several servers has at a time; others wait, or go elsewhere.",
+        description="Requests that one of several servers has at a time; others wait, or go to another server.",
     )
 
     @field_validator("url")
@@ -128,13 +131,14 @@ class SGLangSpec(Spec):
     """The installation of SGLang on this machine, and time limits for it."""
 
     python: str = Field(
-        default="../.venv-sglang/bin/python", description="Of the environment with SGLang, relative to the registry."
+        default="../.venv-sglang/bin/python",
+        description="Python of the environment with SGLang, relative to the registry.",
     )
     start_timeout_s: float = Field(
-        default=900.0, gt=0, allow_inf_nan=True, description="Until a server we started has to be ready."
+        default=900.0, gt=0, allow_inf_nan=True, description="Seconds to wait until a started server is ready."
     )
     request_timeout_s: float = Field(
-        default=600.0, gt=0, allow_inf_nan=True, description="Until it has to have answered a batch."
+        default=600.0, gt=0, allow_inf_nan=True, description="Seconds to wait for the answer to a batch."
     )
-    attempts: int = Field(default=3, ge=1, description="How often a batch is tried before the run stops.")
+    attempts: int = Field(default=3, ge=1, description="Attempts for one batch before the run stops.")
     grace_s: float = Field(default=15.0, ge=0, allow_inf_nan=True, description="Seconds between terminate and kill.")

@@ -219,11 +219,11 @@ def _line_of(event: Event) -> int:
 def _shorten_error(error: yaml.YAMLError) -> str:
     """Return PyYAML's message of several lines, with an excerpt of the file, as one line without the excerpt."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    said = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))) or str(error)
+    message = ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))) or str(error)
     where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-    return where + _shorten(said)
+    return where + _shorten(message)
 
 
-def _shorten(said: object) -> str:
-    text = " ".join(str(said).split())
+def _shorten(message: object) -> str:
+    text = " ".join(str(message).split())
     return text if len(text) <= 160 else text[:157] + "..."

@@ -214,19 +214,19 @@ def _check_config(export: ExportedDraft) -> Verdict:
 
 def _check_server_config(export: ExportedDraft) -> Verdict:
     built = build_server_configs(export.config)
-    return Verdict(True, "; ".join(f"{library}: {said}" for library, said in built.items()), built)
+    return Verdict(True, "; ".join(f"{library}: {text}" for library, text in built.items()), built)
 
 
 def _check_same_logits(export: ExportedDraft) -> Verdict:
     found = compare_with_reader(export.folder, export.export_format.name, export.draft, export.strategy, export.dtype)
-    said = (
+    description = (
         f"an independent reader of the files and the draft differ by {found.largest:.1e} at most in {found.compared:,} "
         f"log probabilities, {found.relative:.1e} of their range (allowed {LOGITS_TOLERANCE:g})"
     )
     figures = {"compared": found.compared, "contexts": list(found.contexts)}
     if math.isfinite(found.largest):  # JSON has no other numbers
         figures |= {"largest_difference": found.largest, "relative_difference": found.relative}
-    return Verdict(found.relative <= LOGITS_TOLERANCE, said, figures)
+    return Verdict(found.relative <= LOGITS_TOLERANCE, description, figures)
 
 
 GATES: dict[str, Callable[[ExportedDraft], Verdict]] = {

@@ -24,8 +24,10 @@ def build_server_configs(config: Mapping[str, Any]) -> dict[str, str]:
     """
     parts = {"config.json": config, LAYER_CONFIG: config.get(LAYER_CONFIG)}
     built = [_build_config(where, part) for where, part in parts.items() if part and "model_type" in part]
-    asked = f"{', '.join(built)} of {version('transformers')}" if built else "not run: config.json names no model_type"
-    return {"transformers": asked, **ELSEWHERE}
+    accepted = (
+        f"{', '.join(built)} of {version('transformers')}" if built else "not run: config.json names no model_type"
+    )
+    return {"transformers": accepted, **ELSEWHERE}
 
 
 def _build_config(where: str, part: Mapping[str, Any]) -> str:

@@ -76,9 +76,9 @@ def build_vllm_commands(
             stops. So there is only the command with both.
     """
     config = {"model": folder, "method": method, "num_speculative_tokens": tokens}
-    spelled = json.dumps(config | ({"parallel_drafting": True} if parallel else {}))
-    told = {"vLLM, target first": f"vllm serve {locate_model(draft.target)} --speculative-config '{spelled}'"}
-    return told if parallel else {"vLLM": f"vllm serve {folder}", **told}
+    arguments = json.dumps(config | ({"parallel_drafting": True} if parallel else {}))
+    with_target = {"vLLM, target first": f"vllm serve {locate_model(draft.target)} --speculative-config '{arguments}'"}
+    return with_target if parallel else {"vLLM": f"vllm serve {folder}", **with_target}
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:

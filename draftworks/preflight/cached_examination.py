@@ -58,8 +58,8 @@ def _locate_cached(
 ) -> Path:
     versions = [version(library) for library in _LIBRARIES]
     sets = {name: registry.load_dataset(name).model_dump(mode="json") for name in data}
-    looked_at = [target.model_dump(mode="json"), files.model_dump(mode="json"), sets, dict(data)]
-    return cache_folder / f"{digest([REVISION, versions, looked_at])}.json"
+    inputs = [target.model_dump(mode="json"), files.model_dump(mode="json"), sets, dict(data)]
+    return cache_folder / f"{digest([REVISION, versions, inputs])}.json"
 
 
 def _read_cached(path: Path) -> tuple[Finding, ...] | None:

@@ -55,13 +55,13 @@ def _build_draft(strategy: StrategySpec, options: Any, parts: TargetParts) -> Dr
 
 def _report_build_failure(strategy: StrategySpec, where: str, error: Exception, findings: Findings) -> None:
     """Report a failed build: an error for a built-in strategy, a warning for a plug-in, which may need real tensors."""
-    said = (
+    message = (
         f"{where}: no draft of these options can be built: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     )
     if strategy.factory.startswith("draftworks."):
-        findings.error(f"{said}. Correct the sizes in its options")
+        findings.error(f"{message}. Correct the sizes in its options")
     else:
-        findings.warning(f"{said}. (Built on device meta, without weights, which this strategy may not support)")
+        findings.warning(f"{message}. (Built on device meta, without weights, which this strategy may not support)")
 
 
 def _check_exports(
@@ -92,13 +92,15 @@ def _check_exports(
 
 
 def _check_proposals(target: TargetSpec, most: dict[str, int | None], findings: Findings) -> None:
-    asked = target.evaluation.draft_tokens
-    limited = {name: limit for name, limit in most.items() if limit is not None and asked is not None and asked > limit}
+    requested = target.evaluation.draft_tokens
+    limited = {
+        name: limit for name, limit in most.items() if limit is not None and requested is not None and requested > limit
+    }
     if not limited:
         return
-    told = ", ".join(f"{name} at most {limit}" for name, limit in limited.items())
-    said = f"target {target.name}: evaluation.draft_tokens: found {asked}; its drafts propose: {told}"
+    limits = ", ".join(f"{name} at most {limit}" for name, limit in limited.items())
+    message = f"target {target.name}: evaluation.draft_tokens: found {requested}; its drafts propose: {limits}"
     if len(limited) == len(most):
-        findings.error(f"{said}. Lower it, or leave it out")
+        findings.error(f"{message}. Lower it, or leave it out")
     else:
-        findings.warning(f"{said}; these are measured with what they can propose")
+        findings.warning(f"{message}; these are measured with what they can propose")

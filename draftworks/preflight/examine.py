@@ -85,13 +85,13 @@ def _check_data(target: TargetSpec, registry: Registry, findings: Findings) -> b
         with findings.collect_errors():
             dataset = registry.load_dataset(registry.load_eval_set(name).dataset).name
             wanted.setdefault(dataset, f"{where}: eval set {name}: data set {dataset}")
-    for name, told in wanted.items():
+    for name, where_used in wanted.items():
         try:
             files = find_files(registry.load_dataset(name).files, registry.root)
         except DraftworksError as error:
-            findings.error(f"{told}: {error}")
+            findings.error(f"{where_used}: {error}")
             continue
         findings.found += [
-            Finding("error", f"{told}: {path} cannot be read") for path in files if not os.access(path, os.R_OK)
+            Finding("error", f"{where_used}: {path} cannot be read") for path in files if not os.access(path, os.R_OK)
         ]
     return len(findings.errors) == before

@@ -62,9 +62,9 @@ def _find_existing(place: Path) -> Path:
 def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) -> None:
     """Check only that SGLang's environment exists; the programs check its content themselves, which takes seconds."""
     python = Path(os.path.abspath(registry.root / registry.load_deployment().sglang.python))
-    backend, asked = target.capture.backend, target.evaluation.serving.prompts > 0
+    backend, serves = target.capture.backend, target.evaluation.serving.prompts > 0
     ours = backend == "sglang" or (backend == "sglang_server" and not target.capture.server.external)
-    if (ours or asked) and not python.is_file():
+    if (ours or serves) and not python.is_file():
         reason = f"capture.backend {backend}" if ours else "evaluation.serving.prompts"
         findings.error(
             f"target {target.name}: {reason} needs SGLang, and {python} does not exist: make sglang-env, or name its "

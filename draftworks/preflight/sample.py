@@ -169,11 +169,11 @@ def _check_lengths(where: str, found: Tokenized, sample: Sample, target: TargetS
         )
     if target.responses.mode == "regenerate" and found.prompts:
         lost = sum(length >= limit for length in found.prompts)
-        told = f"{where}: {lost} of its first {total} prompts leave no room for an answer within max_length {limit}"
+        message = f"{where}: {lost} of its first {total} prompts leave no room for an answer within max_length {limit}"
         if lost == len(found.prompts):
-            findings.error(f"{told}. Raise max_length, or take shorter conversations")
+            findings.error(f"{message}. Raise max_length, or take shorter conversations")
         elif lost > _WARNING_SHARE * len(found.prompts):
-            findings.warning(f"{told}; the longest has {max(found.prompts):,} tokens")
+            findings.warning(f"{message}; the longest has {max(found.prompts):,} tokens")
         return
     cut = sum(length > limit for length in found.lengths)
     if cut > _WARNING_SHARE * len(found.lengths):
@@ -213,12 +213,14 @@ def _check_mask_tokens(
             continue  # the strategy's own check reports it
         text = chat.ordinary_token(mask)
         if used[mask]:
-            said = f"{where}: {mask} is {used[mask]} times in the sample of the data" + (f" ({text!r})" if text else "")
+            message = f"{where}: {mask} is {used[mask]} times in the sample of the data" + (
+                f" ({text!r})" if text else ""
+            )
         elif text is not None:
-            said = f"{where}: {mask} is {text!r}, a token of ordinary text"
+            message = f"{where}: {mask} is {text!r}, a token of ordinary text"
         else:
             continue
         if chosen is None:
-            findings.warning(f"{said}, and the default: the last id. Set it to the id of a token that no text has")
+            findings.warning(f"{message}, and the default: the last id. Set it to the id of a token that no text has")
         else:
-            findings.error(f"{said}. Set it to the id of a token that no text has")
+            findings.error(f"{message}. Set it to the id of a token that no text has")

@@ -1,4 +1,4 @@
-"""The interface of every reader of an export, by which a gate asks it what our own draft was asked."""
+"""The interface of the readers of exports, by which a gate compares them with our own drafter."""
 
 from __future__ import annotations
 

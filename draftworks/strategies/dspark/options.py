@@ -28,7 +28,7 @@ class DSparkOptions(DFlashOptions):
     )
     markov_head_type: Literal["vanilla", "gated", "rnn"] = Field(
         default="vanilla",
-        description="What adds to a proposal's logits: the previous token alone, gated by the state, or a recurrent state over the block.",
+        description="Input of the correction of a proposal's logits: the previous token alone, gated by the state, or a recurrent state over the block.",
     )
     markov_rank: int = Field(
         default=256, ge=0, description="Width of the previous token's embedding; 0: no Markov head."
