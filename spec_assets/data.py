@@ -228,7 +228,7 @@ def identify_answers(
     )
     if responses.mode == "passthrough":
         return taken
-    answered = replace(taken, responses=responses.identity(), target=files.digest)
+    answered = replace(taken, responses=responses.to_identity(), target=files.digest)
     if responses.endpoint is not None:
         return answered
     capture = spec.capture

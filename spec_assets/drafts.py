@@ -88,16 +88,16 @@ class DraftInputs:
     vocab_mapping: Artifact | None
     start_from: Path | None
 
-    def identity(self, strategy: StrategySpec) -> DraftIdentity:
+    def to_identity(self, strategy: StrategySpec) -> DraftIdentity:
         return DraftIdentity(
             strategy=strategy.name,
-            options=strategy.identity(
+            options=strategy.identify_options(
                 strategy.parse_options(self.options, where=f"options of {strategy.name}"),
                 self.files.hidden_size,
                 self.files.num_heads,
             ),
             start_from=None if self.start_from is None else read_draft_config(self.start_from).weights_digest,
-            training=self.training.identity(),
+            training=self.training.to_identity(),
             target=self.files.digest,
             tokens=self.train_tokens.data_version,
             features=digest(self.feature_versions),
@@ -182,7 +182,7 @@ def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         artifact = obtain_result(
             context,
             workspace,
-            inputs.identity(strategy).to_json(),
+            inputs.to_identity(strategy).to_json(),
             build,
             # A retry of a training that was to start over goes on from what that has done.
             start_over=config.start_over and context.retry_number == 0,

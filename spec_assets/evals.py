@@ -193,7 +193,7 @@ class EvalSubject:
             "eval_data": self.responses.data_version,
             "target": self.files.digest,
             "tokenizer": self.files.tokenizer_digest,
-            "capture": digest(self.target.capture.identity()),
+            "capture": digest(self.target.capture.to_identity()),
         }
 
     @property

@@ -66,7 +66,7 @@ def training_features(
         return holds_feature_set(store, artifact.path)
 
     identity = FeaturesIdentity(
-        tokens=tokens.data_version, target=files.digest, taps=taps, capture=spec.capture.identity()
+        tokens=tokens.data_version, target=files.digest, taps=taps, capture=spec.capture.to_identity()
     )
     artifact = obtain_result(context, workspace, identity.to_json(), build, still_good=still_stored)
     check = judge_verification(artifact, check_name=VERIFIED, asset_key=TRAINING_FEATURES)

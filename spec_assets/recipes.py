@@ -100,15 +100,15 @@ def resolve_recipes(target: TargetSpec, registry: Registry) -> dict[str, dict[st
     found: dict[str, dict[str, Any]] = {
         RECIPE: {
             "max_length": target.max_length,
-            "data": target.data.identity(),
-            "responses": target.responses.identity(),
-            "capture": target.capture.identity(),
+            "data": target.data.to_identity(),
+            "responses": target.responses.to_identity(),
+            "capture": target.capture.to_identity(),
             "taps": collect_taps(target, read_num_layers(target, registry)),
             "draft_vocab_size": resolve_draft_vocab_size(target),
         },
         EVALUATION_RECIPE: {
             "evals": sorted(target.evals),
-            "evaluation": target.evaluation.identity(),
+            "evaluation": target.evaluation.to_identity(),
             "max_new_tokens": target.responses.max_new_tokens,
             "max_length": target.max_length,
         },

@@ -74,7 +74,7 @@ def make_report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.Assets
                 data_version=digest({name: drop_speeds(found) for name, found in reports.items()}), summary=summary
             )
 
-        artifact = obtain_result(context, workspace, subject.identity(workspace).to_json(), build)
+        artifact = obtain_result(context, workspace, subject.to_identity(workspace).to_json(), build)
         return report_result(context, artifact, describe_report(artifact))
 
     return report
@@ -106,7 +106,7 @@ class ReportSubject:
         typed = self.strategy.parse_options(options, where=f"options of {self.draft.path}")
         return list(dict.fromkeys([*self.strategy.list_features(files.num_layers, typed), LAST]))
 
-    def identity(self, workspace: Workspace) -> ReportIdentity:
+    def to_identity(self, workspace: Workspace) -> ReportIdentity:
         streams = self.list_streams(workspace)
         measured = {
             name: read_eval_data(workspace, self.target.name, name, streams) for name in list_eval_names(self.target)
@@ -116,7 +116,7 @@ class ReportSubject:
             draft_identity=self.draft.path.name,
             heldout=measured.pop(HELDOUT),
             evals=measured,
-            evaluation=self.target.evaluation.identity(),
+            evaluation=self.target.evaluation.to_identity(),
             limits=read_limits(self.target),
             bigram_tokens=self.train_tokens.data_version,
         )

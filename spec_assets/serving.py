@@ -82,7 +82,7 @@ def make_serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             counted = {name: summary[name] for name in ("acceptance", "answers", "same_answers")}
             return BuildResult(digest(counted), summary)
 
-        artifact = obtain_result(context, workspace, subject.identity(workspace), build)
+        artifact = obtain_result(context, workspace, subject.to_identity(workspace), build)
         return report_result(context, artifact, describe_serving(artifact))
 
     return serving
@@ -139,14 +139,14 @@ class ServedDraft:
             )
         return cls(target, export, report, settings.format or formats[0])
 
-    def identity(self, workspace: Workspace) -> dict[str, Any]:
+    def to_identity(self, workspace: Workspace) -> dict[str, Any]:
         return {
             "export": self.export.summary["formats"][self.format]["digest"],
             "format": self.format,
             "command": self.command,
             "report": self.report.path.name,
             "target": workspace.resolve_target_files(self.target.name).digest,
-            "serving": self.target.evaluation.serving.identity(),
+            "serving": self.target.evaluation.serving.to_identity(),
         }
 
     def build_run(self, workspace: Workspace, sglang: SGLangServer, out: Path, logs: Path) -> ServeRun:

@@ -104,6 +104,6 @@ class CaptureSpec(Spec):
         """Additional arguments of SGLang; part of the identity, since they may change its numbers."""
         return self.server.args if self.backend in ("sglang", "sglang_server") else []
 
-    def identity(self) -> dict[str, Any]:
+    def to_identity(self) -> dict[str, Any]:
         decided = {"backend": self.engine, "dtype": self.dtype, "compute_dtype": self.compute_dtype}
         return decided | ({"args": self.engine_args} if self.engine_args else {})

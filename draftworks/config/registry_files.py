@@ -41,7 +41,7 @@ class DataSpec(Spec):
     )
     workers: int = Field(default=2, ge=1, description="Tokenizer processes.")
 
-    def identity(self) -> dict[str, Any]:
+    def to_identity(self) -> dict[str, Any]:
         return self.model_dump(exclude={"workers"})
 
 
@@ -146,7 +146,7 @@ class TrainingSpec(Spec):
             raise ValueError(f"patience {self.patience} counts evaluations, but eval_every is 0: set eval_every too")
         return self
 
-    def identity(self) -> dict[str, Any]:
+    def to_identity(self) -> dict[str, Any]:
         """Return the options that determine the weights. The interval of evaluations is one: the best evaluated draft is
         the result. How the global batch is divided, and how often checkpoints are saved, is not.
         """
@@ -204,7 +204,7 @@ class EvaluationSpec(Spec):
     def _check_timezone(cls, value: str) -> str:
         return require_timezone(value)
 
-    def identity(self) -> dict[str, Any]:
+    def to_identity(self) -> dict[str, Any]:
         """Return the options that determine the figures of a report."""
         return self.model_dump(include={"draft_tokens", "loop", "confidence", "resamples", "slices"})
 

@@ -51,7 +51,7 @@ class EndpointSpec(Spec):
             )
         return self
 
-    def identity(self) -> dict[str, Any]:
+    def to_identity(self) -> dict[str, Any]:
         """Return the options that determine the answers; addresses, time limits and numbers of attempts do not."""
         return self.model_dump(include={"model", "server", "token_ids"})
 
@@ -102,13 +102,13 @@ class ResponseSpec(Spec):
                 )
         return self
 
-    def identity(self) -> dict[str, Any]:
+    def to_identity(self) -> dict[str, Any]:
         """Return the options that determine the answers. Options added later are included only if they are set, so that the
         identities of earlier results stay the same.
         """
         decided = self.model_dump(exclude={"batch_size", "endpoint", "thinking"})
         if self.endpoint is not None:
-            decided["endpoint"] = self.endpoint.identity()
+            decided["endpoint"] = self.endpoint.to_identity()
         if self.thinking is not None:
             decided["thinking"] = self.thinking
         return decided

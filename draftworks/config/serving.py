@@ -27,6 +27,6 @@ class ServingSpec(Spec):
     )
     server: StartedServer = Field(default_factory=StartedServer)
 
-    def identity(self) -> dict[str, Any]:
+    def to_identity(self) -> dict[str, Any]:
         """Return the options that determine the figures."""
         return self.model_dump(exclude={"device"})

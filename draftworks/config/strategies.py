@@ -38,7 +38,7 @@ class StrategyOptions(Spec):
     execution: ClassVar[tuple[str, ...]] = ()
     added: ClassVar[tuple[str, ...]] = ()
 
-    def identity(self) -> dict[str, Any]:
+    def to_identity(self) -> dict[str, Any]:
         """Return the options that decide the draft, by name."""
         unset = [name for name in self.added if getattr(self, name) == type(self).model_fields[name].default]
         return self.model_dump(exclude={*self.execution, *unset})
@@ -142,14 +142,14 @@ class StrategySpec:
         """Return the validated options. Raises ConfigError, beginning with `where`, for an unknown key or bad value."""
         return parse_spec(self.options, values, where)
 
-    def identity(self, options: StrategyOptions, hidden_size: int, num_heads: int | None) -> dict[str, Any]:
+    def identify_options(self, options: StrategyOptions, hidden_size: int, num_heads: int | None) -> dict[str, Any]:
         """Return the options that decide the draft for a target of these sizes, by name.
 
         Older versions made drafts whose number of heads does not divide the hidden size, which no server accepts. The
         extra `num_heads` entry gives the drafts made now another identity.
         """
         uneven = num_heads is not None and hidden_size % num_heads and getattr(options, "num_heads", None) is None
-        return options.identity() | ({"num_heads": "dividing"} if self.heads_divide_hidden and uneven else {})
+        return options.to_identity() | ({"num_heads": "dividing"} if self.heads_divide_hidden and uneven else {})
 
     def export(self, name: str) -> ExportSpec:
         """Return the export format with that name. Raises ConfigError with the closest names if it is unknown."""

@@ -106,7 +106,7 @@ class DecoderStrategy(DraftStrategy):
         target = self.target
         return {
             "strategy": self.name,
-            "options": self.options.identity(),
+            "options": self.options.to_identity(),
             "feature_names": list(self.feature_names),
             "hidden_size": target.hidden_size,
             "head_dim": target.head_dim,

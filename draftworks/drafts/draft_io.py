@@ -82,7 +82,7 @@ def _with_defaults(draft: dict[str, Any], strategy: str, path: Path) -> dict[str
         options = resolve_strategy(strategy).parse_options(draft.get("options", {}), where=f"{path}: options")
     except ConfigError as error:
         raise StoreError(f"{error}. Train the draft again") from error
-    return {**draft, "options": _as_json(options.identity())}
+    return {**draft, "options": _as_json(options.to_identity())}
 
 
 def _structure(draft: dict[str, Any], strategy: str) -> dict[str, Any]:

@@ -108,14 +108,14 @@ class DraftComparison:
     def _data_settings(self) -> Iterator[str]:
         prepared, answers = self._current(CONVERSATIONS), self._current(RESPONSES)
         if prepared is not None:
-            yield from _differing("data", ConversationsIdentity.of(prepared).data, self.target.data.identity())
+            yield from _differing("data", ConversationsIdentity.of(prepared).data, self.target.data.to_identity())
         if answers is not None:
             found = AnswersIdentity.of(answers)
             recorded = {"max_length": found.max_length, "only_last_turn": found.only_last_turn}
             wanted = {"max_length": self.target.max_length, "only_last_turn": self.target.data.only_last_turn}
             known = {name: value for name, value in recorded.items() if value is not None}
             yield from _differing("", known, wanted)
-            yield from _differing("responses", found.responses, self.target.responses.identity())
+            yield from _differing("responses", found.responses, self.target.responses.to_identity())
 
     def _settings(self) -> Iterator[str]:
         recorded = self.made_from
@@ -125,9 +125,9 @@ class DraftComparison:
         chosen = apply_overrides(
             self.target.name, strategy, entry, overrides.get("options", {}), overrides.get("training", {})
         )
-        options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}").identity()
+        options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}").to_identity()
         yield from _differing("options", recorded.options, options)
-        yield from _differing("training", recorded.training, chosen.training.identity())
+        yield from _differing("training", recorded.training, chosen.training.to_identity())
         start = entry.start_from
         began = None if start is None else read_draft_config(self.registry.resolve_path(start)).weights_digest
         if recorded.start_from != began:

@@ -92,7 +92,7 @@ class Rung4:
         return LoopIdentity(
             weights_digest=self.weights_digest,
             strategy=self.run.strategy,
-            options=self.draft.options.identity(),
+            options=self.draft.options.to_identity(),
             target_digest=self.run.target.digest,
             prompts=self._digest_prompts(compared=temperature == 0),
             temperature=temperature,

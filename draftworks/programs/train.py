@@ -104,9 +104,11 @@ def _make_identity(
     names = draft.strategy.feature_names
     return {
         "strategy": run.strategy,
-        "options": resolve_strategy(run.strategy).identity(draft.options, run.target.hidden_size, run.target.num_heads),
+        "options": resolve_strategy(run.strategy).identify_options(
+            draft.options, run.target.hidden_size, run.target.num_heads
+        ),
         "start_from": None if begun is None else begun.weights_digest,
-        "training": run.training.identity(),
+        "training": run.training.to_identity(),
         "target": run.target.digest,
         "vocab_mapping": draft.vocab.digest if draft.vocab else None,
         "train": {"tokens": samples.tokens.digest, "features": samples.manifest.version_of(names)},

@@ -199,11 +199,11 @@ def resolve_recipe(target: TargetSpec, registry: Registry) -> dict[str, Any]:
     """
     return {
         "max_length": target.max_length,
-        "data": target.data.identity(),
-        "responses": target.responses.identity(),
-        "capture": target.capture.identity(),
+        "data": target.data.to_identity(),
+        "responses": target.responses.to_identity(),
+        "capture": target.capture.to_identity(),
         "evals": sorted(target.evals),
-        "evaluation": target.evaluation.identity(),
+        "evaluation": target.evaluation.to_identity(),
         "strategies": {
             name: {**resolve_training_options(target, name, registry), "export": entry.export.model_dump()}
             for name, entry in target.strategies.items()
@@ -219,7 +219,7 @@ def resolve_training_options(target: TargetSpec, strategy: str, registry: Regist
     """
     entry = target.strategies[strategy]
     return {
-        "options": resolve_strategy(strategy).parse_options(entry.options, f"target {target.name}").identity(),
-        "training": entry.training.identity(),
+        "options": resolve_strategy(strategy).parse_options(entry.options, f"target {target.name}").to_identity(),
+        "training": entry.training.to_identity(),
         "start_from": entry.start_from and read_draft_config(registry.resolve_path(entry.start_from)).weights_digest,
     }

@@ -19,11 +19,11 @@ def test_what_sglang_is_told_beside_the_registry_is_part_of_every_key(backend):
     told = CaptureSpec(backend=backend, server={"args": FP8})
     assert make_engine_identity(plain) == EngineIdentity("sglang-bfloat16", 1)
     assert make_engine_identity(told) != make_engine_identity(plain)
-    assert told.identity() == {**plain.identity(), "args": FP8}
+    assert told.to_identity() == {**plain.to_identity(), "args": FP8}
 
 
 def test_settings_of_a_server_that_is_not_used_are_part_of_no_key():
-    assert CaptureSpec(server={"args": FP8}).identity() == CaptureSpec().identity()
+    assert CaptureSpec(server={"args": FP8}).to_identity() == CaptureSpec().to_identity()
     assert make_engine_identity(CaptureSpec(server={"args": FP8})) == make_engine_identity(CaptureSpec())
 
 

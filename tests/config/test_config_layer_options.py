@@ -13,8 +13,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 @pytest.mark.parametrize("strategy", list_strategies())
 def test_options_that_are_left_to_the_target_are_no_part_of_the_identity(strategy):
     options = resolve_strategy(strategy).options
-    assert not {"head_dim", "rms_norm_eps", "rope"} & options().identity().keys()
-    assert options(head_dim=64, rope=YARN).identity() == {**options().identity(), "head_dim": 64, "rope": YARN}
+    assert not {"head_dim", "rms_norm_eps", "rope"} & options().to_identity().keys()
+    assert options(head_dim=64, rope=YARN).to_identity() == {**options().to_identity(), "head_dim": 64, "rope": YARN}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def responses(**options) -> ResponseSpec:
 
 
 def test_the_identity_of_options_from_before_endpoints_has_not_moved():
-    assert ResponseSpec(temperature=0.7).identity() == {
+    assert ResponseSpec(temperature=0.7).to_identity() == {
         "mode": "regenerate", "max_new_tokens": 512, "temperature": 0.7, "top_p": 1.0, "top_k": 0,
         "repetition_penalty": 1.0, "seed": 0,
     }  # fmt: skip
@@ -29,7 +29,7 @@ def test_the_identity_of_options_from_before_endpoints_has_not_moved():
 def test_where_the_servers_are_and_how_they_are_asked_decides_nothing():
     elsewhere = {"base_urls": ["https://b/v1", "https://c/v1"], "api_key_env": "KEY", "timeout_s": 1, "attempts": 9}
     moved = responses(endpoint={**SGLANG, **elsewhere, "max_outstanding": 3}, batch_size=2)
-    assert moved.identity() == responses(endpoint=SGLANG).identity()
+    assert moved.to_identity() == responses(endpoint=SGLANG).to_identity()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_where_the_servers_are_and_how_they_are_asked_decides_nothing():
     ids=str,
 )
 def test_what_the_answers_depend_on_is_told_apart(other):
-    assert responses(**other).identity() != responses(endpoint=SGLANG).identity()
+    assert responses(**other).to_identity() != responses(endpoint=SGLANG).to_identity()
 
 
 @pytest.mark.parametrize("option", [{"top_k": 5}, {"repetition_penalty": 1.1}, {"thinking": False}], ids=str)

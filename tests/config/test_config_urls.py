@@ -82,4 +82,4 @@ def test_one_address_or_several_are_the_servers_that_are_running():
     several = CaptureSpec(server={"urls": ["http://a:1", "http://b:1"], "spool": "/s"})
     assert several.server.external == ("http://a:1", "http://b:1")
     assert CaptureSpec().server.external == ()
-    assert several.identity() == CaptureSpec().identity()
+    assert several.to_identity() == CaptureSpec().to_identity()

@@ -49,7 +49,7 @@ class Small(DraftStrategy):
         return ()
 
     def config(self) -> dict[str, Any]:
-        return {"options": self.options.identity()}
+        return {"options": self.options.to_identity()}
 
 
 @pytest.fixture

@@ -43,8 +43,12 @@ class TrainedFleet(MeasuredFleet):
     def prepare(self, tokens: str = "tokens") -> None:
         fleet, target = Fleet.of(self.registry), self.registry.load_target(NAME)
         data = dataset_version(fleet.registry.load_dataset("none"), fleet.registry.root, fleet.digests)
-        self.publish("conversations", NAME, "c", {"dataset": data, "data": target.data.identity()})
-        answers = {"responses": target.responses.identity(), "max_length": target.max_length, "only_last_turn": False}
+        self.publish("conversations", NAME, "c", {"dataset": data, "data": target.data.to_identity()})
+        answers = {
+            "responses": target.responses.to_identity(),
+            "max_length": target.max_length,
+            "only_last_turn": False,
+        }
         self.publish("responses", NAME, tokens, {**self._digests(NAME), **answers})
         self.publish("tokenized_train", NAME, tokens, {"responses": tokens})
 
@@ -52,8 +56,8 @@ class TrainedFleet(MeasuredFleet):
         entry, strategy = self.registry.load_target(NAME).strategies["eagle3"], resolve_strategy("eagle3")
         identity = {
             "strategy": "eagle3",
-            "options": strategy.parse_options(entry.options, where="").identity(),
-            "training": {**entry.training.identity(), **training},
+            "options": strategy.parse_options(entry.options, where="").to_identity(),
+            "training": {**entry.training.to_identity(), **training},
             "start_from": None,
             "target": self._digests(NAME)["target"],
             "tokens": self.artifacts.load_current("tokenized_train", NAME).data_version,

@@ -62,12 +62,12 @@ class Settings:
 
 
 def own(spec: Any) -> Any:
-    return spec.identity()
+    return spec.to_identity()
 
 
 def inside(parent: Spec, name: str) -> Callable[[Spec], Any]:
     """Identity of `parent` with the model under test in one of its fields."""
-    return lambda spec: parent.model_copy(update={name: spec}).identity()
+    return lambda spec: parent.model_copy(update={name: spec}).to_identity()
 
 
 def of_target(spec: TargetSpec) -> Any:
@@ -230,7 +230,7 @@ def test_every_option_of_a_strategy_decides_the_draft_but_those_of_how_it_is_com
     base = options(**required)
     for name in options.model_fields:
         changed = base.model_copy(update={name: another(base, name)})
-        assert (changed.identity() != base.identity()) == (name not in HOW_IT_IS_COMPUTED), name
+        assert (changed.to_identity() != base.to_identity()) == (name not in HOW_IT_IS_COMPUTED), name
 
 
 def test_no_model_of_the_registry_is_left_out_here() -> None:

@@ -16,7 +16,7 @@ from draftworks.targets.registry import Registry
 def test_packing_is_no_identity():
     padded = TrainingSpec(global_batch_size=8, micro_batch_size=4)
     packed = TrainingSpec(global_batch_size=8, pack_tokens=1024, pack_overlong="own_row", processes=3)
-    assert packed.identity() == padded.identity()
+    assert packed.to_identity() == padded.to_identity()
 
 
 @pytest.mark.parametrize(

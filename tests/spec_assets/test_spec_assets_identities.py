@@ -88,7 +88,7 @@ def test_every_input_of_a_draft_is_part_of_its_identity(tiny_target: TargetFiles
         {"heldout_data": EvalData("b", {"hf2": "a"})},
         {"vocab_mapping": artifact("vocab_mapping", "w")},
     ]
-    found = [replace(inputs, **change).identity(eagle3) for change in [{}, *changes]]
+    found = [replace(inputs, **change).to_identity(eagle3) for change in [{}, *changes]]
     assert all(found.count(each) == 1 for each in found)
 
 
@@ -101,12 +101,12 @@ def test_results_of_a_run_are_identified_by_what_the_run_made_them_of(finished) 
     target = Registry(finished.site.registry).load_target("small")
     features = made.load_current("training_features", "small").identity
     assert features["tokens"] == of["tokenized_train"].data_version
-    assert features["capture"] == target.capture.identity()
+    assert features["capture"] == target.capture.to_identity()
     assert of["responses"].identity["conversations"] == of["conversations"].data_version
     report = made.load_current("eagle3_report", "small").identity
     assert report["draft"] == of["eagle3_draft"].data_version
     assert report["draft_identity"] == of["eagle3_draft"].path.name
-    assert report["evaluation"] == target.evaluation.identity()
+    assert report["evaluation"] == target.evaluation.to_identity()
     assert report["limits"] == [target.responses.max_new_tokens, target.max_length]
     assert report["bigram_tokens"] == of["tokenized_train"].data_version
     assert features["target"] == of["responses"].identity["target"] == of["eagle3_draft"].identity["target"]

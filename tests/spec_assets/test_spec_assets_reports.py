@@ -34,10 +34,10 @@ def test_equal_weights_with_other_options_are_measured_again(finished, tmp_path)
     target, strategy = workspace.registry.load_target("small"), resolve_strategy("eagle3")
     measured = ReportSubject.of(workspace, strategy, target)
     report = workspace.artifacts.load_current("eagle3_report", "small")
-    assert measured.identity(workspace).to_json().items() <= report.identity.items()
+    assert measured.to_identity(workspace).to_json().items() <= report.identity.items()
 
     republish(workspace, measured.draft, options={**measured.draft.identity["options"], "step_decay": 0.5})
-    identity = ReportSubject.of(workspace, strategy, target).identity(workspace).to_json()
+    identity = ReportSubject.of(workspace, strategy, target).to_identity(workspace).to_json()
     assert identity["draft"] == report.identity["draft"]
     assert {name for name, value in identity.items() if value != report.identity[name]} == {"draft_identity"}
 

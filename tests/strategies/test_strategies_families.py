@@ -176,11 +176,15 @@ def test_heads_that_do_not_divide_are_a_draft_of_another_identity(family_target:
     for name in ("eagle3", "peagle"):
         spec = resolve_strategy(name)
         options, chosen = (spec.parse_options(OPTIONS[name] | more, "test") for more in ({}, {"num_heads": 4}))
-        assert spec.identity(options, HIDDEN, 6) != options.identity()
-        assert spec.identity(options, HIDDEN, 4) == spec.identity(options, HIDDEN, None) == options.identity()
-        assert spec.identity(chosen, HIDDEN, 6) == chosen.identity()
+        assert spec.identify_options(options, HIDDEN, 6) != options.to_identity()
+        assert (
+            spec.identify_options(options, HIDDEN, 4)
+            == spec.identify_options(options, HIDDEN, None)
+            == options.to_identity()
+        )
+        assert spec.identify_options(chosen, HIDDEN, 6) == chosen.to_identity()
     dflash = resolve_strategy("dflash").parse_options(BLOCKS, "test")
-    assert resolve_strategy("dflash").identity(dflash, HIDDEN, 6) == dflash.identity()
+    assert resolve_strategy("dflash").identify_options(dflash, HIDDEN, 6) == dflash.to_identity()
 
 
 IDENTITIES = {

@@ -257,8 +257,8 @@ def test_every_strategy_says_which_features_it_needs():
 def test_how_a_global_batch_is_cut_is_no_identity():
     one = TrainingSpec(global_batch_size=8, micro_batch_size=8, processes=1)
     two = TrainingSpec(global_batch_size=8, micro_batch_size=2, processes=2)
-    assert one.identity() == two.identity()
-    assert one.identity() != TrainingSpec(global_batch_size=16).identity()
+    assert one.to_identity() == two.to_identity()
+    assert one.to_identity() != TrainingSpec(global_batch_size=16).to_identity()
 
 
 def test_several_problems_are_reported_together():

@@ -75,4 +75,4 @@ def test_what_is_compiled_is_training_and_no_evaluation() -> None:
 
 
 def test_whether_blocks_are_compiled_does_not_identify_a_training() -> None:
-    assert SPEC.identity() == SPEC.model_copy(update={"compile": True}).identity()
+    assert SPEC.to_identity() == SPEC.model_copy(update={"compile": True}).to_identity()

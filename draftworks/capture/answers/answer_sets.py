@@ -88,7 +88,7 @@ def make_answers_identity(run: RegenerateRun) -> dict[str, Any]:
         "tokenizer": run.target.tokenizer_digest,
         "engine": engine.name,
         "numerics": engine.numerics,
-        "responses": run.responses.identity(),
+        "responses": run.responses.to_identity(),
         "max_length": run.max_length,
     }
 

@@ -57,7 +57,7 @@ def test_features_are_those_of_the_engine_under_keys_of_its_own(tiny_target, tin
 def test_name_and_numerics_are_part_of_every_identity(tiny_target, tmp_path):
     capture = CaptureSpec(**make_custom_spec(), compute_dtype="float32")
     assert make_engine_identity(capture) == EngineIdentity("custom:mylab-float32", 2)
-    assert capture.identity() == {"backend": "custom:mylab/2", "dtype": "bfloat16", "compute_dtype": "float32"}
+    assert capture.to_identity() == {"backend": "custom:mylab/2", "dtype": "bfloat16", "compute_dtype": "float32"}
     run = RegenerateRun(
         out=tmp_path, target=tiny_target, conversations=tmp_path, answers=tmp_path, responses=ResponseSpec(),
         max_length=32, capture=capture,
@@ -69,7 +69,7 @@ def test_identities_of_the_engines_of_this_package_stay_what_they_were():
     for backend, engine in (("hf", "hf-bfloat16"), ("sglang_server", "sglang-bfloat16")):
         capture = CaptureSpec(backend=backend)
         assert make_engine_identity(capture) == EngineIdentity(engine, 1)
-        assert capture.identity() == {"backend": backend, "dtype": "bfloat16", "compute_dtype": "bfloat16"}
+        assert capture.to_identity() == {"backend": backend, "dtype": "bfloat16", "compute_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

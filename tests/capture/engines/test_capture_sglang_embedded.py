@@ -180,4 +180,4 @@ def test_a_python_without_sglang_says_what_to_do(tmp_path):
 def test_in_process_and_behind_http_it_is_one_engine_with_one_set_of_keys():
     ours, served, plain = (CaptureSpec(backend=name) for name in ("sglang", "sglang_server", "hf"))
     assert make_engine_identity(ours) == make_engine_identity(served) != make_engine_identity(plain)
-    assert ours.identity() == served.identity() != plain.identity()
+    assert ours.to_identity() == served.to_identity() != plain.to_identity()

@@ -66,7 +66,11 @@ class OneHeadStrategy(DraftStrategy):
         return ()
 
     def config(self) -> dict[str, Any]:
-        return {"strategy": self.name, "options": self._options.identity(), "feature_names": list(self.feature_names)}
+        return {
+            "strategy": self.name,
+            "options": self._options.to_identity(),
+            "feature_names": list(self.feature_names),
+        }
 
     def _logits(self, batch: TrainBatch) -> Tensor:
         return self.model(batch["features"], _ahead(batch["input_ids"], 1))

@@ -154,7 +154,7 @@ def test_a_draft_of_other_options_is_not_loaded(make_strategy, tmp_path, name):
     + [{"objective": "lk_lambda", "kl_scale": 3.0}, {"objective": "lk_lambda", "kl_decay": 3.0}],
 )
 def test_options_that_change_the_draft_change_its_identity(later):
-    assert Eagle3Options(**later).identity() == Eagle3Options().identity() | later
+    assert Eagle3Options(**later).to_identity() == Eagle3Options().to_identity() | later
 
 
 @pytest.mark.parametrize(
