@@ -14,23 +14,24 @@ SERVING = dg.AssetSelection.groups("serving")
 
 
 def make_jobs(evals: Sequence[str]) -> list:
-    """`resolve`, `prepare`, `train_{strategy}` for each strategy, `evaluate`, `serve`, `leaderboard` and
-    `everything`."""
+    """Return all jobs; `train_{strategy}` exists for each strategy, the others once."""
     prepare = INPUTS | dg.AssetSelection.groups("data", "features")
     eval_data = [asset for name in ["heldout", *evals] for asset in of_eval_set(name)[1:]]
     evaluate = INPUTS | dg.AssetSelection.groups("reports") | dg.AssetSelection.assets(*eval_data)
     return [
-        _define_job("resolve", INPUTS, "Look at the inputs again and record what they are now."),
+        _define_job("resolve", INPUTS, "Read the inputs again and record their current versions."),
         _define_job("prepare", prepare, "From conversations to captured features."),
         *(_define_train_job(strategy) for strategy in list_strategies()),
         _define_job("evaluate", evaluate, "Measure the drafts that exist."),
         _define_job(
             "serve",
             INPUTS | SERVING,
-            "Ask a live server what it accepts of the exported drafts, where a target wants it.",
+            "Measure what a live server accepts of the exported drafts, for targets that request it.",
         ),
         _define_job(
-            "leaderboard", dg.AssetSelection.assets("leaderboard"), "Where every draft of every target stands now."
+            "leaderboard",
+            dg.AssetSelection.assets("leaderboard"),
+            "Rank the drafts of all targets by their newest reports.",
         ),
         _define_job("everything", dg.AssetSelection.all(), "From conversations to measured and exported drafts."),
     ]

@@ -1,4 +1,4 @@
-"""Runs a job for one target in this process, as `dagster job execute` does, with short log lines and the cause last:
+"""Runs a job for one target in this process like `dagster job execute`, with short log lines and the cause at the end:
 
     python -m jobs.run everything --target tiny -c overrides.yaml
 
@@ -26,7 +26,7 @@ CONSOLE = Path(__file__).with_name("console.yaml")
 LOCATION = "spec_assets.definitions"
 FAILED, MISUSED = 1, 2
 UNUSED_GATES = "dagster._core.execution.plan.active"
-"""Logger that warns of every check that is skipped with its asset, as if it were broken."""
+"""Logger that warns of every check that is skipped together with its asset, although that is normal here."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from resources.process_tree import MARK, ProcessTree
 from resources.torch_job import ONE_NODE, ONE_NODE_ENV, JobState, JobStatus, RunDir, TorchJob
 from resources.torch_launcher import TorchLauncher
 
-# torchrun kills a stuck worker itself after this share of the grace, so that it can still end in an orderly way.
+# torchrun itself kills a stuck worker after this share of the grace, so that torchrun can still exit in order.
 _TORCHRUN_SHARE_OF_GRACE = 0.7
 _STACKS_S = 1.0
 """Seconds that ranks have to print their stacks before they are ended."""

@@ -112,7 +112,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
                 "PYTHONUNBUFFERED": "1",
             }
             metadata = self._run_to_end(context, job, env, files)
-        # The session's end has read the last message.
+        # All messages have been read when the session has ended.
         messages = session.get_custom_messages()
         reports = [message["report"] for message in messages if isinstance(message, dict) and "report" in message]
         if len(reports) != 1:

@@ -38,7 +38,7 @@ class NothingToDo(Exception):
 def asset(
     *, group: str, kinds: Iterable[str], code_version: str = "1", optional: bool = False, **options: Any
 ) -> Callable[..., Any]:
-    """`dg.asset` with this project's defaults.
+    """Return the decorator `dg.asset` with this project's defaults.
 
     A DraftworksError becomes a failure with its message and no retry, and the step does not outlive its run's process.
 

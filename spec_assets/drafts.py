@@ -140,7 +140,7 @@ def resolve_draft_inputs(
 
 
 def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
-    """The asset `{strategy}_draft`."""
+    """Make the asset `{strategy}_draft`."""
     names = of_strategy(strategy.name)
 
     @asset(
@@ -184,7 +184,7 @@ def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
             workspace,
             inputs.to_identity(strategy).to_json(),
             build,
-            # A retry of a training that was to start over goes on from what that has done.
+            # A retry of a training that was to start over continues from that training's own checkpoint.
             start_over=config.start_over and context.retry_number == 0,
             rebuild=config.start_over,
         )

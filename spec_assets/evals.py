@@ -104,7 +104,7 @@ def _make_responses_asset(name: str) -> dg.AssetsDefinition:
 
 
 def make_eval_features_asset(name: str) -> dg.AssetsDefinition:
-    """The asset `{eval}_eval_features`: an entry of the evaluation cache, one for each target and tap set."""
+    """Make the asset `{eval}_eval_features`: an entry of the evaluation cache, one for each target and tap set."""
 
     @asset(
         group="features",

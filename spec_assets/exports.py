@@ -33,7 +33,7 @@ GROUP = "exports"
 
 
 def make_export_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
-    """The asset `{strategy}_export`. It comes after the report, whose model card goes beside the weights."""
+    """Make the asset `{strategy}_export`. It runs after the report, whose model card it copies beside the weights."""
     names = of_strategy(strategy.name)
     formats = ", ".join(spec.name for spec in strategy.exports)
 

@@ -23,18 +23,19 @@ from spec_assets.reports import GROUP
 NAME = LEADERBOARD
 RESULT = "result"
 DESCRIPTION = (
-    "Where every draft of every target stands: acceptance, age, the best there ever was, what its numbers and the "
-    "draft itself are stale against."
+    "Every draft of every target: acceptance, age, the best one so far, and which inputs changed since its report and "
+    "since its training."
 )
 MOST_ROWS = 100  # shown in the UI: every run keeps its own copy in the event log
 
 
 def make_leaderboard_asset(strategies: Iterable[StrategySpec]) -> dg.AssetsDefinition:
-    """The asset `leaderboard`, unpartitioned: in a job of one target it comes after the reports of that target.
+    """Make the asset `leaderboard`, unpartitioned: in a job of one target it runs after the reports of that target.
 
     It is a graph whose one op takes all reports as *one* input: an asset with a dependency on each report would be
     skipped if the target does not use one of the strategies. The graph has another name than the asset, since a job
-    has that name."""
+    has that name.
+    """
     reports = [of_strategy(strategy.name).report for strategy in strategies]
 
     @dg.graph(name="ranking", ins={name: dg.GraphIn() for name in reports}, out=dg.GraphOut())

@@ -42,7 +42,7 @@ def shorten_path(artifact: Artifact, *below: str) -> dg.PathMetadataValue:
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Format a number of bytes with a binary unit: 1536 gives '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

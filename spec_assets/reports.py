@@ -40,7 +40,7 @@ LAST = LastHidden().name
 
 
 def make_report_asset(strategy: StrategySpec, evals: Sequence[str]) -> dg.AssetsDefinition:
-    """The asset `{strategy}_report`, over `heldout` and those of the named eval sets that a target lists."""
+    """Make the asset `{strategy}_report`, over `heldout` and those of the named eval sets that a target lists."""
     draft_name = of_strategy(strategy.name).draft
     eval_assets = [asset for name in [HELDOUT, *evals] for asset in of_eval_set(name)[1:]]
 

@@ -42,7 +42,7 @@ SERVER = "SGLang"
 
 
 def make_serving_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
-    """The asset `{strategy}_serving`, for the targets that ask for it by `evaluation.serving.prompts`."""
+    """Make the asset `{strategy}_serving`, for targets with `evaluation.serving.prompts` above 0."""
     names = of_strategy(strategy.name)
 
     @asset(

@@ -88,7 +88,7 @@ def _complete_vocabulary(folder: Path, named: dict[str, Tensor], shape: DraftSha
 def _mark_members(folder: Path, d2t: Tensor, vocab_size: int) -> Tensor:
     """Return `t2d` for a file that has only `d2t`."""
     if d2t.numel() > 1 and bool((d2t.diff() > 0).all()):
-        # As offsets they would mean that no two ids of the draft's vocabulary are adjacent.
+        # Ascending values are ids: as offsets they would mean that no two ids of the draft's vocabulary are adjacent.
         raise StoreError(f"{folder}: d2t holds the target's ids themselves; expected offsets, target id = i + d2t[i]")
     return torch.isin(torch.arange(vocab_size), d2t + torch.arange(d2t.numel()))
 

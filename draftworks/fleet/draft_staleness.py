@@ -1,5 +1,4 @@
-"""Staleness of drafts: changes of the target's weights, tokenizer, training data or options since the training.
-Torch-free.
+"""Staleness of drafts: changes of the target's weights, tokenizer, data or options since the training. Torch-free.
 
 A report may be new and its draft old: `staleness` is about reports, this module about drafts.
 """

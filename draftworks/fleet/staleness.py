@@ -1,6 +1,8 @@
 """Staleness of reports: changes of target, eval data or draft since the newest report. Torch-free, reads records only.
- Dagster's own staleness is not transitive and is not shown for many targets at once, so this module compares the
-identities of results."""
+
+Dagster's own staleness is not transitive and is not shown for many targets at once, so this module compares the
+identities of results.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Typed records of a result's inputs, written by one asset and read by others. The JSON is that of earlier versions: a field
-that their records lack is read as None, which equals no current value."""
+"""Typed identities of drafts, exports and reports, written by one asset and read by others; see also `data_records`.
+
+The JSON is that of earlier versions: a field that their records lack is read as None, which equals no current value.
+"""
 
 from __future__ import annotations
 

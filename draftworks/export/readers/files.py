@@ -64,7 +64,7 @@ class DraftVocabulary:
     size: int
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """Logits (k, V_d) to log probabilities (k, V) over the target's ids; -inf for ids outside the vocabulary."""
+        """Return logits (k, V_d) as log probabilities (k, V) over the target's ids; -inf for ids outside the vocabulary."""
         whole = logits.new_full((len(logits), self.size), -math.inf)
         whole[:, self.ids] = logits.log_softmax(-1)
         return whole

@@ -57,7 +57,7 @@ def _scale_linear(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
 
 
 def _scale_llama3(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
-    """Llama 3.1: divide low frequencies by `factor`, keep high ones, and interpolate linearly between them."""
+    """Scale as Llama 3.1: divide low frequencies by `factor`, keep high ones, and interpolate linearly between them."""
     turns = rope["original_max_position_embeddings"] * inverse / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -65,7 +65,7 @@ def _scale_llama3(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
 
 
 def _scale_yarn(rope: Mapping[str, Any], inverse: Tensor) -> RopeTable:
-    """YaRN (arXiv 2309.00071, section 3.2), with the bounds and the attention factor of transformers."""
+    """Scale by YaRN (arXiv 2309.00071, section 3.2), with the bounds and the attention factor of transformers."""
     factor, original, theta = rope["factor"], rope["original_max_position_embeddings"], rope["rope_theta"]
     count = 2 * len(inverse)
 
