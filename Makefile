@@ -29,6 +29,8 @@ MOONCAKE := .venv-mooncake
 MOONCAKE_PACKAGES := libibverbs1 libnl-3-200 libnl-route-3-200
 export DAGSTER_HOME := $(CURDIR)/.dagster
 export OMP_NUM_THREADS ?= 1
+# Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo ui test test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-gpu bench-gpu docs reference lint check clean
 
