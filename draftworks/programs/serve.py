@@ -173,7 +173,7 @@ def _ask_all(
     return _ServerRun(
         served,
         seconds,
-        client.get_counters().since(before),
+        client.get_counters().subtract(before),
         read_accept_length(client.get_raw_info()),
         str(info.get("version")),
     )

@@ -57,7 +57,7 @@ class SpeculatedAnswer:
             )
         return cls(tuple(ids), meta["spec_verify_ct"], found)
 
-    def accepted_per_pass(self) -> list[int]:
+    def list_accepted_per_pass(self) -> list[int]:
         """Return the number of accepted tokens of each pass, in no particular order.
 
         Tokens that the last pass accepted beyond the answer's end are not counted. SGLang does not report which pass
@@ -92,7 +92,7 @@ class Counters:
         """
         return cls(int(read_metric(text, _VERIFY_CALLS)), int(read_metric(text, _TOKENS)))
 
-    def since(self, before: Counters) -> Counters:
+    def subtract(self, before: Counters) -> Counters:
         return Counters(self.passes - before.passes, self.tokens - before.tokens)
 
 

@@ -31,7 +31,7 @@ _WITH_LOGITS = f"{_PREFIX}logits-"
 _FILE_OF_A_REQUEST = re.compile(rf"{_PREFIX}(logits-)?[0-9a-f]{{32}}\..+")
 
 
-def new_request_id(with_logits: bool = False) -> str:
+def make_request_id(with_logits: bool = False) -> str:
     """Return an id that makes the engine write this request's states, and its next-token logits if `with_logits`."""
     return f"{_WITH_LOGITS if with_logits else _PREFIX}{uuid.uuid4().hex}"
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from draftworks.errors import PassingTroubleError
 from draftworks.sglang.hook import SGLangCaptureBackend, find_spool, format_hook_option
-from draftworks.sglang.spool import new_request_id, take_parts
+from draftworks.sglang.spool import make_request_id, take_parts
 
 LENGTHS = [3, 1, 4]
 
@@ -35,7 +35,7 @@ def pack(request_ids: list[str], starts: list[int], padding: int = 0) -> tuple[S
 
 
 def test_every_request_gets_its_own_rows(tmp_path: Path):
-    ids = [new_request_id(), new_request_id(with_logits=True), new_request_id()]
+    ids = [make_request_id(), make_request_id(with_logits=True), make_request_id()]
     SGLangCaptureBackend(tmp_path).write(*pack(ids, [0, 0, 7], padding=2))
     parts = [take_parts(tmp_path, request_id)[0] for request_id in ids]
     assert [part.input_ids.tolist() for part in parts] == [[0, 1, 2], [3], [4, 5, 6, 7]]
@@ -54,7 +54,7 @@ def test_requests_of_others_are_left_alone(tmp_path: Path):
 
 @pytest.mark.parametrize("missing", ["hidden_states", "last_hidden_states"])
 def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path: Path, missing):
-    ids = [new_request_id(), "answer", new_request_id()]
+    ids = [make_request_id(), "answer", make_request_id()]
     batch, output = pack(ids, [0, 0, 0])
     setattr(output, missing, None)
     SGLangCaptureBackend(tmp_path).write(batch, output)
@@ -65,14 +65,14 @@ def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path
 
 
 def test_nothing_reaches_the_engine_even_where_nobody_can_be_told(tmp_path: Path, monkeypatch):
-    batch, output = pack([new_request_id(), "answer", "x"], [0, 0, 0])
+    batch, output = pack([make_request_id(), "answer", "x"], [0, 0, 0])
     monkeypatch.setattr("draftworks.sglang.hook._find_prefill", lambda args: batch)
     SGLangCaptureBackend(tmp_path / "removed")(nn.Identity(), (), output)
     assert not (tmp_path / "removed").exists()
 
 
 def test_rows_that_are_missing_are_told(tmp_path: Path):
-    ids = [new_request_id() for _ in LENGTHS]
+    ids = [make_request_id() for _ in LENGTHS]
     batch, output = pack(ids, [0, 0, 0])
     output.last_hidden_states = output.last_hidden_states[:5]
     SGLangCaptureBackend(tmp_path).write(batch, output)

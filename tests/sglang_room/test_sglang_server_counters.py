@@ -31,7 +31,7 @@ def answer(name: str, **meta: Any) -> dict[str, Any]:
 def test_every_token_of_an_answer_is_accounted_for():
     for name in ("whole", "cut", "one_token"):
         found = SpeculatedAnswer.of(ANSWERS[name])
-        accepted = found.accepted_per_pass()
+        accepted = found.list_accepted_per_pass()
         assert len(accepted) == found.passes
         # The prefill gave the first; a pass gives what it accepted and the target's own, which may be past the end.
         assert len(found.output_ids) - 1 - found.passes <= sum(accepted) <= len(found.output_ids) - 1
@@ -40,13 +40,13 @@ def test_every_token_of_an_answer_is_accounted_for():
 def test_what_was_accepted_beyond_the_end_of_an_answer_does_not_count():
     found = SpeculatedAnswer.of(ANSWERS["whole"])
     assert (found.passes, found.histogram) == (14, (8, 1, 3, 2))
-    assert sum(found.accepted_per_pass()) == 12  # 13 by the server: 1 + 13 + 14 is two more than the 26 tokens
-    assert sum(SpeculatedAnswer.of(ANSWERS["cut"]).accepted_per_pass()) == 4
+    assert sum(found.list_accepted_per_pass()) == 12  # 13 by the server: 1 + 13 + 14 is two more than the 26 tokens
+    assert sum(SpeculatedAnswer.of(ANSWERS["cut"]).list_accepted_per_pass()) == 4
 
 
 def test_counters_of_requests_and_of_the_server_are_the_same():
     answers = [SpeculatedAnswer.of(ANSWERS[name]) for name in ("whole", "cut", "one_token")]
-    counted = Counters.of_metrics(AFTER).since(Counters.of_metrics(BEFORE))
+    counted = Counters.of_metrics(AFTER).subtract(Counters.of_metrics(BEFORE))
     assert counted.passes == sum(found.passes for found in answers) == 18
     assert counted.tokens == sum(len(found.output_ids) for found in answers) == 36
 

@@ -14,7 +14,7 @@ from draftworks.sglang.spool import (
     Part,
     discard_parts,
     is_captured,
-    new_request_id,
+    make_request_id,
     sweep,
     take_parts,
     wants_logits,
@@ -31,7 +31,7 @@ def random_part(start: int = 0, dtype: torch.dtype = torch.float32) -> Part:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_are_taken_as_written_and_only_once(tmp_path: Path, dtype):
-    request_id, written = new_request_id(), random_part(dtype=dtype)
+    request_id, written = make_request_id(), random_part(dtype=dtype)
     write_part(tmp_path, request_id, written)
     (taken,) = take_parts(tmp_path, request_id)
     assert taken.start == 0
@@ -49,14 +49,14 @@ def test_slices_of_a_packed_batch_take_no_more_room_than_their_rows(tmp_path: Pa
 
 
 def test_parts_come_in_the_order_of_their_tokens(tmp_path: Path):
-    request_id = new_request_id()
+    request_id = make_request_id()
     for start in (16, 0, 8):
         write_part(tmp_path, request_id, random_part(start))
     assert [part.start for part in take_parts(tmp_path, request_id)] == [0, 8, 16]
 
 
 def test_requests_do_not_see_each_other(tmp_path: Path):
-    ours, theirs = new_request_id(), new_request_id()
+    ours, theirs = make_request_id(), make_request_id()
     write_part(tmp_path, theirs, random_part())
     assert take_parts(tmp_path, ours) == []
     discard_parts(tmp_path, [ours])
@@ -69,7 +69,7 @@ def test_a_write_that_breaks_off_leaves_nothing_to_take(tmp_path: Path, monkeypa
         raise OSError("no space left")
 
     monkeypatch.setattr("draftworks.sglang.spool.save_file", break_off)
-    request_id = new_request_id()
+    request_id = make_request_id()
     with pytest.raises(OSError, match="no space left"):
         write_part(tmp_path, request_id, random_part())
     assert take_parts(tmp_path, request_id) == []
@@ -93,14 +93,14 @@ def test_damaged_files_and_those_of_another_version_are_refused(tmp_path: Path):
 
 
 def test_only_our_requests_are_captured_and_only_some_with_logits():
-    assert is_captured(new_request_id())
-    assert not wants_logits(new_request_id())
-    assert wants_logits(new_request_id(with_logits=True))
+    assert is_captured(make_request_id())
+    assert not wants_logits(make_request_id())
+    assert wants_logits(make_request_id(with_logits=True))
     assert not is_captured("HEALTH_CHECK_1")
 
 
 def test_a_sweep_takes_old_files_of_our_requests_and_nothing_else(tmp_path: Path):
-    old, old_failed, fresh = new_request_id(with_logits=True), new_request_id(), new_request_id()
+    old, old_failed, fresh = make_request_id(with_logits=True), make_request_id(), make_request_id()
     write_part(tmp_path, old, random_part())
     (tmp_path / f"{old}.8.tmp").write_bytes(b"half a header")
     write_failure(tmp_path, old_failed, "no space left")

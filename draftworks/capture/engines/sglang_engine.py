@@ -25,7 +25,7 @@ from draftworks.errors import AbortedRequestError, CaptureError, EngineError, Pa
 from draftworks.features.contracts import CaptureConfig
 from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
 from draftworks.sglang.environment import SGLANG_VERSIONS
-from draftworks.sglang.spool import Part, discard_parts, new_request_id, take_parts
+from draftworks.sglang.spool import Part, discard_parts, make_request_id, take_parts
 from draftworks.storage.identity import EngineIdentity, LayerTap
 
 PREFILL_ONLY = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
@@ -191,7 +191,7 @@ class SGLangEngine(TargetEngine):
         expected = CaptureConfig(taps, self._target.hidden_size, str(self._dtype).removeprefix("torch."))
 
         def attempt() -> list[Part]:
-            requests = [GenerateRequest(new_request_id(with_logits), ids, PREFILL_ONLY) for ids in sequences]
+            requests = [GenerateRequest(make_request_id(with_logits), ids, PREFILL_ONLY) for ids in sequences]
             spool = self._host.spool
             try:
                 answers = self._host.client.generate(requests)

@@ -133,7 +133,7 @@ def ask_server(
     accepted: dict[str, list[int]] = defaultdict(list)
     emitted: dict[str, int] = defaultdict(int)
     for prompt, found in zip(prompts, answers, strict=True):
-        accepted[prompt.sample_id] += found.accepted_per_pass()
+        accepted[prompt.sample_id] += found.list_accepted_per_pass()
         emitted[prompt.sample_id] += max(len(found.output_ids) - 1, 0)  # the prefill gave the first token
     return ServerMeasurement(
         tuple(PromptAcceptance.from_accepted_counts(name, passes, emitted[name]) for name, passes in accepted.items()),

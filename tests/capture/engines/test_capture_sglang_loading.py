@@ -13,14 +13,14 @@ from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.config.registry_files import CaptureSpec, SGLangSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import EngineError
-from draftworks.sglang.spool import new_request_id, write_part
+from draftworks.sglang.spool import make_request_id, write_part
 from draftworks.storage.identity import LayerTap
 
 
 def test_files_older_than_any_request_are_swept_and_those_of_other_captures_stay(
     tiny_target: TargetFiles, tmp_path: Path
 ):
-    abandoned, awaited = new_request_id(), new_request_id()
+    abandoned, awaited = make_request_id(), make_request_id()
     with fake_sglang(tmp_path / "spool") as fake:
         for request_id in (abandoned, awaited):
             write_part(fake.spool, request_id, part_of([1, 2]))
