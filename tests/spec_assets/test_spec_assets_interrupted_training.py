@@ -15,7 +15,7 @@ import pytest
 
 from draftworks.storage.artifacts import ArtifactStore
 
-LONG = {"epochs": 25, "save_every": 25, "log_every": 50, "eval_every": 100}
+LONG = {"epochs": 15, "save_every": 10, "log_every": 30, "eval_every": 60}
 
 
 def torchrun_of(site) -> psutil.Process | None:
@@ -60,7 +60,7 @@ def starts(site) -> list[int]:
 
 @pytest.fixture
 def prepared(finished, tmp_path):
-    """A site with features, about to train for 150 or so steps."""
+    """A site with features, about to train for 90 or so steps."""
     return finished.site.copy(tmp_path)
 
 
