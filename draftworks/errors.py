@@ -19,8 +19,8 @@ class StoreError(DraftworksError):
     """A stored artefact is missing, truncated, altered or of another schema."""
 
 
-class StoreFullError(StoreError):
-    """A feature store has no room for what is put. Nothing of it is stored, and nothing else is lost."""
+class StoreFullError(StoreError, MemoryError):
+    """A feature store has no room now. Nothing is stored or lost, and the same put may succeed after others consumed."""
 
 
 class StoreLostError(StoreError):

@@ -16,7 +16,7 @@ from draftworks.features.leases import LeaseTable
 from draftworks.features.sample_file import SampleHeader, read_sample_header, read_tensor, write_sample
 from draftworks.features.sample_folder import SampleFolder, SampleLocation, age_s, file_size, remove, sample_key
 from draftworks.features.sealing import AuthPolicy
-from draftworks.features.specs import fill_in_ref, require_spec
+from draftworks.features.specs import fill_in_ref, require_all_features, require_spec
 from draftworks.storage.atomic import fsync
 from draftworks.storage.regular_files import open_regular
 
@@ -75,7 +75,8 @@ class SharedDirFeatureStore(FeatureStore):
         Raises:
             StoreError: not the features that the ref names, the disk refuses, or the sample was aborted meanwhile.
         """
-        _require_whole(ref, tensors)
+        require_all_features(ref, tensors)
+        _require_safe_names(ref, tensors)
         place = self._publish(ref.sample_id, tensors)
         self._folder.remove_below(place.sample_key, self._folder.newest(place.sample_key))
         keys = {name: f"{place.file_name}/{name}" for name in tensors}
@@ -225,13 +226,8 @@ class SharedDirFeatureStore(FeatureStore):
         return age_s(self._folder.path(place)) > self._max_sample_age_s
 
 
-def _require_whole(ref: SampleRef, tensors: Mapping[str, Tensor]) -> None:
-    """Raise StoreError unless `tensors` are the ref's features, under names that safetensors can carry."""
-    if tensors.keys() != ref.feature_keys.keys():
-        raise StoreError(
-            f"sample {ref.sample_id}: expected the features {sorted(ref.feature_keys)} at once, since a sample is one "
-            f"file, found {sorted(tensors)}"
-        )
+def _require_safe_names(ref: SampleRef, tensors: Mapping[str, Tensor]) -> None:
+    """Raise StoreError unless safetensors can carry the tensors' names."""
     bad = [name for name in tensors if not name.isprintable() or name == "__metadata__"]
     if bad:
         raise StoreError(f"sample {ref.sample_id}: features cannot be named {bad}")

@@ -27,6 +27,15 @@ def fill_in_ref(
     return replace(ref, feature_store_uri=uri, feature_keys=keys, feature_specs=specs, estimated_bytes=size)
 
 
+def require_all_features(ref: SampleRef, tensors: Mapping[str, Tensor]) -> None:
+    """Raise StoreError unless `tensors` are all features of the ref: a generation of a sample is put at once."""
+    if tensors.keys() != ref.feature_keys.keys():
+        raise StoreError(
+            f"sample {ref.sample_id}: expected the features {sorted(ref.feature_keys)} at once, since they are one "
+            f"generation of the sample, found {sorted(tensors)}"
+        )
+
+
 def require_spec(spec: FeatureSpec | None, shape: tuple[int, ...], dtype: str, where: str) -> None:
     """Raise StoreError that begins with `where` unless what is stored has the shape and dtype of a ref's spec, if any."""
     if spec is not None and (tuple(spec.shape), spec.dtype) != (shape, dtype):
