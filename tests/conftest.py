@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 settings.register_profile("unhurried", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
+# Contracts are asked in modules that are no tests themselves.
+pytest.register_assert_rewrite("store_harness", "store_contract", "store_keyed_contract")
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

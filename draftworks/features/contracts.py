@@ -184,9 +184,9 @@ class FeatureStore(ABC):
     def health(self) -> dict[str, Any]:
         """Return counts and sizes for people."""
 
-    @abstractmethod
     def estimate_bytes(self, ref: SampleRef) -> int:
-        """Return the bytes that the sample takes or will take in this store."""
+        """Return the bytes that the sample's tensors take or will take in this store, as far as its specs are known."""
+        return sum(spec.nbytes for spec in ref.feature_specs.values())
 
 
 class KeyedFeatureStore(FeatureStore):
@@ -206,6 +206,14 @@ class KeyedFeatureStore(FeatureStore):
 
         Raises:
             StoreError: the store is damaged, so missing and damaged features cannot be told apart.
+        """
+
+    @abstractmethod
+    def free(self, keys: Iterable[str]) -> int:
+        """Remove features by key; return the bytes freed by this call. Unknown keys are ignored.
+
+        Freed keys are missing at once, and can be put again. What is under lease in this process takes its bytes until
+        its last lease ends.
         """
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from threading import RLock
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatureStore, SampleRef
 from draftworks.features.leases import LeaseTable
+from draftworks.features.sample_folder import remove
 from draftworks.features.shared_dir_store import SharedDirFeatureStore
 from draftworks.features.specs import fill_in_ref
 
@@ -24,8 +26,8 @@ class KeyedSharedDirStore(KeyedFeatureStore):
     """A `SharedDirFeatureStore` with one sample per feature, whose id is the feature key.
 
     So another strategy adds its taps to existing samples, samples with the same tokens share their features, and
-    references equal those of any other store with the same content. What is put is published at once and kept. Tensors
-    are copies, so leases bind nothing.
+    references equal those of any other store with the same content. What is put is published at once and kept until it
+    is freed. Tensors are copies, so leases only defer the removal of freed files.
 
     Args:
         root: created if absent. Its file system must have hard links.
@@ -38,6 +40,7 @@ class KeyedSharedDirStore(KeyedFeatureStore):
     def __init__(self, root: Path, max_hold_age_s: float = 3600.0, staging_age_s: float = 3600.0) -> None:
         self._store = SharedDirFeatureStore(root, retain_on_release=True, staging_age_s=staging_age_s)
         self._leases = LeaseTable(max_hold_age_s)
+        self._deferred: defaultdict[str, list[Path]] = defaultdict(list)
         self._lock = RLock()
 
     @property
@@ -53,29 +56,34 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         return fill_in_ref(ref, tensors, self.uri)
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
-        tensors = {name: self._fetch(ref, name, key) for name, key in ref.feature_keys.items()}
         with self._lock:
-            return tensors, self._leases.grant(ref.sample_id, 0, ref.feature_keys.values())
+            handle = self._leases.grant(ref.sample_id, 0, ref.feature_keys.values())
+        try:
+            return {name: self._fetch(ref, name, key) for name, key in ref.feature_keys.items()}, handle
+        except BaseException:
+            self.release(handle)
+            raise
 
     def release(self, handle: FeatureHandle) -> None:
+        """Return the lease; files that were freed meanwhile go with the last one."""
         with self._lock:
             self._leases.end(handle)
+            self._remove_deferred()
 
     def abort(self, sample_id: str) -> None:
         """Void the sample's leases. `put` buffers nothing that could be discarded."""
         with self._lock:
             self._leases.void(sample_id)
+            self._remove_deferred()
 
     def gc(self) -> int:
         with self._lock:
             self._leases.expire()
-        return self._store.gc()
+            freed = self._remove_deferred()
+        return freed + self._store.gc()
 
     def health(self) -> dict[str, Any]:
         return {**self._store.health(), "leases": len(self._leases)}
-
-    def estimate_bytes(self, ref: SampleRef) -> int:
-        return self._store.estimate_bytes(ref)
 
     def find_missing(self, keys: Iterable[str]) -> list[str]:
         """Return the keys not stored. Few keys are looked up one by one: the folder may have millions of files."""
@@ -83,6 +91,11 @@ class KeyedSharedDirStore(KeyedFeatureStore):
         if len(keys) <= FEW_KEYS:
             return [key for key in keys if self._store.find_newest_file(key) is None]
         return self._store.find_absent(keys)
+
+    def free(self, keys: Iterable[str]) -> int:
+        """Remove the files of features, see `KeyedFeatureStore.free`; what is under lease here is set aside until then."""
+        with self._lock:
+            return sum(map(self._free, keys))
 
     def refresh(self) -> None:
         """No-op: `find_missing` caches nothing."""
@@ -92,6 +105,20 @@ class KeyedSharedDirStore(KeyedFeatureStore):
 
     def close(self) -> None:
         """No-op: `get` keeps nothing open."""
+
+    def _free(self, key: str) -> int:
+        file = self._store.find_newest_file(key)
+        if file is None:
+            return 0
+        if self._leases.holds(key):
+            self._deferred[key].append(self._store.set_aside(file))
+            return 0
+        return self._store.remove_file(file)
+
+    def _remove_deferred(self) -> int:
+        """Remove the freed files whose last lease has ended; return the bytes."""
+        done = [key for key in self._deferred if not self._leases.holds(key)]
+        return sum(remove(path) for key in done for path in self._deferred.pop(key))
 
     def _sample(self, key: str, stored_as: str, spec: FeatureSpec | None = None) -> SampleRef:
         specs = {} if spec is None else {FEATURE: spec}

@@ -1,6 +1,7 @@
 """A feature store in a folder: `shards/*.safetensors`, indexed by their headers alone.
 
-    root/shards/{digest}.safetensors    complete and immutable
+    root/shards/{digest}.safetensors    complete and immutable; removed when all its keys are freed
+    root/shards/{digest}.freed          keys of the shard that were freed, see `freed_keys`
     root/staging/{host}~{pid}~{id}.tmp  being written; swept by `gc` once its writer is dead
 
 Any number of processes may read and write one store at a time: a shard appears by rename, named by its content.
@@ -9,6 +10,7 @@ Any number of processes may read and write one store at a time: a shard appears 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef
+from draftworks.features.freed_keys import FreedKeys, JournalState
 from draftworks.features.leases import LeaseTable
+from draftworks.features.shard_index import ShardIndex
 from draftworks.features.shards import ShardHeader, ShardReader, ShardWriter, read_header, staging_owner_is_dead
 from draftworks.features.specs import dtype_name, fill_in_ref, require_spec
 
@@ -51,6 +55,7 @@ class LocalFeatureStore(KeyedFeatureStore):
         shard_bytes: `put` publishes a shard once it holds this much.
         max_open: shards kept mapped.
         max_hold_age_s: leases older than this are dropped by `gc`.
+        read_only: make no folders. Whoever says so must not put, free or collect garbage.
     """
 
     lease_bound = False
@@ -62,18 +67,21 @@ class LocalFeatureStore(KeyedFeatureStore):
         shard_bytes: int = 256 << 20,
         max_open: int = 64,
         max_hold_age_s: float = 3600.0,
+        read_only: bool = False,
     ) -> None:
         self.root = root.resolve()
         self._shards = self.root / "shards"
         self._staging = self.root / "staging"
-        for folder in (self._shards, self._staging):
+        for folder in () if read_only else (self._shards, self._staging):
             folder.mkdir(parents=True, exist_ok=True)
         self._verify = verify_reads
-        self._writer = ShardWriter(self._shards, self._staging, shard_bytes)
+        self._journals = FreedKeys(self._shards)
+        self._writer = ShardWriter(self._shards, self._staging, shard_bytes, self._journals.publishing)
         self._reader = ShardReader(max_open)
-        self._headers: dict[Path, ShardHeader] = {}
+        self._index = ShardIndex()
         self._damaged: dict[Path, str] = {}
-        self._where: dict[str, ShardHeader] = {}
+        self._journal_states: dict[Path, JournalState] = {}
+        self._deferred: set[Path] = set()
         self._wanted_by: dict[str, set[str]] = {}
         self._leases = LeaseTable(max_hold_age_s)
         self._lock = RLock()
@@ -91,7 +99,7 @@ class LocalFeatureStore(KeyedFeatureStore):
         with self._lock:
             for name, tensor in tensors.items():
                 key = ref.feature_keys[name]
-                if key not in self._where:
+                if not self._index.holders(key):
                     self._writer.add(key, tensor)
                     self._wanted_by.setdefault(key, set()).add(ref.sample_id)
             if self._writer.full:
@@ -100,18 +108,26 @@ class LocalFeatureStore(KeyedFeatureStore):
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
         """Return tensors by feature name: read-only views of the mapped file, valid beyond the lease."""
-        tensors = {name: self._fetch(ref, name, key) for name, key in ref.feature_keys.items()}
         with self._lock:
-            return tensors, self._leases.grant(ref.sample_id, 0, ref.feature_keys.values())
+            shards = {holders[0].path for holders in map(self._index.holders, ref.feature_keys.values()) if holders}
+            handle = self._leases.grant(ref.sample_id, 0, shards)
+        try:
+            return {name: self._fetch(ref, name, key) for name, key in ref.feature_keys.items()}, handle
+        except BaseException:
+            self.release(handle)
+            raise
 
     def release(self, handle: FeatureHandle) -> None:
+        """Return the lease; shards whose keys were all freed meanwhile go with the last one."""
         with self._lock:
             self._leases.end(handle)
+            self._remove_emptied(self._deferred)
 
     def abort(self, sample_id: str) -> None:
         """Discard what was put for a sample and is not published, and void its leases."""
         with self._lock:
             self._leases.void(sample_id)
+            self._remove_emptied(self._deferred)
             for key, samples in list(self._wanted_by.items()):
                 samples.discard(sample_id)
                 if not samples:
@@ -119,31 +135,36 @@ class LocalFeatureStore(KeyedFeatureStore):
                     del self._wanted_by[key]
 
     def gc(self) -> int:
-        """Remove staging files of dead writers and leases that are too old; return the bytes freed."""
+        """Remove old leases, staging files of dead writers, and shards whose keys are all freed; return the bytes freed."""
+        self.expire_leases()
+        with self._lock:
+            freed = self._remove_emptied(self._index.freed)
+            self._journals.sweep()
+        return freed + sum(_remove_if_crashed(path) for path in self._staging.iterdir())
+
+    def expire_leases(self) -> None:
+        """Drop the leases that are older than `max_hold_age_s`."""
         with self._lock:
             self._leases.expire()
-        return sum(_remove_if_crashed(path) for path in self._staging.iterdir())
 
     def health(self) -> dict[str, Any]:
         with self._lock:
             return {
                 "root": str(self.root),
-                "shards": len(self._headers),
-                "tensors": len(self._where),
-                "bytes": sum(header.nbytes for header in self._headers.values()),
+                "shards": len(self._index.headers),
+                "tensors": self._index.num_keys,
+                "bytes": self._index.nbytes,
+                "freed_bytes": self._index.freed_bytes,
                 "unpublished_bytes": self._writer.nbytes,
                 "leases": len(self._leases),
                 "open_shards": self._reader.open_shards,
                 "damaged": sorted(self._damaged.values()),
             }
 
-    def estimate_bytes(self, ref: SampleRef) -> int:
-        return sum(spec.nbytes for spec in ref.feature_specs.values())
-
     def contains(self, key: str) -> bool:
         """Whether a key is published or buffered."""
         with self._lock:
-            return key in self._where or key in self._writer.tensors
+            return bool(self._index.holders(key)) or key in self._writer.tensors
 
     def find_missing(self, keys: Iterable[str]) -> list[str]:
         """Return the keys that are not stored, in the order given.
@@ -153,6 +174,22 @@ class LocalFeatureStore(KeyedFeatureStore):
         """
         self.require_sound()
         return [key for key in keys if not self.contains(key)]
+
+    def free(self, keys: Iterable[str]) -> int:
+        """Remove features by key; see `KeyedFeatureStore.free`. A shard's file goes when all its keys are freed."""
+        freed: defaultdict[Path, set[str]] = defaultdict(set)
+        headers: dict[Path, ShardHeader] = {}
+        with self._lock:
+            for key in keys:
+                self._writer.discard(key)
+                self._wanted_by.pop(key, None)
+                for header in self._index.holders(key):
+                    freed[header.path].add(key)
+                    headers[header.path] = header
+            for path, names in freed.items():
+                self._journals.record(path, names)
+                self._index.add(headers[path], self._journals.read(path))  # with what others have freed
+            return self._remove_emptied(freed)
 
     def flush(self) -> None:
         """Publish what is buffered."""
@@ -165,15 +202,17 @@ class LocalFeatureStore(KeyedFeatureStore):
     def refresh(self) -> None:
         """Read shards that others published, replaced or removed since; reads new and damaged headers only."""
         with self._lock:
-            present = set(self._shards.glob("*.safetensors"))
-            gone = self._headers.keys() - present
-            for path in gone:
-                for key in self._headers.pop(path).entries:
-                    if self._where.get(key, None) is not None and self._where[key].path == path:
-                        del self._where[key]
+            present, journals = set(self._shards.glob("*.safetensors")), self._journals.states()
+            for path in self._index.paths - present:
+                self._forget(path)
             self._damaged = {path: text for path, text in self._damaged.items() if path in present}
-            for path in sorted((present - self._headers.keys()) | self._damaged.keys()):
+            for path in sorted((present - self._index.paths) | self._damaged.keys()):
                 self._open_shard(path)
+            changed = {path for path, _ in journals.items() ^ self._journal_states.items()}
+            changed |= self._index.freed.keys() - journals.keys()
+            for header in [header for header in self._index.headers if header.path in changed]:
+                self._index.add(header, self._journals.read(header.path))
+            self._journal_states = journals
 
     def require_sound(self) -> None:
         """Raise StoreError that names every damaged shard, if there is one."""
@@ -184,14 +223,13 @@ class LocalFeatureStore(KeyedFeatureStore):
         """Read every tensor of every shard and compare its checksum; report all bad files."""
         self.refresh()
         problems = dict(self._damaged)
-        for header in self._headers.values():
+        for header in self._index.headers:
             if header.path not in problems:
                 message = _first_problem(header)
                 if message:
                     problems[header.path] = message
-        nbytes = sum(header.nbytes for header in self._headers.values())
         found = tuple(text for _, text in sorted(problems.items()))
-        return StoreCheck(len(self._headers.keys() | problems.keys()), len(self._where), nbytes, found)
+        return StoreCheck(len(self._index.paths | problems.keys()), self._index.num_keys, self._index.nbytes, found)
 
     def close(self) -> None:
         """Publish what is buffered and unmap all shards."""
@@ -209,20 +247,41 @@ class LocalFeatureStore(KeyedFeatureStore):
             self._damaged[path] = str(error)
 
     def _admit(self, header: ShardHeader) -> None:
-        self._headers[header.path] = header
         self._damaged.pop(header.path, None)
-        for key in header.entries:
-            self._where.setdefault(key, header)
+        self._index.add(header, self._journals.read(header.path))
+
+    def _remove_emptied(self, shards: Iterable[Path]) -> int:
+        """Remove those of some shards whose keys are all freed, leased ones later; return the bytes."""
+        removed = 0
+        for path in list(shards):
+            self._deferred.discard(path)
+            header = self._index.find_emptied(path)
+            if header is None:
+                continue
+            if self._leases.holds(path):
+                self._deferred.add(path)
+                continue
+            size = self._journals.remove_shard(path, header.entries)
+            if size is None:
+                self._admit(header)  # another process has published it again
+            else:
+                removed += size
+                self._forget(path)
+        return removed
+
+    def _forget(self, path: Path) -> None:
+        self._index.remove(path)
+        self._reader.forget(path)
 
     def _fetch(self, ref: SampleRef, name: str, key: str) -> Tensor:
         with self._lock:
             tensor = self._writer.tensors.get(key)
-            header = self._where.get(key)
+            holders = self._index.holders(key)
         if tensor is None:
-            if header is None:
+            if not holders:
                 raise StoreError(self._absent(ref, name, key))
             try:
-                tensor = self._reader.get(header, key, self._verify)
+                tensor = self._reader.get(holders[0], key, self._verify)
             except StoreError as error:
                 raise StoreError(f"sample {ref.sample_id}, feature {name}: {error}") from error
         where = f"sample {ref.sample_id}, feature {name}"

@@ -142,9 +142,6 @@ class MemoryFeatureStore(FeatureStore):
                 "leases": len(self._leases),
             }
 
-    def estimate_bytes(self, ref: SampleRef) -> int:
-        return sum(spec.nbytes for spec in ref.feature_specs.values())
-
     def _wait_for_room(self, sample_id: str, size: int) -> None:
         limit = self._max_resident_bytes
         if limit is None:

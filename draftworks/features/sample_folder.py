@@ -112,11 +112,17 @@ class SampleFolder:
         fsync(final.parent)
         return True
 
-    def remove_below(self, key: str, generation: int) -> None:
-        """Remove all generations of a sample below `generation`."""
-        for place in self._generations(key):
-            if place.generation < generation:
-                self.path(place).unlink(missing_ok=True)
+    def remove_below(self, key: str, generation: int) -> int:
+        """Remove all generations of a sample below `generation`; return the bytes freed."""
+        older = [place for place in self._generations(key) if place.generation < generation]
+        return sum(remove(self.path(place)) for place in older)
+
+    def set_aside(self, place: SampleLocation) -> Path:
+        """Rename a generation's file to a staging name, which it may have no longer when it is removed; return its path."""
+        aside = self._staging / staging_name()
+        with suppress(FileNotFoundError):
+            os.rename(self.path(place), aside)
+        return aside
 
     def places(self) -> list[SampleLocation]:
         found = (SampleLocation.parse(path.name) for path in self._samples.glob("*/*.safetensors"))

@@ -13,7 +13,8 @@ import socket
 import struct
 import uuid
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -138,12 +139,20 @@ class ShardWriter:
         folder: of the complete shards.
         staging: folder on the same file system for files being written.
         shard_bytes: `full` is true from this size on.
+        publishing: context, given the shard's path, in which a written shard is renamed into place.
     """
 
-    def __init__(self, folder: Path, staging: Path, shard_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        staging: Path,
+        shard_bytes: int,
+        publishing: Callable[[Path], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._folder = folder
         self._staging = staging
         self._shard_bytes = shard_bytes
+        self._publishing = publishing
         self._tensors: dict[str, Tensor] = {}
         self.nbytes = 0
 
@@ -188,8 +197,9 @@ class ShardWriter:
         from safetensors.torch import save_file
 
         try:
-            with publish_file(final, self._staging / staging_name()) as staged:
+            with ExitStack() as until_renamed, publish_file(final, self._staging / staging_name()) as staged:
                 save_file(self._tensors, staged, metadata=metadata)
+                until_renamed.enter_context(self._publishing(final))
         except (OSError, SafetensorError) as error:
             raise StoreError(f"shard {final} ({self.nbytes:,} bytes) cannot be written: {error}") from error
         self._tensors, self.nbytes = {}, 0
@@ -229,6 +239,12 @@ class ShardReader:
                 )
             self._verified[header.path].add(key)
         return tensor
+
+    def forget(self, path: Path) -> None:
+        """Close a shard that was removed, so that its bytes are free once nobody uses its tensors."""
+        with self._lock:
+            self._open.pop(path, None)
+            self._verified.pop(path, None)
 
     def close(self) -> None:
         with self._lock:

@@ -143,14 +143,26 @@ class SharedDirFeatureStore(FeatureStore):
             "retain_on_release": self.retain_on_release,
         }
 
-    def estimate_bytes(self, ref: SampleRef) -> int:
-        return sum(spec.nbytes for spec in ref.feature_specs.values())
-
     def find_newest_file(self, sample_id: str) -> str | None:
         """Return the name of the newest file of a sample, the prefix of its keys; None if there is none."""
         key = sample_key(sample_id)
         newest = self._folder.newest(key)
         return SampleLocation(key, newest).file_name if newest else None
+
+    def remove_file(self, file_name: str) -> int:
+        """Remove a file that `find_newest_file` named, and older ones of its sample; return the bytes freed."""
+        place = _parse_place(file_name)
+        return self._folder.remove_below(place.sample_key, place.generation + 1)
+
+    def set_aside(self, file_name: str) -> Path:
+        """Rename such a file, so that its sample is gone for every process; return the new path, for its removal.
+
+        If this process ends before, `gc` removes it as it does what crashed writers left.
+        """
+        place = _parse_place(file_name)
+        aside = self._folder.set_aside(place)
+        self._folder.remove_below(place.sample_key, place.generation)
+        return aside
 
     def find_absent(self, sample_ids: Iterable[str]) -> list[str]:
         """Return the sample ids that have no file, in the order given, by one listing of the folder."""
@@ -224,6 +236,13 @@ class SharedDirFeatureStore(FeatureStore):
         if self._max_sample_age_s is None or self._leases.holds(place):
             return False
         return age_s(self._folder.path(place)) > self._max_sample_age_s
+
+
+def _parse_place(file_name: str) -> SampleLocation:
+    place = SampleLocation.parse(file_name)
+    if place is None:
+        raise StoreError(f"{file_name!r} is not the file of a sample")
+    return place
 
 
 def _require_safe_names(ref: SampleRef, tensors: Mapping[str, Tensor]) -> None:

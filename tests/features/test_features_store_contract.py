@@ -5,19 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from features_toys import ToyTokens, toy_ref
+from store_contract import ReadingContract, WritingContract
+from store_harness import FileHarness, put
+from store_keyed_contract import FreeingContract
 
-pytest.register_assert_rewrite("store_harness", "store_contract", "store_keyed_contract")
-
-from features_toys import ToyTokens, toy_ref  # noqa: E402
-from store_contract import WritingContract  # noqa: E402
-from store_harness import FileHarness  # noqa: E402
-from store_keyed_contract import KeyedContract  # noqa: E402
-
-from draftworks.features.joined_store import JoinedStore  # noqa: E402
-from draftworks.features.keyed_shared_dir import KeyedSharedDirStore  # noqa: E402
-from draftworks.features.local_store import LocalFeatureStore  # noqa: E402
-from draftworks.features.sealing import AuthPolicy  # noqa: E402
-from draftworks.features.shared_dir_store import SharedDirFeatureStore  # noqa: E402
+from draftworks.features.contracts import SampleRef
+from draftworks.features.joined_store import JoinedStore
+from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
+from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.read_only_store import ReadOnlyFeatureStore
+from draftworks.features.sealing import AuthPolicy
+from draftworks.features.shared_dir_store import SharedDirFeatureStore
 
 POLICIES = [AuthPolicy(), AuthPolicy(secret=b"a secret of 24 bytes, ok")]
 TOKENS = ToyTokens([toy_ref(index) for index in range(500)])
@@ -31,13 +30,29 @@ def open_keyed_shared(root: Path, max_hold_age_s: float) -> KeyedSharedDirStore:
     return KeyedSharedDirStore(root, max_hold_age_s=max_hold_age_s, staging_age_s=0.0)
 
 
-class TestLocalFeatureStore(KeyedContract):
+class TestLocalFeatureStore(FreeingContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> FileHarness:
         return FileHarness(tmp_path, open_local, keyed=True)
 
 
-class TestKeyedSharedDirStore(KeyedContract):
+class ReadOnlyHarness(FileHarness):
+    """Samples come from a local store that writes."""
+
+    def fill(self, index: int) -> SampleRef:
+        return put(LocalFeatureStore(self.root), index)
+
+
+class TestReadOnlyFeatureStore(ReadingContract):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> FileHarness:
+        def opened(root: Path, max_hold_age_s: float) -> ReadOnlyFeatureStore:
+            return ReadOnlyFeatureStore(root.as_uri(), max_hold_age_s=max_hold_age_s)
+
+        return ReadOnlyHarness(tmp_path, opened, keyed=True)
+
+
+class TestKeyedSharedDirStore(FreeingContract):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> FileHarness:
         return FileHarness(tmp_path, open_keyed_shared, keyed=True)

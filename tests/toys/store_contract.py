@@ -266,7 +266,6 @@ class WritingContract(ReadingContract):
         store.abort("s1")
         store.abort("s7")
         store.release(handle)
-        read(harness, harness.open(), ref)
         read(harness, store, other)
         again = read(harness, store, ref)
         store.release(again)

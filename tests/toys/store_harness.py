@@ -90,7 +90,8 @@ class FileHarness(StoreHarness):
         path.write_bytes(content[:-1])
 
     def stored_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.root.rglob("*.safetensors"))
+        paths = [*self.root.rglob("*.safetensors"), *self.root.rglob("*.tmp")]
+        return sum(path.stat().st_size for path in paths)
 
     def leftovers(self) -> list[str]:
         return [path.name for path in (self.root / "staging").iterdir()]

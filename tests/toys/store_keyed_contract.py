@@ -148,6 +148,19 @@ class FreeingContract(KeyedContract):
             read(harness, reader, ref)
             assert reader.find_missing(keys_of(1)) == []
 
+    def test_what_others_put_again_under_a_lease_stays(self, harness: StoreHarness, store: KeyedFeatureStore):
+        ref = put(store, 1)
+        handle = read(harness, store, ref)
+        store.free(keys_of(1))
+        other = harness.open()
+        assert isinstance(other, KeyedFeatureStore)
+        assert other.find_missing(keys_of(1)) == keys_of(1)
+        put(other, 1)
+        store.release(handle)
+        store.refresh()
+        for reader in (store, other, harness.open()):
+            read(harness, reader, ref)
+
     def test_another_process_frees_what_this_one_has_read(self, harness: StoreHarness, store: KeyedFeatureStore):
         ref, other = put(store, 1), put(store, 2)
         tensors, handle = store.get(ref)
@@ -162,6 +175,17 @@ class FreeingContract(KeyedContract):
         put(store, 1)
         assert run_elsewhere(harness, _free, keys_of(1)) != "0"
 
+    def test_of_two_that_free_a_part_each_the_later_frees_the_rest(
+        self, harness: StoreHarness, store: KeyedFeatureStore
+    ):
+        put(store, 1)
+        other = harness.open()
+        assert isinstance(other, KeyedFeatureStore)
+        one, two = keys_of(1)
+        store.free([one])
+        other.free([two])
+        assert harness.stored_bytes() == 0
+
     def test_a_process_killed_while_it_frees_leaves_a_sound_store(self, harness: StoreHarness):
         if not isinstance(harness, FileHarness):
             return
@@ -171,7 +195,7 @@ class FreeingContract(KeyedContract):
             killed = killed_before(event, lambda: _free(harness, keys_of(1)))
             store = harness.open()
             assert isinstance(store, KeyedFeatureStore)
-            read(harness, store, kept)
+            store.release(read(harness, store, kept))
             require_whole_or_missing(harness, store, ref)
             store.release(read(harness, store, put(store, 1)))
             store.free(keys_of(1))
