@@ -1,31 +1,26 @@
-"""Data loader from sample references to training batches: fetch, copy if the store requires it, release, collate."""
+"""Data loader of planned sets: from sample references and a schedule to training batches."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from draftworks.errors import DraftworksError
 from draftworks.features.contracts import FeatureStore, SampleRef, TrainBatch
 from draftworks.features.packed_schedule import PackedEvaluationSchedule, PackedTrainSchedule
 from draftworks.features.packing import PackLimits, require_lengths
+from draftworks.features.prefetch import BatchPrefetcher
+from draftworks.features.sample_reader import Collate, SampleReader
 from draftworks.features.schedule import BatchSchedule, EvaluationSchedule, MicroBatch, PaddedTrainSchedule
-
-Sample = dict[str, Tensor]
-Collate = Callable[[Sequence[Mapping[str, Tensor]], Sequence[str]], TrainBatch]
+from draftworks.features.step_leases import StepLeases
 
 
 class FeatureDataLoader:
-    """Iterates over one rank's micro-batches of one epoch.
+    """Iterates over one rank's micro-batches of one epoch of a set whose order is planned.
 
-    A padding batch (evaluation on ranks that have run out) is a real batch of one sample with its loss mask cleared and
-    no `sample_ids`: it goes through the model like any other, so that collectives match, and adds nothing.
+    Ranks that have run out get padding batches, see `SampleReader`. For references in arrival order see
+    `QueueDataLoader`.
 
     Args:
         refs: all samples, the same on every rank.
@@ -33,6 +28,7 @@ class FeatureDataLoader:
         schedule: the samples of each micro-batch; see `for_training` and `for_evaluation`.
         collate: samples and their ids to a batch, as `DraftStrategy.collate`.
         prefetch: batches prepared ahead, by `threads` threads; 0 prepares them in the caller's thread.
+        release_on_ack: hold the leases of what is read until `leases.release` names the samples of its optimizer step.
     """
 
     def __init__(
@@ -43,11 +39,12 @@ class FeatureDataLoader:
         collate: Collate,
         prefetch: int = 2,
         threads: int = 1,
+        release_on_ack: bool = False,
     ) -> None:
         self.schedule = schedule
+        self.leases = StepLeases(store) if release_on_ack else None
         self._refs = refs
-        self._store = store
-        self._collate = collate
+        self._reader = SampleReader(store, collate, self.leases)
         self._prefetch = prefetch
         self._threads = threads
         self._device = torch.device("cpu")
@@ -67,6 +64,7 @@ class FeatureDataLoader:
         world: int = 1,
         seed: int = 0,
         prefetch: int = 2,
+        release_on_ack: bool = False,
     ) -> FeatureDataLoader:
         """Loader of shuffled epochs; `global_batch_size` defaults to one micro-batch of `batch_size` on each rank."""
         schedule = PaddedTrainSchedule(
@@ -77,7 +75,7 @@ class FeatureDataLoader:
             world=world,
             seed=seed,
         )
-        return cls(refs, store, schedule, collate, prefetch)
+        return cls(refs, store, schedule, collate, prefetch, release_on_ack=release_on_ack)
 
     @classmethod
     def for_packed_training(
@@ -92,6 +90,7 @@ class FeatureDataLoader:
         world: int = 1,
         seed: int = 0,
         prefetch: int = 2,
+        release_on_ack: bool = False,
     ) -> FeatureDataLoader:
         """Loader with the same samples in every step as `for_training`, in packed rows; `pack` as `DraftStrategy.pack`.
 
@@ -107,7 +106,7 @@ class FeatureDataLoader:
             world=world,
             seed=seed,
         )
-        return cls(refs, store, schedule, pack, prefetch)
+        return cls(refs, store, schedule, pack, prefetch, release_on_ack=release_on_ack)
 
     @classmethod
     def for_evaluation(
@@ -168,64 +167,13 @@ class FeatureDataLoader:
     def __iter__(self) -> Iterator[TrainBatch]:
         plan = self.schedule.batches(self._epoch, self._skip)
         self._skip = 0
-        return map(self.load, plan) if self._prefetch == 0 else self._prefetched(plan)
+        return self._iterate(plan)
 
-    def load(self, batch: MicroBatch) -> TrainBatch:
-        """Read and collate one micro-batch.
-
-        Raises:
-            DraftworksError: a store's error, with the sample named.
-            RuntimeError: any other failure of a sample or of collation, with the samples named.
-        """
-        refs = [self._refs[index] for index in batch.indices]
-        samples = [self._sample(ref, batch.padding) for ref in refs]
-        ids = tuple(ref.sample_id for ref in refs)
-        try:
-            collated = self._collate(samples, ids)
-        except Exception as error:
-            raise _name_sample(error, f"batch of samples {', '.join(ids)}") from error
-        tokens = 0 if batch.padding else sum(ref.num_tokens for ref in refs)
-        return replace(collated, sample_ids=() if batch.padding else ids, num_tokens=tokens, ends_step=batch.ends_step)
-
-    def _load_pinned(self, batch: MicroBatch) -> TrainBatch:
-        return self.load(batch).pin_memory()
-
-    def _sample(self, ref: SampleRef, padding: bool) -> Sample:
-        try:
-            tensors, handle = self._store.get(ref)
-            try:
-                if self._store.lease_bound:
-                    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-            finally:
-                self._store.release(handle)
-            if padding and "loss_mask" in tensors:
-                tensors = {**tensors, "loss_mask": torch.zeros_like(tensors["loss_mask"])}
-            return tensors
-        except Exception as error:
-            raise _name_sample(error, f"sample {ref.sample_id}") from error
-
-    def _prefetched(self, plan: Iterable[MicroBatch]) -> Iterator[TrainBatch]:
-        load, begin = self.load, None
-        if self._device.type == "cuda":
-            load = self._load_pinned
-            # A new thread is bound to the first GPU, not to its process's: all ranks would take memory there.
-            bound = torch.cuda.current_device() if self._device.index is None else self._device.index
-            begin = partial(torch.cuda.set_device, bound)
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix="feature-loader", initializer=begin)
-        waiting: deque[Future[TrainBatch]] = deque()
-        try:
+    def _iterate(self, plan: Iterable[MicroBatch]) -> Iterator[TrainBatch]:
+        with BatchPrefetcher(self._threads if self._prefetch else 0, self._device, self.leases) as ahead:
             for batch in plan:
-                waiting.append(pool.submit(load, batch))
-                if len(waiting) > self._prefetch:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _name_sample(error: Exception, what: str) -> Exception:
-    """Return the error with its sample named; a user's error keeps its type."""
-    if isinstance(error, DraftworksError):
-        return error if what in str(error) else type(error)(f"{what}: {error}")
-    return RuntimeError(f"{what}: {type(error).__name__}: {error}")
+                ahead.put(partial(self._reader.read, self._refs, batch))
+                if len(ahead) > self._prefetch:
+                    yield ahead.take()
+            while ahead:
+                yield ahead.take()

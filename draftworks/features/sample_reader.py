@@ -1,0 +1,88 @@
+"""Reading of one micro-batch: fetch its samples, copy them if the store requires it, collate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftworks.errors import DraftworksError
+from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef, TrainBatch
+from draftworks.features.schedule import MicroBatch
+from draftworks.features.step_leases import StepLeases
+
+Sample = dict[str, Tensor]
+Collate = Callable[[Sequence[Mapping[str, Tensor]], Sequence[str]], TrainBatch]
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """A batch, and the leases that stay open until its optimizer step is acknowledged."""
+
+    batch: TrainBatch
+    handles: tuple[FeatureHandle, ...] = ()
+
+    def pin_memory(self) -> LoadedBatch:
+        return replace(self, batch=self.batch.pin_memory())
+
+
+class SampleReader:
+    """Reads micro-batches from a store; safe to use from several threads if the store is.
+
+    A padding batch is a real batch of one sample with its loss mask cleared and no `sample_ids`: it goes through the
+    model like any other, so that collectives match, and adds nothing.
+
+    Args:
+        leases: holds the leases of what is read; without it they end once the tensors are copied.
+    """
+
+    def __init__(self, store: FeatureStore, collate: Collate, leases: StepLeases | None = None) -> None:
+        self._store = store
+        self._collate = collate
+        self._leases = leases
+
+    def read(self, refs: Sequence[SampleRef], batch: MicroBatch) -> LoadedBatch:
+        """Read and collate the samples of `refs` that a micro-batch names.
+
+        Raises:
+            DraftworksError: a store's error, with the sample named.
+            RuntimeError: any other failure of a sample or of collation, with the samples named.
+        """
+        chosen = [refs[index] for index in batch.indices]
+        handles: list[FeatureHandle] = []
+        samples = [self._sample(ref, batch.padding, handles) for ref in chosen]
+        ids = tuple(ref.sample_id for ref in chosen)
+        try:
+            collated = self._collate(samples, ids)
+        except Exception as error:
+            raise _name_sample(error, f"batch of samples {', '.join(ids)}") from error
+        tokens = 0 if batch.padding else sum(ref.num_tokens for ref in chosen)
+        read = replace(collated, sample_ids=() if batch.padding else ids, num_tokens=tokens, ends_step=batch.ends_step)
+        return LoadedBatch(read, tuple(handles))
+
+    def _sample(self, ref: SampleRef, padding: bool, handles: list[FeatureHandle]) -> Sample:
+        try:
+            tensors, handle = self._store.get(ref)
+            try:
+                if self._store.lease_bound:
+                    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            finally:
+                if self._leases is None:
+                    self._store.release(handle)
+                else:
+                    self._leases.take(handle)
+                    handles.append(handle)
+            if padding and "loss_mask" in tensors:
+                tensors = {**tensors, "loss_mask": torch.zeros_like(tensors["loss_mask"])}
+            return tensors
+        except Exception as error:
+            raise _name_sample(error, f"sample {ref.sample_id}") from error
+
+
+def _name_sample(error: Exception, what: str) -> Exception:
+    """Return the error with its sample named; a user's error keeps its type."""
+    if isinstance(error, DraftworksError):
+        return error if what in str(error) else type(error)(f"{what}: {error}")
+    return RuntimeError(f"{what}: {type(error).__name__}: {error}")
