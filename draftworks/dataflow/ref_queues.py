@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from draftworks.dataflow.channel_reader import RefReader
 from draftworks.dataflow.id_set import SampleIdSet
@@ -52,6 +53,10 @@ class RefQueue(ABC):
             ValueError: one is not handed out; nothing changes then.
         """
 
+    @abstractmethod
+    def require_batch(self, batch: InFlight) -> None:
+        """Raise ConfigError if so much can never be handed out together."""
+
 
 class _HandedOut:
     """References that were handed out and are neither acknowledged nor given up."""
@@ -90,6 +95,7 @@ class SampleRefQueue(RefQueue):
         self._closed = False
         self._failure: BaseException | None = None
         self._last_change = time.monotonic()
+        self._starved_since: float | None = None
 
     @property
     def in_flight(self) -> InFlight:
@@ -100,6 +106,9 @@ class SampleRefQueue(RefQueue):
     def is_drained(self) -> bool:
         with self._changed:
             return self._closed and not self._waiting
+
+    def require_batch(self, batch: InFlight) -> None:
+        self._watermark.require_batch(batch)
 
     def put(self, refs: Iterable[SampleRef], should_stop: Callable[[], bool] = lambda: False) -> int:
         """Append references one by one as there is room; return how many were new.
@@ -113,28 +122,37 @@ class SampleRefQueue(RefQueue):
         """
         added = 0
         for ref in refs:
+            since = time.monotonic()
             more = InFlight.of([ref])
             self._watermark.require_piece(more)
             with self._changed:
                 if ref.sample_id in self._seen:
                     continue
-                if not self._wait_for(lambda more=more: self._watermark.has_room(self._in_flight, more), should_stop):
+                has_room = partial(self._has_room, more)
+                if not self._wait_for(has_room, should_stop, since):
                     return added
                 if self._closed:
                     raise StoreError("the queue of references is closed: nothing can be put into it")
-                self._seen.add(ref.sample_id)
-                self._waiting.append(ref)
-                self._in_flight += more
-                self._note_change()
-                added += 1
+                if self._seen.add(ref.sample_id):  # another producer may have put it meanwhile
+                    self._waiting.append(ref)
+                    self._in_flight += more
+                    self._note_change()
+                    added += 1
         return added
 
     def get(self, count: int, wait_s: float | None = None) -> list[SampleRef]:
         until = None if wait_s is None else time.monotonic() + wait_s
         with self._changed:
-            self._wait_for(
-                lambda: bool(self._waiting) or self._closed, lambda: until is not None and time.monotonic() >= until
-            )
+            # A wait in several calls is one wait: it goes on since the first of them.
+            since = self._starved_since or time.monotonic()
+            if self._wait_for(
+                lambda: bool(self._waiting) or self._closed,
+                lambda: until is not None and time.monotonic() >= until,
+                since,
+            ):
+                self._starved_since = None
+            elif wait_s:
+                self._starved_since = since
             refs = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
             self._handed_out.add(refs)
             return refs
@@ -164,13 +182,19 @@ class SampleRefQueue(RefQueue):
             self._failure = self._failure or error
             self._note_change()
 
+    def _has_room(self, more: InFlight) -> bool:
+        return self._watermark.has_room(self._in_flight, more)
+
     def _note_change(self) -> None:
         self._last_change = time.monotonic()
         self._changed.notify_all()
 
-    def _wait_for(self, is_ready: Callable[[], bool], is_over: Callable[[], bool]) -> bool:
-        """Wait, with the lock held, until `is_ready`; return False if `is_over` came first."""
-        started = time.monotonic()
+    def _wait_for(self, is_ready: Callable[[], bool], is_over: Callable[[], bool], since: float) -> bool:
+        """Wait, with the lock held, until `is_ready`; return False if `is_over` came first.
+
+        Raises:
+            StoreError: nothing has changed for the idle timeout, counted from `since` at the earliest.
+        """
         while True:
             if self._failure is not None:
                 raise _as_own_error(self._failure)
@@ -178,7 +202,7 @@ class SampleRefQueue(RefQueue):
                 return True
             if is_over():
                 return False
-            if time.monotonic() - max(started, self._last_change) > self._idle_timeout_s:
+            if time.monotonic() - max(since, self._last_change) > self._idle_timeout_s:
                 raise StoreError(
                     f"the queue of references did not move for {self._idle_timeout_s:g} s: {len(self._waiting)} wait in "
                     f"it, {self._in_flight} are in flight. The other side, a thread of this process, hangs or has ended "
@@ -210,6 +234,9 @@ class StreamingRefQueue(RefQueue):
     def is_drained(self) -> bool:
         with self._lock:
             return self._reader.has_ended and not self._waiting
+
+    def require_batch(self, batch: InFlight) -> None:
+        """Nothing to check: the watermark of a channel is its producer's."""
 
     def get(self, count: int, wait_s: float | None = None) -> list[SampleRef]:
         until = None if wait_s is None else time.monotonic() + wait_s

@@ -32,13 +32,13 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return total.to(values.device)
 
 
-def max_over_ranks(value: int) -> int:
+def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
     """Return the largest value of all ranks. A collective."""
     if get_world_size() == 1:
         return value
     found = torch.tensor([value], dtype=torch.int64)
-    found = found.to(_choose_comm_device(found))
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    found = found.to(_choose_comm_device(found, group))
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return int(found)
 
 
@@ -73,13 +73,7 @@ def run_on_every_rank(action: Callable[[], Result], group: dist.ProcessGroup | N
         result = action()
     except (OSError, ValueError, DraftworksError) as caught:
         error = caught
-    said = (
-        None
-        if error is None
-        else str(error)
-        if isinstance(error, DraftworksError)
-        else f"{type(error).__name__}: {error}"
-    )
+    said = None if error is None else describe_error(error)
     errors = {number: text for number, text in enumerate(gather_from_ranks(said, group)) if text is not None}
     if isinstance(error, DraftworksError):
         raise error
@@ -89,8 +83,15 @@ def run_on_every_rank(action: Callable[[], Result], group: dist.ProcessGroup | N
     return result  # type: ignore[return-value]
 
 
-def _choose_comm_device(values: Tensor) -> torch.device:
+def describe_error(error: Exception) -> str:
+    """Return an error as other ranks name it: a user's error by its message alone."""
+    return str(error) if isinstance(error, DraftworksError) else f"{type(error).__name__}: {error}"
+
+
+def _choose_comm_device(values: Tensor, group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device that collectives use: the current GPU for NCCL, the CPU for gloo."""
     if not dist.is_initialized():
         return values.device
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )

@@ -147,6 +147,14 @@ def test_waiting_ends_with_the_idle_timeout(make):
         make(idle_timeout_s=0.2).queue.get(1)
 
 
+def test_a_wait_in_several_calls_ends_with_the_idle_timeout_too(make):
+    queue = make(idle_timeout_s=0.3).queue
+    found = [queue.get(1, wait_s=0.2)]
+    with pytest.raises(StoreError, match=r"for 0.3 s"):
+        found += [queue.get(1, wait_s=0.2)]
+    assert found == [[]]
+
+
 def test_one_thread_acknowledges_while_another_waits(make):
     both = make()
     both.put(refs_of(0))
