@@ -10,7 +10,7 @@ import pytest
 from dataflow_toys import LEASE_S, Clock, KeyStore, controller_of, ids_of, toy_slim_ref
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.metadata_store import MetadataStore
@@ -20,9 +20,10 @@ from draftworks.dataflow.tasks import PromptTask, TaskCounts, TaskLease
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
 
-MAX_ATTEMPTS = 3
-TASKS = 6
+MAX_ATTEMPTS = 2
+TASKS = 4
 SAMPLES = 2
+BACK = st.sampled_from((0, 0, 0, 1, 1, 2, 4))
 PENDING, LEASED, DONE, DEAD = "pending", "leased", "done", "dead"
 
 
@@ -71,8 +72,6 @@ class Model:
 class ControlPlaneMachine(RuleBasedStateMachine):
     """Producers, a consumer and their accidents."""
 
-    leases = Bundle("leases")
-
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
@@ -81,6 +80,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         self.features = KeyStore()
         self.versions = 0
         self.step = 0
+        self.leases: list[TaskLease] = []
         self.controller = self.connect(self.open_store(Path(self.folder.name)))
 
     def open_store(self, folder: Path) -> MetadataStore:
@@ -93,10 +93,14 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         self.controller.close()
         self.folder.cleanup()
 
+    @initialize()
+    def begin(self) -> None:
+        self.add([0, 1], 1)
+
     @rule(numbers=st.lists(st.integers(0, TASKS - 1), max_size=3), step=st.integers(0, 2))
     def add(self, numbers: list[int], step: int) -> None:
         tasks = [PromptTask(f"t{n}", "run", tuple(f"s{n}.{p}" for p in range(SAMPLES)), step=step) for n in numbers]
-        new = {task.task_id: task for task in reversed(tasks) if task.task_id not in self.model.tasks}
+        new = {task.task_id for task in tasks} - set(self.model.tasks)
         assert self.controller.add_tasks(tasks) == len(new)
         for task in tasks:
             self.model.tasks.setdefault(task.task_id, ModelTask(task))
@@ -105,8 +109,8 @@ class ControlPlaneMachine(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.clock.now += seconds
 
-    @rule(target=leases, worker=st.sampled_from("ab"), limit=st.integers(1, 3), max_step=st.none() | st.integers(0, 2))
-    def lease(self, worker: str, limit: int, max_step: int | None) -> object:
+    @rule(worker=st.sampled_from("ab"), limit=st.integers(1, 2), max_step=st.none() | st.integers(0, 2))
+    def lease(self, worker: str, limit: int, max_step: int | None) -> None:
         self.model.expire(self.clock.now)
         found = self.controller.lease_tasks(worker, limit, max_step)
         expected = [task for task in self.model.pending() if max_step is None or task.task.step <= max_step][:limit]
@@ -115,10 +119,16 @@ class ControlPlaneMachine(RuleBasedStateMachine):
             task.state, task.worker, task.expires_at = LEASED, worker, self.clock.now + LEASE_S
             task.attempt += 1
             assert (lease.attempt, lease.expires_at) == (task.attempt, task.expires_at)
-        return multiple(*found)
+        self.leases += found
 
-    @rule(lease=leases)
-    def renew(self, lease: TaskLease) -> None:
+    def some_lease(self, back: int) -> TaskLease:
+        """A lease that was given, the last ones sooner; it may be over."""
+        return self.leases[-1 - back % len(self.leases)]
+
+    @precondition(lambda self: self.leases)
+    @rule(back=BACK)
+    def renew(self, back: int) -> None:
+        lease = self.some_lease(back)
         self.model.expire(self.clock.now)
         task = self.model.tasks[lease.task.task_id]
         held = task.is_held_by(lease)
@@ -126,22 +136,26 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         if held:
             task.expires_at = self.clock.now + LEASE_S
 
-    @rule(lease=leases, reason=st.sampled_from(("no memory", "no server")))
-    def fail(self, lease: TaskLease, reason: str) -> None:
+    @precondition(lambda self: self.leases)
+    @rule(back=BACK)
+    def fail(self, back: int) -> None:
+        lease = self.some_lease(back)
         self.model.expire(self.clock.now)
         task = self.model.tasks[lease.task.task_id]
         held = task.is_held_by(lease)
         if held:
             task.count_failure()
-        assert self.controller.fail_task(lease, reason) == (held and task.state == DEAD)
+        assert self.controller.fail_task(lease, "no memory") == (held and task.state == DEAD)
 
-    @rule(lease=consumes(leases), parts=st.sets(st.integers(0, SAMPLES - 1)), done=st.booleans())
-    def commit(self, lease: TaskLease, parts: set[int], done: bool) -> None:
+    @precondition(lambda self: self.leases)
+    @rule(back=BACK, parts=st.sampled_from(((0, 1), (0,), (1,), (1, 0))), done=st.booleans())
+    def commit(self, back: int, parts: tuple[int, ...], done: bool) -> None:
         """Under a lease that may be over; whole or in part."""
+        lease = self.some_lease(back)
         self.model.expire(self.clock.now)
         task = self.model.tasks[lease.task.task_id]
         self.versions += 1
-        refs = [self.capture(lease.task.sample_ids[part], lease.task.task_id) for part in sorted(parts)]
+        refs = [self.capture(lease.task.sample_ids[part], lease.task.task_id) for part in parts]
         result = self.controller.commit_samples(refs, [lease] if done else [])
         before = self.model.committed
         fresh = [] if task.state == DEAD else [ref for ref in refs if ref.sample_id not in before]
@@ -157,32 +171,33 @@ class ControlPlaneMachine(RuleBasedStateMachine):
         ref = replace(ref, feature_keys={name: f"{key}#{self.versions}" for name, key in ref.feature_keys.items()})
         return self.features.put(ref, {})
 
-    @rule(places=st.sets(st.integers(0, TASKS * SAMPLES), min_size=1, max_size=3))
-    def acknowledge(self, places: set[int]) -> None:
+    @precondition(lambda self: len(self.model.acks) < len(self.model.refs))
+    @rule(first=st.integers(0, 2), count=st.integers(1, 2))
+    def acknowledge(self, first: int, count: int) -> None:
         """One optimizer step over some samples that have not been trained; acknowledged twice, as after a lost answer."""
         waiting = [ref.sample_id for ref in self.model.refs if ref.sample_id not in self.model.acks]
-        chosen = [waiting[place] for place in sorted(places) if place < len(waiting)]
+        chosen = waiting[first : first + count]
         self.step += 1
         assert self.controller.ack(chosen, self.step) == len(chosen)
         assert self.controller.ack(chosen, self.step) == 0
         self.model.acks.update(dict.fromkeys(chosen, self.step))
 
-    @rule(place=st.integers(0, TASKS * SAMPLES))
-    def train_twice(self, place: int) -> None:
-        trained = sorted(self.model.acks)
-        if place < len(trained):
-            with pytest.raises(StoreError, match="was acknowledged"):
-                self.controller.ack([trained[place]], self.step + 1)
+    @precondition(lambda self: self.model.acks)
+    @rule(place=st.integers(0, 3), later=st.booleans())
+    def train_twice(self, place: int, later: bool) -> None:
+        sample_id, step = list(self.model.acks.items())[place % len(self.model.acks)]
+        with pytest.raises(StoreError, match="was acknowledged"):
+            self.controller.ack([sample_id], step + (1 if later else -1))
 
     @rule()
     def save(self) -> None:
         self.controller.record_checkpoint(self.step)
         self.model.checkpoint = max(self.model.checkpoint, self.step)
 
-    @rule(place=st.integers(0, TASKS * SAMPLES))
+    @precondition(lambda self: self.model.refs)
+    @rule(place=st.integers(0, 3))
     def lose_features(self, place: int) -> None:
-        if place < len(self.model.refs):
-            self.features.free(self.model.refs[place].feature_keys.values())
+        self.features.free(self.model.refs[place % len(self.model.refs)].feature_keys.values())
 
     @rule()
     def crash(self) -> None:
@@ -192,6 +207,7 @@ class ControlPlaneMachine(RuleBasedStateMachine):
     def reopen(self) -> MetadataStore:
         return self.controller.store
 
+    @precondition(lambda self: self.model.refs)
     @rule(recorded=st.booleans(), older=st.integers(0, 3))
     def restart(self, recorded: bool, older: int) -> None:
         """The consumer resumes from the recorded checkpoint, or from an older one."""
@@ -258,6 +274,6 @@ class SQLiteMachine(ControlPlaneMachine):
 
 
 TestInMemory = ControlPlaneMachine.TestCase
-TestInMemory.settings = settings(settings.get_profile("unhurried"), max_examples=60, stateful_step_count=40)
+TestInMemory.settings = settings(settings.get_profile("unhurried"), max_examples=100, stateful_step_count=40)
 TestSQLite = SQLiteMachine.TestCase
-TestSQLite.settings = settings(settings.get_profile("unhurried"), max_examples=20, stateful_step_count=40)
+TestSQLite.settings = settings(settings.get_profile("unhurried"), max_examples=25, stateful_step_count=40)
