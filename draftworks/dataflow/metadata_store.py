@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftworks.dataflow.tasks import DeadLetter, PromptTask, TaskCounts, TaskFailure, TaskLease
+from draftworks.dataflow.tasks import DeadLetter, PromptTask, TaskCounts, TaskFailure, TaskLease, require_id
 from draftworks.features.contracts import SampleRef, assert_no_tensors
 
 
@@ -163,6 +163,20 @@ class MetadataStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what the store holds open. State that is durable stays."""
+
+
+def require_tasks(tasks: Sequence[PromptTask]) -> None:
+    """Raise TypeError for a tensor in a task, StoreError for an id that is none."""
+    assert_no_tensors(tasks, "tasks")
+    for task in tasks:
+        require_id(task.task_id, "task id")
+
+
+def require_refs(refs: Sequence[SampleRef]) -> None:
+    """Raise TypeError for a tensor in a reference, StoreError for an id that is none."""
+    assert_no_tensors(refs, "refs")
+    for ref in refs:
+        require_id(ref.sample_id, "sample id")
 
 
 class NoOpMetadataStore(MetadataStore):

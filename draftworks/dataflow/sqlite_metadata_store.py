@@ -7,10 +7,17 @@ from pathlib import Path
 from sqlite3 import Connection
 
 from draftworks.dataflow import sqlite_samples, sqlite_tasks
-from draftworks.dataflow.metadata_store import CommitResult, ConsumerProgress, MetadataStore, RefPage
+from draftworks.dataflow.metadata_store import (
+    CommitResult,
+    ConsumerProgress,
+    MetadataStore,
+    RefPage,
+    require_refs,
+    require_tasks,
+)
 from draftworks.dataflow.sqlite_database import BUSY_TIMEOUT_S, SqliteDatabase
 from draftworks.dataflow.tasks import DeadLetter, PromptTask, TaskCounts, TaskFailure, TaskLease, require_id
-from draftworks.features.contracts import SampleRef, assert_no_tensors
+from draftworks.features.contracts import SampleRef
 
 
 class SQLiteMetadataStore(MetadataStore):
@@ -28,9 +35,7 @@ class SQLiteMetadataStore(MetadataStore):
         self._database = SqliteDatabase(path, busy_timeout_s)
 
     def add_tasks(self, run_id: str, tasks: Sequence[PromptTask], max_attempts: int) -> int:
-        assert_no_tensors(tasks, "tasks")
-        for task in tasks:
-            require_id(task.task_id, "task id")
+        require_tasks(tasks)
         with self._database.transaction() as db:
             return sqlite_tasks.insert_tasks(db, _require_run(db, run_id), tasks, max_attempts)
 
@@ -60,9 +65,7 @@ class SQLiteMetadataStore(MetadataStore):
     def commit_samples(
         self, run_id: str, refs: Sequence[SampleRef], done: Sequence[TaskLease], now: float
     ) -> CommitResult:
-        assert_no_tensors(refs, "refs")
-        for ref in refs:
-            require_id(ref.sample_id, "sample id")
+        require_refs(refs)
         with self._database.transaction() as db:
             run = _require_run(db, run_id)
             sqlite_tasks.return_expired(db, run, now)

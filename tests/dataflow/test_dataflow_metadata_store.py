@@ -11,6 +11,7 @@ import torch
 from dataflow_toys import (
     LEASE_S,
     Clock,
+    ServedStore,
     controller_of,
     ids_of,
     open_retaining_store,
@@ -26,16 +27,19 @@ from draftworks.dataflow.tasks import PromptTask, TaskCounts
 from draftworks.errors import StoreError
 
 
-@pytest.fixture(params=["memory", "sqlite"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[MetadataStore]:
-    opened = open_retaining_store(request.param, tmp_path)
-    yield opened
-    opened.close()
-
-
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture(params=["memory", "sqlite", "served"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> Iterator[MetadataStore]:
+    if request.param == "served":
+        opened = ServedStore(open_retaining_store("sqlite", tmp_path), clock)
+    else:
+        opened = open_retaining_store(request.param, tmp_path)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture
@@ -258,17 +262,15 @@ def test_ids_that_are_none_are_refused(controller: DataFlowController, bad: str)
     assert controller.read_refs().refs == ()
 
 
-@pytest.mark.parametrize("kind", ["none", "memory", "sqlite"])
-def test_no_tensor_enters_the_control_plane(kind: str, tmp_path: Path, clock: Clock) -> None:
-    store = NoOpMetadataStore() if kind == "none" else open_retaining_store(kind, tmp_path)
-    controller = controller_of(store, clock)
+@pytest.mark.parametrize("retains", [True, False])
+def test_no_tensor_enters_the_control_plane(retains: bool, store: MetadataStore, clock: Clock) -> None:
+    controller = controller_of(store if retains else NoOpMetadataStore(), clock)
     tensor = torch.ones(())
     with pytest.raises(TypeError, match=r"refs\[1\].num_tokens is a Tensor"):
         controller.commit_samples([toy_slim_ref("a"), replace(toy_slim_ref("b"), num_tokens=tensor)])
     with pytest.raises(TypeError, match="carries no tensors"):
         controller.add_tasks([PromptTask("t", "run", metadata={"hidden": [tensor]})])
     assert controller.read_refs().refs == ()
-    controller.close()
 
 
 def test_the_no_op_store_accepts_all_and_retains_nothing(clock: Clock) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from dataflow_toys import LEASE_S, Clock, KeyStore, controller_of, ids_of, toy_slim_ref
+from dataflow_toys import LEASE_S, Clock, KeyStore, ServedStore, controller_of, ids_of, toy_slim_ref
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -273,7 +273,22 @@ class SQLiteMachine(ControlPlaneMachine):
         return SQLiteMetadataStore(self.path)
 
 
+class ServedMachine(ControlPlaneMachine):
+    """The same over a socket; a crash is one of the server, which is started again on its port."""
+
+    def open_store(self, folder: Path) -> MetadataStore:
+        return ServedStore(InMemoryMetadataStore(), self.clock)
+
+    def reopen(self) -> MetadataStore:
+        store = self.controller.store
+        assert isinstance(store, ServedStore)
+        store.restart()
+        return store
+
+
 TestInMemory = ControlPlaneMachine.TestCase
 TestInMemory.settings = settings(settings.get_profile("unhurried"), max_examples=100, stateful_step_count=40)
 TestSQLite = SQLiteMachine.TestCase
 TestSQLite.settings = settings(settings.get_profile("unhurried"), max_examples=25, stateful_step_count=40)
+TestServed = ServedMachine.TestCase
+TestServed.settings = settings(settings.get_profile("unhurried"), max_examples=10, stateful_step_count=30)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from draftworks.dataflow.control_client import RemoteMetadataStore
+from draftworks.dataflow.control_server import ControlServer
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.metadata_store import MetadataStore
 from draftworks.dataflow.sqlite_metadata_store import InMemoryMetadataStore, SQLiteMetadataStore
@@ -14,6 +16,7 @@ from draftworks.features.contracts import FeatureHandle, FeatureSpec, KeyedFeatu
 
 LEASE_S = 10.0
 NAMES = ("hf2", "last")
+TOKEN = b"a secret of the tests"
 
 
 @dataclass
@@ -58,6 +61,25 @@ def ids_of(refs: Sequence[SampleRef]) -> list[str]:
 
 def open_retaining_store(kind: str, folder: Path) -> MetadataStore:
     return InMemoryMetadataStore() if kind == "memory" else SQLiteMetadataStore(folder / "control" / "plane.db")
+
+
+class ServedStore(RemoteMetadataStore):
+    """A client, and the server in this process whose store it uses; `restart` puts another in the server's place."""
+
+    def __init__(self, store: MetadataStore, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.server = ControlServer(store, TOKEN, clock=clock)
+        super().__init__(self.server.address, TOKEN, retry_s=20.0)
+
+    def restart(self) -> None:
+        port = int(self.server.address.rpartition(":")[2])
+        self.server.close()
+        self.server = ControlServer(self.server.store, TOKEN, port=port, clock=self.clock)
+
+    def close(self) -> None:
+        super().close()
+        self.server.close()
+        self.server.store.close()
 
 
 def superseded(ref: SampleRef) -> SampleRef:
