@@ -116,6 +116,11 @@ class TrainingSpec(Spec):
     )
     tensorboard: bool = Field(default=False, description="Also write TensorBoard event files beside the draft.")
 
+    def count_steps(self, steps_per_epoch: int) -> int:
+        """Return the optimizer steps of a training: `epochs` of the data, at least one, at most `max_steps` (may be 0)."""
+        steps = max(1, round(self.epochs * steps_per_epoch))
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
     @model_validator(mode="after")
     def _check_batch(self) -> TrainingSpec:
         if self.pack_tokens is not None:

@@ -17,6 +17,7 @@ from draftworks.config.capture import CaptureSpec
 from draftworks.config.registry_files import EvaluationSpec, ExportSettings, ResponseSpec, StoreKind, TrainingSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
+from draftworks.config.streaming import StreamingSpec
 from draftworks.config.validation import load_yaml
 from draftworks.storage.names import require_name
 
@@ -127,6 +128,53 @@ class CaptureRun(TargetRun):
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
 
 
+class StreamPlace(Spec):
+    """Where the trainer and the producers of one streamed training meet."""
+
+    database: Path = Field(description="SQLite file of the control plane, on a local disk of this machine.")
+    store: StoreSpec = Field(description="The store that producers fill and the trainer reads and frees.")
+    run_id: str = Field(default="draft", description="Name of the training in the database.")
+    settings: StreamingSpec = Field(default_factory=StreamingSpec)
+
+
+class StreamSteps(Spec):
+    """What decides which samples each optimizer step takes."""
+
+    global_batch_size: int = Field(ge=1)
+    seed: int
+    total_steps: int = Field(ge=0)
+
+
+class ProduceRun(TargetRun):
+    """Capture planned features in the order in which a streamed training uses them, until it has done its last step."""
+
+    tokens: Path = Field(description="Folder of the tokenized set.")
+    features: Path = Field(description="Folder of the planned feature set.")
+    streams: list[str] = Field(description="Names of the streams that the training reads, such as hf2 or last.")
+    capture: CaptureSpec
+    sglang: SGLangSpec = Field(default_factory=SGLangSpec)
+    steps: StreamSteps
+    stream: StreamPlace
+    worker: str = Field(default="producer", description="Name of this producer among those of the training.")
+
+    @property
+    def taps(self) -> list[int]:
+        """hf_index of the streams that are taps, ascending."""
+        return sorted(int(name.removeprefix("hf")) for name in self.streams if name != "last")
+
+    def as_capture(self) -> CaptureRun:
+        """Return the settings of its captures."""
+        return CaptureRun(
+            out=self.out,
+            target=self.target,
+            tokens=self.tokens,
+            taps=self.taps,
+            capture=self.capture,
+            store=self.stream.store,
+            sglang=self.sglang,
+        )
+
+
 class FeatureSet(Spec):
     """A tokenized set together with its captured features."""
 
@@ -146,6 +194,9 @@ class TrainRun(TargetRun):
     train: FeatureSet
     heldout: FeatureSet
     store: StoreSpec
+    stream: StreamPlace | None = Field(
+        default=None, description="Producers fill the store of the training features meanwhile; None: they are stored."
+    )
     vocab_mapping: Path | None = Field(
         default=None, description="File of the reduced vocabulary, where the strategy has one."
     )

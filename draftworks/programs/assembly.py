@@ -5,27 +5,29 @@ from __future__ import annotations
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftworks.capture.engine import EnginePlace
 from draftworks.config.registry_files import TrainingSpec
-from draftworks.config.run_files import FeatureSet, StoreSpec, TargetFiles
+from draftworks.config.run_files import CaptureRun, FeatureSet, StoreSpec, TargetFiles
 from draftworks.config.strategies import resolve_strategy
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DataError, StoreError
-from draftworks.features.contracts import SampleRef
+from draftworks.features.contracts import FeatureStore, SampleRef
 from draftworks.features.joined_store import JoinedStore
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.manifest import FeatureSetManifest, read_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.features.packing import PackLimits
 from draftworks.programs.program import ProgramContext
+from draftworks.storage.identity import LayerTap
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,17 @@ class Samples:
     manifest: FeatureSetManifest
 
 
-def open_samples(features: FeatureSet, store: StoreSpec, strategy: DraftStrategy, target: TargetFiles) -> Samples:
+def open_samples(
+    features: FeatureSet,
+    store: StoreSpec,
+    strategy: DraftStrategy,
+    target: TargetFiles,
+    open_reader: Callable[[FeatureSetManifest], FeatureStore] | None = None,
+) -> Samples:
     """Open a feature set and its tokens, and check everything that can be checked before a sample is read.
+
+    Args:
+        open_reader: opens what is read instead of `store`.
 
     Raises:
         StoreError: a set is missing or damaged, of another target, lacks a feature, or does not belong to the tokens.
@@ -99,7 +110,8 @@ def open_samples(features: FeatureSet, store: StoreSpec, strategy: DraftStrategy
     tokens = TokenizedSet.open(features.tokens)
     _require_same_tokens(features, manifest, tokens)
     refs = [ref.select(strategy.feature_names) for ref in manifest.refs]
-    return Samples(refs, JoinedStore(open_store(store), tokens), tokens, manifest)
+    reader = open_store(store) if open_reader is None else open_reader(manifest)
+    return Samples(refs, JoinedStore(reader, tokens), tokens, manifest)
 
 
 def require_same_dtype(train: Samples, held_out: Samples) -> None:
@@ -144,6 +156,19 @@ def temporary_engine_folder(path: Path) -> Iterator[Path]:
     """Give an engine the path of a folder to create. It is removed on success; after an error its logs remain."""
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+def make_engine_place(run: CaptureRun, ctx: ProgramContext, folder: Path, tokens: TokenizedSet) -> EnginePlace:
+    """Return the resources of the engine that captures a tokenized set."""
+    return EnginePlace(
+        folder=folder,
+        taps=tuple(map(LayerTap, sorted(set(run.taps)))),
+        head=lambda: TargetParts.load(run.target).head,
+        embedding=lambda: TargetParts.load(run.target).embedding,
+        sglang=run.sglang,
+        local_rank=ctx.local_rank,
+        longest=max((len(row.input_ids) for row in tokens), default=0),
+    )
 
 
 def build_training_loader(

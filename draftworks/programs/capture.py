@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from draftworks.capture.engine import EnginePlace, TargetEngine, load_engine
+from draftworks.capture.engine import TargetEngine, load_engine
 from draftworks.capture.probe.probe import EngineProbe, ProbeReport
 from draftworks.capture.recheck import recheck
 from draftworks.capture.session import capture_missing, write_manifest
@@ -16,11 +15,9 @@ from draftworks.config.run_files import CaptureRun
 from draftworks.data.tokenized import TokenizedSet
 from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.distributed.process_group import open_process_group
-from draftworks.drafts.target_parts import TargetParts
 from draftworks.features.open_store import open_store
-from draftworks.programs.assembly import temporary_engine_folder
+from draftworks.programs.assembly import make_engine_place, temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.storage.identity import LayerTap
 
 
 def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
@@ -37,7 +34,7 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         @cache
         def load_and_probe() -> tuple[TargetEngine, ProbeReport]:
             """Load the engine, once and only if it is needed, and probe it before anything is stored."""
-            loaded = load_engine(run.target, run.capture, device, _make_place(run, ctx, folder, tokens))
+            loaded = load_engine(run.target, run.capture, device, make_engine_place(run, ctx, folder, tokens))
             closing.callback(loaded.close)
             return loaded, probe.compare(loaded)
 
@@ -75,18 +72,6 @@ def capture(run: CaptureRun, ctx: ProgramContext) -> dict[str, Any]:
         "verification": check.to_json(),
         "probe": report.to_json(),
     }
-
-
-def _make_place(run: CaptureRun, ctx: ProgramContext, folder: Path, tokens: TokenizedSet) -> EnginePlace:
-    return EnginePlace(
-        folder=folder,
-        taps=tuple(map(LayerTap, sorted(set(run.taps)))),
-        head=lambda: TargetParts.load(run.target).head,
-        embedding=lambda: TargetParts.load(run.target).embedding,
-        sglang=run.sglang,
-        local_rank=ctx.local_rank,
-        longest=max((len(row.input_ids) for row in tokens), default=0),
-    )
 
 
 if __name__ == "__main__":

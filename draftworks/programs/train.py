@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from draftworks.programs.assembly import (
     require_same_dtype,
 )
 from draftworks.programs.program import ProgramContext, run_program
+from draftworks.runtime.training_stream import TrainingStream
 from draftworks.storage.atomic import publish_file
 from draftworks.training.backend import ensure_process_group
 from draftworks.training.best import BestRule
@@ -50,7 +52,10 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         begun = None
         if run.start_from is not None:
             begun = load_draft(run.start_from, draft.strategy, target_digest=None, to_train=True)
-        samples = open_samples(run.train, run.store, draft.strategy, run.target)
+        stream = None if run.stream is None else TrainingStream(run.stream, run.training, draft.strategy.feature_names)
+        samples = open_samples(
+            run.train, run.store, draft.strategy, run.target, None if stream is None else stream.open_reader
+        )
         held_out = open_samples(run.heldout, run.store, draft.strategy, run.target)
         require_same_dtype(samples, held_out)
         run.out.mkdir(parents=True, exist_ok=True)
@@ -67,6 +72,7 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
             persistence,
             lambda: stop.signum,
             evaluates_start=begun is not None,
+            steps=None if stream is None or not ctx.is_main else stream.consumer,
         )
         if ctx.is_main:
             ctx.log(_describe_plan(run, draft, samples, trainer, persistence))
@@ -74,7 +80,8 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
                 ctx.log(f"of the draft's own, not the target's: {own}")
         if not trainer.can_evaluate():
             raise make_empty_heldout_error(run.heldout)
-        trainer.fit()
+        with nullcontext() if stream is None else stream.follow(trainer.controller.global_step):
+            trainer.fit()
         _stop_if_asked(trainer)
         weights = trainer.trained_weights()
         peaks = gather_from_ranks(get_peak_rss_bytes())

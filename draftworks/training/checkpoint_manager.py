@@ -36,6 +36,9 @@ class CheckpointManager:
     A checkpoint is complete or absent: written to a staging folder, synced, renamed. Saving step N ends the timeline
     there: checkpoints that an abandoned attempt saved at later steps are removed, and with them a best among those.
 
+    Attributes:
+        complete_step: step of the newest checkpoint that this process has saved completely; 0 if none.
+
     Args:
         run_id: a name; two runs in one folder do not touch each other's checkpoints.
         max_checkpoints: how many of the newest to keep, beside the best; 0 keeps all.
@@ -60,6 +63,7 @@ class CheckpointManager:
         self._max_checkpoints = max_checkpoints
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if save_async else None
         self._pending: Future[None] | None = None
+        self.complete_step = 0
         # A group of its own: the writer thread communicates while the main thread trains, and gloo needs no GPU.
         self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if dist.is_initialized() else None
         self.best: BestRecord | None = broadcast_from_rank_0(
@@ -147,6 +151,7 @@ class CheckpointManager:
             self._on_rank_0(lambda: self._write_documents(staging, snapshot))
             sums = self._sync_and_checksum(staging)
             self._on_rank_0(lambda: self._publish(step, snapshot, sums))
+            self.complete_step = step
         except StoreError:  # raised on all ranks; a full disk is freed of the partial files
             if get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)

@@ -12,7 +12,7 @@ from draftworks.evaluation.evaluator import EvaluationStopped
 from draftworks.evaluation.result import EvalResult
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.training.history import EvalPoint, History, Session, TrainPoint
-from draftworks.training.observers import TrainingObserver
+from draftworks.training.observers import StepListener, TrainingObserver
 from draftworks.training.optimizer import StepResult, TrainerCore
 from draftworks.training.progress import TrainingProgress
 from draftworks.training.resume import Checkpointer, ResumeState
@@ -55,17 +55,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Callbacks of the controller, all called on every rank.
+    """Callbacks of the controller, on every rank.
 
     Attributes:
         evaluate: returns the held-out result of the current draft, or None; called at the same steps on every rank. May
             raise `EvaluationStopped`.
         stop_signal: returns the number of the signal that asks this rank to stop, or 0; polled after every step.
+        steps: listener of this rank, if it has one.
     """
 
     evaluate: Callable[[StepContext], EvalResult | None]
     stop_signal: Callable[[], int] = lambda: 0
     observers: Sequence[TrainingObserver] = field(default_factory=tuple)
+    steps: StepListener | None = None
 
 
 class TrainerController:
@@ -96,6 +98,7 @@ class TrainerController:
         self._checkpointer = checkpointer
         self._clock = _StopWatch()
         self._window = EvalResult.empty()
+        self._reported_checkpoint = 0
 
     @property
     def global_step(self) -> int:
@@ -122,6 +125,7 @@ class TrainerController:
             self._run_epoch()
         if self._checkpointer is not None:
             self._checkpointer.manager.wait()
+        self._report_checkpoint()
         return self.history
 
     def _is_over(self) -> bool:
@@ -140,7 +144,10 @@ class TrainerController:
             if result is None:
                 continue
             self.position = self.position.after_step()
+            if self._hooks.steps is not None:
+                self._hooks.steps.on_step(self.global_step)
             self._after_step(result)
+            self._report_checkpoint()
             if self._is_over():
                 break
         self._clock.stop()
@@ -166,6 +173,13 @@ class TrainerController:
     def _save(self) -> None:
         if self._checkpointer is not None:
             self._checkpointer.save(self.position, self.history, self._window, self._clock.seconds())
+
+    def _report_checkpoint(self) -> None:
+        """Tell the listener about a checkpoint that is complete since the last call."""
+        complete = 0 if self._checkpointer is None else self._checkpointer.manager.complete_step
+        if complete > self._reported_checkpoint and self._hooks.steps is not None:
+            self._reported_checkpoint = complete
+            self._hooks.steps.on_checkpoint(complete)
 
     def _record(self, last: StepResult) -> None:
         totals, seconds = self._window, self._clock.seconds()

@@ -22,6 +22,16 @@ class TrainingObserver(Protocol):
     def on_eval(self, point: EvalPoint) -> None: ...
 
 
+class StepListener(Protocol):
+    """Called on the rank that has one, at every optimizer step: the other half of a stream of features."""
+
+    def on_step(self, global_step: int) -> None:
+        """Called after the step, before it is saved."""
+
+    def on_checkpoint(self, global_step: int) -> None:
+        """Called when a complete checkpoint covers the step, perhaps some steps later."""
+
+
 class ProgressSink(Protocol):
     """Shows short named values; may drop some that follow each other fast, but none with `force`."""
 

@@ -25,7 +25,7 @@ from draftworks.training.checkpoint_manager import CheckpointManager
 from draftworks.training.compiling import compile_blocks
 from draftworks.training.controller import Hooks, Plan, TrainerController
 from draftworks.training.history import History
-from draftworks.training.observers import TrainingObserver
+from draftworks.training.observers import StepListener, TrainingObserver
 from draftworks.training.optimizer import BF16Optimizer, LrSchedule, TrainerCore
 from draftworks.training.progress import TrainingProgress
 from draftworks.training.resume import Checkpointer, read_resume_state
@@ -65,7 +65,7 @@ class Trainer:
         eval_loader: from `FeatureDataLoader.for_evaluation` or `for_packed_evaluation`.
         device: the device of this rank.
         persistence: None saves nothing and tracks no best.
-        stop_signal: see `Hooks`.
+        stop_signal, steps: see `Hooks`.
         evaluates_start: whether the initial weights may be the best; False for random initial weights.
 
     Raises:
@@ -83,6 +83,7 @@ class Trainer:
         persistence: Persistence | None = None,
         stop_signal: Callable[[], int] = lambda: 0,
         evaluates_start: bool = False,
+        steps: StepListener | None = None,
     ) -> None:
         schedule = train_loader.schedule
         if not isinstance(schedule, TrainSchedule):
@@ -106,7 +107,7 @@ class Trainer:
         checkpointer = None
         if persistence is not None:
             checkpointer = Checkpointer(persistence.manager, self.backend, optimizer, persistence.identity)
-        hooks = Hooks(self._evaluate, stop_signal, observers)
+        hooks = Hooks(self._evaluate, stop_signal, observers, steps)
         for loader in (train_loader, eval_loader):
             loader.prepare_for(device)
         self.controller = TrainerController(self.core, train_loader, plan, position, hooks, checkpointer)
@@ -165,11 +166,9 @@ class Trainer:
 
 
 def make_plan(training: TrainingSpec, steps_per_epoch: int, evaluates_start: bool = False) -> Plan:
-    """Return the plan: `epochs` of the data, at least one step, at most `max_steps`, which may be 0."""
-    steps = max(1, round(training.epochs * steps_per_epoch))
-    total = steps if training.max_steps is None else min(steps, training.max_steps)
+    """Return the plan of a training spec."""
     return Plan(
-        total,
+        training.count_steps(steps_per_epoch),
         steps_per_epoch,
         log_every=training.log_every,
         eval_every=training.eval_every,

@@ -1,0 +1,69 @@
+"""`python -m draftworks.programs.produce FILE`: capture planned features while a training uses them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from draftworks.capture.engine import TargetEngine, load_engine
+from draftworks.capture.probe.probe import EngineProbe
+from draftworks.config.run_files import ProduceRun
+from draftworks.data.tokenized import TokenizedSet
+from draftworks.distributed.process_group import open_process_group
+from draftworks.distributed.stop_signals import defer_stop
+from draftworks.features.manifest import read_feature_set
+from draftworks.features.open_store import open_store_to_write
+from draftworks.programs.assembly import make_engine_place, temporary_engine_folder
+from draftworks.programs.program import ProgramContext, run_program
+from draftworks.runtime.rollout_worker import RolloutWorker
+from draftworks.runtime.training_stream import make_streaming_plan, open_controller
+
+
+def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
+    """Capture a stream's features in the order of its steps, until the trainer has done the last one.
+
+    Ranks are workers of their own. SIGTERM and SIGINT end a worker after its current batch.
+    """
+    tokens = TokenizedSet.open(run.tokens)
+    capture = run.as_capture()
+    plan = make_streaming_plan(read_feature_set(run.features).refs, run.streams, run.steps, run.stream)
+    started = time.monotonic()
+    with (
+        open_process_group(run.capture.device) as device,
+        temporary_engine_folder(run.out / f"engine-{ctx.rank}") as folder,
+        defer_stop() as stop,
+        ExitStack() as closing,
+    ):
+        store = open_store_to_write(run.stream.store, shard_bytes=run.capture.shard_mb << 20)
+        closing.callback(store.close)
+        controller = open_controller(run.stream)
+        closing.callback(controller.close)
+
+        def load() -> TargetEngine:
+            """Load the engine and compare it with the target's weights before anything is stored."""
+            place = make_engine_place(capture, ctx, folder, tokens)
+            loaded = load_engine(run.target, run.capture, device, place)
+            closing.callback(loaded.close)
+            ctx.log(EngineProbe(capture, tokens).compare(loaded).describe())
+            return loaded
+
+        name = f"{run.worker}-{ctx.rank}"
+        worker = RolloutWorker(name, capture, plan, controller, store, tokens, load, lambda: bool(stop.signum))
+        done = worker.run()
+    seconds = time.monotonic() - started
+    ctx.log(
+        f"{name}: {done.captured} samples captured in {done.tasks} tasks, {done.waited_s:.1f} of {seconds:.1f} s waiting"
+    )
+    return {
+        "tasks": done.tasks,
+        "captured_samples": done.captured,
+        "captured_tokens": done.tokens,
+        "captured_bytes": done.nbytes,
+        "waited_s": round(done.waited_s, 2),
+        "seconds": round(seconds, 2),
+    }
+
+
+if __name__ == "__main__":
+    run_program(ProduceRun, produce)

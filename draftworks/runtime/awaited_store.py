@@ -1,0 +1,76 @@
+"""A feature store whose `get` waits for features that a producer is still capturing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from draftworks.errors import StoreError
+from draftworks.features.contracts import FeatureHandle, FeatureStore, KeyedFeatureStore, SampleRef
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+POLL_S = 0.01
+LOOK_S = 1.0
+"""Between two looks at the producers while waiting."""
+
+
+class AwaitedStore(FeatureStore):
+    """Reads planned features from `store`; waits for those that are not there yet.
+
+    Args:
+        timeout_s: how long one sample may be waited for.
+        look: called about once a second while waiting, with the sample that is missing; raises what ended the
+            producers, and asks for features that were lost to be captured again.
+    """
+
+    def __init__(
+        self, store: KeyedFeatureStore, timeout_s: float, look: Callable[[SampleRef], None] = lambda ref: None
+    ) -> None:
+        self._store = store
+        self._timeout_s = timeout_s
+        self._look = look
+        self.lease_bound = store.lease_bound
+        self.waited_s = 0.0
+
+    def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
+        """Fetch as `FeatureStore.get`.
+
+        Raises:
+            StoreError: the features have not come within `timeout_s` seconds, or what `look` raises.
+        """
+        started = looked = time.monotonic()
+        while self._store.find_missing(ref.feature_keys.values()):
+            now = time.monotonic()
+            if now - started > self._timeout_s:
+                raise StoreError(
+                    f"sample {ref.sample_id}: its features have not come within {self._timeout_s:g} s. Look at the "
+                    "producers' logs, or raise stream.timeout_s if they are slow"
+                )
+            if now - looked > LOOK_S:
+                self._look(ref)
+                looked = now
+            time.sleep(POLL_S)
+            self._store.refresh()
+        self.waited_s += time.monotonic() - started
+        return self._store.get(ref)
+
+    def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
+        return self._store.put(ref, tensors)
+
+    def release(self, handle: FeatureHandle) -> None:
+        self._store.release(handle)
+
+    def abort(self, sample_id: str) -> None:
+        self._store.abort(sample_id)
+
+    def gc(self) -> int:
+        return self._store.gc()
+
+    def health(self) -> dict[str, Any]:
+        return self._store.health()
+
+    def estimate_bytes(self, ref: SampleRef) -> int:
+        return self._store.estimate_bytes(ref)

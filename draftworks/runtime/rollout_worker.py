@@ -1,0 +1,168 @@
+"""A producer of features: leases capture tasks, runs them through the target, stores and commits what is sound."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from draftworks.capture.engine import TargetEngine, find_backend
+from draftworks.capture.plan import SampleJob, StreamPlan
+from draftworks.capture.sound_capture import SoundCapture, verify_head_of
+from draftworks.config.run_files import CaptureRun
+from draftworks.data.token_rows import TokenRow
+from draftworks.dataflow.controller import DataFlowController
+from draftworks.dataflow.tasks import TaskLease
+from draftworks.errors import DraftworksError
+from draftworks.features.contracts import KeyedFeatureStore
+from draftworks.runtime.streaming_plan import StreamingPlan
+
+POLL_S = 0.05
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerSummary:
+    """What one producer did: tasks ended, contents captured and stored, their tokens and bytes, seconds of waiting."""
+
+    tasks: int = 0
+    captured: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    waited_s: float = 0.0
+
+
+class RolloutWorker:
+    """Captures the tasks of a streaming plan, in the order of steps, never further ahead than the plan's window.
+
+    Any number of workers share the tasks by leases. A worker may join or die at any time: what it had leased goes to
+    another when the lease is over.
+
+    Args:
+        name: of this worker, for leases and messages.
+        run: the capture settings; `tokens` is the tokenized set that the plan's references are of.
+        load_engine: called once, when there is something to capture.
+        should_stop: asked between two tasks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: CaptureRun,
+        plan: StreamingPlan,
+        controller: DataFlowController,
+        store: KeyedFeatureStore,
+        tokens: Sequence[TokenRow],
+        load_engine: Callable[[], TargetEngine],
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._name = name
+        self._run = run
+        self._plan = plan
+        self._controller = controller
+        self._store = store
+        self._load_engine = load_engine
+        self._should_stop = should_stop
+        self._sound = SoundCapture(run, StreamPlan.of(run), tokens, len(plan.refs))
+        self._whole_batches = find_backend(run.capture.backend).repeatable
+        self._engine: TargetEngine | None = None
+        self._groups_added = 0
+        self._summary = WorkerSummary()
+
+    def run(self) -> WorkerSummary:
+        """Work until the consumer has done its last step, or `should_stop`.
+
+        Raises:
+            CaptureError: more samples failed than `capture.max_failed_share` allows.
+            EngineError: the engine cannot go on. The leased task goes back to the pool.
+        """
+        while not self._should_stop():
+            acked = self._controller.read_progress().acked_step
+            if acked >= self._plan.order.total_steps:
+                break
+            leases = self._lease(acked)
+            for lease in leases:
+                self._work(lease)
+            if not leases:
+                time.sleep(POLL_S)
+                self._add(waited_s=POLL_S)
+        return self._summary
+
+    def _lease(self, acked_step: int) -> Sequence[TaskLease]:
+        """Add the tasks of all groups inside the window, and lease the next one."""
+        end = self._plan.find_window_end(acked_step)
+        due = [group for group in self._plan.groups[self._groups_added :] if group.last <= end]
+        for group in due:
+            self._controller.add_tasks(
+                self._plan.make_tasks(group, self._controller.run_id, self._run.capture.batch_tokens)
+            )
+        self._groups_added += len(due)
+        return self._controller.lease_tasks(self._name, limit=1, max_step=end)
+
+    def _work(self, lease: TaskLease) -> None:
+        failed_before = len(self._sound.failed)
+        try:
+            with self._keep(lease):
+                self._capture(lease)
+        except BaseException as error:
+            reason = str(error) if isinstance(error, DraftworksError) else f"{type(error).__name__}: {error}"
+            self._controller.fail_task(lease, f"worker {self._name}: {reason}")
+            raise
+        failed = self._sound.failed[failed_before:]
+        if failed:
+            self._controller.fail_task(lease, failed[0].reason)
+        else:
+            refs = self._plan.get_refs(lease.task.sample_ids)
+            self._controller.commit_samples([replace(ref, source_task_id=lease.task.task_id) for ref in refs], [lease])
+            self._add(tasks=1)
+
+    def _capture(self, lease: TaskLease) -> None:
+        """Capture and store what the store lacks of a task's features."""
+        self._store.refresh()
+        jobs = self._select_missing(self._plan.list_jobs(lease.task))
+        if any(job.missing for job in jobs):
+            first = self._engine is None
+            engine = self._engine = self._engine or self._load_engine()
+            captured = self._sound.capture(engine, jobs)
+            if first:
+                verify_head_of(engine, captured)
+            for each in captured:
+                tensors = each.select_missing(self._run.capture.dtype)
+                self._store.put(each.job.make_ref(self._store.uri), tensors)
+                nbytes = sum(tensor.nbytes for tensor in tensors.values())
+                self._add(captured=1, tokens=each.job.num_tokens, nbytes=nbytes)
+            self._store.flush()
+
+    def _select_missing(self, jobs: Sequence[SampleJob]) -> list[SampleJob]:
+        """Return the jobs with the streams that the store lacks.
+
+        A backend whose batches are repeatable gets the whole batch again if anything of it is missing, because the
+        composition of a batch decides the last bits of its features.
+        """
+        missing = set(self._store.find_missing(key for job in jobs for key in job.keys.values()))
+        trimmed = [replace(job, missing=tuple(n for n, key in job.keys.items() if key in missing)) for job in jobs]
+        return trimmed if self._whole_batches else [job for job in trimmed if job.missing]
+
+    @contextmanager
+    def _keep(self, lease: TaskLease) -> Iterator[None]:
+        """Context in which the lease is renewed: a batch may take longer than a lease lasts."""
+        over = threading.Event()
+
+        def renew() -> None:
+            while not over.wait(self._controller.lease_s / 3):
+                self._controller.renew_leases([lease])
+
+        thread = threading.Thread(target=renew, name="lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _add(self, **more: float) -> None:
+        now = {name: getattr(self._summary, name) + value for name, value in more.items()}
+        self._summary = replace(self._summary, **now)  # type: ignore[arg-type]
