@@ -168,6 +168,9 @@ class FeatureStore(ABC):
             StoreError: a key is absent, or what is stored is truncated, altered or of another shape or dtype.
         """
 
+    def stop_waiting(self) -> None:  # noqa: B027 - most stores never wait
+        """Make calls of `get` that wait for features raise StoreError now: their reader has gone."""
+
     @abstractmethod
     def release(self, handle: FeatureHandle) -> None:
         """Return the lease; a stale handle is a no-op."""

@@ -170,7 +170,8 @@ class FeatureDataLoader:
         return self._iterate(plan)
 
     def _iterate(self, plan: Iterable[MicroBatch]) -> Iterator[TrainBatch]:
-        with BatchPrefetcher(self._threads if self._prefetch else 0, self._device, self.leases) as ahead:
+        threads = self._threads if self._prefetch else 0
+        with BatchPrefetcher(threads, self._device, self.leases, self._reader.stop_waiting) as ahead:
             for batch in plan:
                 ahead.put(partial(self._reader.read, self._refs, batch))
                 if len(ahead) > self._prefetch:

@@ -25,9 +25,17 @@ class BatchPrefetcher:
         threads: read ahead; 0 reads each batch in the caller's thread when it is taken.
         device: where batches will go to; for a GPU they are pinned. They stay on the CPU.
         leases: counts the leases of batches that are taken to their optimizer steps.
+        stop_waiting: called when the block is left, so that no thread goes on waiting for features.
     """
 
-    def __init__(self, threads: int, device: torch.device, leases: StepLeases | None = None) -> None:
+    def __init__(
+        self,
+        threads: int,
+        device: torch.device,
+        leases: StepLeases | None = None,
+        stop_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._stop_waiting = stop_waiting
         self._leases = leases
         self._pins = threads > 0 and device.type == "cuda"
         self._waiting: deque[Read] = deque()
@@ -45,7 +53,9 @@ class BatchPrefetcher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._stop_waiting()
+            self._pool.shutdown(wait=True)
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -95,7 +95,8 @@ class QueueDataLoader:
             raise ValueError(f"cannot seek to step {steps}: the stream continues after step {self.source.step}")
 
     def __iter__(self) -> Iterator[TrainBatch]:
-        with BatchPrefetcher(self._threads if self._prefetch else 0, self._device, self.leases) as ahead:
+        threads = self._threads if self._prefetch else 0
+        with BatchPrefetcher(threads, self._device, self.leases, self._reader.stop_waiting) as ahead:
             while True:
                 self._fill(ahead)
                 if not ahead:

@@ -43,6 +43,10 @@ class SampleReader:
         self._collate = collate
         self._leases = leases
 
+    def stop_waiting(self) -> None:
+        """Make reads end that wait for features, see `FeatureStore.stop_waiting`."""
+        self._store.stop_waiting()
+
     def read(self, refs: Sequence[SampleRef], batch: MicroBatch) -> LoadedBatch:
         """Read and collate the samples of `refs` that a micro-batch names.
 

@@ -24,6 +24,9 @@ class WrappedStore(FeatureStore):
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
         return self._store.get(ref)
 
+    def stop_waiting(self) -> None:
+        self._store.stop_waiting()
+
     def release(self, handle: FeatureHandle) -> None:
         self._store.release(handle)
 

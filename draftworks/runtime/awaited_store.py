@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from draftworks.errors import StoreError
-from draftworks.features.contracts import FeatureHandle, FeatureStore, KeyedFeatureStore, SampleRef
+from draftworks.features.contracts import FeatureHandle, KeyedFeatureStore, SampleRef
+from draftworks.features.wrapped_store import WrappedStore
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,7 +18,7 @@ LOOK_S = 1.0
 """Between two looks at the producers while waiting."""
 
 
-class AwaitedStore(FeatureStore):
+class AwaitedStore(WrappedStore):
     """Reads planned features from `store`; waits for those that are not there yet.
 
     Args:
@@ -29,11 +30,12 @@ class AwaitedStore(FeatureStore):
     def __init__(
         self, store: KeyedFeatureStore, timeout_s: float, look: Callable[[SampleRef], None] = lambda ref: None
     ) -> None:
-        self._store = store
+        super().__init__(store)
+        self._keyed = store
         self._timeout_s = timeout_s
         self._look = look
-        self.lease_bound = store.lease_bound
         self.waited_s = 0.0
+        self._stops = 0
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
         """Fetch as `FeatureStore.get`.
@@ -41,9 +43,12 @@ class AwaitedStore(FeatureStore):
         Raises:
             StoreError: the features have not come within `timeout_s` seconds, or what `look` raises.
         """
-        started = looked = time.monotonic()
-        while self._store.find_missing(ref.feature_keys.values()):
+        started, stops = time.monotonic(), self._stops
+        looked = started
+        while self._keyed.find_missing(ref.feature_keys.values()):
             now = time.monotonic()
+            if self._stops != stops:
+                raise StoreError(f"sample {ref.sample_id} is not waited for any more: the reader has stopped")
             if now - started > self._timeout_s:
                 raise StoreError(
                     f"sample {ref.sample_id}: its features have not come within {self._timeout_s:g} s. Look at the "
@@ -53,24 +58,9 @@ class AwaitedStore(FeatureStore):
                 self._look(ref)
                 looked = now
             time.sleep(POLL_S)
-            self._store.refresh()
+            self._keyed.refresh()
         self.waited_s += time.monotonic() - started
         return self._store.get(ref)
 
-    def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
-        return self._store.put(ref, tensors)
-
-    def release(self, handle: FeatureHandle) -> None:
-        self._store.release(handle)
-
-    def abort(self, sample_id: str) -> None:
-        self._store.abort(sample_id)
-
-    def gc(self) -> int:
-        return self._store.gc()
-
-    def health(self) -> dict[str, Any]:
-        return self._store.health()
-
-    def estimate_bytes(self, ref: SampleRef) -> int:
-        return self._store.estimate_bytes(ref)
+    def stop_waiting(self) -> None:
+        self._stops += 1

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from stream_toys import StreamFiles
+from stream_toys import TRAINING, StreamFiles
 
 from draftworks.capture.engine import load_engine
 from draftworks.capture.engines.hf import HFTargetEngine
 from draftworks.config.capture import CaptureSpec
+from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import TargetFiles
+from draftworks.programs.program import ProgramContext
+from draftworks.programs.train import train
 
 
 @pytest.fixture(scope="session")
 def tiny_engine(tiny_target: TargetFiles) -> HFTargetEngine:
     torch.set_num_threads(1)
     return load_engine(tiny_target, CaptureSpec(compute_dtype="float32", device="cpu"), torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def train_stored(
+    tiny_target: TargetFiles, tiny_engine: HFTargetEngine, tmp_path_factory
+) -> Callable[..., dict[str, Any]]:
+    """Returns the report of the stored training of the same data; each is trained once."""
+
+    @functools.cache
+    def train_once(training: str) -> dict[str, Any]:
+        files = StreamFiles(tmp_path_factory.mktemp("stored"), tiny_target, lambda: tiny_engine).make()
+        files.capture("train")
+        spec = TrainingSpec.model_validate_json(training)
+        return train(files.train_run("stored", streamed=False, training=spec), ProgramContext())
+
+    return lambda training=TRAINING: train_once(training.model_dump_json())
 
 
 @pytest.fixture

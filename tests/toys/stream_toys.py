@@ -88,9 +88,7 @@ class StreamFiles:
         streams = StreamPlan.of(run)
         store = open_store(self.place.store)
         refs = make_refs(run, streams, TokenizedSet.open(run.tokens), store.uri)
-        write_feature_set(
-            self.folder / "planned", refs, make_set_identity(run, streams), streams.names, store.uri
-        )
+        write_feature_set(self.folder / "planned", refs, make_set_identity(run, streams), streams.names, store.uri)
 
     @property
     def place(self) -> StreamPlace:
