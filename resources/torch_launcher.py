@@ -15,6 +15,7 @@ from pydantic import Field
 
 from draftworks.distributed.stop_signals import defer_interrupt
 from draftworks.programs.heartbeat import HeartbeatRecord
+from resources.companions import Companion, RunningCompanion, RunningCompanions
 from resources.job_failure import (
     describe_job_failure,
     describe_missing_report,
@@ -25,6 +26,9 @@ from resources.job_failure import (
 from resources.log_tail import LogTail
 from resources.stall_watch import StallWatch
 from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
+
+COMPANION_GRACE_S = 20.0
+"""Seconds that companions have to end by themselves after the job that they run beside has succeeded."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +91,14 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         job: TorchJob,
         extras: Mapping[str, Any] | None = None,
         run_dir: Path | None = None,
+        companions: Sequence[Companion] = (),
     ) -> JobResult:
         """Run the job to its end and return its one report.
 
         `run_dir` is the folder in which this attempt's own folder is made (default: one named after the asset in
         `workdir`). Whatever ends the wait early, the cancellation of the Dagster run included, cancels the job.
+
+        `companions` run beside the job, each with a log of its own; they end with it, and a failure of one ends it.
 
         Raises dagster.Failure with the first failed rank's message and traceback; without retries for a
         `DraftworksError`, a job over its time limit, and a success that did not send exactly one report. A job without
@@ -108,10 +115,9 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
             env = {
                 **job.env,
                 **session.get_bootstrap_env_vars(),
-                "TORCHELASTIC_ERROR_FILE": str(files.error),
-                "PYTHONUNBUFFERED": "1",
+                **_make_error_environment(files),
             }
-            metadata = self._run_to_end(context, job, env, files)
+            metadata = self._run_beside(context, job, env, files, companions)
         # All messages have been read when the session has ended.
         messages = session.get_custom_messages()
         reports = [message["report"] for message in messages if isinstance(message, dict) and "report" in message]
@@ -119,8 +125,36 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
             raise describe_missing_report(job, len(reports), metadata)
         return JobResult(report=reports[0], metadata=metadata)
 
+    def _run_beside(
+        self,
+        context: dg.AssetExecutionContext,
+        job: TorchJob,
+        env: Mapping[str, str],
+        files: RunDir,
+        companions: Sequence[Companion],
+    ) -> dict[str, Any]:
+        """Run the job to its end beside its companions; returns the metadata of a success."""
+        running: list[RunningCompanion] = []
+        beside = RunningCompanions(running, self.poll, self.cancel)
+        try:
+            for each in companions:
+                own = RunDir.create(each.folder, context.run.run_id, context.retry_number)
+                handle = self.submit(each.job, {**each.job.env, **_make_error_environment(own)}, own)
+                running.append(RunningCompanion(each.job, handle, own))
+            metadata = self._run_to_end(context, job, env, files, beside)
+            beside.finish(COMPANION_GRACE_S)
+        except BaseException:
+            beside.cancel()
+            raise
+        return {**metadata, **beside.logs}
+
     def _run_to_end(
-        self, context: dg.AssetExecutionContext, job: TorchJob, env: Mapping[str, str], files: RunDir
+        self,
+        context: dg.AssetExecutionContext,
+        job: TorchJob,
+        env: Mapping[str, str],
+        files: RunDir,
+        companions: RunningCompanions,
     ) -> dict[str, Any]:
         """Submit, wait and copy the log; returns the metadata of a success.
 
@@ -133,7 +167,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
             try:
                 metadata = {**self.describe(handle), "log": dg.MetadataValue.path(files.log)}
                 context.log.info(f"started {job.module} with {job.procs_per_node} rank(s): {self.describe(handle)}")
-                status = self._wait(handle, job, files, tail, metadata, pass_on_interrupt)
+                status = self._wait(handle, job, files, tail, metadata, pass_on_interrupt, companions)
                 pass_on_interrupt()
             except dg.DagsterExecutionInterruptedError:
                 self.cancel(handle)
@@ -156,12 +190,14 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         tail: LogTail,
         metadata: Mapping[str, Any],
         pass_on_interrupt: Callable[[], None],
+        companions: RunningCompanions,
     ) -> JobStatus:
         running_since: float | None = None
         limit_s = self.time_limit_s
         watch = StallWatch(files.ranks, files.log, (self.stall_limit_s or math.inf) + job.longest_wait_s)
         while not (status := self.poll(handle)).state.is_final:
             pass_on_interrupt()
+            companions.raise_failure()
             now = time.monotonic()
             if status.state is JobState.RUNNING and running_since is None:
                 running_since = now
@@ -172,4 +208,10 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
                 raise describe_stall(job, files, watch.limit_s, list(zip(stalled, states, strict=True)), metadata)
             tail.copy()
             time.sleep(self.poll_interval_s)
+        if status.state is not JobState.SUCCEEDED:
+            companions.raise_failure()
         return status
+
+
+def _make_error_environment(files: RunDir) -> dict[str, str]:
+    return {"TORCHELASTIC_ERROR_FILE": str(files.error), "PYTHONUNBUFFERED": "1"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import of_strategy
 from draftworks.storage.full_disk import explain_full_disk
 from draftworks.targets.registry import HELDOUT
+from resources.companions import Companion
 from resources.dead_runs import end_with_run_process
 from resources.torch_job import TorchJob
 from resources.torch_launcher import JobResult, TorchLauncher
@@ -228,19 +229,44 @@ def launch(
     processes: int,
     device: str,
     python: Path | None = None,
+    companions: Sequence[Companion] = (),
 ) -> JobResult:
     """Write the run file, run `draftworks.programs.{program}` on it with the launcher, and return its report.
 
     Args:
         python: interpreter of SGLang's environment, for programs that run SGLang in their own process.
+        companions: jobs that run beside it.
 
     Raises:
         ConfigError: that interpreter cannot run the programs.
     """
-    folder = workspace.locate_run_folder(context.run.run_id, context.op_execution_context.op_handle.name)
+    folder = _locate_step_folder(context, workspace)
+    job = _make_job(folder, program, run, processes, device, python)
+    return launcher.run(context=context, job=job, run_dir=folder, companions=companions)
+
+
+def make_companion(
+    context: dg.AssetExecutionContext,
+    workspace: Workspace,
+    program: str,
+    run: RunFile,
+    processes: int,
+    device: str,
+    python: Path | None = None,
+) -> Companion:
+    """Write the run file of a program to run beside another one, with arguments as `launch`; its log is its own."""
+    folder = _locate_step_folder(context, workspace) / program
+    return Companion(_make_job(folder, program, run, processes, device, python), folder)
+
+
+def _locate_step_folder(context: dg.AssetExecutionContext, workspace: Workspace) -> Path:
+    return workspace.locate_run_folder(context.run.run_id, context.op_execution_context.op_handle.name)
+
+
+def _make_job(folder: Path, program: str, run: RunFile, processes: int, device: str, python: Path | None) -> TorchJob:
     path = run.save(folder / "run.yaml")
     extra = {} if python is None else build_program_environment(python, folder / "package")
-    job = TorchJob(
+    return TorchJob(
         module=f"draftworks.programs.{program}",
         args=(str(path),),
         procs_per_node=processes,
@@ -249,4 +275,3 @@ def launch(
         python=python,
         longest_wait_s=run.longest_wait_s,
     )
-    return launcher.run(context=context, job=job, run_dir=folder)

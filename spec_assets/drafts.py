@@ -10,7 +10,15 @@ from pydantic import Field
 
 from draftworks.config.draft_config import read_draft_config
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
-from draftworks.config.run_files import CHECKPOINTS_FOLDER, VOCAB_FILE, FeatureSet, StoreSpec, TargetFiles, TrainRun
+from draftworks.config.run_files import (
+    CHECKPOINTS_FOLDER,
+    VOCAB_FILE,
+    FeatureSet,
+    StoreSpec,
+    StreamPlace,
+    TargetFiles,
+    TrainRun,
+)
 from draftworks.config.strategies import StrategySpec
 from draftworks.evaluation.strategy_metrics import format_rates_by_position, select_strategy_metrics
 from draftworks.fleet.draft_staleness import OVERRIDES
@@ -41,6 +49,7 @@ from spec_assets.common import (
     to_severity,
     translate_errors,
 )
+from spec_assets.draft_streams import describe_stream, open_stream
 from spec_assets.evals import locate_feature_set, read_eval_data
 from spec_assets.features import GPU_POOL, require_features, select_stream_versions
 from spec_assets.metadata import embed_picture, format_bytes, format_table, select_acceptance, shorten_path
@@ -170,19 +179,33 @@ def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         target = require_target(context, workspace)
         inputs = resolve_draft_inputs(workspace, strategy, target, config)
 
+        identity = inputs.to_identity(strategy).to_json()
+
         def build(out: Path) -> BuildResult:
-            run = build_train_run(out, strategy.name, inputs, workspace.locate_feature_store(inputs.files))
             training = inputs.training
-            with retry_on_failure(context, times=config.retries):
-                job = launch(context, launcher, workspace, "train", run, training.processes, training.device)
+            with open_stream(context, workspace, target, inputs, identity) as stream:
+                store = workspace.locate_feature_store(inputs.files)
+                run = build_train_run(out, strategy.name, inputs, store, stream.place)
+                with retry_on_failure(context, times=config.retries):
+                    job = launch(
+                        context,
+                        launcher,
+                        workspace,
+                        "train",
+                        run,
+                        training.processes,
+                        training.device,
+                        companions=stream.producers,
+                    )
+                produced = stream.summarize()
             overrides = {"options": config.options, "training": config.training}
-            summary = {**job.report, **({OVERRIDES: overrides} if any(overrides.values()) else {})}
+            summary = {**job.report, **produced, **({OVERRIDES: overrides} if any(overrides.values()) else {})}
             return BuildResult(summary["weights_digest"], summary, own_digests=(CHECKPOINTS_FOLDER,))
 
         artifact = obtain_result(
             context,
             workspace,
-            inputs.to_identity(strategy).to_json(),
+            identity,
             build,
             # A retry of a training that was to start over continues from that training's own checkpoint.
             start_over=config.start_over and context.retry_number == 0,
@@ -193,7 +216,9 @@ def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
     return draft
 
 
-def build_train_run(out: Path, strategy: str, inputs: DraftInputs, store: StoreSpec) -> TrainRun:
+def build_train_run(
+    out: Path, strategy: str, inputs: DraftInputs, store: StoreSpec, stream: StreamPlace | None = None
+) -> TrainRun:
     return TrainRun(
         out=out,
         target=inputs.files,
@@ -203,6 +228,7 @@ def build_train_run(out: Path, strategy: str, inputs: DraftInputs, store: StoreS
         train=FeatureSet(tokens=inputs.train_tokens.path, features=inputs.train_features.path),
         heldout=inputs.heldout,
         store=store,
+        stream=stream,
         vocab_mapping=inputs.locate_vocab_file(),
         start_from=inputs.start_from,
     )
@@ -235,6 +261,7 @@ def describe_draft(artifact: Artifact) -> dict[str, Any]:
         **select_acceptance(summary["heldout"]),
         **format_rates_by_position(summary["heldout"]),
         **select_strategy_metrics(summary["heldout"]),
+        **describe_stream(summary),
         "heldout": dg.MetadataValue.json(summary["heldout"]),
         "curves": embed_picture(artifact.path / "training.png", "loss and acceptance while training"),
     }

@@ -25,6 +25,8 @@ VERIFIED_MEANS = (
     "that were not compared). A capture that was interrupted equals the "
     "undisturbed one bit for bit with backend hf, and to rounding with another backend or where data was added later."
 )
+PLANNED = "planned"
+"""In the summary of a feature set whose features stream to the trainer."""
 VERIFICATIONS = ("rows_equal_tokens", "finite", "features_as_captured", "head_equals_logits")
 
 
@@ -38,7 +40,10 @@ VERIFICATIONS = ("rows_equal_tokens", "finite", "features_as_captured", "head_eq
 def training_features(
     context: dg.AssetExecutionContext, workspace: Workspace, launcher: dg.ResourceParam[TorchLauncher]
 ) -> dg.MaterializeResult:
-    """Hidden states of the training samples: only what the store does not hold yet is computed."""
+    """Hidden states of the training samples: only what the store does not hold yet is computed.
+
+    For a target with `streaming`, the plan of these features: they are captured while a draft is trained on them.
+    """
     target = context.partition_key
     spec = workspace.registry.load_target(target)
     files = workspace.resolve_target_files(target)
@@ -57,10 +62,13 @@ def training_features(
             sglang=workspace.sglang,
         )
         python = workspace.find_python(spec.capture)
-        job = launch(context, launcher, workspace, "capture", run, spec.capture.processes, spec.capture.device, python)
+        program, processes = ("capture", spec.capture.processes) if spec.streaming is None else ("plan", 1)
+        job = launch(context, launcher, workspace, program, run, processes, spec.capture.device, python)
         return BuildResult(data_version=job.report["data_version"], summary=job.report)
 
     def still_stored(artifact: Artifact) -> bool:
+        if artifact.summary.get(PLANNED):
+            return spec.streaming is not None
         from draftworks.features.presence import holds_feature_set
 
         return holds_feature_set(store, artifact.path)
@@ -117,6 +125,7 @@ def describe_features(artifact: Artifact) -> dict:
         "bytes_per_token": summary["bytes_per_token"],
         "tokens_per_second": summary["tokens_per_second"],
         "streams": ", ".join(summary["streams"]),
+        **({PLANNED: "captured while a draft is trained on them"} if summary.get(PLANNED) else {}),
     }
 
 

@@ -17,6 +17,7 @@ from draftworks.config.gates import GateSpec
 from draftworks.config.responses import ResponseSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
+from draftworks.config.streaming import StreamingSpec
 from draftworks.storage.names import require_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -257,6 +258,11 @@ class TargetSpec(Spec):
     data: DataSpec = Field(default_factory=DataSpec)
     responses: ResponseSpec = Field(default_factory=ResponseSpec)
     capture: CaptureSpec = Field(default_factory=CaptureSpec)
+    streaming: StreamingSpec | None = Field(
+        default=None,
+        description="Features of the training samples stream from producers to the trainer; null: all are stored before. "
+        "The drafts are the same.",
+    )
     evals: list[str] = Field(
         default_factory=list, description="Entries of registry/evals/ to measure on, beside heldout."
     )

@@ -81,9 +81,11 @@ class RunFile(Spec):
 
     @property
     def longest_wait_s(self) -> float:
-        """Longest time in seconds for which the program may only wait for a server without being stalled."""
+        """Longest time in seconds for which the program may wait for a server or a producer without being stalled."""
         sglang, endpoint = getattr(self, "sglang", None), getattr(getattr(self, "responses", None), "endpoint", None)
         waits = [0.0] if sglang is None else [sglang.start_timeout_s, sglang.request_timeout_s]
+        stream = getattr(self, "stream", None)
+        waits += [] if stream is None else [stream.settings.timeout_s]
         return max(waits if endpoint is None else [*waits, endpoint.timeout_s])
 
     def save(self, path: Path) -> Path:
@@ -146,7 +148,10 @@ class StreamSteps(Spec):
 
 
 class ProduceRun(TargetRun):
-    """Capture planned features in the order in which a streamed training uses them, until it has done its last step."""
+    """Capture planned features in the order in which a streamed training uses them, until it has done its last step.
+
+    Each producer writes its figures into `out`.
+    """
 
     tokens: Path = Field(description="Folder of the tokenized set.")
     features: Path = Field(description="Folder of the planned feature set.")

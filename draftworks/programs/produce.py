@@ -18,12 +18,14 @@ from draftworks.programs.assembly import make_engine_place, temporary_engine_fol
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runtime.rollout_worker import RolloutWorker
 from draftworks.runtime.training_stream import make_streaming_plan, open_controller
+from draftworks.storage.atomic import publish_json
 
 
 def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
     """Capture a stream's features in the order of its steps, until the trainer has done the last one.
 
-    Ranks are workers of their own. SIGTERM and SIGINT end a worker after its current batch.
+    Ranks are workers of their own, and each writes its figures into `run.out`. SIGTERM and SIGINT end a worker after its
+    current batch.
     """
     tokens = TokenizedSet.open(run.tokens)
     capture = run.as_capture()
@@ -55,7 +57,7 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
     ctx.log(
         f"{name}: {done.captured} samples captured in {done.tasks} tasks, {done.waited_s:.1f} of {seconds:.1f} s waiting"
     )
-    return {
+    report = {
         "tasks": done.tasks,
         "captured_samples": done.captured,
         "captured_tokens": done.tokens,
@@ -63,6 +65,8 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
         "waited_s": round(done.waited_s, 2),
         "seconds": round(seconds, 2),
     }
+    publish_json(run.out / f"{name}.json", report)
+    return report
 
 
 if __name__ == "__main__":
