@@ -16,6 +16,7 @@ from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.tasks import TaskLease
+from draftworks.distributed.stop_signals import block_stop_signals
 from draftworks.errors import DraftworksError
 from draftworks.features.contracts import KeyedFeatureStore
 from draftworks.runtime.streaming_plan import StreamingPlan
@@ -152,6 +153,7 @@ class RolloutWorker:
         over = threading.Event()
 
         def renew() -> None:
+            block_stop_signals()
             while not over.wait(self._controller.lease_s / 3):
                 self._controller.renew_leases([lease])
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from draftworks.dataflow.consumer_lease import ConsumerLease, hold_consumer
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.errors import StoreError
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
@@ -48,30 +48,22 @@ class StreamConsumer:
         store: KeyedFeatureStore,
         free_at: FreeAt = "step",
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._controller = controller
         self._store = store
         self._free_at = free_at
         self._freed_step = 0
+        self._lease: ConsumerLease | None = None
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Context in which this process holds the consumer's identity. Raises StoreError if another process does."""
-        self._controller.hold_consumer()
-        over = threading.Event()
+        """Context in which this process holds the consumer's identity; that of a killed trainer is waited for.
 
-        def renew() -> None:
-            while not over.wait(self._controller.lease_s / 3):
-                self._controller.hold_consumer()
-
-        thread = threading.Thread(target=renew, name="consumer", daemon=True)
-        thread.start()
-        try:
+        Raises:
+            StoreError: another process holds it: a second trainer would take a part of the steps.
+        """
+        with hold_consumer(self._controller) as self._lease:
             yield
-        finally:
-            over.set()
-            thread.join()
-            self._controller.release_consumer()
 
     def reconcile(self, global_step: int) -> StreamRestart:
         """Resume after `global_step`: undo later acknowledgements, and have features captured again that were freed.
@@ -80,14 +72,14 @@ class StreamConsumer:
         """
         acked = self._controller.read_progress().acked_step
         undone = self._controller.rewind(global_step) if acked > global_step else 0
-        self._store.free(self._plan.find_freed(1, global_step))
+        self._store.free(self.plan.find_freed(1, global_step))
         self._freed_step = global_step
         self._store.refresh()
-        needed = self._plan.find_needed(global_step)
+        needed = self.plan.find_needed(global_step)
         missing = set(self._store.find_missing(key for ref in needed for key in ref.feature_keys.values()))
         lost = [ref.sample_id for ref in needed if not missing.isdisjoint(ref.feature_keys.values())]
         self._controller.requeue_lost(lost)
-        released = global_step * self._plan.order.global_batch_size
+        released = global_step * self.plan.order.global_batch_size
         return StreamRestart(len(lost), released, global_step, undone == 0)
 
     def on_step(self, global_step: int) -> None:
@@ -95,11 +87,13 @@ class StreamConsumer:
 
         The trainer may be ahead of the producers' commits where the store has features of before.
         """
-        ids = self._plan.get_sample_ids(global_step)
+        if self._lease is not None:
+            self._lease.require_held()
+        ids = self.plan.get_sample_ids(global_step)
         ahead = self._controller.find_uncommitted(ids)
         if ahead:
-            self._controller.commit_samples(self._plan.get_refs(ahead))
-        self._controller.ack(ids, global_step, self._plan.order.get_epoch(global_step))
+            self._controller.commit_samples(self.plan.get_refs(ahead))
+        self._controller.ack(ids, global_step, self.plan.order.get_epoch(global_step))
         if self._free_at == "step":
             self._free(global_step)
 
@@ -112,7 +106,7 @@ class StreamConsumer:
     def finish(self) -> None:
         """Free all features of the plan; a training that ended early leaves some that producers were ahead with."""
         self._store.refresh()
-        keys = {key for ref in self._plan.refs for key in ref.feature_keys.values()}
+        keys = {key for ref in self.plan.refs for key in ref.feature_keys.values()}
         self._store.free(sorted(keys.difference(self._store.find_missing(keys))))
 
     def look(self, ref: SampleRef) -> None:
@@ -134,5 +128,5 @@ class StreamConsumer:
 
     def _free(self, global_step: int) -> None:
         if global_step > self._freed_step:
-            self._store.free(self._plan.find_freed(self._freed_step + 1, global_step))
+            self._store.free(self.plan.find_freed(self._freed_step + 1, global_step))
             self._freed_step = global_step

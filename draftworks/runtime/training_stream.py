@@ -21,6 +21,8 @@ from draftworks.runtime.stream_consumer import StreamConsumer
 from draftworks.runtime.stream_order import StreamOrder
 from draftworks.runtime.streaming_plan import StreamingPlan
 
+CONSUMER_LEASE_S = 30.0
+"""How long a trainer that was killed keeps its successor waiting, at most."""
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +55,9 @@ def select_streams(ref: SampleRef, streams: Sequence[str]) -> SampleRef:
 
 def open_controller(place: StreamPlace) -> DataFlowController:
     """Open the control plane of a streamed training. Raises StoreError as `SQLiteMetadataStore`."""
-    return DataFlowController(place.run_id, SQLiteMetadataStore(place.database), lease_s=place.settings.lease_s)
+    lease_s = place.settings.lease_s
+    store = SQLiteMetadataStore(place.database)
+    return DataFlowController(place.run_id, store, lease_s=lease_s, consumer_lease_s=min(lease_s, CONSUMER_LEASE_S))
 
 
 class TrainingStream:

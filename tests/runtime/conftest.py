@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stream_toys import TRAINING, StreamFiles
+from stream_toys import TRAINING, SerialEngine, StreamFiles
 
 from draftworks.capture.engine import load_engine
 from draftworks.capture.engines.hf import HFTargetEngine
@@ -44,7 +44,8 @@ def train_stored(
 
 @pytest.fixture
 def stream_files(tiny_target: TargetFiles, tiny_engine: HFTargetEngine, tmp_path: Path) -> StreamFiles:
-    return StreamFiles(tmp_path, tiny_target, lambda: tiny_engine).make()
+    engine = SerialEngine(tiny_engine)
+    return StreamFiles(tmp_path, tiny_target, lambda: engine).make()
 
 
 def _free(store, keys):  # TEMPORARY

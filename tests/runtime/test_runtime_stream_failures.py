@@ -55,18 +55,14 @@ def test_a_trainer_that_dies_resumes_and_ends_with_the_stored_draft(
 
 
 def test_a_killed_trainer_whose_acknowledgements_are_beyond_its_checkpoint_says_so(stream_files: StreamFiles):
-    refs = read_feature_set(stream_files.folder / "planned").refs
-    run = stream_files.produce_run()
-    plan = make_streaming_plan(refs, STREAMS, run.steps, run.stream)
-    store, controller = open_store(run.stream.store), open_controller(run.stream)
-    consumer = StreamConsumer(plan, controller, store)
+    consumer, again = open_consumer(stream_files), open_consumer(stream_files)
+    plan, store = consumer.plan, open_store(stream_files.place.store)
     with stream_files.producing(), consumer.hold():
         reader = AwaitedStore(store, timeout_s=30)
         for step in (1, 2, 3):
             for ref in plan.get_refs(plan.get_sample_ids(step)):
                 reader.get(ref)
             consumer.on_step(step)
-    again = StreamConsumer(plan, open_controller(run.stream), store)
     with again.hold():
         restart = again.reconcile(2)
         assert (restart.global_step, restart.released, restart.optimizer_durable) == (2, 8, False)
@@ -133,11 +129,23 @@ def test_without_a_producer_the_training_ends_in_the_given_time(stream_files: St
     assert time.monotonic() - started < 30
 
 
+def open_consumer(files: StreamFiles) -> StreamConsumer:
+    run = files.produce_run()
+    plan = make_streaming_plan(read_feature_set(run.features).refs, STREAMS, run.steps, run.stream)
+    return StreamConsumer(plan, open_controller(run.stream), open_store(run.stream.store))
+
+
 def test_a_second_trainer_of_one_stream_is_refused(stream_files: StreamFiles):
-    controller = open_controller(stream_files.place)
-    controller.hold_consumer()
-    with pytest.raises(StoreError, match="consumer trainer is held by"):
-        train_streamed(stream_files)
+    files = with_settings(stream_files, lease_s=1.0)
+    with open_consumer(files).hold(), pytest.raises(StoreError, match="consumer trainer is held by"):
+        train_streamed(files)
+
+
+def test_the_hold_of_a_killed_trainer_is_waited_for(stream_files: StreamFiles, train_stored):
+    files = with_settings(stream_files, lease_s=1.0)
+    open_controller(files.place).hold_consumer()
+    with files.producing():
+        assert train_streamed(files) == train_stored()["weights_digest"]
 
 
 def test_a_watermark_below_one_step_is_refused_before_anything_is_captured(stream_files: StreamFiles):

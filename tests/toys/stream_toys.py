@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from capture_toys import WatchedEngine
 from draft_run_files import OPTIONS
 
 from draftworks.capture.engine import TargetEngine
@@ -34,6 +35,19 @@ from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.runtime.rollout_worker import RolloutWorker, WorkerSummary
 from draftworks.runtime.training_stream import count_stream_steps, make_streaming_plan, open_controller
+
+
+class SerialEngine(WatchedEngine):
+    """An engine that workers in threads share: one captures at a time, since each has hooks in the model's layers."""
+
+    def __init__(self, engine: TargetEngine) -> None:
+        super().__init__(engine)
+        self._lock = threading.Lock()
+
+    def capture(self, sequences, taps):
+        with self._lock:
+            return super().capture(sequences, taps)
+
 
 STREAMS = ("hf2", "hf4", "hf5", "last")
 TRAINING = TrainingSpec(
