@@ -11,7 +11,18 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ROOT / "draftworks"
 ROOMS = [
     *("storage", "config", "distributed", "mooncake", "data", "features", "dataflow", "targets", "sglang"),
-    *("endpoints", "drafts", "capture", "evaluation", "export", "strategies", "training", "fleet", "preflight"),
+    *(
+        "endpoints",
+        "drafts",
+        "capture",
+        "evaluation",
+        "export",
+        "strategies",
+        "training",
+        "runtime",
+        "fleet",
+        "preflight",
+    ),
     "programs",
 ]
 """From the ground floor up: a room imports itself and what is below, and `errors`."""

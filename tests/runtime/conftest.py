@@ -46,18 +46,3 @@ def train_stored(
 def stream_files(tiny_target: TargetFiles, tiny_engine: HFTargetEngine, tmp_path: Path) -> StreamFiles:
     engine = SerialEngine(tiny_engine)
     return StreamFiles(tmp_path, tiny_target, lambda: engine).make()
-
-
-def _free(store, keys):  # TEMPORARY
-    from draftworks.features.sample_folder import sample_key
-
-    folder = store._store._folder
-    for key in keys:
-        at = sample_key(key)
-        folder.remove_below(at, folder.newest(at) + 1)
-
-
-from draftworks.features.keyed_shared_dir import KeyedSharedDirStore  # noqa: E402
-
-if not hasattr(KeyedSharedDirStore, "free"):
-    KeyedSharedDirStore.free = _free
