@@ -105,7 +105,8 @@ class ExportIdentity:
 
     @classmethod
     def of(cls, export: Artifact) -> ExportIdentity:
-        return cls(**{each.name: export.identity.get(each.name) for each in fields(cls)})
+        values: dict[str, Any] = {each.name: export.identity.get(each.name) for each in fields(cls)}
+        return cls(**values)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from draftworks.config.responses import EndpointSpec, ResponseSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import ServerSpec, SGLangSpec, StartedServer
 from draftworks.config.strategies import list_strategies, resolve_strategy
+from draftworks.config.streaming import StreamingSpec, WatermarkSpec
 from draftworks.targets.registry import Registry, resolve_recipe
 
 SERVER = CaptureSpec(backend="sglang_server")
@@ -167,9 +168,10 @@ SETTINGS = [
         TARGET,
         of_target,
         {"max_length", "data", "responses", "capture", "evals", "evaluation", "strategies"},
-        {"name", "description", "gates", *BY_CONTENT},
+        {"name", "description", "gates", "streaming", *BY_CONTENT},
         {
             "gates": GateSpec(not_worse="error"),
+            "streaming": StreamingSpec(),
             "data": DataSpec(only_last_turn=True),
             "responses": ResponseSpec(seed=1),
             "capture": CaptureSpec(dtype="float32"),
@@ -201,6 +203,19 @@ SETTINGS = [
         lambda gates: of_target(TARGET.model_copy(update={"gates": gates})),
         set(),
         {"loss_falls", "beats_baselines", "not_worse", "agrees_with_walk", "answers_finished"},
+    ),
+    Settings(
+        StreamingSpec(),
+        lambda streaming: of_target(TARGET.model_copy(update={"streaming": streaming})),
+        set(),
+        {"watermark", "keep", "free_at", "timeout_s", "lease_s"},
+        {"watermark": WatermarkSpec(samples=8)},
+    ),
+    Settings(
+        WatermarkSpec(),
+        lambda watermark: of_target(TARGET.model_copy(update={"streaming": StreamingSpec(watermark=watermark)})),
+        set(),
+        {"samples", "bytes", "steps"},
     ),
 ]
 IDENTIFIED_BY_CONTENT = {DatasetSpec, EvalSpec}
