@@ -38,7 +38,7 @@ from draftworks.runtime.training_stream import count_stream_steps, make_streamin
 
 
 class SerialEngine(WatchedEngine):
-    """An engine that workers in threads share: one captures at a time, since each has hooks in the model's layers."""
+    """An engine that workers in threads share: one forward pass at a time, since a capture has hooks in the layers."""
 
     def __init__(self, engine: TargetEngine) -> None:
         super().__init__(engine)
@@ -47,6 +47,10 @@ class SerialEngine(WatchedEngine):
     def capture(self, sequences, taps):
         with self._lock:
             return super().capture(sequences, taps)
+
+    def logits(self, sequences):
+        with self._lock:
+            return super().logits(sequences)
 
 
 STREAMS = ("hf2", "hf4", "hf5", "last")
