@@ -1,0 +1,29 @@
+"""The benchmark of the control plane, with few references."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import control_plane
+from typer.testing import CliRunner
+
+
+def test_every_reference_passes_every_phase(tmp_path: Path) -> None:
+    import typer
+
+    app = typer.Typer()
+    app.command()(control_plane.main)
+    options = ["--count", "1500", "--batch", "200", "--step", "64", "--json", str(tmp_path / "out.json")]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "out.json").read_text())
+    phases = {phase: [row for row in found["rows"] if row["phase"] == phase] for phase in ("commit", "read, ack")}
+    for rows in phases.values():
+        assert len(rows) == control_plane.POINTS
+        assert rows[-1]["refs"] == 1500
+    assert found["rows"][-1]["phase"] == "restart"
+    slim = found["slim"]
+    assert slim["slim_bytes"] < slim["json_bytes"] / 3
+    assert slim["encode_us"] < slim["to_json_us"] / 3
+    assert "total" in done.output
