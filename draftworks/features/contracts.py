@@ -9,6 +9,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from draftworks.storage.regular_files import parse_json
@@ -234,17 +235,25 @@ class KeyedFeatureStore(FeatureStore):
 
 _PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
 """Types of nearly every leaf, which need no look at their attributes."""
+_PLAIN_CONTAINERS = frozenset((dict, list, tuple, set, frozenset))
+"""Exact types that cannot be tensors, so that only their items are looked at."""
+_TENSOR_ATTRIBUTES = ("dtype", "shape", "device")
 
 
 def assert_no_tensors(value: Any, path: str = "value") -> None:
     """Raise TypeError with the path of the first tensor or array inside dataclasses, mappings and sequences."""
-    if type(value) in _PLAIN:
+    kind = type(value)
+    if kind in _PLAIN:
         return
-    root = type(value).__module__.split(".")[0]
-    if root in ("torch", "numpy") or all(hasattr(value, name) for name in ("dtype", "shape", "device")):
-        raise TypeError(f"{path} is a {type(value).__name__}: the control plane carries no tensors")
-    if hasattr(value, "__dataclass_fields__"):
-        for name in value.__dataclass_fields__:
+    names = None
+    if kind not in _PLAIN_CONTAINERS:
+        names = _read_field_names(kind)
+        if names is None:
+            root = kind.__module__.split(".")[0]
+            if root in ("torch", "numpy") or all(hasattr(value, name) for name in _TENSOR_ATTRIBUTES):
+                raise TypeError(f"{path} is a {kind.__name__}: the control plane carries no tensors")
+    if names is not None:
+        for name in names:
             if type(item := getattr(value, name)) not in _PLAIN:
                 assert_no_tensors(item, f"{path}.{name}")
     elif isinstance(value, Mapping):
@@ -255,3 +264,12 @@ def assert_no_tensors(value: Any, path: str = "value") -> None:
         for index, item in enumerate(value):
             if type(item) not in _PLAIN:
                 assert_no_tensors(item, f"{path}[{index}]")
+
+
+@cache
+def _read_field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the field names of a dataclass; None for other types, and for a dataclass that looks like a tensor."""
+    names = getattr(kind, "__dataclass_fields__", None)
+    if names is None or all(name in names or hasattr(kind, name) for name in _TENSOR_ATTRIBUTES):
+        return None
+    return None if kind.__module__.split(".")[0] in ("torch", "numpy") else tuple(names)
