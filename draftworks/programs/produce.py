@@ -42,16 +42,19 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
         controller = open_controller(run.stream)
         closing.callback(controller.close)
 
+        probe = EngineProbe(capture, tokens)
+
         def load() -> TargetEngine:
             """Load the engine and compare it with the target's weights before anything is stored."""
             place = make_engine_place(capture, ctx, folder, tokens)
             loaded = load_engine(run.target, run.capture, device, place)
             closing.callback(loaded.close)
-            ctx.log(EngineProbe(capture, tokens).compare(loaded).describe())
+            ctx.log(probe.compare(loaded).describe())
             return loaded
 
         name = f"{run.worker}-{ctx.rank}"
-        worker = RolloutWorker(name, capture, plan, controller, store, tokens, load, lambda: bool(stop.signum))
+        confirm = probe.confirm if run.capture.server.external else None
+        worker = RolloutWorker(name, capture, plan, controller, store, tokens, load, lambda: bool(stop.signum), confirm)
         done = worker.run()
     seconds = time.monotonic() - started
     ctx.log(

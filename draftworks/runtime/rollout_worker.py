@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from draftworks.capture.engine import TargetEngine, find_backend
 from draftworks.capture.plan import SampleJob, StreamPlan
+from draftworks.capture.session import Confirmation
 from draftworks.capture.sound_capture import SoundCapture, verify_head_of
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
@@ -47,6 +48,7 @@ class RolloutWorker:
         run: the capture settings; `tokens` is the tokenized set that the plan's references are of.
         load_engine: called once, when there is something to capture.
         should_stop: asked between two tasks.
+        confirm: check of an engine that another party can change, called before each batch is stored.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class RolloutWorker:
         tokens: Sequence[TokenRow],
         load_engine: Callable[[], TargetEngine],
         should_stop: Callable[[], bool] = lambda: False,
+        confirm: Confirmation | None = None,
     ) -> None:
+        self._confirm = confirm
         self._name = name
         self._run = run
         self._plan = plan
@@ -130,6 +134,8 @@ class RolloutWorker:
             captured = self._sound.capture(engine, jobs)
             if first:
                 verify_head_of(engine, captured)
+            if self._confirm is not None:
+                self._confirm(engine)
             for each in captured:
                 tensors = each.select_missing(self._run.capture.dtype)
                 self._store.put(each.job.make_ref(self._store.uri), tensors)
