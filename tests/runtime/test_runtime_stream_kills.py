@@ -1,0 +1,72 @@
+"""SIGKILL of producers and of the trainer, as processes of their own: started again, they end with the stored draft."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stream_toys import TRAINING, StreamFiles
+
+from draftworks.config.run_files import RunFile
+from draftworks.config.streaming import StreamingSpec
+from draftworks.features.open_store import open_store
+from draftworks.runtime.training_stream import open_controller
+
+SLOW_STEPS = TRAINING.model_copy(update={"epochs": 12, "save_every": 4, "keep_checkpoints": 1})
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    """Starts a program on a run file; kills what still runs at the end."""
+    started: list[subprocess.Popen] = []
+
+    def begin(program: str, run: RunFile) -> subprocess.Popen:
+        path = run.save(tmp_path / "runs" / f"{program}-{len(started)}.yaml")
+        with path.with_suffix(".log").open("wb") as log:
+            command = [sys.executable, "-m", f"draftworks.programs.{program}", str(path)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            started.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_kills_of_a_producer_and_of_the_trainer_change_nothing_of_the_draft(
+    stream_files: StreamFiles, train_stored, start
+):
+    files = replace(
+        stream_files,
+        settings=StreamingSpec(watermark={"samples": 8}, timeout_s=120, lease_s=2, keep="capture_again"),
+    )
+    progress = open_controller(files.place).read_progress
+    run, training = files.train_run("streamed", training=SLOW_STEPS), files.produce_run("first", SLOW_STEPS)
+    trainer, producer = start("train", run), start("produce", training)
+    wait_until(lambda: progress().acked_step >= 3)
+    producer.kill()
+    start("produce", files.produce_run("second", SLOW_STEPS))
+    wait_until(lambda: progress().acked_step >= 10)
+    trainer.kill()
+    trainer.wait()
+    trainer = start("train", run)
+    assert trainer.wait(240) == 0
+    report = json.loads((files.folder / "streamed" / "config.json").read_text())
+    assert report["weights_digest"] == train_stored(SLOW_STEPS)["weights_digest"]
+    assert open_store(files.place.store).health()["samples"] == 0
