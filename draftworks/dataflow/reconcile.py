@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from draftworks.dataflow.controller import PAGE, DataFlowController
 from draftworks.errors import StoreError
@@ -73,12 +72,9 @@ def _free_released(controller: DataFlowController, store: FeatureStore, uses: in
         for ref in controller.iterate_refs(acked=True, uses=uses):
             _consume(store, ref)
         return
-    free: Any = getattr(store, "free", None)
-    if free is None:
-        return
     wanted = {key for ref in controller.iterate_refs(acked=False, uses=uses) for key in ref.feature_keys.values()}
     for refs in _pages(controller, acked=True, uses=uses):
-        free([key for ref in refs for key in ref.feature_keys.values() if key not in wanted])
+        store.free([key for ref in refs for key in ref.feature_keys.values() if key not in wanted])
 
 
 def _consume(store: FeatureStore, ref: SampleRef) -> None:

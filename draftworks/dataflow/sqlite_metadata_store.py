@@ -68,9 +68,10 @@ class SQLiteMetadataStore(MetadataStore):
         require_refs(refs)
         with self._database.transaction() as db:
             run = _require_run(db, run_id)
-            sqlite_tasks.return_expired(db, run, now)
+            # Content first: the last attempt's, too, ends its task if it comes before anybody has noticed the expiry.
             result = sqlite_samples.insert_refs(db, run, refs)
             sqlite_tasks.finish(db, run, [lease.task.task_id for lease in done])
+            sqlite_tasks.return_expired(db, run, now)
             return result
 
     def find_uncommitted(self, run_id: str, sample_ids: Sequence[str]) -> tuple[str, ...]:

@@ -106,6 +106,7 @@ def test_content_of_a_dead_task_is_refused(controller: DataFlowController, store
     once.add_tasks([toy_task(0)])
     (lease,) = once.lease_tasks("a")
     clock.now += LEASE_S
+    assert once.count_tasks() == TaskCounts(dead=1)
     refs = refs_of(lease.task)
     result = once.commit_samples(refs, [lease])
     assert (result.committed, result.refused) == ((), lease.task.sample_ids)
@@ -138,6 +139,18 @@ def test_commit_under_an_expired_lease_is_content_and_ends_the_task_for_all(
     assert controller.renew_leases([quick]) == ()
     assert controller.commit_samples(refs_of(slow.task), [quick]).duplicates == slow.task.sample_ids
     assert controller.count_tasks() == TaskCounts(done=1)
+
+
+def test_late_content_of_the_last_attempt_counts_if_nobody_has_noticed_the_expiry(
+    store: MetadataStore, clock: Clock
+) -> None:
+    once = controller_of(store, clock, max_attempts=1)
+    once.add_tasks([toy_task(0), toy_task(1)])
+    late, lost = once.lease_tasks("a", 2)
+    clock.now += LEASE_S
+    assert once.commit_samples(refs_of(late.task), [late]).committed == late.task.sample_ids
+    assert once.count_tasks() == TaskCounts(done=1, dead=1)
+    assert [letter.task for letter in once.read_dead_letters()] == [lost.task]
 
 
 def test_a_commit_that_fails_changes_nothing(controller: DataFlowController) -> None:

@@ -12,7 +12,13 @@ from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.reconcile import Reconciliation, reconcile_on_restart
 from draftworks.errors import StoreError
 from draftworks.features.contracts import SampleRef
+from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.memory_store import MemoryFeatureStore
 from draftworks.features.shared_dir_store import SharedDirFeatureStore
+
+
+def tensors_of(ref: SampleRef) -> dict[str, torch.Tensor]:
+    return {name: torch.ones(spec.shape, dtype=torch.bfloat16) for name, spec in ref.feature_specs.items()}
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -113,10 +119,27 @@ def test_other_keepers_of_the_features_are_left_alone(controller: DataFlowContro
     assert reconcile_on_restart(controller, None).recaptured == ()
 
 
-def test_a_consume_once_store_loses_released_samples_only(tmp_path: Path) -> None:
-    store = SharedDirFeatureStore(tmp_path / "features")
-    refs = [store.put(ref, {name: torch.ones(5, 16, dtype=torch.bfloat16) for name in ref.feature_keys})
-            for ref in map(toy_slim_ref, "abc")]  # fmt: skip
+def test_a_real_content_keyed_store_frees_and_misses_by_key(tmp_path: Path) -> None:
+    store = LocalFeatureStore(tmp_path / "features")
+    controller = controller_of(open_retaining_store("sqlite", tmp_path), Clock())
+    controller.add_tasks([toy_task(number, samples=1) for number in range(3)])
+    for lease in controller.lease_tasks("a", 3):
+        refs = [store.put(ref, tensors_of(ref)) for ref in refs_of(lease.task)]
+        controller.commit_samples(refs, [lease])
+    store.flush()
+    controller.ack(["s0.0"], 1)
+    controller.record_checkpoint(1)
+    released, lost, kept = (list(ref.feature_keys.values()) for ref in controller.iterate_refs())
+    store.free(lost[:1])
+    found = reconcile_on_restart(controller, store)
+    assert found == Reconciliation(("s2.0", "s1.0"), ("s0.0",), 1, True, ("s1.0",))
+    assert store.find_missing([*released, *kept]) == released
+
+
+@pytest.mark.parametrize("kind", ["memory", "shared"])
+def test_a_consume_once_store_loses_released_samples_only(kind: str, tmp_path: Path) -> None:
+    store = MemoryFeatureStore() if kind == "memory" else SharedDirFeatureStore(tmp_path / "features")
+    refs = [store.put(ref, tensors_of(ref)) for ref in map(toy_slim_ref, "abc")]
     controller = controller_of(open_retaining_store("sqlite", tmp_path), Clock())
     controller.commit_samples(refs)
     controller.ack(["a", "b"], 1)
