@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 STREAM = "stream"
 """Key of the producers' figures in a draft's summary."""
+TRAINER_WAITED = "waited_for_features_s"
+"""Key of the trainer's own waiting in it, as `draftworks.programs.train` reports it."""
 
 
 @dataclass(frozen=True)
@@ -105,4 +107,5 @@ def describe_stream(summary: Mapping[str, Any]) -> dict[str, Any]:
         "streamed_bytes": format_bytes(stream["captured_bytes"]),
         "producer_tokens_per_s": round(stream["captured_tokens"] / busy),
         "producer_waiting_share": round(stream["waited_s"] / max(stream["seconds"], 1e-9), 3),
+        "trainer_waited_s": summary.get(TRAINER_WAITED),
     }

@@ -38,6 +38,8 @@ from draftworks.training.plots import render_training_plot
 from draftworks.training.trainer import Persistence, TrainedWeights, Trainer
 
 HISTORY, PLOT = "history.json", "training.png"
+WAITED = "waited_for_features_s"
+"""In the report of a streamed training: seconds for which the loader of one rank waited for producers, at most."""
 
 
 def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
@@ -85,7 +87,11 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         _stop_if_asked(trainer)
         weights = trainer.trained_weights()
         peaks = gather_from_ranks(get_peak_rss_bytes())
-    return _publish(run, ctx, draft, trainer, persistence, weights, peaks) if ctx.is_main else {}
+        waits = [] if stream is None else gather_from_ranks(stream.reader.waited_s)
+    if not ctx.is_main:
+        return {}
+    waited = {WAITED: round(max(waits), 2)} if waits else {}
+    return {**_publish(run, ctx, draft, trainer, persistence, weights, peaks), **waited}
 
 
 def _make_persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:

@@ -21,6 +21,9 @@ LOOK_S = 1.0
 class AwaitedStore(WrappedStore):
     """Reads planned features from `store`; waits for those that are not there yet.
 
+    Attributes:
+        waited_s: seconds that all calls of `get` together have waited.
+
     Args:
         timeout_s: how long one sample may be waited for.
         look: called about once a second while waiting, with the sample that is missing; raises what ended the
@@ -52,7 +55,7 @@ class AwaitedStore(WrappedStore):
             if now - started > self._timeout_s:
                 raise StoreError(
                     f"sample {ref.sample_id}: its features have not come within {self._timeout_s:g} s. Look at the "
-                    "producers' logs, or raise stream.timeout_s if they are slow"
+                    "producers' logs, or raise streaming.timeout_s if they are slow"
                 )
             if now - looked > LOOK_S:
                 self._look(ref)

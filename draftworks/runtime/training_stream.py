@@ -73,6 +73,7 @@ class TrainingStream:
         self._streams = streams
         self.plan: StreamingPlan
         self.consumer: StreamConsumer
+        self.reader: AwaitedStore
 
     def open_reader(self, manifest: FeatureSetManifest) -> FeatureStore:
         """Return the store that the rank's loader reads the planned set from.
@@ -86,7 +87,8 @@ class TrainingStream:
         controller = open_controller(self._place)
         store = open_store_to_write(self._place.store)
         self.consumer = StreamConsumer(self.plan, controller, store, self._place.settings.free_at)
-        return AwaitedStore(store, self._place.settings.timeout_s, self.consumer.look)
+        self.reader = AwaitedStore(store, self._place.settings.timeout_s, self.consumer.look)
+        return self.reader
 
     @contextmanager
     def follow(self, global_step: int) -> Iterator[None]:

@@ -57,6 +57,7 @@ def test_the_run_page_says_what_the_producers_did(streamed):
     metadata = metadata_of(result, "eagle3_draft")
     assert metadata["streamed_samples"] == metadata_of(result, "training_features")["dagster/row_count"]
     assert 0 <= metadata["producer_waiting_share"] <= 1
+    assert metadata["trainer_waited_s"] > 0
 
 
 def test_nothing_of_the_stream_is_left(streamed):
