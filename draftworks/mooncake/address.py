@@ -100,6 +100,11 @@ def build_owner_key(store_id: str) -> str:
     return f"{store_id}/owner"
 
 
+def build_alive_key(store_id: str, incarnation: str) -> str:
+    """Return the key of an empty mark: where it is, the master has not been started again, and still knows the owner."""
+    return f"{store_id}/alive/{incarnation}"
+
+
 def require_store_id(store_id: str) -> None:
     if not _STORE_ID.fullmatch(store_id):
         raise ConfigError(

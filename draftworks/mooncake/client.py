@@ -11,7 +11,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ class MooncakeClient:
 
     def __init__(self, address: MooncakeAddress, segment_bytes: int = 0) -> None:
         self.address = address
-        library = load_library()
+        library = load_library(address.timeout_s)
         self._pinned = library.ReplicateConfig()
         self._pinned.with_hard_pin = True  # otherwise Mooncake evicts what nobody has read yet, silently
         self._registered: dict[tuple[int, int], int] = {}
@@ -97,12 +97,13 @@ class MooncakeClient:
         return OwnerRecord.from_bytes(content, self.where)
 
     def put(self, keys: Sequence[str], regions: Sequence[Region]) -> list[int]:
-        """Store an object per key, pinned; return a code for each.
+        """Store an object per key, pinned, also where the key exists; return a code for each.
 
-        A key that exists already keeps what it has, and gives 0. Regions should be registered.
+        Mooncake's plain put keeps what a key has, and gives 0 also where a killed writer has left it unfinished, which
+        nobody can read. Regions should be registered.
         """
         pointers, sizes = [region.pointer for region in regions], [region.nbytes for region in regions]
-        put = self._library_store.batch_put_from
+        put = self._library_store.batch_upsert_from
         return self._codes(put, list(keys), pointers, sizes, self._pinned, nbytes=sum(sizes), keeps=regions)
 
     def read(self, keys: Sequence[str], regions: Sequence[Region]) -> list[int]:
@@ -131,32 +132,30 @@ class MooncakeClient:
         return codes
 
     def read_small(self, keys: Sequence[str], max_bytes: int = MAX_SMALL_BYTES) -> list[bytes | None]:
-        """Read objects of at most `max_bytes`; None for those that do not exist."""
+        """Read objects of at most `max_bytes`; None for those that do not exist, or are not finished."""
         whole = ctypes.create_string_buffer(max(1, max_bytes * len(keys)))
         start = ctypes.addressof(whole)
         with self.registered(Region(start, len(whole), whole)):
             lengths = self.read(keys, [Region(start + max_bytes * n, max_bytes, whole) for n in range(len(keys))])
         for key, length in zip(keys, lengths, strict=True):
-            if length < 0 and length != Code.ABSENT:
+            if length < 0 and length not in (Code.ABSENT, Code.UNFINISHED):
                 raise StoreError(
                     f"{self.where}: {key} cannot be read: code {length}, at most {max_bytes} bytes expected"
                 )
         read = memoryview(whole)
         found = [bytes(read[max_bytes * n : max_bytes * n + max(0, length)]) for n, length in enumerate(lengths)]
-        return [None if length == Code.ABSENT else content for length, content in zip(lengths, found, strict=True)]
+        return [None if length < 0 else content for length, content in zip(lengths, found, strict=True)]
 
-    def replace_small(self, key: str, content: bytes) -> int:
-        """Store a small object in place of what the key has; return a code."""
-        buffer = ctypes.create_string_buffer(content, len(content))
-        with self.registered(region := Region(ctypes.addressof(buffer), len(content), buffer)):
-            upsert = self._library_store.batch_upsert_from
-            return self._codes(upsert, [key], [region.pointer], [region.nbytes], self._pinned, keeps=buffer)[0]
-
-    def put_small(self, key: str, content: bytes) -> int:
-        """Store a small object unless the key exists already; return a code, which is 0 for both."""
-        buffer = ctypes.create_string_buffer(content, len(content))
-        with self.registered(region := Region(ctypes.addressof(buffer), len(content), buffer)):
-            return self.put([key], [region])[0]
+    def put_small(self, contents: Mapping[str, bytes]) -> list[int]:
+        """Store small objects, also where the key exists; return a code for each."""
+        whole = b"".join(contents.values())
+        buffer = ctypes.create_string_buffer(whole, max(1, len(whole)))
+        regions, at = [], ctypes.addressof(buffer)
+        for content in contents.values():
+            regions.append(Region(at, len(content), buffer))
+            at += len(content)
+        with self.registered(Region(ctypes.addressof(buffer), len(buffer), buffer)):
+            return self.put(list(contents), regions)
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
         """Whether the master knows each key. True also while a dead owner has not been noticed."""

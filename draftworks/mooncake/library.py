@@ -20,6 +20,7 @@ class Code(IntEnum):
 
     NO_SPACE = -200
     INVALID = -600
+    UNFINISHED = -703
     ABSENT = -704
     LEASED = -706
     LEASE_EXPIRED = -707
@@ -28,13 +29,18 @@ class Code(IntEnum):
     RPC_TIMEOUT = -901
 
 
-def load_library() -> ModuleType:
-    """Return the module `mooncake.store`, quiet unless the caller's environment says otherwise.
+def load_library(timeout_s: float) -> ModuleType:
+    """Return the module `mooncake.store`, quiet unless the environment says otherwise.
+
+    Args:
+        timeout_s: seconds that it waits for a master or peer that is stopped, in stores that are set up from now on.
 
     Raises:
         ConfigError: Mooncake or one of its system libraries is not installed.
     """
     os.environ.update(build_environment())
+    os.environ["MC_RPC_TIMEOUT_MS"] = str(max(1, round(timeout_s * 1000)))
+    os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = str(max(1, round(timeout_s)))
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:

@@ -60,7 +60,7 @@ def serve(folder: Path) -> str:
     host, pid = order.address.host, os.getpid()
     record = OwnerRecord(order.incarnation, order.segment_bytes, order.lease_ttl_s, order.metrics, host, pid)
     key = build_owner_key(order.address.store_id)
-    code = client.replace_small(key, record.to_bytes())
+    code = client.put_small({key: record.to_bytes()}, replace=True)[0]
     if code != 0:
         return (
             f"{client.where}: its first object cannot be put into a segment of {order.segment_bytes} bytes: code {code}"

@@ -27,6 +27,8 @@ from draftworks.storage.atomic import publish_file
 LOG_TAIL_LINES = 20
 MIN_SEGMENT_BYTES = 16 << 20
 """Mooncake accepts less, and then finds no room in it."""
+PUT_RELEASE_S = 120
+"""Seconds after which memory comes back that a producer was killed in the middle of filling."""
 ADDRESS_FILE = "address.json"
 _LOG_TAIL_BYTES = 32 << 10
 _POLL_S = 0.1
@@ -217,6 +219,7 @@ class MooncakeService:
             "metrics_port": ports[1],
             "default_kv_lease_ttl": round(self.options.lease_ttl_s * 1000),
             "client_ttl": max(1, round(self.options.client_ttl_s)),
+            "put_start_release_timeout_sec": PUT_RELEASE_S,
             "enable_metric_reporting": "false",
         }
         return [f"--{name}={value}" for name, value in values.items()]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mooncake_toys import TIMEOUT_S, running_mooncake
+from mooncake_toys import SHORT_TTL_S, TIMEOUT_S, running_mooncake
 from torch import Tensor
 
 from draftworks.errors import StoreError, StoreLostError
@@ -21,6 +23,22 @@ from draftworks.mooncake.service import MooncakeService
 
 pytestmark = pytest.mark.mooncake
 MIB = 1 << 20
+KILLED_WRITER = """
+import os, signal, sys, threading, time
+import torch
+from mooncake_toys import *
+from draftworks.mooncake.address import MooncakeAddress
+from draftworks.mooncake.client import MooncakeClient
+client = MooncakeClient(MooncakeAddress(sys.argv[1], "toys"))
+small, whole = torch.ones(4, dtype=torch.uint8), torch.ones(48 << 20, dtype=torch.uint8)
+def kill_when_it_is_under_way():
+    while client._library_store.get_size("toys/a") != -703:
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=kill_when_it_is_under_way).start()
+words = ["toys/a", "toys/b"], [small.data_ptr(), whole.data_ptr()], [small.nbytes, whole.nbytes]
+client._library_store.batch_put_from(*words, client._pinned)
+"""
 
 
 def region(tensor: Tensor) -> Region:
@@ -59,7 +77,10 @@ class TestOneStore:
     def empty(self, client: MooncakeClient) -> Iterator[None]:
         yield
         metrics = client.read_owner().metrics
-        client.remove([key for key in client.list_keys(metrics) if not key.endswith("/owner")], force=True)
+        client.remove(
+            [key for key in client.list_keys(metrics) if "/alive/" not in key and not key.endswith("/owner")],
+            force=True,
+        )
 
     def test_raw_buffers_go_in_and_out_of_any_number_of_clients(self, service: MooncakeService, client: MooncakeClient):
         tensors = [noise(length) for length in (1, 4096, 3 * MIB + 5)]
@@ -94,19 +115,32 @@ class TestOneStore:
         assert client.remove(["toys/none"]) == [Code.ABSENT]
         assert client.read_small(["toys/none"]) == [None]
 
-    def test_putting_an_existing_key_keeps_the_old(self, client: MooncakeClient):
-        old = noise(1000)
-        assert put(client, "toys/a", old) == put(client, "toys/a", noise(500)) == 0
-        found = noise(1000)
+    def test_putting_again_replaces_also_under_lease_and_mooncakes_own_put_keeps_the_old(self, client: MooncakeClient):
+        old, new, found = noise(1000), noise(500), noise(1000)
+        assert put(client, "toys/a", old) == 0
+        assert client._library_store.put_from("toys/a", new.data_ptr(), 500, client._pinned) == 0
         assert read(client, "toys/a", found) == 1000
         assert torch.equal(found, old)
+        assert put(client, "toys/a", new) == 0
+        assert read(client, "toys/a", found) == 500
+        assert torch.equal(found[:500], new)
 
-    def test_small_objects_are_replaced_also_under_lease_or_put_once(self, client: MooncakeClient):
+    def test_small_objects_are_replaced_and_read_together(self, client: MooncakeClient):
         for content in (b"one", b"longer than one", b"1"):
-            assert client.replace_small("toys/a", content) == 0
-            assert client.read_small(["toys/a", "toys/none"]) == [content, None]
-        assert client.put_small("toys/a", b"2") == 0
-        assert client.read_small(["toys/a"]) == [b"1"]
+            assert client.put_small({"toys/a": content, "toys/b": b"b"}) == [0, 0]
+            assert client.read_small(["toys/a", "toys/none", "toys/b"]) == [content, None, b"b"]
+
+    def test_a_key_that_a_killed_writer_left_unfinished_is_absent_and_can_be_put(self, client: MooncakeClient):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", KILLED_WRITER, client.address.master]
+        subprocess.run(command, env=environment, check=False, timeout=300)
+        assert client._library_store.put_from("toys/a", (data := noise(4)).data_ptr(), 4, client._pinned) == 0
+        assert read(client, "toys/a", noise(4)) == Code.UNFINISHED
+        assert client.exist(["toys/a"]) == [False]
+        assert client.read_small(["toys/a"]) == [None]
+        assert client.put_small({"toys/a": b"now"}) == [0]
+        assert client.read_small(["toys/a"]) == [b"now"]
+        del data
 
     @pytest.mark.parametrize("look", ["read", "exist", "size"])
     def test_what_was_looked_at_lately_is_removed_by_force_or_later(self, client: MooncakeClient, look: str):
@@ -147,7 +181,9 @@ class TestOneStore:
     def test_keys_of_this_store_are_listed(self, client: MooncakeClient):
         for key in ("toys/a", "toys/b/c", "others/a"):
             put(client, key, noise(10))
-        assert sorted(client.list_keys(client.read_owner().metrics)) == ["toys/a", "toys/b/c", "toys/owner"]
+        record = client.read_owner()
+        own = [f"toys/alive/{record.incarnation}", "toys/owner"]
+        assert sorted(client.list_keys(record.metrics)) == sorted(["toys/a", "toys/b/c", *own])
         client.remove(["others/a"], force=True)
 
 
@@ -168,7 +204,7 @@ def test_a_lease_that_runs_out_while_bytes_travel_is_read_again_or_told(tmp_path
 
 
 def test_a_dead_owner_is_told_at_once_though_mooncake_says_all_is_well(tmp_path: Path):
-    with running_mooncake(tmp_path) as service:
+    with running_mooncake(tmp_path, client_ttl_s=SHORT_TTL_S) as service:
         client = MooncakeClient(service.address)
         assert put(client, "toys/a", noise(1000)) == 0
         os.kill(service.pid("owner"), signal.SIGKILL)
