@@ -16,7 +16,7 @@ from pathlib import Path
 
 from draftworks.distributed.parent_death import die_with_parent
 from draftworks.errors import DraftworksError, StoreLostError
-from draftworks.mooncake.address import MooncakeAddress, OwnerRecord, build_owner_key
+from draftworks.mooncake.address import MooncakeAddress, OwnerRecord, build_alive_key, build_owner_key
 from draftworks.mooncake.client import MooncakeClient
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.regular_files import read_json
@@ -60,11 +60,10 @@ def serve(folder: Path) -> str:
     host, pid = order.address.host, os.getpid()
     record = OwnerRecord(order.incarnation, order.segment_bytes, order.lease_ttl_s, order.metrics, host, pid)
     key = build_owner_key(order.address.store_id)
-    code = client.put_small({key: record.to_bytes()}, replace=True)[0]
-    if code != 0:
-        return (
-            f"{client.where}: its first object cannot be put into a segment of {order.segment_bytes} bytes: code {code}"
-        )
+    alive = build_alive_key(order.address.store_id, order.incarnation)
+    codes = client.put_small({key: record.to_bytes(), alive: b"1"})
+    if any(codes):
+        return f"{client.where}: nothing can be put into its segment of {order.segment_bytes} bytes: codes {codes}"
     publish_json(order.ready_file(folder), {"pid": pid})
     answered = time.monotonic()
     while True:

@@ -11,7 +11,7 @@ pytest.register_assert_rewrite("store_harness", "store_contract", "store_keyed_c
 from mooncake_harness import MooncakeHarness  # noqa: E402
 from mooncake_toys import running_mooncake  # noqa: E402
 from store_contract import WritingContract  # noqa: E402
-from store_keyed_contract import KeyedContract  # noqa: E402
+from store_keyed_contract import FreeingContract  # noqa: E402
 
 from draftworks.mooncake.client import MooncakeClient  # noqa: E402
 
@@ -34,7 +34,7 @@ class TestMooncakeFeatureStore(WritingContract):
         harness.clear()
 
 
-class TestKeyedMooncakeStore(KeyedContract):
+class TestKeyedMooncakeStore(FreeingContract):
     @pytest.fixture
     def harness(self, client: MooncakeClient) -> Iterator[MooncakeHarness]:
         harness = MooncakeHarness(client.address, shared_client=client, keyed=True)

@@ -130,18 +130,6 @@ class TestOneStore:
             assert client.put_small({"toys/a": content, "toys/b": b"b"}) == [0, 0]
             assert client.read_small(["toys/a", "toys/none", "toys/b"]) == [content, None, b"b"]
 
-    def test_a_key_that_a_killed_writer_left_unfinished_is_absent_and_can_be_put(self, client: MooncakeClient):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", KILLED_WRITER, client.address.master]
-        subprocess.run(command, env=environment, check=False, timeout=300)
-        assert client._library_store.put_from("toys/a", (data := noise(4)).data_ptr(), 4, client._pinned) == 0
-        assert read(client, "toys/a", noise(4)) == Code.UNFINISHED
-        assert client.exist(["toys/a"]) == [False]
-        assert client.read_small(["toys/a"]) == [None]
-        assert client.put_small({"toys/a": b"now"}) == [0]
-        assert client.read_small(["toys/a"]) == [b"now"]
-        del data
-
     @pytest.mark.parametrize("look", ["read", "exist", "size"])
     def test_what_was_looked_at_lately_is_removed_by_force_or_later(self, client: MooncakeClient, look: str):
         put(client, "toys/a", noise(10))
@@ -185,6 +173,21 @@ class TestOneStore:
         own = [f"toys/alive/{record.incarnation}", "toys/owner"]
         assert sorted(client.list_keys(record.metrics)) == sorted(["toys/a", "toys/b/c", *own])
         client.remove(["others/a"], force=True)
+
+
+def test_a_key_that_a_killed_writer_left_unfinished_is_absent_and_can_be_put(tmp_path: Path):
+    with running_mooncake(tmp_path) as service:
+        client = MooncakeClient(service.address)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", KILLED_WRITER, client.address.master]
+        subprocess.run(command, env=environment, check=False, timeout=300)
+        assert client._library_store.put_from("toys/a", (data := noise(4)).data_ptr(), 4, client._pinned) == 0
+        assert read(client, "toys/a", noise(4)) == Code.UNFINISHED
+        assert client.exist(["toys/a"]) == [False]
+        assert client.read_small(["toys/a"]) == [None]
+        assert client.put_small({"toys/a": b"now"}) == [0]
+        assert client.read_small(["toys/a"]) == [b"now"]
+        del data
 
 
 def test_a_lease_that_runs_out_while_bytes_travel_is_read_again_or_told(tmp_path: Path):
