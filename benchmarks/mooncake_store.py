@@ -66,7 +66,10 @@ def build_raw(client: MooncakeClient, nbytes: int) -> Side:
     def get(index: int, _: torch.Tensor) -> None:
         assert library.get_into(f"raw/{index}", into.data_ptr(), nbytes) == nbytes
 
-    return Side("raw", put, get, lambda index: client.remove([f"raw/{index}"], force=True) and None)
+    def free(index: int) -> None:
+        client.remove([f"raw/{index}"], force=True)
+
+    return Side("raw", put, get, free)
 
 
 def build_once(store: MooncakeFeatureStore) -> Side:
@@ -91,7 +94,10 @@ def build_keyed(store: KeyedMooncakeStore) -> Side:
     def get(index: int, _: torch.Tensor) -> None:
         store.release(store.get(refs[index])[1])
 
-    return Side("keyed", put, get, lambda index: store.free(refs.pop(index).feature_keys.values()) and None)
+    def free(index: int) -> None:
+        store.free(refs.pop(index).feature_keys.values())
+
+    return Side("keyed", put, get, free)
 
 
 def measure(sides: list[Side], tensor: torch.Tensor, rounds: int) -> dict[str, dict[str, float]]:

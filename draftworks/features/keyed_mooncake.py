@@ -159,9 +159,13 @@ class KeyedMooncakeStore(KeyedFeatureStore):
     def _free_after(self, ended: Iterable[Lease]) -> int:
         """Free what was freed under leases that have ended now; return the bytes."""
         with self._lock:
-            items = {item for lease in ended for item in lease.holds if not self._leases.holds(item)}
-            due = [(item, self._freed_under_lease.pop(item)) for item in items if item in self._freed_under_lease]
-        return sum(self._entries.remove_tensors({entry: head}) for (entry, _), head in due)
+            held = {item for lease in ended for item in lease.holds}
+            due = {
+                at: head for at, head in self._freed_under_lease.items() if at in held and not self._leases.holds(at)
+            }
+            for at in due:
+                del self._freed_under_lease[at]
+        return sum(self._entries.remove_tensors({entry: head}) for (entry, _), head in due.items())
 
     def _describe_absent(self, ref: SampleRef, name: str) -> str:
         return (

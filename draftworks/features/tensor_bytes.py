@@ -48,7 +48,7 @@ def compute_checksum(content: Tensor) -> int:
     array = content.numpy()
     whole = len(array) // _ROW_BYTES * _ROW_BYTES
     sums = array[:whole].view(np.int64).reshape(-1, _ROW_BYTES // 8).sum(axis=1)
-    return zlib.crc32(np.ascontiguousarray(array[whole:]), zlib.crc32(sums))
+    return zlib.crc32(array[whole:].tobytes(), zlib.crc32(sums.tobytes()))
 
 
 def require_dtype(name: str) -> torch.dtype:
