@@ -3,8 +3,8 @@
     python benchmarks/ref_channel.py                     # 100,000 references of four streams
     python benchmarks/ref_channel.py --refs 1000000
 
-The producer publishes batches of 64 behind a watermark; the consumer takes global batches of 64 through a queue and
-acknowledges each. Memory is the resident size of each process after a tenth of the references, and at its end.
+The producer publishes batches behind a watermark; the consumer takes batches of as many through a queue and acknowledges
+each. Memory is the resident size of each process after a tenth of the references, and at its end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from draftworks.dataflow.watermark import InFlight, Watermark
 from draftworks.features.contracts import FeatureSpec, SampleRef
 
 STREAMS = ("hf2", "hf18", "hf33", "last")
-BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class SideResult:
 
 def main(
     refs: Annotated[int, typer.Option(help="How many references travel.")] = 100_000,
+    batch: Annotated[int, typer.Option(help="References of one batch.")] = 64,
     watermark: Annotated[int, typer.Option(help="Samples in flight.")] = 4096,
 ) -> None:
     """Print the seconds and the memory of both sides."""
@@ -50,7 +50,7 @@ def main(
         found: SimpleQueue[SideResult] = processes.SimpleQueue()
         started = time.monotonic()
         sides = [
-            processes.Process(target=target, args=(Path(folder), refs, watermark, found))
+            processes.Process(target=target, args=(Path(folder), refs, batch, watermark, found))
             for target in (produce, consume)
         ]
         for side in sides:
@@ -67,32 +67,32 @@ def main(
         print(f"{result.name}: {result.cpu_seconds:.1f} s of processor, {early:.0f} MB early, {late:.0f} MB at the end")
 
 
-def produce(folder: Path, count: int, watermark: int, found: SimpleQueue[SideResult]) -> None:
+def produce(folder: Path, count: int, size: int, watermark: int, found: SimpleQueue[SideResult]) -> None:
     """Publish batches as there is room."""
     meter, limit = _Meter("producer", count), Watermark(samples=watermark)
     with StreamingRefChannel(folder).open_writer() as writer:
-        for batch in make_batches(count):
+        for batch in make_batches(count, size):
             if not writer.wait_for_room(limit, InFlight.of(batch)):
                 break
             meter.add(writer.publish_batch(batch))
     found.put(meter.result())
 
 
-def consume(folder: Path, count: int, watermark: int, found: SimpleQueue[SideResult]) -> None:
+def consume(folder: Path, count: int, size: int, _: int, found: SimpleQueue[SideResult]) -> None:
     """Take and acknowledge all."""
     meter = _Meter("consumer", count)
     queue = StreamingRefQueue(StreamingRefChannel(folder).open_consumer())
-    while refs := queue.get(BATCH):
+    while refs := queue.get(size):
         queue.ack(ref.sample_id for ref in refs)
         meter.add(len(refs))
     queue.close()
     found.put(meter.result())
 
 
-def make_batches(count: int) -> Iterator[list[SampleRef]]:
+def make_batches(count: int, size: int) -> Iterator[list[SampleRef]]:
     """Yield references as a capture of an 8B target makes them."""
-    for start in range(0, count, BATCH):
-        yield [make_ref(number) for number in range(start, min(start + BATCH, count))]
+    for start in range(0, count, size):
+        yield [make_ref(number) for number in range(start, min(start + size, count))]
 
 
 def make_ref(number: int) -> SampleRef:

@@ -91,8 +91,10 @@ class RefWriter:
         new = [ref for ref in refs if not len(self._before) or ref.sample_id not in self._before]
         if not new:
             return 0
-        if self._ended or self._file < 0:
+        if self._ended:
             raise StoreError(f"reference channel {self._folder} has ended: new references need a new channel")
+        if self._file < 0:
+            raise StoreError(f"this writer of reference channel {self._folder} gave its side up: open a new one")
         try:
             lines = [line for ref in new for line in self._encode(ref)]
         except BaseException:

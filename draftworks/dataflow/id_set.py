@@ -35,7 +35,7 @@ class SampleIdSet:
         if self._holds(digest):
             return False
         self._recent.add(digest)
-        if len(self._recent) > max(_SMALLEST_MERGE, len(self._sorted) // 8):
+        if len(self._recent) > max(_SMALLEST_MERGE, len(self._sorted) // 32):
             recent = np.array(sorted(self._recent), dtype=self._sorted.dtype)
             self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, recent), recent)
             self._recent.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -322,6 +323,30 @@ def test_the_watermark_is_never_exceeded(limit, bytes_limit, pieces, seed):
                 assert watermark.has_room(writer.in_flight_remote, InFlight())
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
+
+
+def test_a_full_disk_is_one_error_and_the_next_writer_goes_on(channel, monkeypatch):
+    write, left = os.write, 250
+
+    def write_until_full(handle: int, content: memoryview) -> int:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = write(handle, content[:left])
+        left -= done
+        return done
+
+    writer = channel.open_writer()
+    writer.publish(refs_of(1)[0])
+    monkeypatch.setattr(os, "write", write_until_full)
+    with pytest.raises(StoreError, match="the disk is full"):
+        writer.publish_batch(refs_of(2, 3, 4))
+    monkeypatch.undo()
+    with pytest.raises(StoreError, match="gave its side up: open a new one"):
+        writer.publish_batch(refs_of(5))
+    with channel.open_writer() as writer, channel.open_consumer() as reader:
+        assert 1 <= writer.publish_batch(refs_of(1, 2, 3, 4)) <= 3
+        assert reader.poll() == refs_of(1, 2, 3, 4)
 
 
 def test_tensors_are_refused_and_nothing_is_written(channel):

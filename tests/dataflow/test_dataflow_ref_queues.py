@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -23,6 +25,19 @@ from draftworks.errors import ConfigError, StoreError
 from draftworks.features.contracts import SampleRef
 
 PATIENCE_S = 20.0
+
+CONSUMER = """
+import sys
+from pathlib import Path
+from draftworks.dataflow.ref_channel import StreamingRefChannel
+from draftworks.dataflow.ref_queues import StreamingRefQueue
+
+queue = StreamingRefQueue(StreamingRefChannel(Path(sys.argv[1])).open_consumer())
+while refs := queue.get(2):
+    queue.ack(ref.sample_id for ref in refs)
+    print(*(ref.sample_id for ref in refs), flush=True)
+    sys.stdin.readline()
+"""
 
 
 def refs_of(*numbers: int) -> list[SampleRef]:
@@ -246,6 +261,30 @@ def test_a_restarted_consumer_gets_what_is_not_durable_and_counts_all(total, liv
         assert durable == [f"s{number}" for number in range(total)]
         assert queue.is_drained
         assert channel.open_writer().in_flight_remote == InFlight()
+
+
+def test_a_consumer_killed_by_sigkill_gives_its_side_up(tmp_path):
+    """The next one leaves out what was durable, and the writer's count comes out even."""
+    channel = StreamingRefChannel(tmp_path, idle_timeout_s=PATIENCE_S)
+    with channel.open_writer() as writer:
+        writer.publish_batch(refs_of(*range(7)))
+        command = [sys.executable, "-c", CONSUMER, str(tmp_path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as consumer:
+            assert consumer.stdin is not None
+            assert consumer.stdout is not None
+            durable = consumer.stdout.readline().split()
+            consumer.stdin.write("\n")
+            consumer.stdin.flush()
+            durable += consumer.stdout.readline().split()
+            consumer.kill()
+        assert durable == ["s0", "s1", "s2", "s3"]
+        assert writer.in_flight_remote == InFlight(3, 300)
+        queue = StreamingRefQueue(channel.open_consumer(), skip_ids=durable)
+        assert ids(queue.get(9)) == ["s4", "s5", "s6"]
+        assert writer.in_flight_remote == InFlight(3, 300)
+        queue.ack(["s4", "s5", "s6"])
+        assert writer.in_flight_remote == InFlight()
+        queue.close()
 
 
 def test_a_consumer_that_ends_or_fails_is_heard_by_the_writer(tmp_path):
