@@ -16,6 +16,8 @@ APPLICATION_ID = 0x44574350
 """SQLite's mark of the program that a file belongs to: "DWCP"."""
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_S = 60.0
+WAL_PAGES = 8192
+"""Pages of 4 KiB that gather in the log before they are copied into the file, each page once."""
 _TABLES = """
 CREATE TABLE runs (run INTEGER PRIMARY KEY, run_id TEXT NOT NULL UNIQUE, next_seq INTEGER NOT NULL DEFAULT 1);
 CREATE TABLE tasks (
@@ -147,6 +149,7 @@ class SqliteDatabase:
         self._require_own(connection)
         connection.execute("PRAGMA journal_mode = WAL").fetchone()
         connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")
         connection.execute("BEGIN IMMEDIATE")
         if not self._require_own(connection):
             for statement in _TABLES.split(";"):
