@@ -21,7 +21,7 @@ from draftworks.errors import StoreError, StoreFullError, StoreLostError
 from draftworks.features.mooncake_frees import MooncakeFrees
 from draftworks.features.mooncake_head import Head, ObjectKey
 from draftworks.features.tensor_bytes import TensorRecord, align, compute_checksum, view_bytes
-from draftworks.mooncake.address import OwnerRecord, build_alive_key, build_owner_key
+from draftworks.mooncake.address import OwnerRecord, build_alive_key
 from draftworks.mooncake.client import MAX_SMALL_BYTES, MooncakeClient, Region
 from draftworks.mooncake.library import Code
 
@@ -248,23 +248,25 @@ class MooncakeEntries:
 
     def _read_some_heads(self, entries: Sequence[str]) -> dict[str, Head]:
         heads: dict[str, Head] = {}
-        remaining = list(entries)
+        absent, remaining = False, list(entries)
         for _ in range(_HEAD_ATTEMPTS):
-            owner, *contents = self.client.read_small(
-                [build_owner_key(self._store_id), *map(self._head_key, remaining)]
-            )
-            self._require_same(self.client.parse_owner(owner))
             damaged = []
+            contents = self.client.read_small(list(map(self._head_key, remaining)))
             for entry, content in zip(remaining, contents, strict=True):
                 head = None if content is None else Head.from_bytes(content)
+                absent = absent or content is None
                 if head is not None:
                     heads[entry] = head
                 elif content is not None:
                     damaged.append(entry)
             remaining = damaged
             if not remaining:
-                return heads
-        raise StoreError(f"{self.client.where}: {self._head_key(remaining[0])} is damaged. Start the service again")
+                break
+        if absent:
+            self.require_alive()  # in a store that is lost everything is absent
+        if remaining:
+            raise StoreError(f"{self.client.where}: {self._head_key(remaining[0])} is damaged. Start the service again")
+        return heads
 
     def _read_into(self, buffer: Tensor, plan: Sequence[_Place]) -> str | None:
         """Read tensors to their places in a buffer; return what is wrong with one of them."""
