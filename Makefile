@@ -69,7 +69,7 @@ sglang-env: $(SGLANG)/ready
 # Its system libraries are found as those of any program are: where they are unpacked beside it, by LD_LIBRARY_PATH.
 test-mooncake: $(MOONCAKE)/ready
 	LD_LIBRARY_PATH="$(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH" \
-		$(MOONCAKE)/bin/python -m pytest -m mooncake tests/mooncake_room tests/features
+		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m mooncake tests/mooncake_room tests/features
 
 mooncake-env: $(MOONCAKE)/ready
 
@@ -144,7 +144,7 @@ $(MOONCAKE)/ready: tools/mooncake-requirements.txt $(VENV)/ready
 	rm -rf $(MOONCAKE)
 	$(PYTHON) -m venv $(MOONCAKE)
 	$(MOONCAKE)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
-	$(MOONCAKE)/bin/python -c 'import sysconfig, sys; open(sysconfig.get_path("purelib") + "/beside.pth", "w").write( \
+	@$(MOONCAKE)/bin/python -c 'import sysconfig, sys; open(sysconfig.get_path("purelib") + "/beside.pth", "w").write( \
 		"import site; site.addsitedir(%r)\n" % sys.argv[1])' "$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	mkdir -p $(MOONCAKE)/libraries
 	@ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' || { cd $(MOONCAKE)/libraries && apt-get download --quiet=2 -o APT::Sandbox::User=root $(MOONCAKE_PACKAGES) \
