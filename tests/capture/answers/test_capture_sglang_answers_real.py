@@ -131,9 +131,9 @@ def test_two_servers_share_the_work_and_one_that_is_killed_is_done_without(
     tiny_sglang, second, tiny_engine, tiny_target, tmp_path: Path
 ):
     rows = [row.input_ids.tolist() for row in random_rows(9, seed=5, longest=60)]
-    expected = tiny_engine.capture(rows, TAPS)
+    streams = tiny_engine.capture(rows, TAPS)
     prompts, ids = rows[:3], ["a", "b", "c"]
-    expected = tiny_engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200)
+    answers = tiny_engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200)
     engine = sglang_engine(
         tiny_target, tmp_path, TAPS, urls=[tiny_sglang.url, second.url], spool=str(tiny_sglang.spool)
     )
@@ -144,7 +144,7 @@ def test_two_servers_share_the_work_and_one_that_is_killed_is_done_without(
             for each in [*process.children(recursive=True), process]:
                 each.kill()
             assert ends(process, within_s=60)
-        for found, wanted in zip(engine.capture(rows, TAPS), expected, strict=True):
+        for found, wanted in zip(engine.capture(rows, TAPS), streams, strict=True):
             assert all(torch.allclose(found[name], wanted[name], atol=1e-4) for name in wanted)
-        assert engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200) == expected
+        assert engine.generate(prompts, ResponseSpec(max_new_tokens=5), ids, 200) == answers
     engine.close()
