@@ -11,7 +11,7 @@ from pydantic import Field
 
 from draftworks.config.registry_files import CaptureSpec, DatasetSpec, SGLangSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
-from draftworks.data.sources import dataset_version
+from draftworks.data.sources import digest_dataset
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.storage.identity import FileDigests
 from draftworks.storage.legacy_stores import find_answers, find_store
@@ -56,7 +56,7 @@ class Workspace(dg.ConfigurableResource):
 
     def read_dataset_version(self, dataset: DatasetSpec) -> str:
         """Return the content digest of a data set's files as they are now."""
-        return dataset_version(dataset, self.registry.root, self.digests)
+        return digest_dataset(dataset, self.registry.root, self.digests)
 
     def locate_feature_store(self, files: TargetFiles) -> StoreSpec:
         """Return the feature store of a target's weights, shared by all runs, strategies and targets of these weights.

@@ -15,7 +15,7 @@ import numpy as np
 
 from draftworks.config.run_files import TargetFiles
 from draftworks.data.conversations import Conversation, Turn
-from draftworks.data.spans import EndOfTurn, Rendered, Span, locate, mask_from_spans, sentinel
+from draftworks.data.spans import EndOfTurn, Rendered, Span, build_label_mask, locate, make_sentinel
 from draftworks.distributed.time_limit import CpuTimeExceeded, limit_cpu_time
 from draftworks.errors import ConfigError, DataError
 from draftworks.storage.identity import digest
@@ -92,7 +92,7 @@ class ChatTokenizer:
         """Largest id of the tokenizer; the model's vocabulary may be larger or smaller."""
         return max(self._tokenizer.get_vocab().values(), default=0)
 
-    def ordinary_token(self, token_id: int) -> str | None:
+    def find_ordinary_token(self, token_id: int) -> str | None:
         """Return the text of a token; None for a special token or an id the tokenizer never produces."""
         added = self._tokenizer.added_tokens_decoder.get(token_id)
         if (added is not None and added.special) or token_id in self._tokenizer.all_special_ids:
@@ -112,7 +112,7 @@ class ChatTokenizer:
         encoding = self._tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         input_ids = self._require_ids(encoding["input_ids"])
         offsets = np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        return Encoded(input_ids, mask_from_spans(offsets, spans))
+        return Encoded(input_ids, build_label_mask(offsets, spans))
 
     def render(self, turns: Sequence[Turn]) -> Rendered:
         """Return the conversation as text with the assistant's spans, closing tokens included; errors as `encode`."""
@@ -189,8 +189,8 @@ class ChatTokenizer:
         """Return what the template prints after the last turn's words: `next_turns` and a header, if there are any."""
         last = len(turns) - 1
         text = self._render([*_with_sentinels(turns, [last]), *next_turns], add_generation_prompt=bool(next_turns)).text
-        _, found, after = text.partition(sentinel(last))
-        if not found or sentinel(last) in after:
+        _, found, after = text.partition(make_sentinel(last))
+        if not found or make_sentinel(last) in after:
             raise DataError(f"{self.name}: the chat template does not print the last assistant turn exactly once")
         return after
 
@@ -266,7 +266,7 @@ class ChatTokenizer:
 
 
 def _with_sentinels(turns: Sequence[Turn], numbers: Sequence[int]) -> list[Turn]:
-    return [Turn(turn.role, sentinel(n)) if n in numbers else turn for n, turn in enumerate(turns)]
+    return [Turn(turn.role, make_sentinel(n)) if n in numbers else turn for n, turn in enumerate(turns)]
 
 
 def _list_added_special_tokens(tokenizer: Any) -> list[str]:

@@ -125,6 +125,6 @@ def map_vocabulary(tokens: Path, target: TargetFiles, draft_vocab_size: int, out
     return {
         "draft_vocab_size": draft_vocab_size,
         "vocab_size": target.vocab_size,
-        "coverage": mapping.coverage(counts),
+        "coverage": mapping.measure_coverage(counts),
         "digest": mapping.digest,
     }

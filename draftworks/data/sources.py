@@ -35,6 +35,6 @@ def find_files(patterns: Sequence[str], root: Path) -> list[Path]:
     return list(found)
 
 
-def dataset_version(spec: DatasetSpec, root: Path, digests: FileDigests) -> str:
+def digest_dataset(spec: DatasetSpec, root: Path, digests: FileDigests) -> str:
     """Return the digest of the files' contents and of how they are read; names and places do not matter."""
     return digest([spec.format, sorted(digests.of_file(path) for path in find_files(spec.files, root))])

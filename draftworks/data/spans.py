@@ -29,7 +29,7 @@ TRANSFORMS: tuple[Callable[[str], str], ...] = (str, str.strip, str.lstrip, str.
 """What templates do to the content of a turn before they print it."""
 
 
-def sentinel(turn: int) -> str:
+def make_sentinel(turn: int) -> str:
     """Return a placeholder for an assistant turn's content; private-use characters, which no data or template contains."""
     return f"\ue0f0draftworks{turn}\ue0f1"
 
@@ -39,7 +39,7 @@ def locate(text: str, template_text: str, turns: Sequence[int], contents: Sequen
 
     Args:
         text: the rendered conversation.
-        template_text: the same, rendered with `sentinel(turn)` as content of each assistant turn.
+        template_text: the same, rendered with `make_sentinel(turn)` as content of each assistant turn.
         turns: numbers of the assistant turns.
         contents: content of each of them.
 
@@ -62,8 +62,8 @@ def locate(text: str, template_text: str, turns: Sequence[int], contents: Sequen
 def _around_sentinels(template_text: str, turns: Sequence[int]) -> list[str]:
     literals, rest = [], template_text
     for turn in turns:
-        before, found, rest = rest.partition(sentinel(turn))
-        if not found or sentinel(turn) in rest:
+        before, found, rest = rest.partition(make_sentinel(turn))
+        if not found or make_sentinel(turn) in rest:
             raise DataError(
                 f"the chat template does not print assistant turn {turn + 1} exactly once and in order:"
                 " use a template with {% generation %} markers"
@@ -99,7 +99,7 @@ class EndOfTurn:
         return span if self._closes.search(text[span.start : span.end]) else self.append(text, span)
 
 
-def mask_from_spans(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+def build_label_mask(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     """Return the loss mask (S,) bool: tokens that lie entirely inside one span.
 
     Args:

@@ -152,10 +152,6 @@ class TokenizedSet(Sequence[TokenRow]):
         return self.summary["digest"]
 
     @property
-    def supervised_share(self) -> float:
-        return self.summary["supervised_share"]
-
-    @property
     def columns(self) -> list[dict[str, Any]]:
         """The columns of every sample, in order."""
         return [json.loads(text) for text in self._columns.to_pylist()]

@@ -43,7 +43,7 @@ class VocabMapping:
         """Content digest of both vocabulary sizes and the kept ids."""
         return digest([len(self.t2d), self.target_ids.tolist()])
 
-    def coverage(self, counts: np.ndarray) -> float:
+    def measure_coverage(self, counts: np.ndarray) -> float:
         """Return the share of counted tokens that the draft can predict; 0 if nothing was counted."""
         total = int(counts.sum())
         return float(counts[self.t2d].sum() / total) if total else 0.0

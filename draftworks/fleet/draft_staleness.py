@@ -16,7 +16,7 @@ from draftworks.config.draft_config import read_draft_config
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.strategies import resolve_strategy
-from draftworks.data.sources import dataset_version, find_files
+from draftworks.data.sources import digest_dataset, find_files
 from draftworks.errors import DraftworksError
 from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.asset_names import CONVERSATIONS, HELDOUT_RESPONSES, RESPONSES, TOKENIZED_TRAIN
@@ -91,7 +91,7 @@ class DraftComparison:
         prepared = self._current(CONVERSATIONS)
         try:
             spec = self.registry.load_dataset(self.target.dataset)
-            now = dataset_version(spec, self.registry.root, self.digests)
+            now = digest_dataset(spec, self.registry.root, self.digests)
         except DraftworksError as error:
             yield Change(f"training data: not known, {str(error).splitlines()[0]}")
             return

@@ -211,7 +211,7 @@ def _check_mask_tokens(
         mask = files.vocab_size - 1 if chosen is None else chosen
         if not isinstance(mask, int) or mask >= files.vocab_size:
             continue  # the strategy's own check reports it
-        text = chat.ordinary_token(mask)
+        text = chat.find_ordinary_token(mask)
         if used[mask]:
             message = f"{where}: {mask} is {used[mask]} times in the sample of the data" + (
                 f" ({text!r})" if text else ""

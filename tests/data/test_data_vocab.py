@@ -46,7 +46,7 @@ def test_coverage_is_the_best_of_any_set_of_that_size_and_grows_with_it(case):
     counts, size = case
     mapping = build_vocab_mapping(counts, size)
     best = np.sort(counts)[::-1][:size].sum() / max(counts.sum(), 1)
-    assert mapping.coverage(counts) == pytest.approx(best)
+    assert mapping.measure_coverage(counts) == pytest.approx(best)
 
 
 @given(counts_and_size)

@@ -10,7 +10,7 @@ import yaml
 from measured_fleet import MeasuredFleet, may, walk
 
 from draftworks.config.strategies import resolve_strategy
-from draftworks.data.sources import dataset_version
+from draftworks.data.sources import digest_dataset
 from draftworks.fleet import leaderboard_views as views
 from draftworks.fleet.leaderboard import Fleet
 from draftworks.storage.artifacts import BuildResult
@@ -42,7 +42,7 @@ class TrainedFleet(MeasuredFleet):
 
     def prepare(self, tokens: str = "tokens") -> None:
         fleet, target = Fleet.of(self.registry), self.registry.load_target(NAME)
-        data = dataset_version(fleet.registry.load_dataset("none"), fleet.registry.root, fleet.digests)
+        data = digest_dataset(fleet.registry.load_dataset("none"), fleet.registry.root, fleet.digests)
         self.publish("conversations", NAME, "c", {"dataset": data, "data": target.data.to_identity()})
         answers = {
             "responses": target.responses.to_identity(),

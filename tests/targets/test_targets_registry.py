@@ -11,7 +11,7 @@ import pytest
 from draftworks.config.registry_files import TargetSpec, TrainingSpec
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.config.validation import parse_spec
-from draftworks.data.sources import dataset_version, find_files
+from draftworks.data.sources import digest_dataset, find_files
 from draftworks.errors import ConfigError, DataError
 from draftworks.storage.identity import FileDigests
 from draftworks.strategies.eagle3.options import Eagle3Options, choose_eagle3_taps
@@ -220,11 +220,11 @@ def test_a_dataset_version_is_its_content(registry: Registry):
     folder.mkdir()
     (folder / "a.jsonl").write_text("1")
     spec = registry.load_dataset("chats")
-    before = dataset_version(spec, registry.root, FileDigests())
+    before = digest_dataset(spec, registry.root, FileDigests())
     (folder / "a.jsonl").rename(folder / "b.jsonl")
-    assert dataset_version(spec, registry.root, FileDigests()) == before
+    assert digest_dataset(spec, registry.root, FileDigests()) == before
     (folder / "c.jsonl").write_text("2")
-    assert dataset_version(spec, registry.root, FileDigests()) != before
+    assert digest_dataset(spec, registry.root, FileDigests()) != before
 
 
 def test_default_taps_are_the_references_and_collisions_are_an_error():
