@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -116,7 +116,7 @@ def measure(run: TrainRun, pack_tokens: int, steps: int) -> tuple[list[Result], 
     sides = {name: side_of(run) for name in ("padded", "packed")}
     samples = open_samples(run.train, run.store, sides["padded"].strategy, run.target)
     training = run.training
-    common = {"global_batch_size": training.global_batch_size, "seed": training.seed, "prefetch": 0}
+    common: dict[str, Any] = {"global_batch_size": training.global_batch_size, "seed": training.seed, "prefetch": 0}
     refs, store, limits = samples.refs, samples.store, PackLimits(pack_tokens)
     collate, pack = sides["padded"].strategy.collate, sides["packed"].strategy.pack
     loaders = {

@@ -47,7 +47,7 @@ def train_once(run: TrainRun, kind: str, folder: Path) -> dict:
     if kind != STORED:
         place = StreamPlace(
             database=folder / "control.sqlite",
-            store=StoreSpec(kind=kind, root=folder / "stream"),
+            store=StoreSpec.model_validate({"kind": kind, "root": folder / "stream"}),
             settings=StreamingSpec(),
         )
         copy_features(run, place)

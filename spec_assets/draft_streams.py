@@ -68,13 +68,14 @@ def open_stream(
     producers.mkdir(parents=True, exist_ok=True)
     for path in producers.glob("*.json"):
         path.unlink()
+    training, capture = inputs.training, target.capture
+    samples = inputs.train_features.summary["samples"]
+    settings = target.streaming or StreamingSpec()
     place = StreamPlace(
         database=folder / "control.sqlite",
         store=StoreSpec(kind="shared_dir", root=folder / "features"),
-        settings=target.streaming or StreamingSpec(),
+        settings=settings.resolve_keep(count_stream_bytes(inputs), capture.budget_gb),
     )
-    training, capture = inputs.training, target.capture
-    samples = inputs.train_features.summary["samples"]
     run = ProduceRun(
         out=producers,
         target=inputs.files,
@@ -94,6 +95,12 @@ def open_stream(
     beside = make_companion(context, workspace, "produce", run, capture.processes, capture.device, python)
     yield DraftStream(place, (beside,), producers)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def count_stream_bytes(inputs: DraftInputs) -> int:
+    """Return the bytes of all features that the draft reads; streams of a target are equally wide."""
+    summary = inputs.train_features.summary
+    return summary["bytes"] * len(inputs.feature_versions) // len(summary["streams"])
 
 
 def describe_stream(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,10 +21,10 @@ class StreamingSpec(Spec):
     """How features stream from producers to a trainer."""
 
     watermark: WatermarkSpec = Field(default_factory=WatermarkSpec)
-    keep: Literal["until_last_use", "capture_again"] = Field(
-        default="until_last_use",
+    keep: Literal["auto", "until_last_use", "capture_again"] = Field(
+        default="auto",
         description="until_last_use keeps features for later epochs, capture_again frees them and pays the target's "
-        "forward pass again in each epoch.",
+        "forward pass again in each epoch. auto keeps them if all of them fit into capture.budget_gb.",
     )
     free_at: Literal["step", "checkpoint"] = Field(
         default="step",
@@ -37,3 +37,10 @@ class StreamingSpec(Spec):
         gt=0,
         description="After this time without a sign of life, a producer's task goes to another one.",
     )
+
+    def resolve_keep(self, nbytes: int, budget_gb: float) -> StreamingSpec:
+        """Return the settings with `keep: auto` decided for features of `nbytes` bytes in all."""
+        if self.keep != "auto":
+            return self
+        fits = nbytes <= budget_gb * 1e9
+        return self.model_copy(update={"keep": "until_last_use" if fits else "capture_again"})

@@ -78,6 +78,8 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
         )
         if ctx.is_main:
             ctx.log(_describe_plan(run, draft, samples, trainer, persistence))
+            if stream is not None:
+                ctx.log(stream.describe())
             for own in draft.parts.own:
                 ctx.log(f"of the draft's own, not the target's: {own}")
         if not trainer.can_evaluate():

@@ -43,7 +43,8 @@ def make_streaming_plan(
     settings = place.settings
     order = StreamOrder(len(refs), steps.global_batch_size, steps.seed, steps.total_steps)
     chosen = [select_streams(ref, streams) for ref in refs]
-    return StreamingPlan(chosen, order, Watermark(**settings.watermark.model_dump()), settings.keep)
+    keep = "capture_again" if settings.keep == "capture_again" else "until_last_use"
+    return StreamingPlan(chosen, order, Watermark(**settings.watermark.model_dump()), keep)
 
 
 def select_streams(ref: SampleRef, streams: Sequence[str]) -> SampleRef:
@@ -89,6 +90,13 @@ class TrainingStream:
         self.consumer = StreamConsumer(self.plan, controller, store, self._place.settings.free_at)
         self.reader = AwaitedStore(store, self._place.settings.timeout_s, self.consumer.look)
         return self.reader
+
+    def describe(self) -> str:
+        """Return what the stream costs: tokens to capture, and bytes in its store."""
+        return (
+            f"features stream to the trainer: {self.plan.captured_tokens:,} tokens to capture, at most "
+            f"{self.plan.peak_bytes / 1e9:.3f} GB in the store ({self.plan.keep})"
+        )
 
     @contextmanager
     def follow(self, global_step: int) -> Iterator[None]:
