@@ -41,20 +41,22 @@ class CapturedSample:
 class SoundCapture:
     """Runs batches through an engine and checks what comes back; samples that fail are kept with their reasons.
 
-    Attributes:
-        failed: the failed samples, in the order in which they failed.
-
     Args:
         tokens: the tokenized set; jobs name its rows.
         samples: number of samples of which `capture.max_failed_share` is the share.
     """
 
     def __init__(self, run: CaptureRun, streams: StreamPlan, tokens: Sequence[TokenRow], samples: int) -> None:
-        self.failed: list[RejectedSample] = []
+        self._failures: dict[str, RejectedSample] = {}
         self._run = run
         self._streams = streams
         self._tokens = tokens
         self._samples = samples
+
+    @property
+    def failed(self) -> list[RejectedSample]:
+        """The samples whose last capture failed, in the order in which they failed first."""
+        return list(self._failures.values())
 
     def capture(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[CapturedSample]:
         """Return the samples of a batch whose features are valid; record the others as failed.
@@ -88,6 +90,7 @@ class SoundCapture:
             except CaptureError as error:
                 self._note_failure(job, error)
             else:
+                self._failures.pop(job.sample_id, None)
                 valid.append(CapturedSample(job, input_ids, streams))
         return valid
 
@@ -97,10 +100,10 @@ class SoundCapture:
         Raises:
             CaptureError: more samples failed than `capture.max_failed_share` allows; `error` itself if it is the first.
         """
-        self.failed.append(RejectedSample(job.sample_id, str(error)))
+        self._failures[job.sample_id] = RejectedSample(job.sample_id, str(error))
         log.warning("%s", error)
-        if len(self.failed) > self._run.capture.max_failed_share * self._samples:
-            if len(self.failed) == 1:
+        if len(self._failures) > self._run.capture.max_failed_share * self._samples:
+            if len(self._failures) == 1:
                 raise error
             raise make_too_many_error(self._run, self.failed, self._samples) from error
 

@@ -108,7 +108,6 @@ class RolloutWorker:
         return self._controller.lease_tasks(self._name, limit=1, max_step=end)
 
     def _work(self, lease: TaskLease) -> None:
-        failed_before = len(self._sound.failed)
         try:
             with self._keep(lease):
                 self._capture(lease)
@@ -116,13 +115,20 @@ class RolloutWorker:
             reason = str(error) if isinstance(error, DraftworksError) else f"{type(error).__name__}: {error}"
             self._controller.fail_task(lease, f"worker {self._name}: {reason}")
             raise
-        failed = self._sound.failed[failed_before:]
+        failed = [each for each in self._sound.failed if each.sample_id in lease.task.sample_ids]
+        self._commit(lease, complete=not failed)
         if failed:
             self._controller.fail_task(lease, failed[0].reason)
         else:
-            refs = self._plan.get_refs(lease.task.sample_ids)
-            self._controller.commit_samples([replace(ref, source_task_id=lease.task.task_id) for ref in refs], [lease])
             self._add(tasks=1)
+
+    def _commit(self, lease: TaskLease, complete: bool) -> None:
+        """Commit the samples of a task; of a task that is not `complete`, those whose features are in the store."""
+        refs = [replace(ref, source_task_id=lease.task.task_id) for ref in self._plan.get_refs(lease.task.sample_ids)]
+        if not complete:
+            missing = set(self._store.find_missing(key for ref in refs for key in ref.feature_keys.values()))
+            refs = [ref for ref in refs if missing.isdisjoint(ref.feature_keys.values())]
+        self._controller.commit_samples(refs, [lease] if complete else [])
 
     def _capture(self, lease: TaskLease) -> None:
         """Capture and store what the store lacks of a task's features."""

@@ -116,7 +116,7 @@ class StreamConsumer:
             StoreError: the capture of the sample has failed for good.
         """
         for letter in self._controller.read_dead_letters():
-            if ref.sample_id in letter.task.sample_ids:
+            if ref.sample_id in letter.lost_samples:
                 raise StoreError(
                     f"sample {ref.sample_id} could not be captured in {len(letter.reasons)} attempts. The first failed "
                     f"because of: {letter.reasons[0]}"

@@ -66,7 +66,12 @@ SLIM = [b"[1]", b'[1,"t",["k","k"],1,1]', b'["s","t",["k","k"],1,""]', b"\xff", 
 
 
 @pytest.mark.parametrize(
-    ("codec", "line"), [(WholeRefs(), line) for line in WHOLE] + [(SlimRefs(), line) for line in SLIM], ids=str
+    ("codec", "line"),
+    [
+        pytest.param(codec, line, id=f"{type(codec).__name__}-{number}")
+        for codec, lines in ((WholeRefs(), WHOLE), (SlimRefs(), SLIM))
+        for number, line in enumerate(lines)
+    ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, codec: RefCodec, line: bytes):
     channel = StreamingRefChannel(tmp_path, codec)

@@ -9,8 +9,9 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from capture_toys import WatchedEngine
-from stream_toys import STREAMS, StreamFiles
+from stream_toys import STREAMS, StreamFiles, make_rows
 
 from draftworks.config.streaming import StreamingSpec
 from draftworks.distributed.stop_signals import Interrupted
@@ -120,6 +121,24 @@ def test_a_sample_that_cannot_be_captured_ends_the_training_with_its_reason(stre
         train_streamed(files)
     thread.join()
     assert len(failed) == 3
+
+
+def test_of_a_batch_only_the_sample_that_fails_is_lost(stream_files: StreamFiles, tiny_engine):
+    bad = make_rows("train", 13, seed=1)[3]
+    engine = WatchedEngine(tiny_engine)
+
+    def damage(streams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        wrong = len(streams["last"]) == len(bad.input_ids) and torch.equal(streams["last"], expected["last"])
+        return {name: tensor * float("nan") for name, tensor in streams.items()} if wrong else streams
+
+    expected = tiny_engine.capture([bad.input_ids.tolist()], [])[0]
+    engine.damage = damage
+    alone = {"batch_tokens": len(bad.input_ids), "max_failed_share": 0.2}
+    files = replace(stream_files, engine=lambda: engine, capture_options=alone)
+    with files.producing(), pytest.raises(StoreError, match="sample train3 could not be captured in 3 attempts"):
+        train_streamed(files)
+    (letter,) = open_controller(files.place).read_dead_letters()
+    assert letter.lost_samples == ("train3",)
 
 
 def test_without_a_producer_the_training_ends_in_the_given_time(stream_files: StreamFiles):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class StreamFiles:
     folder: Path
     target: TargetFiles
     engine: Callable[[], TargetEngine]
+    capture_options: Mapping[str, Any] = field(default_factory=dict)
     settings: StreamingSpec = StreamingSpec(watermark={"samples": 8}, timeout_s=60)
 
     def make(self, samples: int = 13) -> StreamFiles:
@@ -87,7 +88,8 @@ class StreamFiles:
 
     def capture_run(self, name: str) -> CaptureRun:
         """Batches of one sample, so that no feature depends on what is captured beside it."""
-        capture = CaptureSpec(dtype="float32", compute_dtype="float32", batch_tokens=1, device="cpu")
+        options = {"batch_tokens": 1, **self.capture_options}
+        capture = CaptureSpec(dtype="float32", compute_dtype="float32", device="cpu", **options)
         return CaptureRun(
             out=self.folder / f"{name}-features",
             target=self.target,
