@@ -44,6 +44,7 @@ def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registr
             )
         if entry.training.pack_tokens is not None:
             strategy.check_packing(options, f"target {target.name}: strategies.{name}.training")
+        _check_watermark(target, name, entry.training.global_batch_size)
         _check_export(strategy, options, files, entry.export, f"target {target.name}: strategies.{name}.export")
         _check_served_taps(target, files, name, entry.export)
         if entry.start_from is not None:
@@ -54,6 +55,17 @@ def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registr
         raise ConfigError(
             f"target {target.name}: draft_vocab_size {size} is larger than the model's vocabulary of {files.vocab_size}. "
             f"Set options.draft_vocab_size to at most that"
+        )
+
+
+def _check_watermark(target: TargetSpec, name: str, global_batch_size: int) -> None:
+    """Raise ConfigError if producers may not be as far ahead as one optimizer step needs."""
+    samples = None if target.streaming is None else target.streaming.watermark.samples
+    if samples is not None and samples < global_batch_size:
+        raise ConfigError(
+            f"target {target.name}: streaming.watermark.samples is {samples}, expected at least the global batch of {name}, "
+            f"{global_batch_size}: its trainer would wait for samples that producers may not capture yet. Raise it, or "
+            f"lower strategies.{name}.training.global_batch_size"
         )
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from draftworks.config.registry_files import EvaluationSpec, StrategyEntry, TargetSpec
+from draftworks.config.registry_files import EvaluationSpec, StrategyEntry, TargetSpec, TrainingSpec
 from draftworks.config.run_files import VOCAB_FILE
 from draftworks.config.serving import ServingSpec
+from draftworks.config.streaming import StreamingSpec, WatermarkSpec
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.targets.registry import Registry
@@ -176,3 +177,13 @@ def test_a_format_whose_loaders_embed_otherwise_than_the_target_is_refused(tmp_p
         check_requirements(entry, family_target("gemma3"), Registry(tmp_path))
     check_requirements(entry, family_target("qwen3"), Registry(tmp_path))
     check_requirements(target(strategy, options=options), family_target("gemma3"), Registry(tmp_path))
+
+
+@pytest.mark.parametrize(("samples", "fits"), [(16, True), (15, False), (None, True)])
+def test_a_watermark_below_a_global_batch_is_refused_before_anything_is_captured(tiny_target, tmp_path, samples, fits):
+    training = TrainingSpec(global_batch_size=16)
+    streamed = target(options=OPTIONS, training=training).model_copy(
+        update={"streaming": StreamingSpec(watermark=WatermarkSpec(samples=samples))}
+    )
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"streaming\.watermark\.samples is 15, expected"):
+        check_requirements(streamed, tiny_target, Registry(tmp_path))
