@@ -171,7 +171,7 @@ def _parquet_rows(path: Path) -> Iterator[RawRow | Rejection]:
                         yield Rejection(str(path), line, f"unreadable value ({value})", "")
                     else:
                         yield RawRow(str(path), line, value)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:  # the latter for a column's name that is no text
         raise DataError(f"{path}: not a readable Parquet file, broken after row {line}: {error}") from error
 
 

@@ -105,6 +105,14 @@ def test_text_in_parquet_that_is_not_unicode_is_rejected_alone(tmp_path):
     assert bad.line == 2
 
 
+def test_a_parquet_column_whose_name_is_not_unicode_is_an_error(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"human": ["a", "b"]}), path)
+    path.write_bytes(path.read_bytes().replace(b"human", b"\x80uman"))
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        list(read_rows(path))
+
+
 def test_a_truncated_parquet_file_is_an_error(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"a": list(range(1000))}), path)

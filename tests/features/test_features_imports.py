@@ -11,7 +11,7 @@ for module in pkgutil.iter_modules(draftworks.features.__path__):
     importlib.import_module(f"draftworks.features.{module.name}")
 heavy = {"transformers", "pyarrow", "pandas", "yaml", "dagster", "tokenizers", "dagster_pipes", "matplotlib"}
 own = {name for name in sys.modules if name.startswith("draftworks.")}
-allowed = tuple(f"draftworks.{name}" for name in ("features", "errors", "storage"))
+allowed = tuple(f"draftworks.{name}" for name in ("features", "errors", "storage", "mooncake"))
 print(sorted(heavy & set(sys.modules)), sorted(name for name in own if not name.startswith(allowed)))
 """
 

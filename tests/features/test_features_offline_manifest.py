@@ -10,7 +10,7 @@ from features_toys import filled_store
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import assert_no_tensors
-from draftworks.features.manifest import MANIFEST, write_feature_set
+from draftworks.features.manifest import MANIFEST, FeatureSetIdentity, write_feature_set
 from draftworks.features.offline_manifest import OfflineManifestReader
 from draftworks.features.read_only_store import ReadOnlyFeatureStore
 
@@ -18,7 +18,7 @@ from draftworks.features.read_only_store import ReadOnlyFeatureStore
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     store, refs = filled_store(tmp_path / "store", 4)
-    write_feature_set(tmp_path / "set", refs, {"target": "abc"}, ("hf2", "last"), store.uri)
+    write_feature_set(tmp_path / "set", refs, FeatureSetIdentity(target="abc"), ("hf2", "last"), store.uri)
     return tmp_path / "set"
 
 

@@ -101,7 +101,7 @@ def test_a_loader_holds_leases_until_they_are_acknowledged(tmp_path: Path, prefe
     for batch in loader:
         step += batch.sample_ids
         seen.append(batch.sample_ids)
-        assert counting.leased == len(leases) >= len(step)
+        assert counting.leased >= len(leases) >= len(step)  # a thread may be between its read and its lease
         if batch.ends_step:
             leases.release(step)
             step = []

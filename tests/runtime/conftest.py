@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from draft_run_files import OPTIONS
 from stream_toys import TRAINING, SerialEngine, StreamFiles
 
 from draftworks.capture.engine import load_engine
@@ -33,13 +35,19 @@ def train_stored(
     """Returns the report of the stored training of the same data; each is trained once."""
 
     @functools.cache
-    def train_once(training: str) -> dict[str, Any]:
+    def train_once(training: str, strategy: str, options: str) -> dict[str, Any]:
         files = StreamFiles(tmp_path_factory.mktemp("stored"), tiny_target, lambda: tiny_engine).make()
         files.capture("train")
         spec = TrainingSpec.model_validate_json(training)
-        return train(files.train_run("stored", streamed=False, training=spec), ProgramContext())
+        draft = {"strategy": strategy, "options": json.loads(options)}
+        return train(files.train_run("stored", streamed=False, training=spec, **draft), ProgramContext())
 
-    return lambda training=TRAINING: train_once(training.model_dump_json())
+    def train_stored(
+        training: TrainingSpec = TRAINING, strategy: str = "eagle3", options: Mapping[str, Any] = OPTIONS
+    ) -> dict[str, Any]:
+        return train_once(training.model_dump_json(), strategy, json.dumps(options))
+
+    return train_stored
 
 
 @pytest.fixture

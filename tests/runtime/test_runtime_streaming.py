@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from stream_toys import TRAINING, StreamFiles
+from draft_run_files import OPTIONS
+from stream_toys import STREAMS, TRAINING, StreamFiles
 
+from draftworks.config.strategies import resolve_strategy
 from draftworks.config.streaming import StreamingSpec
 from draftworks.features.open_store import open_store
 from draftworks.programs.program import ProgramContext
@@ -15,18 +17,39 @@ from draftworks.programs.train import train
 PACKED = TRAINING.model_copy(update={"pack_tokens": 48})
 
 
-def train_streamed(files: StreamFiles, *workers: str, training=TRAINING) -> dict:
-    with files.producing(*workers, training=training):
-        return train(files.train_run("streamed", training=training), ProgramContext())
+def train_streamed(files: StreamFiles, *workers: str, training=TRAINING, streams=STREAMS, **draft) -> dict:
+    with files.producing(*workers, training=training, streams=streams):
+        return train(files.train_run("streamed", training=training, **draft), ProgramContext())
 
 
 def assert_nothing_left(files: StreamFiles) -> None:
     assert open_store(files.place.store).health()["samples"] == 0
 
 
+BLOCKS = {"block_size": 3, "num_layers": 1, "layer_ids": [2, 4, 5], "num_anchors": 8, "intermediate_size": 32}
+OPTIONS_OF = {
+    "eagle3": OPTIONS,
+    "peagle": {
+        "num_depths": 2,
+        "num_layers": 1,
+        "layer_ids": [2, 4, 5],
+        "draft_vocab_size": 64,
+        "intermediate_size": 32,
+    },
+    "dflash": BLOCKS,
+    "domino": BLOCKS,
+    "dspark": BLOCKS,
+}
+
+
 @pytest.mark.parametrize("training", [TRAINING, PACKED], ids=["padded", "packed"])
-def test_a_streamed_draft_is_the_stored_one_bit_for_bit(stream_files: StreamFiles, train_stored, training):
-    streamed, stored = train_streamed(stream_files, training=training), train_stored(training)
+@pytest.mark.parametrize("strategy", OPTIONS_OF)
+def test_a_streamed_draft_is_the_stored_one_bit_for_bit(stream_files: StreamFiles, train_stored, strategy, training):
+    draft = {"strategy": strategy, "options": OPTIONS_OF[strategy]}
+    spec = resolve_strategy(strategy)
+    read = spec.list_features(stream_files.target.num_layers, spec.parse_options(OPTIONS_OF[strategy], where=strategy))
+    streamed = train_streamed(stream_files, training=training, streams=read, **draft)
+    stored = train_stored(training, **draft)
     assert streamed["weights_digest"] == stored["weights_digest"]
     assert streamed["heldout"] == stored["heldout"]
     assert_nothing_left(stream_files)

@@ -38,7 +38,7 @@ def sglang_python(registry: Path) -> Path:
 def launched(workspace: Workspace, folder: Path, backend: str) -> TorchJob:
     """Return the job that a capture with this backend launches."""
     jobs: list[TorchJob] = []
-    launcher = SimpleNamespace(run=lambda context, job, run_dir: jobs.append(job))
+    launcher = SimpleNamespace(run=lambda context, job, run_dir, companions: jobs.append(job))
     python = workspace.find_python(CaptureSpec(backend=backend))
     launch(CONTEXT, launcher, workspace, "capture", RunFile(out=folder / "out"), 1, "cpu", python)
     return jobs[0]

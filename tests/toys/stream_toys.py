@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,14 +135,16 @@ class StreamFiles:
         )
         return run.model_copy(update=changes)
 
-    def produce_run(self, worker: str = "producer", training: TrainingSpec = TRAINING) -> ProduceRun:
+    def produce_run(
+        self, worker: str = "producer", training: TrainingSpec = TRAINING, streams: Sequence[str] = STREAMS
+    ) -> ProduceRun:
         run = self.capture_run("train")
         return ProduceRun(
             out=self.folder,
             target=self.target,
             tokens=run.tokens,
             features=self.folder / "planned",
-            streams=list(STREAMS),
+            streams=list(streams),
             capture=run.capture,
             steps=count_stream_steps(len(TokenizedSet.open(run.tokens)), training),
             stream=self.place,
@@ -163,10 +165,15 @@ class StreamFiles:
         )
 
     @contextmanager
-    def producing(self, *workers: str, training: TrainingSpec = TRAINING) -> Iterator[list[WorkerSummary]]:
+    def producing(
+        self, *workers: str, training: TrainingSpec = TRAINING, streams: Sequence[str] = STREAMS
+    ) -> Iterator[list[WorkerSummary]]:
         """Context with workers in threads, which are told to stop at its end; yields what they did, once it is over."""
         stop, done = threading.Event(), []
-        made = [self.make_worker(self.produce_run(name, training), stop.is_set) for name in workers or ("producer",)]
+        made = [
+            self.make_worker(self.produce_run(name, training, streams), stop.is_set)
+            for name in workers or ("producer",)
+        ]
         threads = [threading.Thread(target=lambda each=each: done.append(each.run())) for each in made]
         for thread in threads:
             thread.start()
