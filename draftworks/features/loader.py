@@ -63,10 +63,15 @@ class FeatureDataLoader:
         rank: int = 0,
         world: int = 1,
         seed: int = 0,
+        left_out: Sequence[int] = (),
         prefetch: int = 2,
         release_on_ack: bool = False,
     ) -> FeatureDataLoader:
-        """Loader of shuffled epochs; `global_batch_size` defaults to one micro-batch of `batch_size` on each rank."""
+        """Loader of shuffled epochs; `global_batch_size` defaults to one micro-batch of `batch_size` on each rank.
+
+        Args:
+            left_out: samples of the population that `refs` lack, as `find_left_out` returns them.
+        """
         schedule = PaddedTrainSchedule(
             samples=len(refs),
             micro_batch_size=batch_size,
@@ -74,6 +79,7 @@ class FeatureDataLoader:
             rank=rank,
             world=world,
             seed=seed,
+            left_out=tuple(left_out),
         )
         return cls(refs, store, schedule, collate, prefetch, release_on_ack=release_on_ack)
 
@@ -89,6 +95,7 @@ class FeatureDataLoader:
         rank: int = 0,
         world: int = 1,
         seed: int = 0,
+        left_out: Sequence[int] = (),
         prefetch: int = 2,
         release_on_ack: bool = False,
     ) -> FeatureDataLoader:
@@ -105,6 +112,7 @@ class FeatureDataLoader:
             rank=rank,
             world=world,
             seed=seed,
+            left_out=tuple(left_out),
         )
         return cls(refs, store, schedule, pack, prefetch, release_on_ack=release_on_ack)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +47,13 @@ class TrainSchedule(BatchSchedule):
     fill a last step are left out of this epoch; another epoch's permutation leaves out others, and no sample counts
     twice.
 
+    A set may lack samples of the population that it was made from, because they have no valid features. The permutation
+    is that of the population without them, so leaving a sample out moves no other one before the sample's own place.
+
+    Attributes:
+        samples: number of samples in the set.
+        left_out: ascending indices, in the population, of the samples that the set lacks.
+
     Raises:
         ConfigError: the global batch is larger than the set.
     """
@@ -56,6 +63,7 @@ class TrainSchedule(BatchSchedule):
     rank: int = 0
     world: int = 1
     seed: int = 0
+    left_out: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.global_batch_size > self.samples:
@@ -74,12 +82,27 @@ class TrainSchedule(BatchSchedule):
 
     def samples_of_steps(self, epoch: int) -> np.ndarray:
         """Return the samples of every step, (steps, global_batch_size)."""
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.samples)
+        order = shuffle_samples(self.samples, self.left_out, self.seed, epoch)
         return order[: self.steps * self.global_batch_size].reshape(self.steps, self.global_batch_size)
 
     @abstractmethod
     def split_step(self, samples: np.ndarray) -> list[MicroBatch]:
         """Return this rank's micro-batches of the step that takes these samples; as many on every rank."""
+
+
+def shuffle_samples(samples: int, left_out: Sequence[int], seed: int, epoch: int) -> np.ndarray:
+    """Return the order of an epoch as indices of the samples in the set, (samples,); see `TrainSchedule`."""
+    order = np.random.default_rng([seed, epoch]).permutation(samples + len(left_out))
+    if not left_out:
+        return order
+    kept = order[~np.isin(order, left_out)]
+    return kept - np.searchsorted(left_out, kept)
+
+
+def find_left_out(population: Iterable[str], sample_ids: Iterable[str]) -> tuple[int, ...]:
+    """Return the indices in a population of the samples that a set made from it lacks; both are sample ids in order."""
+    present = set(sample_ids)
+    return tuple(index for index, sample_id in enumerate(population) if sample_id not in present)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.manifest import FeatureSetManifest, read_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.features.packing import PackLimits
+from draftworks.features.schedule import find_left_out
 from draftworks.programs.program import ProgramContext
 from draftworks.storage.identity import LayerTap
 
@@ -181,6 +182,7 @@ def build_training_loader(
         DataError: a sample does not fit into a packed row.
     """
     limits = get_pack_limits(training)
+    left_out = find_left_out(samples.tokens.sample_ids, (ref.sample_id for ref in samples.refs))
     if limits is not None:
         return FeatureDataLoader.for_packed_training(
             samples.refs,
@@ -191,6 +193,7 @@ def build_training_loader(
             rank=ctx.rank,
             world=ctx.world_size,
             seed=training.seed,
+            left_out=left_out,
         )
     return FeatureDataLoader.for_training(
         samples.refs,
@@ -201,6 +204,7 @@ def build_training_loader(
         rank=ctx.rank,
         world=ctx.world_size,
         seed=training.seed,
+        left_out=left_out,
     )
 
 

@@ -20,6 +20,9 @@ class StreamOrder:
 
     Steps are numbered from 1, as `global_step` is after the step.
 
+    Attributes:
+        samples, left_out: of `TrainSchedule`.
+
     Raises:
         ConfigError: the global batch is larger than the set.
     """
@@ -28,6 +31,7 @@ class StreamOrder:
     global_batch_size: int
     seed: int
     total_steps: int
+    left_out: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._samples_of_steps(0)
@@ -57,13 +61,35 @@ class StreamOrder:
         steps[taken.ravel()] = np.repeat(np.arange(first, first + len(taken)), self.global_batch_size)
         return steps
 
+    def count_common_steps(self, other: StreamOrder) -> int:
+        """Return after how many steps this order and another one of the same population part.
+
+        0 if their trainings have not equally many steps, in an epoch or in all: the learning rates would differ.
+        """
+        if (self.total_steps, self.steps_per_epoch) != (other.total_steps, other.steps_per_epoch):
+            return 0
+        for epoch in range(self.epochs):
+            same = (self._population_of_steps(epoch) == other._population_of_steps(epoch)).all(axis=1)
+            if not same.all():
+                return min(self.total_steps, epoch * self.steps_per_epoch + int(np.argmin(same)))
+        return self.total_steps
+
+    def _population_of_steps(self, epoch: int) -> np.ndarray:
+        """Return the samples of every step as indices in the population, (steps, global_batch_size)."""
+        kept = np.delete(np.arange(self.samples + len(self.left_out)), self.left_out)
+        return kept[self._samples_of_steps(epoch)]
+
     def _samples_of_steps(self, epoch: int) -> np.ndarray:
-        return _get_samples_of_steps(self.samples, self.global_batch_size, self.seed, epoch)
+        return _get_samples_of_steps(self.samples, self.left_out, self.global_batch_size, self.seed, epoch)
 
 
 @lru_cache(maxsize=4)
-def _get_samples_of_steps(samples: int, global_batch_size: int, seed: int, epoch: int) -> np.ndarray:
-    schedule = PaddedTrainSchedule(samples=samples, global_batch_size=global_batch_size, micro_batch_size=1, seed=seed)
+def _get_samples_of_steps(
+    samples: int, left_out: tuple[int, ...], global_batch_size: int, seed: int, epoch: int
+) -> np.ndarray:
+    schedule = PaddedTrainSchedule(
+        samples=samples, left_out=left_out, global_batch_size=global_batch_size, micro_batch_size=1, seed=seed
+    )
     return schedule.samples_of_steps(epoch)
 
 

@@ -16,11 +16,14 @@ class TrainingProgress:
 
     Attributes:
         samples, global_batch_size: of this training; how a step is split into micro-batches and ranks does not matter.
+        left_out: number of samples that the set lacks of the population whose order it is trained in. Checkpoints record
+            the size of the population: that decides the order.
     """
 
     samples: int
     global_batch_size: int
     global_step: int = 0
+    left_out: int = 0
 
     @property
     def steps_per_epoch(self) -> int:
@@ -48,7 +51,7 @@ class TrainingProgress:
             "global_step": self.global_step,
             "epoch": self.epoch,
             "epoch_samples": self.epoch_samples,
-            "samples": self.samples,
+            "samples": self.samples + self.left_out,
             "global_batch_size": self.global_batch_size,
         }
 

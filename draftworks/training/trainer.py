@@ -89,7 +89,7 @@ class Trainer:
         if not isinstance(schedule, TrainSchedule):
             raise TypeError(f"train_loader needs a TrainSchedule, found a {type(schedule).__name__}")
         plan = make_plan(training, schedule.steps, evaluates_start)
-        position = TrainingProgress(schedule.samples, schedule.global_batch_size)
+        position = TrainingProgress(schedule.samples, schedule.global_batch_size, left_out=len(schedule.left_out))
         self.strategy = strategy
         self.persistence = persistence
         self._publish_best = training.publish == "best"

@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftworks.errors import ConfigError
-from draftworks.features.schedule import EvaluationSchedule, PaddedTrainSchedule
+from draftworks.features.schedule import EvaluationSchedule, PaddedTrainSchedule, find_left_out
+
+COMPLETE_ORDER = [[[7, 0], [2, 1], [4, 6], [5, 3]], [[5, 1], [2, 4], [0, 7], [8, 6]]]
+"""Nine samples in steps of two with seed 3, epochs 0 and 1: the order of trainings that exist."""
 
 
 @st.composite
@@ -58,6 +61,29 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert list(base.batches(0)) == list(padded(50, 2, 2, seed=1).batches(0))
     assert list(base.batches(0)) != list(base.batches(1))
     assert list(base.batches(0)) != list(padded(50, 2, 2, seed=2).batches(0))
+
+
+def test_the_order_of_a_complete_set_is_that_of_every_training_before():
+    schedule = padded(9, 2, 2, seed=3)
+    assert [schedule.samples_of_steps(epoch).tolist() for epoch in (0, 1)] == COMPLETE_ORDER
+
+
+@given(st.data(), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3))
+def test_leaving_samples_out_moves_no_other_before_their_own_place(data, batch, seed, epoch):
+    ids = [f"s{i}" for i in range(data.draw(st.integers(batch, 30)))]
+    bad = data.draw(st.sets(st.sampled_from(ids), max_size=len(ids) - batch))
+    left = [each for each in ids if each not in bad]
+    left_out = find_left_out(ids, left)
+    complete = padded(len(ids), 1, batch, seed=seed)
+    without = PaddedTrainSchedule(
+        samples=len(left), left_out=left_out, micro_batch_size=1, global_batch_size=batch, seed=seed
+    )
+    before = [[ids[index] for index in step] for step in complete.samples_of_steps(epoch)]
+    after = [[left[index] for index in step] for step in without.samples_of_steps(epoch)]
+    same = next((place for place, step in enumerate(before) if not bad.isdisjoint(step)), len(before))
+    assert after[:same] == before[: min(same, len(after))]
+    kept = [each for step in before for each in step if each not in bad]
+    assert [each for step in after for each in step][: len(kept)] == kept[: len(after) * batch]
 
 
 @given(cuttings(), st.integers(0, 5))
