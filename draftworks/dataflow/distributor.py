@@ -66,7 +66,7 @@ class RefDistributor:
         self._stop_signal = stop_signal
         self._group = group
         self._pending: list[SampleRef] = []
-        self._unacknowledged: deque[tuple[str, ...]] = deque()
+        self._unacknowledged: deque[tuple[SampleRef, ...]] = deque()
 
     def next_step(self, wait: bool = True) -> tuple[SampleRef, ...] | None:
         """Return the references of the next global batch; None if the stream is over, or none is ready and not `wait`.
@@ -90,10 +90,15 @@ class RefDistributor:
                 self._drop_rest()
         return None
 
+    @property
+    def oldest_step(self) -> tuple[SampleRef, ...]:
+        """On rank 0, the references of the oldest dealt step that is not acknowledged; none elsewhere."""
+        return self._unacknowledged[0] if self._unacknowledged else ()
+
     def ack_step(self) -> None:
         """Acknowledge the oldest dealt step at the queue, once its optimizer step is made. Not a collective."""
         if self._queue is not None:
-            self._queue.ack(self._unacknowledged[0])
+            self._queue.ack(ref.sample_id for ref in self._unacknowledged[0])
             self._unacknowledged.popleft()
 
     def _decide(self, wait_s: float) -> tuple[Decision, Exception | None]:
@@ -135,7 +140,7 @@ class RefDistributor:
         if self._queue is None:
             return refs.refs()
         dealt, self._pending = tuple(self._pending), []
-        self._unacknowledged.append(tuple(ref.sample_id for ref in dealt))
+        self._unacknowledged.append(dealt)
         return dealt
 
     def _drop_rest(self) -> None:

@@ -137,8 +137,13 @@ def read_trained_ids(path: Path, steps: int) -> Iterator[str]:
     raise _too_short(path, steps, found)
 
 
-def replay_order(path: Path, refs: Iterable[SampleRef], global_batch_size: int) -> SampleRefQueue:
+def replay_order(
+    path: Path, refs: Iterable[SampleRef], global_batch_size: int, skip_ids: Iterable[str] = ()
+) -> SampleRefQueue:
     """Return an ended queue of `refs` in the logged order; distributed by the same global batch it repeats the training.
+
+    Args:
+        skip_ids: samples that a resumed repetition has behind it.
 
     Raises:
         ConfigError, StoreError: as `read_order`; also if the log names a sample that is not among `refs`.
@@ -151,7 +156,7 @@ def replay_order(path: Path, refs: Iterable[SampleRef], global_batch_size: int) 
             f"{path} names {len(missing)} samples without a reference, such as {missing[0]}: the training cannot be "
             "repeated without them"
         )
-    queue = SampleRefQueue(Watermark(samples=max(1, len(ids))))
+    queue = SampleRefQueue(Watermark(samples=max(1, len(ids))), skip_ids=skip_ids)
     queue.put(by_id[sample_id] for sample_id in ids)
     queue.close()
     return queue

@@ -54,6 +54,14 @@ class RefQueue(ABC):
         """
 
     @abstractmethod
+    def close(self) -> None:
+        """End the queue: producers need to give no more."""
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """Tell the producers that their consumer failed, and why."""
+
+    @abstractmethod
     def require_batch(self, batch: InFlight) -> None:
         """Raise ConfigError if so much can never be handed out together."""
 
@@ -82,15 +90,21 @@ class SampleRefQueue(RefQueue):
     Args:
         watermark: limits what is queued or handed out; `put` waits for room.
         idle_timeout_s: the longest wait of either side in which the other one does nothing.
+        skip_ids: samples that were durably trained before: left out.
     """
 
-    def __init__(self, watermark: Watermark | None = None, idle_timeout_s: float = IDLE_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        watermark: Watermark | None = None,
+        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        skip_ids: Iterable[str] = (),
+    ) -> None:
         self._watermark = watermark or Watermark()
         self._idle_timeout_s = idle_timeout_s
         self._changed = threading.Condition()
         self._waiting: deque[SampleRef] = deque()
         self._handed_out = _HandedOut()
-        self._seen = SampleIdSet()
+        self._seen = SampleIdSet(skip_ids)
         self._in_flight = InFlight()
         self._closed = False
         self._failure: BaseException | None = None

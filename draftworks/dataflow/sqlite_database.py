@@ -146,7 +146,9 @@ class SqliteDatabase:
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         """Check the file before anything is changed in it; then WAL, and the tables of a new one."""
+        connection.execute("BEGIN")  # one view of the file: another process may be making its tables
         self._require_own(connection)
+        connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode = WAL").fetchone()
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA wal_autocheckpoint = {WAL_PAGES}")

@@ -12,8 +12,15 @@ from draftworks.features.packed_schedule import PackedEvaluationSchedule, Packed
 from draftworks.features.packing import PackLimits, require_lengths
 from draftworks.features.prefetch import BatchPrefetcher
 from draftworks.features.sample_reader import Collate, SampleReader
-from draftworks.features.schedule import BatchSchedule, EvaluationSchedule, MicroBatch, PaddedTrainSchedule
+from draftworks.features.schedule import (
+    BatchSchedule,
+    EvaluationSchedule,
+    MicroBatch,
+    PaddedTrainSchedule,
+    TrainSchedule,
+)
 from draftworks.features.step_leases import StepLeases
+from draftworks.features.training_loader import SampleOrder
 
 
 class FeatureDataLoader:
@@ -30,6 +37,10 @@ class FeatureDataLoader:
         prefetch: batches prepared ahead, by `threads` threads; 0 prepares them in the caller's thread.
         release_on_ack: hold the leases of what is read until `leases.release` names the samples of its optimizer step.
     """
+
+    has_ended = False
+    """Another epoch can always follow."""
+    stopped_by = 0
 
     def __init__(
         self,
@@ -151,6 +162,13 @@ class FeatureDataLoader:
         lengths = require_lengths(refs, limits)
         schedule = PackedEvaluationSchedule(lengths=lengths, pack_tokens=limits.tokens, rank=rank, world=world)
         return cls(refs, store, schedule, pack, prefetch)
+
+    @property
+    def order(self) -> SampleOrder:
+        """How the samples of a training are counted. Raises TypeError for a loader of evaluations."""
+        if not isinstance(self.schedule, TrainSchedule):
+            raise TypeError(f"a training needs a TrainSchedule, found a {type(self.schedule).__name__}")
+        return SampleOrder(self.schedule.samples, self.schedule.global_batch_size, len(self.schedule.left_out))
 
     def prepare_for(self, device: torch.device) -> None:
         """Name the device that batches will go to; for a GPU, prefetched batches are pinned. They stay on the CPU."""

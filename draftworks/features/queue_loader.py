@@ -16,6 +16,7 @@ from draftworks.features.prefetch import BatchPrefetcher
 from draftworks.features.sample_reader import Collate, SampleReader
 from draftworks.features.schedule import MicroBatch, PaddedTrainSchedule
 from draftworks.features.step_leases import StepLeases
+from draftworks.features.training_loader import SampleOrder
 
 SplitStep = Callable[[Sequence[SampleRef]], list[MicroBatch]]
 """From the references of a global batch to this rank's micro-batches, as indices of them; as many on every rank."""
@@ -35,6 +36,11 @@ class StepSource(Protocol):
     @property
     def is_over(self) -> bool:
         """Whether nothing more will come."""
+        ...
+
+    @property
+    def stopped_by(self) -> int:
+        """Number of the signal that ended it on some rank; 0 if none did."""
         ...
 
     def next_step(self, wait: bool = True) -> tuple[SampleRef, ...] | None:
@@ -75,6 +81,20 @@ class QueueDataLoader:
         self._prefetch = prefetch
         self._threads = threads
         self._device = torch.device("cpu")
+
+    @property
+    def order(self) -> SampleOrder:
+        return SampleOrder(None, self.source.global_batch_size)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing will come after what is read ahead."""
+        return self.source.is_over
+
+    @property
+    def stopped_by(self) -> int:
+        """Number of the signal that ended the stream on some rank; 0 if none did."""
+        return self.source.stopped_by
 
     def prepare_for(self, device: torch.device) -> None:
         """Name the device that batches will go to; for a GPU, prefetched batches are pinned. They stay on the CPU."""

@@ -35,6 +35,12 @@ class StepLeases:
         with self._lock:
             return len(self._open)
 
+    @property
+    def last_step(self) -> tuple[str, ...]:
+        """Samples of the step that was handed out last, as often as they were in it."""
+        with self._lock:
+            return tuple(self._steps[-1].samples.elements()) if self._steps else ()
+
     def take(self, handle: FeatureHandle) -> None:
         """Hold a lease that reading has just got."""
         with self._lock:

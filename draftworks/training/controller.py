@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from draftworks.distributed.collectives import get_world_size, max_over_ranks
 from draftworks.drafts.strategy import StepContext
+from draftworks.errors import DataError
 from draftworks.evaluation.evaluator import EvaluationStopped
 from draftworks.evaluation.result import EvalResult
-from draftworks.features.loader import FeatureDataLoader
+from draftworks.features.training_loader import TrainingLoader
 from draftworks.training.history import EvalPoint, History, Session, TrainPoint
 from draftworks.training.observers import StepListener, TrainingObserver
 from draftworks.training.optimizer import StepResult, TrainerCore
@@ -23,13 +24,14 @@ class Plan:
     """Length and cadence of a training, in optimizer steps.
 
     Recorded are every `log_every`-th step, the first and the last, so that curves begin where training begins. With
-    `patience` every evaluated step is recorded too, since it may be the last. The last step is always saved and
-    evaluated.
+    `patience` every evaluated step is recorded too, since it may be the last; where the data may end, every saved one
+    as well. The last step is always saved and evaluated.
 
     Attributes:
         eval_every, save_every: 0 means at the end only.
         patience: training ends after so many evaluations in a row without a better one; 0 never ends it.
         evaluates_start: evaluate the initial weights too, since they may remain the best.
+        may_end: whether the data may end before `total_steps`.
     """
 
     total_steps: int
@@ -39,10 +41,12 @@ class Plan:
     save_every: int = 0
     patience: int = 0
     evaluates_start: bool = False
+    may_end: bool = False
 
     def records(self, step: int) -> bool:
-        may_end = self.patience > 0 and self.evaluates(step)
-        return step in (1, self.total_steps) or step % self.log_every == 0 or may_end
+        may_be_last = (self.patience > 0 or self.may_end) and self.evaluates(step)
+        may_be_last = may_be_last or (self.may_end and self.saves(step))
+        return step in (1, self.total_steps) or step % self.log_every == 0 or may_be_last
 
     def evaluates(self, step: int) -> bool:
         if step == 0:
@@ -81,7 +85,7 @@ class TrainerController:
     def __init__(
         self,
         core: TrainerCore,
-        loader: FeatureDataLoader,
+        loader: TrainingLoader,
         plan: Plan,
         position: TrainingProgress,
         hooks: Hooks,
@@ -98,6 +102,7 @@ class TrainerController:
         self._checkpointer = checkpointer
         self._clock = _StopWatch()
         self._window = EvalResult.empty()
+        self._last: StepResult | None = None
         self._reported_checkpoint = 0
 
     @property
@@ -112,10 +117,13 @@ class TrainerController:
             self._checkpointer.saved_step = self.global_step
 
     def fit(self) -> History:
-        """Train until the end of the plan, the end of patience, or a signal. A collective.
+        """Train until the end of the plan, of the data or of patience, or a signal. A collective.
 
         If the planned steps are done already, no training data is read. An evaluation that an interruption cut off is
         made first.
+
+        Raises:
+            DataError: a stream ended before its first global batch.
         """
         self.history.sessions.append(Session(self.global_step, get_world_size(), time.time()))
         if self._plan.evaluates(self.global_step) and self.history.find_evaluation(self.global_step) is None:
@@ -123,6 +131,8 @@ class TrainerController:
         self.ended_early = self._has_stalled()
         while not self._is_over():
             self._run_epoch()
+            if self._loader.has_ended and not self._is_over():
+                self._end_stream()
         if self._checkpointer is not None:
             self._checkpointer.manager.wait()
         self._report_checkpoint()
@@ -152,7 +162,26 @@ class TrainerController:
                 break
         self._clock.stop()
 
+    def _end_stream(self) -> None:
+        """Make the last step of a stream that has ended the last of the plan: record, save and evaluate it."""
+        self.stopped_by = self._loader.stopped_by
+        if not self.stopped_by:
+            if self.global_step == 0:
+                raise DataError(
+                    "the stream ended before its first optimizer step: expected at least one global batch of "
+                    f"{self.position.global_batch_size} samples. Lower training.global_batch_size, or use more data"
+                )
+            self._plan = replace(self._plan, total_steps=self.global_step)
+            recorded = self.history.train and self.history.train[-1].step == self.global_step
+            if self._last is not None and not recorded:
+                self._record(self._last)
+        if self.global_step > 0:
+            self._save()
+        if not self.stopped_by and self.history.find_evaluation(self.global_step) is None:
+            self._run_evaluation()
+
     def _after_step(self, result: StepResult) -> None:
+        self._last = result
         self._window = self._window + result.totals
         if self._plan.records(self.global_step):
             self._record(result)

@@ -16,27 +16,28 @@ class TrainingProgress:
 
     Attributes:
         samples, global_batch_size: of this training; how a step is split into micro-batches and ranks does not matter.
+            `samples` is None for a stream in arrival order, which has one epoch.
         left_out: number of samples that the set lacks of the population whose order it is trained in. Checkpoints record
             the size of the population: that decides the order.
     """
 
-    samples: int
+    samples: int | None
     global_batch_size: int
     global_step: int = 0
     left_out: int = 0
 
     @property
-    def steps_per_epoch(self) -> int:
-        return self.samples // self.global_batch_size
+    def steps_per_epoch(self) -> int | None:
+        return None if self.samples is None else self.samples // self.global_batch_size
 
     @property
     def epoch(self) -> int:
-        return self.global_step // self.steps_per_epoch
+        return 0 if self.steps_per_epoch is None else self.global_step // self.steps_per_epoch
 
     @property
     def epoch_steps(self) -> int:
         """Optimizer steps done of the current epoch."""
-        return self.global_step % self.steps_per_epoch
+        return self.global_step if self.steps_per_epoch is None else self.global_step % self.steps_per_epoch
 
     @property
     def epoch_samples(self) -> int:
@@ -46,12 +47,12 @@ class TrainingProgress:
     def after_step(self) -> TrainingProgress:
         return replace(self, global_step=self.global_step + 1)
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, int | None]:
         return {
             "global_step": self.global_step,
             "epoch": self.epoch,
             "epoch_samples": self.epoch_samples,
-            "samples": self.samples + self.left_out,
+            "samples": None if self.samples is None else self.samples + self.left_out,
             "global_batch_size": self.global_batch_size,
         }
 

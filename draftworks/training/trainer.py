@@ -14,11 +14,12 @@ from draftworks.config.registry_files import TrainingSpec
 from draftworks.distributed.collectives import get_rank
 from draftworks.drafts.draft_io import read_weights
 from draftworks.drafts.strategy import DraftStrategy, StepContext
+from draftworks.errors import ConfigError
 from draftworks.evaluation.evaluator import Evaluator
 from draftworks.evaluation.ladder.replay import forward_with_replay
 from draftworks.evaluation.result import BLOCK_METRIC, WALK_METRIC, EvalResult
 from draftworks.features.loader import FeatureDataLoader
-from draftworks.features.schedule import TrainSchedule
+from draftworks.features.training_loader import TrainingLoader
 from draftworks.training.backend import FSDPTrainingBackend
 from draftworks.training.checkpoint_files import read_record, verify
 from draftworks.training.checkpoint_manager import CheckpointManager
@@ -60,8 +61,8 @@ class Trainer:
 
     Args:
         strategy: with its initial weights loaded; its model is wrapped in place.
-        train_loader: from `FeatureDataLoader.for_training` or `for_packed_training`; its schedule defines the optimizer
-            step.
+        train_loader: from `FeatureDataLoader.for_training` or `for_packed_training`, whose schedule defines the
+            optimizer step; or a `QueueDataLoader`, whose stream does.
         eval_loader: from `FeatureDataLoader.for_evaluation` or `for_packed_evaluation`.
         device: the device of this rank.
         persistence: None saves nothing and tracks no best.
@@ -69,13 +70,14 @@ class Trainer:
         evaluates_start: whether the initial weights may be the best; False for random initial weights.
 
     Raises:
+        ConfigError: the training is in arrival order and has no `max_steps`.
         StoreError: `resume_from` is no checkpoint of this training, or a damaged one.
     """
 
     def __init__(
         self,
         strategy: DraftStrategy,
-        train_loader: FeatureDataLoader,
+        train_loader: TrainingLoader,
         eval_loader: FeatureDataLoader,
         training: TrainingSpec,
         device: torch.device,
@@ -85,11 +87,9 @@ class Trainer:
         evaluates_start: bool = False,
         steps: StepListener | None = None,
     ) -> None:
-        schedule = train_loader.schedule
-        if not isinstance(schedule, TrainSchedule):
-            raise TypeError(f"train_loader needs a TrainSchedule, found a {type(schedule).__name__}")
-        plan = make_plan(training, schedule.steps, evaluates_start)
-        position = TrainingProgress(schedule.samples, schedule.global_batch_size, left_out=len(schedule.left_out))
+        order = train_loader.order
+        plan = make_plan(training, order.steps_per_epoch, evaluates_start)
+        position = TrainingProgress(order.samples, order.global_batch_size, left_out=order.left_out)
         self.strategy = strategy
         self.persistence = persistence
         self._publish_best = training.publish == "best"
@@ -108,8 +108,8 @@ class Trainer:
         if persistence is not None:
             checkpointer = Checkpointer(persistence.manager, self.backend, optimizer, persistence.identity)
         hooks = Hooks(self._evaluate, stop_signal, observers, steps)
-        for loader in (train_loader, eval_loader):
-            loader.prepare_for(device)
+        train_loader.prepare_for(device)
+        eval_loader.prepare_for(device)
         self.controller = TrainerController(self.core, train_loader, plan, position, hooks, checkpointer)
         self._eval_loader = eval_loader
         self._stop_signal = stop_signal
@@ -165,11 +165,28 @@ class Trainer:
         return self._evaluator.run(self._forward, self._eval_loader, ctx, self._stop_signal)
 
 
-def make_plan(training: TrainingSpec, steps_per_epoch: int, evaluates_start: bool = False) -> Plan:
-    """Return the plan of a training spec."""
+def make_plan(training: TrainingSpec, steps_per_epoch: int | None, evaluates_start: bool = False) -> Plan:
+    """Return the plan of a training spec.
+
+    Args:
+        steps_per_epoch: None for a stream in arrival order: it has `max_steps`, or fewer if it ends before.
+
+    Raises:
+        ConfigError: `max_steps` is missing where the data does not say how long the training is.
+    """
+    if steps_per_epoch is not None:
+        total_steps = training.count_steps(steps_per_epoch)
+    elif training.max_steps is not None:
+        total_steps = training.max_steps
+    else:
+        raise ConfigError(
+            "training.max_steps: expected the number of optimizer steps, found none. A training in arrival order needs "
+            "it, because the length of its stream is not known: the learning rate follows it"
+        )
     return Plan(
-        training.count_steps(steps_per_epoch),
-        steps_per_epoch,
+        total_steps,
+        steps_per_epoch or total_steps,
+        may_end=steps_per_epoch is None,
         log_every=training.log_every,
         eval_every=training.eval_every,
         save_every=training.save_every,

@@ -193,3 +193,21 @@ def test_kills_in_the_middle_of_commits_lose_nothing_that_was_committed(tmp_path
     assert {f"s{number}.{place}" for number in confirmed for place in range(2)} <= acked
     with controller.store._database.reading() as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_processes_that_make_the_file_at_once_all_open_it(tmp_path: Path) -> None:
+    for attempt in range(5):
+        go = FORK.Event()
+        path = tmp_path / f"plane{attempt}.db"
+
+        def open_it(path: Path = path, go=go) -> None:
+            go.wait()
+            SQLiteMetadataStore(path).close()
+
+        processes = [FORK.Process(target=open_it) for _ in range(4)]
+        for process in processes:
+            process.start()
+        go.set()
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [0] * 4

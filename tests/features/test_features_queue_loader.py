@@ -27,6 +27,7 @@ class ListedSteps:
     """Global batches of a list; `ready` says how many of them have come, None all. Records who asked with `wait`."""
 
     global_batch_size = SIZE
+    stopped_by = 0
 
     def __init__(self, refs: Sequence[SampleRef], ready: int | None = None, start: int = 0) -> None:
         self.steps = [tuple(refs[at : at + SIZE]) for at in range(0, len(refs) - SIZE + 1, SIZE)]
