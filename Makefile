@@ -1,4 +1,5 @@
 # make demo   the main job for the target `tiny`, from conversations to a measured draft
+# make demo-streamed   the same for a deployment of its own whose features stream to the trainer and are not all stored
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need the real speculators library, SpecForge, SGLang or Mooncake
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
@@ -32,11 +33,14 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo ui test test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-gpu bench-gpu docs reference lint check clean
+.PHONY: demo demo-streamed ui test test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-gpu bench-gpu docs reference lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
 	@$(BIN)/draftworks summary $(TARGET)
+
+demo-streamed: $(VENV)/ready .dagster/ready
+	$(BIN)/draftworks run everything --target tiny --file registry/examples/streamed/definitions.py
 
 ui: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks ui --port $(PORT)

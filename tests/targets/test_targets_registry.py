@@ -210,6 +210,16 @@ def test_a_hub_target_is_loaded_without_the_network(registry: Registry):
     assert registry.load_target("qwen3-8b").model == "Qwen/Qwen3-8B"
 
 
+def test_the_streamed_example_is_a_deployment_whose_features_stream():
+    example = Registry(SHIPPED / "examples" / "streamed")
+    target = example.load_target("tiny")
+    assert target.streaming is not None
+    assert example.resolve_path(target.model) == SHIPPED / "models" / "tiny"
+    assert example.resolve_var_folder() != Registry(SHIPPED).resolve_var_folder()
+    corpus = find_files(example.load_dataset(target.dataset).files, example.root)
+    assert [path.resolve() for path in corpus] == [SHIPPED / "models" / "tiny" / "corpus.parquet"]
+
+
 def test_a_dataset_without_files_says_which_pattern_found_nothing(registry: Registry):
     with pytest.raises(DataError, match=r"'data/\*.jsonl' matches no file"):
         find_files(registry.load_dataset("chats").files, registry.root)
