@@ -17,7 +17,7 @@ from draftworks.config.capture import CaptureSpec
 from draftworks.config.registry_files import EvaluationSpec, ExportSettings, ResponseSpec, StoreKind, TrainingSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
-from draftworks.config.streaming import StreamingSpec
+from draftworks.config.streaming import StreamFollower, StreamingSpec, StreamSteps
 from draftworks.config.validation import load_yaml
 from draftworks.storage.names import require_name
 
@@ -131,20 +131,16 @@ class CaptureRun(TargetRun):
 
 
 class StreamPlace(Spec):
-    """Where the trainer and the producers of one streamed training meet."""
+    """Where the trainers and the producers of one stream meet."""
 
     database: Path = Field(description="SQLite file of the control plane, on a local disk of this machine.")
     store: StoreSpec = Field(description="The store that producers fill and the trainer reads and frees.")
     run_id: str = Field(default="draft", description="Name of the training in the database.")
     settings: StreamingSpec = Field(default_factory=StreamingSpec)
-
-
-class StreamSteps(Spec):
-    """What decides which samples each optimizer step takes."""
-
-    global_batch_size: int = Field(ge=1)
-    seed: int
-    total_steps: int = Field(ge=0)
+    consumer: str = Field(default="trainer", description="Name of this training in the database.")
+    followers: list[StreamFollower] = Field(
+        default=[], description="All trainings that follow the stream, this one included; empty if it is the only one."
+    )
 
 
 class ProduceRun(TargetRun):

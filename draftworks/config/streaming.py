@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
 from draftworks.config.base import Spec
+from draftworks.errors import ConfigError
 
 
 class WatermarkSpec(Spec):
@@ -44,3 +46,34 @@ class StreamingSpec(Spec):
             return self
         fits = nbytes <= budget_gb * 1e9
         return self.model_copy(update={"keep": "until_last_use" if fits else "capture_again"})
+
+
+class StreamSteps(Spec):
+    """What decides which samples each optimizer step takes."""
+
+    global_batch_size: int = Field(ge=1)
+    seed: int
+    total_steps: int = Field(ge=0)
+
+
+class StreamFollower(Spec):
+    """One of several trainings that read the same stream of features."""
+
+    name: str = Field(description="Its name as a consumer in the control plane.")
+    streams: list[str] = Field(description="Names of the feature streams that it reads.")
+    steps: StreamSteps
+
+
+def require_one_schedule(followers: Sequence[StreamFollower]) -> None:
+    """Raise ConfigError if two followers of a stream have the same name, or take different samples at a step."""
+    first = followers[0]
+    for other in followers[1:]:
+        if other.name in [each.name for each in followers if each is not other]:
+            raise ConfigError(f"two trainings that follow one stream have the same name, {other.name}")
+        for name in ("seed", "global_batch_size"):
+            expected, found = getattr(first.steps, name), getattr(other.steps, name)
+            if expected != found:
+                raise ConfigError(
+                    f"{first.name} and {other.name} cannot follow one stream: {name} is {expected} and {found}. Give both "
+                    "the same seed and global batch, or train each from a stream of its own (streaming.share: false)"
+                )

@@ -137,6 +137,12 @@ class RemoteMetadataStore(MetadataStore):
     def read_progress(self, run_id: str, consumer: str) -> ConsumerProgress:
         return self._call("read_progress", run_id=run_id, consumer=consumer)
 
+    def read_consumers(self, run_id: str) -> dict[str, ConsumerProgress]:
+        return self._call("read_consumers", run_id=run_id)
+
+    def record_left(self, run_id: str, consumer: str, reason: str) -> None:
+        self._call("record_left", run_id=run_id, consumer=consumer, reason=reason)
+
     def rewind(self, run_id: str, consumer: str, owner: str, global_step: int, now: float) -> int:
         return self._call("rewind", run_id=run_id, consumer=consumer, owner=owner, global_step=global_step)
 

@@ -119,6 +119,14 @@ class DataFlowController:
         """Return this consumer's last acknowledged step and its last checkpoint."""
         return self.store.read_progress(self.run_id, self.consumer)
 
+    def read_consumers(self) -> dict[str, ConsumerProgress]:
+        """Return the progress of every consumer of the run that has done something, by name."""
+        return self.store.read_consumers(self.run_id)
+
+    def record_left(self, reason: str, consumer: str | None = None) -> None:
+        """Record why a consumer, by default this one, needs nothing any more; an empty reason: it takes part again."""
+        self.store.record_left(self.run_id, consumer or self.consumer, reason)
+
     def rewind(self, global_step: int) -> int:
         """Undo this consumer's acknowledgements after the checkpoint of `global_step`; return how many."""
         return self.store.rewind(self.run_id, self.consumer, self.owner, global_step, self._clock())

@@ -38,10 +38,20 @@ class RefPage:
 
 @dataclass(frozen=True)
 class ConsumerProgress:
-    """How far a consumer is: the last optimizer step that it acknowledged, and the last durable checkpoint."""
+    """How far a consumer is: the last optimizer step that it acknowledged, and the last durable checkpoint.
+
+    Attributes:
+        left: why the consumer needs nothing any more, such as that it has finished; empty while it takes part.
+    """
 
     acked_step: int = 0
     checkpoint_step: int = 0
+    left: str = ""
+
+    @property
+    def done_step(self) -> int:
+        """The last step that need not be trained any more; a resumed training may have acknowledged none itself."""
+        return max(self.acked_step, self.checkpoint_step)
 
 
 class MetadataStore(ABC):
@@ -128,6 +138,14 @@ class MetadataStore(ABC):
     @abstractmethod
     def read_progress(self, run_id: str, consumer: str) -> ConsumerProgress:
         """Return the consumer's last acknowledged step and its last checkpoint."""
+
+    @abstractmethod
+    def read_consumers(self, run_id: str) -> dict[str, ConsumerProgress]:
+        """Return the progress of every consumer that has done something, by name."""
+
+    @abstractmethod
+    def record_left(self, run_id: str, consumer: str, reason: str) -> None:
+        """Record why a consumer needs nothing any more; an empty reason: it takes part again. Any process may."""
 
     @abstractmethod
     def rewind(self, run_id: str, consumer: str, owner: str, global_step: int, now: float) -> int:
@@ -232,6 +250,12 @@ class NoOpMetadataStore(MetadataStore):
 
     def read_progress(self, run_id: str, consumer: str) -> ConsumerProgress:
         return ConsumerProgress()
+
+    def read_consumers(self, run_id: str) -> dict[str, ConsumerProgress]:
+        return {}
+
+    def record_left(self, run_id: str, consumer: str, reason: str) -> None:
+        pass
 
     def rewind(self, run_id: str, consumer: str, owner: str, global_step: int, now: float) -> int:
         return 0

@@ -40,6 +40,8 @@ CREATE TABLE acks (
 CREATE TABLE checkpoints (
     consumer INTEGER NOT NULL, global_step INTEGER NOT NULL, PRIMARY KEY (consumer, global_step)) WITHOUT ROWID;
 """
+_LATER_TABLES = ("CREATE TABLE IF NOT EXISTS departures (consumer INTEGER PRIMARY KEY, reason TEXT NOT NULL)",)
+"""Added to a database of this schema that was made before them; versions without them leave them alone."""
 # samples.seq is the place in commit order; null for a reference that was withdrawn. Acknowledgements of such a sample
 # stay, so its row does.
 
@@ -158,6 +160,8 @@ class SqliteDatabase:
                 connection.execute(statement)
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        for statement in _LATER_TABLES:
+            connection.execute(statement)
         connection.execute("COMMIT")
 
     def _require_own(self, connection: sqlite3.Connection) -> bool:

@@ -111,6 +111,18 @@ class SQLiteMetadataStore(MetadataStore):
             number = sqlite_samples.find_consumer(db, _find_run(db, run_id), consumer)
             return ConsumerProgress() if number is None else sqlite_samples.select_progress(db, number)
 
+    def read_consumers(self, run_id: str) -> dict[str, ConsumerProgress]:
+        with self._database.reading() as db:
+            return sqlite_samples.select_consumers(db, _find_run(db, run_id))
+
+    def record_left(self, run_id: str, consumer: str, reason: str) -> None:
+        require_id(consumer, "consumer")
+        with self._database.transaction() as db:
+            run = _require_run(db, run_id)
+            db.execute("INSERT OR IGNORE INTO consumers (run, name) VALUES (?, ?)", (run, consumer))
+            number = sqlite_samples.find_consumer(db, run, consumer)
+            db.execute("INSERT OR REPLACE INTO departures VALUES (?, ?)", (number, reason))
+
     def rewind(self, run_id: str, consumer: str, owner: str, global_step: int, now: float) -> int:
         with self._database.transaction() as db:
             run = _require_run(db, run_id)

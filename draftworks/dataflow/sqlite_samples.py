@@ -34,6 +34,8 @@ def insert_refs(db: Connection, run: int, refs: Sequence[SampleRef]) -> CommitRe
         ).rowcount
         (committed if changed else duplicates).append(ref.sample_id)
         seq += bool(changed)
+        if not changed:
+            _name_task(db, run, ref)
     db.execute("UPDATE runs SET next_seq = ? WHERE run = ?", (seq, run))
     return CommitResult(tuple(committed), tuple(duplicates), tuple(refused))
 
@@ -122,10 +124,27 @@ def require_consumer(db: Connection, run: int, name: str, owner: str, now: float
 
 
 def select_progress(db: Connection, consumer: int) -> ConsumerProgress:
-    """Return the last acknowledged step and the last checkpoint; 0 for none."""
+    """Return the last acknowledged step, the last checkpoint, 0 for none, and why the consumer has left."""
     (acked,) = db.execute("SELECT max(global_step) FROM acks WHERE consumer = ?", (consumer,)).fetchone()
     (saved,) = db.execute("SELECT max(global_step) FROM checkpoints WHERE consumer = ?", (consumer,)).fetchone()
-    return ConsumerProgress(acked or 0, saved or 0)
+    left = db.execute("SELECT reason FROM departures WHERE consumer = ?", (consumer,)).fetchone()
+    return ConsumerProgress(acked or 0, saved or 0, "" if left is None else left[0])
+
+
+def select_consumers(db: Connection, run: int) -> dict[str, ConsumerProgress]:
+    """Return the progress of every consumer of a run, by name."""
+    rows = db.execute("SELECT name, consumer FROM consumers WHERE run = ?", (run,)).fetchall()
+    return {name: select_progress(db, consumer) for name, consumer in rows}
+
+
+def _name_task(db: Connection, run: int, ref: SampleRef) -> None:
+    """Record the task of a sample that a consumer committed before the task's producer, which can make it again."""
+    known = "EXISTS (SELECT 1 FROM tasks WHERE run = ? AND task_id = {})"
+    db.execute(
+        f"UPDATE samples SET task_id = ? WHERE run = ? AND sample_id = ? "
+        f"AND {known.format('?')} AND NOT {known.format('samples.task_id')}",
+        (ref.source_task_id, run, ref.sample_id, run, ref.source_task_id, run),
+    )
 
 
 def _is_committed(db: Connection, run: int, sample_id: str) -> bool:

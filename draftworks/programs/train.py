@@ -86,6 +86,8 @@ def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
             raise make_empty_heldout_error(run.heldout)
         with nullcontext() if stream is None else stream.follow(trainer.controller.global_step):
             trainer.fit()
+            if stream is not None and ctx.is_main and not trainer.controller.stopped_by:
+                stream.consumer.finish()
         _stop_if_asked(trainer)
         weights = trainer.trained_weights()
         peaks = gather_from_ranks(get_peak_rss_bytes())

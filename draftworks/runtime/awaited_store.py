@@ -28,15 +28,21 @@ class AwaitedStore(WrappedStore):
         timeout_s: how long one sample may be waited for.
         look: called about once a second while waiting, with the sample that is missing; raises what ended the
             producers, and asks for features that were lost to be captured again.
+        explain: called when the time is over; returns what else may be the reason, empty for nothing.
     """
 
     def __init__(
-        self, store: KeyedFeatureStore, timeout_s: float, look: Callable[[SampleRef], None] = lambda ref: None
+        self,
+        store: KeyedFeatureStore,
+        timeout_s: float,
+        look: Callable[[SampleRef], None] = lambda ref: None,
+        explain: Callable[[], str] = str,
     ) -> None:
         super().__init__(store)
         self._keyed = store
         self._timeout_s = timeout_s
         self._look = look
+        self._explain = explain
         self.waited_s = 0.0
         self._stops = 0
 
@@ -53,9 +59,10 @@ class AwaitedStore(WrappedStore):
             if self._stops != stops:
                 raise StoreError(f"sample {ref.sample_id} is not waited for any more: the reader has stopped")
             if now - started > self._timeout_s:
+                reason = self._explain() or "Look at the producers' logs"
                 raise StoreError(
-                    f"sample {ref.sample_id}: its features have not come within {self._timeout_s:g} s. Look at the "
-                    "producers' logs, or raise streaming.timeout_s if they are slow"
+                    f"sample {ref.sample_id}: its features have not come within {self._timeout_s:g} s. {reason}, or "
+                    "raise streaming.timeout_s if they are slow"
                 )
             if now - looked > LOOK_S:
                 self._look(ref)

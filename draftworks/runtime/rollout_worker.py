@@ -16,10 +16,12 @@ from draftworks.capture.sound_capture import SoundCapture, verify_head_of
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.dataflow.controller import DataFlowController
+from draftworks.dataflow.metadata_store import ConsumerProgress
 from draftworks.dataflow.tasks import TaskLease
 from draftworks.distributed.stop_signals import block_stop_signals
 from draftworks.errors import DraftworksError
 from draftworks.features.contracts import KeyedFeatureStore
+from draftworks.runtime.stream_claims import StreamClaims
 from draftworks.runtime.streaming_plan import StreamingPlan
 
 POLL_S = 0.05
@@ -74,21 +76,25 @@ class RolloutWorker:
         self._sound = SoundCapture(run, StreamPlan.of(run), tokens, len(plan.refs))
         self._whole_batches = find_backend(run.capture.backend).repeatable
         self._engine: TargetEngine | None = None
+        self._claims = StreamClaims(plan, controller.consumer)
+        self._progress: dict[str, ConsumerProgress] = {}
+        self._window_end = 0
         self._groups_added = 0
         self._summary = WorkerSummary()
 
     def run(self) -> WorkerSummary:
-        """Work until the consumer has done its last step, or `should_stop`.
+        """Work until every training that follows the stream has done its last step or has left, or `should_stop`.
 
         Raises:
             CaptureError: more samples failed than `capture.max_failed_share` allows.
             EngineError: the engine cannot go on. The leased task goes back to the pool.
         """
         while not self._should_stop():
-            acked = self._controller.read_progress().acked_step
-            if acked >= self._plan.order.total_steps:
+            self._progress = self._controller.read_consumers()
+            done = self._claims.find_done_step(self._progress)
+            if done is None:
                 break
-            leases = self._lease(acked)
+            leases = self._lease(done)
             for lease in leases:
                 self._work(lease)
             if not leases:
@@ -96,9 +102,9 @@ class RolloutWorker:
                 self._add(waited_s=POLL_S)
         return self._summary
 
-    def _lease(self, acked_step: int) -> Sequence[TaskLease]:
+    def _lease(self, done_step: int) -> Sequence[TaskLease]:
         """Add the tasks of all groups inside the window, and lease the next one."""
-        end = self._plan.find_window_end(acked_step)
+        end = self._window_end = self._plan.find_window_end(done_step)
         due = [group for group in self._plan.groups[self._groups_added :] if group.last <= end]
         for group in due:
             self._controller.add_tasks(
@@ -150,13 +156,15 @@ class RolloutWorker:
             self._store.flush()
 
     def _select_missing(self, jobs: Sequence[SampleJob]) -> list[SampleJob]:
-        """Return the jobs with the streams that the store lacks.
+        """Return the jobs with the streams that the store lacks and a training still needs.
 
         A backend whose batches are repeatable gets the whole batch again if anything of it is missing, because the
         composition of a batch decides the last bits of its features.
         """
         missing = set(self._store.find_missing(key for job in jobs for key in job.keys.values()))
-        trimmed = [replace(job, missing=tuple(n for n, key in job.keys.items() if key in missing)) for job in jobs]
+        lacking = [replace(job, missing=tuple(n for n, key in job.keys.items() if key in missing)) for job in jobs]
+        needed = self._claims.drop_unneeded(lacking, self._progress, self._window_end)
+        trimmed = [replace(job, missing=streams) for job, streams in zip(lacking, needed, strict=True)]
         return trimmed if self._whole_batches else [job for job in trimmed if job.missing]
 
     @contextmanager

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from draftworks.dataflow.consumer_lease import ConsumerLease, hold_consumer
 from draftworks.dataflow.controller import DataFlowController
+from draftworks.dataflow.metadata_store import ConsumerProgress
 from draftworks.errors import StoreError
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
+from draftworks.runtime.stream_claims import FreeAt, StreamClaims
 from draftworks.runtime.streaming_plan import StreamingPlan
 
-FreeAt = Literal["step", "checkpoint"]
+FINISHED = "it has finished"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class StreamConsumer:
     Args:
         free_at: `step` frees features when the optimizer step that used them last is done, `checkpoint` when a complete
             checkpoint covers it. After a crash, freed features of steps that are trained again are captured again.
+        shared: the plan of the whole stream, where other trainings follow it too. What they need stays.
     """
 
     def __init__(
@@ -47,12 +49,18 @@ class StreamConsumer:
         controller: DataFlowController,
         store: KeyedFeatureStore,
         free_at: FreeAt = "step",
+        shared: StreamingPlan | None = None,
     ) -> None:
         self.plan = plan
+        self._name = controller.consumer
+        self._claims = StreamClaims(shared or plan, self._name, free_at)
+        self._window = shared or plan
         self._controller = controller
         self._store = store
         self._free_at = free_at
+        self._acked_step = 0
         self._freed_step = 0
+        self._left: frozenset[str] = frozenset()
         self._lease: ConsumerLease | None = None
 
     @contextmanager
@@ -70,11 +78,12 @@ class StreamConsumer:
 
         Features that a process which was killed had no time to free are freed.
         """
+        self._controller.record_left("")
         acked = self._controller.read_progress().acked_step
-        undone = self._controller.rewind(global_step) if acked > global_step else 0
-        self._store.free(self.plan.find_freed(1, global_step))
-        self._freed_step = global_step
+        undone = self._controller.rewind(global_step) if acked != global_step else 0
+        self._acked_step = self._freed_step = global_step
         self._store.refresh()
+        self._free_all()
         needed = self.plan.find_needed(global_step)
         missing = set(self._store.find_missing(key for ref in needed for key in ref.feature_keys.values()))
         lost = [ref.sample_id for ref in needed if not missing.isdisjoint(ref.feature_keys.values())]
@@ -94,6 +103,7 @@ class StreamConsumer:
         if ahead:
             self._controller.commit_samples(self.plan.get_refs(ahead))
         self._controller.ack(ids, global_step, self.plan.order.get_epoch(global_step))
+        self._acked_step = global_step
         if self._free_at == "step":
             self._free(global_step)
 
@@ -103,11 +113,14 @@ class StreamConsumer:
         if self._free_at == "checkpoint":
             self._free(global_step)
 
-    def finish(self) -> None:
-        """Free all features of the plan; a training that ended early leaves some that producers were ahead with."""
+    def finish(self, reason: str = FINISHED) -> None:
+        """Give up all claims; free what no other training needs, also what producers were ahead with.
+
+        Producers end when the last training has finished.
+        """
+        self._controller.record_left(reason)
         self._store.refresh()
-        keys = {key for ref in self.plan.refs for key in ref.feature_keys.values()}
-        self._store.free(sorted(keys.difference(self._store.find_missing(keys))))
+        self._free_all()
 
     def look(self, ref: SampleRef) -> None:
         """Called while a sample is waited for: have it captured again if it was committed and its features are gone.
@@ -126,7 +139,36 @@ class StreamConsumer:
             if self._store.find_missing(ref.feature_keys.values()):
                 self._controller.requeue_lost([ref.sample_id])
 
+    def explain_wait(self) -> str:
+        """Return for whom producers wait, if that is another training; empty otherwise."""
+        progress = self._read_progress()
+        name = self._claims.find_slowest(progress) if self._claims.is_shared else self._name
+        if name == self._name:
+            return ""
+        step = progress[name].done_step if name in progress else 0
+        return f"{name}, which follows the same stream, has done step {step}, and producers go no further ahead of it"
+
     def _free(self, global_step: int) -> None:
-        if global_step > self._freed_step:
-            self._store.free(self.plan.find_freed(self._freed_step + 1, global_step))
-            self._freed_step = global_step
+        """Free what was used last at a step up to `global_step`; everything free once another training has left."""
+        if global_step <= self._freed_step:
+            return
+        progress = self._read_progress(global_step)
+        left = self._claims.list_left(progress)
+        if left - self._left:
+            self._free_all()
+        else:
+            ended = self.plan.find_ended(self._freed_step + 1, global_step)
+            end = self._window.find_window_end(self._acked_step)
+            self._store.free(self._claims.list_free(self._name, ended, progress, end))
+        self._left, self._freed_step = left, global_step
+
+    def _free_all(self) -> None:
+        keys = self._claims.list_all_free(self._controller.read_consumers())
+        missing = set(self._store.find_missing(keys))
+        self._store.free([key for key in keys if key not in missing])
+
+    def _read_progress(self, checkpoint_step: int = 0) -> dict[str, ConsumerProgress]:
+        """Return the progress of all trainings; of one that is alone, what it knows itself."""
+        if self._claims.is_shared:
+            return self._controller.read_consumers()
+        return {self._name: ConsumerProgress(self._acked_step, checkpoint_step)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,14 +33,22 @@ class StreamingPlan:
         watermark: how much may be captured and not yet used by an optimizer step.
         keep: `until_last_use` frees features after their last use in the training, `capture_again` after their last use
             in an epoch.
+        followers: plans of the trainings that follow the stream, by name; this plan is then what producers capture for
+            all of them. Without, the plan is that of one training.
 
     Raises:
         ConfigError: the watermark is below one global batch, or the global batch is larger than the set.
     """
 
     def __init__(
-        self, refs: Sequence[SampleRef], order: StreamOrder, watermark: Watermark, keep: Keep = "until_last_use"
+        self,
+        refs: Sequence[SampleRef],
+        order: StreamOrder,
+        watermark: Watermark,
+        keep: Keep = "until_last_use",
+        followers: Mapping[str, StreamingPlan] | None = None,
     ) -> None:
+        self.followers = dict(followers or {})
         self.refs = refs
         self.order = order
         self.watermark = watermark
@@ -115,20 +123,43 @@ class StreamingPlan:
         """Return the samples that an optimizer step takes."""
         return [self.refs[row].sample_id for row in self.order.get_samples(step)]
 
-    def find_freed(self, first_step: int, last_step: int) -> list[str]:
-        """Return the feature keys that can go once steps `first_step` to `last_step` are done.
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the feature streams of every sample."""
+        return tuple(self.refs[0].feature_keys) if self.refs else ()
 
-        With `capture_again`, features that the window already includes for the next epoch stay.
+    def find_ended(self, first_step: int, last_step: int) -> np.ndarray:
+        """Return the contents whose last use, in the training or in an epoch, is at steps `first_step` to `last_step`."""
+        ended = [(first_step <= each.last) & (each.last <= last_step) & (each.first > 0) for each in self._lifetimes]
+        return np.flatnonzero(np.any(ended, axis=0))
+
+    def find_claimed(self, contents: np.ndarray, done_step: int, window_end: int) -> np.ndarray:
+        """Return whether each content may be captured for a step up to `window_end` and is used after `done_step`, (N,).
+
+        With `capture_again`, features that the window already includes for the next epoch are among them.
         """
-        end, freed = self.find_window_end(last_step), []
+        claimed = np.zeros(len(contents), np.bool_)
         for lifetime in self._lifetimes:
-            over = np.flatnonzero((first_step <= lifetime.last) & (lifetime.last <= last_step))
-            for other in self._lifetimes:
-                soon = (other.first[over] > 0) & (other.first[over] <= end) & (other.last[over] > last_step)
-                over = over[~soon]
-            for content in over:
-                freed += self.refs[self._samples_of[content][0]].feature_keys.values()
-        return freed
+            first, last = lifetime.first[contents], lifetime.last[contents]
+            claimed |= (first > 0) & (first <= window_end) & (last > done_step)
+        return claimed
+
+    def find_freed(self, first_step: int, last_step: int) -> list[str]:
+        """Return the feature keys that can go once steps `first_step` to `last_step` are done."""
+        ended = self.find_ended(first_step, last_step)
+        ended = ended[~self.find_claimed(ended, last_step, self.find_window_end(last_step))]
+        return [self.get_key(content, stream) for content in ended for stream in self.streams]
+
+    def list_contents(self, window_end: int) -> np.ndarray:
+        """Return the contents that may be captured for a step up to `window_end`."""
+        return np.flatnonzero(np.any([(e.first > 0) & (e.first <= window_end) for e in self._lifetimes], axis=0))
+
+    def get_contents(self, rows: Sequence[int]) -> np.ndarray:
+        """Return the contents of samples, given by their places in `refs`."""
+        return self._content_of[list(rows)]
+
+    def get_key(self, content: int, stream: str) -> str:
+        return self.refs[self._samples_of[content][0]].feature_keys[stream]
 
     def find_needed(self, acked_step: int) -> list[SampleRef]:
         """Return a reference of each content that may be captured by now and is needed after `acked_step`."""

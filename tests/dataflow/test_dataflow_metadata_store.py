@@ -22,7 +22,7 @@ from dataflow_toys import (
 )
 
 from draftworks.dataflow.controller import DataFlowController
-from draftworks.dataflow.metadata_store import MetadataStore, NoOpMetadataStore
+from draftworks.dataflow.metadata_store import ConsumerProgress, MetadataStore, NoOpMetadataStore
 from draftworks.dataflow.tasks import PromptTask, TaskCounts
 from draftworks.errors import StoreError
 
@@ -200,6 +200,30 @@ def test_consumers_acknowledge_apart(store: MetadataStore, clock: Clock) -> None
     assert ids_of(first.read_refs(acked=False).refs) == ["b"]
     assert second.read_refs(acked=False).refs == ()
     assert (first.read_progress().acked_step, second.read_progress().acked_step) == (1, 8)
+
+
+def test_consumers_leave_and_take_part_again(store: MetadataStore, clock: Clock) -> None:
+    first, second = (controller_of(store, clock, consumer=name) for name in ("first", "second"))
+    assert first.read_consumers() == {}
+    first.commit_samples([toy_slim_ref("a")])
+    first.ack(["a"], 1)
+    first.record_left("it has failed", "second")
+    assert first.read_consumers() == {"first": ConsumerProgress(1), "second": ConsumerProgress(left="it has failed")}
+    second.record_left("")
+    second.record_checkpoint(4)
+    assert second.read_progress() == ConsumerProgress(0, 4)
+    assert second.read_progress().done_step == 4
+
+
+def test_a_sample_committed_by_its_consumer_first_can_still_be_made_again(controller: DataFlowController) -> None:
+    controller.add_tasks([PromptTask("task", controller.run_id, ("a",))])
+    (lease,) = controller.lease_tasks("worker")
+    ref = toy_slim_ref("a")
+    controller.commit_samples([replace(ref, source_task_id="nobody's")])
+    assert controller.requeue_lost(["a"]) == ("a",)
+    assert controller.commit_samples([replace(ref, source_task_id="task")], [lease]).duplicates == ("a",)
+    assert controller.requeue_lost(["a"]) == ()
+    assert controller.count_tasks().pending == 1
 
 
 def test_rewind_undoes_what_no_checkpoint_covers(controller: DataFlowController) -> None:

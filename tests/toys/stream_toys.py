@@ -27,7 +27,7 @@ from draftworks.config.run_files import (
     TargetFiles,
     TrainRun,
 )
-from draftworks.config.streaming import StreamingSpec
+from draftworks.config.streaming import StreamFollower, StreamingSpec
 from draftworks.data.token_rows import TokenRow
 from draftworks.data.tokenized import TokenizedSet, write_tokens
 from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
@@ -136,7 +136,11 @@ class StreamFiles:
         return run.model_copy(update=changes)
 
     def produce_run(
-        self, worker: str = "producer", training: TrainingSpec = TRAINING, streams: Sequence[str] = STREAMS
+        self,
+        worker: str = "producer",
+        training: TrainingSpec = TRAINING,
+        streams: Sequence[str] = STREAMS,
+        followers: Sequence[StreamFollower] = (),
     ) -> ProduceRun:
         run = self.capture_run("train")
         return ProduceRun(
@@ -147,7 +151,7 @@ class StreamFiles:
             streams=list(streams),
             capture=run.capture,
             steps=count_stream_steps(len(TokenizedSet.open(run.tokens)), training),
-            stream=self.place,
+            stream=self.place.model_copy(update={"followers": list(followers)}),
             worker=worker,
         )
 
@@ -166,12 +170,16 @@ class StreamFiles:
 
     @contextmanager
     def producing(
-        self, *workers: str, training: TrainingSpec = TRAINING, streams: Sequence[str] = STREAMS
+        self,
+        *workers: str,
+        training: TrainingSpec = TRAINING,
+        streams: Sequence[str] = STREAMS,
+        followers: Sequence[StreamFollower] = (),
     ) -> Iterator[list[WorkerSummary]]:
         """Context with workers in threads, which are told to stop at its end; yields what they did, once it is over."""
         stop, done = threading.Event(), []
         made = [
-            self.make_worker(self.produce_run(name, training, streams), stop.is_set)
+            self.make_worker(self.produce_run(name, training, streams, followers), stop.is_set)
             for name in workers or ("producer",)
         ]
         threads = [threading.Thread(target=lambda each=each: done.append(each.run())) for each in made]
