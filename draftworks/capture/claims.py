@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -39,6 +40,18 @@ class Claimed:
 
     own: frozenset[str]
     busy: Path | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """Batches that this process captures, under a claim that holds until `finish`, which publishes their features.
+
+    Several shares may be held at a time, and are finished in their order. One without batches asks to finish all others
+    first: after it another process is waited for, which may be waiting for them.
+    """
+
+    batches: Batches = ()
+    finish: Callable[[], None] = lambda: None
 
 
 class Claims:
@@ -110,11 +123,11 @@ def _read_active_claim(path: Path) -> frozenset[str]:
 
 def share_out(
     windows: Sequence[Batches], store: KeyedFeatureStore, claims: Claims, keep_whole_batches: bool = False
-) -> Generator[Batches, None, None]:
+) -> Generator[Share, None, None]:
     """Yield, for each window, the batches that still lack features and that no other process is capturing now.
 
-    The store is flushed to disk before the next window is yielded. A window that another process is capturing is looked
-    at again when that process has ended: its features are then in the store, or left to this process.
+    A window that another process is capturing is looked at again when that process has ended: its features are then in
+    the store, or left to this process. When the generator is closed, claims that were not finished are given back.
 
     Args:
         keep_whole_batches: whether batches keep all their samples, also those of which nothing is to be stored, because
@@ -124,25 +137,42 @@ def share_out(
         StoreError: shards of the store are damaged.
     """
     left = list(windows)
-    while left:
-        later: list[Batches] = []
-        busy: Path | None = None
-        for window in left:
-            keys = _collect_keys(window)
-            with claims.take(keys) as claimed:
+    held: list[ExitStack] = []
+
+    def give_back(claim: ExitStack) -> None:
+        held.remove(claim)
+        claim.close()
+
+    def finish(claim: ExitStack) -> None:
+        store.flush()
+        give_back(claim)
+
+    try:
+        while left:
+            later: list[Batches] = []
+            busy: Path | None = None
+            for window in left:
+                keys, claim = _collect_keys(window), ExitStack()
+                held.append(claim)
+                claimed = claim.enter_context(claims.take(keys))
                 store.refresh()
                 lacking = frozenset(store.find_missing(keys))
                 own = _restrict(window, lacking & claimed.own, keep_whole_batches)
+                theirs = _restrict(window, lacking - claimed.own, keep_whole_batches)
+                if theirs:
+                    later.append(theirs)
+                    busy = claimed.busy or busy
                 if own:
-                    yield own
-                    store.flush()
-            theirs = _restrict(window, lacking - claimed.own, keep_whole_batches)
-            if theirs:
-                later.append(theirs)
-                busy = claimed.busy or busy
-        if later and busy is not None:
-            _wait(busy, samples=sum(bool(job.missing) for window in later for batch in window for job in batch))
-        left = later
+                    yield Share(own, partial(finish, claim))
+                else:
+                    give_back(claim)
+            if later and busy is not None:
+                yield Share()
+                _wait(busy, samples=sum(bool(job.missing) for window in later for batch in window for job in batch))
+            left = later
+    finally:
+        for claim in held:
+            claim.close()
 
 
 def _wait(busy: Path, samples: int) -> None:

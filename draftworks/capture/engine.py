@@ -6,6 +6,7 @@ import difflib
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from draftworks.capture.background import BackgroundWorker
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.config.sglang import SGLangSpec
@@ -46,14 +48,18 @@ class TargetEngine(ABC):
         tested: whether this version of the underlying software is one that was tested; if not, nothing that it computes
             is used without a comparison.
         replicas: copies of the target that answer in parallel.
+        batches_in_flight_limit: how many submitted batches are of use; None is no limit. One that runs and one that
+            waits keep an engine in this process busy.
     """
 
     backend: ClassVar[str]
     concurrent: bool = False
     tested: bool = True
     replicas: int = 1
+    batches_in_flight_limit: int | None = 2
     identity: EngineIdentity
     last_hidden: LastHidden
+    _worker: BackgroundWorker | None = None
 
     @property
     def display_name(self) -> str:
@@ -73,6 +79,27 @@ class TargetEngine(ABC):
         Raises:
             CaptureError: a sequence is empty, too long or has ids outside the vocabulary; a tap is outside the target.
         """
+
+    def submit(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> Future[list[dict[str, Tensor]]]:
+        """Begin a `capture` and return the future of its result.
+
+        Here one background thread runs `capture` for one batch after another. An engine for which more requests at a time
+        are of use overrides this. Nobody may call other methods of an engine that is not `concurrent` until all futures
+        are done.
+        """
+        if self._worker is None:
+            self._worker = BackgroundWorker()
+        return self._worker.submit(lambda: self.capture(sequences, taps))
+
+    def cancel_submitted(self) -> None:
+        """Drop what was submitted and is not done: nobody will ask for its results."""
+        if self._worker is not None:
+            self._worker.stop()
+
+    @property
+    def bytes_in_flight_limit(self) -> int | None:
+        """Bytes of hidden states that there is room for between engine and reader; None is no limit."""
+        return None
 
     @abstractmethod
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:

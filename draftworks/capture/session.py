@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from draftworks.capture.batch_notes import cut_batches, remove_note
-from draftworks.capture.claims import Claims, share_out
+from draftworks.capture.claims import Claims, Share, share_out
 from draftworks.capture.engine import TargetEngine, find_backend
+from draftworks.capture.in_flight import InFlight, InFlightBudget, RequestSize
 from draftworks.capture.plan import (
     GB,
     CapturePlan,
@@ -164,8 +166,17 @@ def _quarantine(run: CaptureRun, refs: Sequence[SampleRef], failed: Sequence[Rej
     return {each.sample_id for each in rejected}
 
 
+@dataclass(frozen=True)
+class _Submitted:
+    """A batch that the engine was asked for, and the share that is finished with it, if any."""
+
+    batch: Sequence[SampleJob]
+    answer: Future[list[dict[str, Tensor]]]
+    finishes: Share | None
+
+
 class _Session:
-    """One rank's pass over its jobs."""
+    """One rank's pass over its jobs: batches are stored in their order, while the engine computes later ones."""
 
     def __init__(
         self,
@@ -196,22 +207,28 @@ class _Session:
     def run(self, engine_factory: EngineFactory) -> CaptureSummary:
         """Capture this rank's jobs; features that another process is capturing into this store are left to it."""
         started = time.monotonic()
-        windows = share_out(
+        shares = share_out(
             list(make_windows(self._plan, self._batches, self._run.capture.shard_mb << 20)),
             self._store,
             Claims(self._run.store.root),
             keep_whole_batches=find_backend(self._run.capture.backend).repeatable,
         )
         engine: TargetEngine | None = None
-        with closing(windows):
-            for window in windows:
-                if engine is None:
+        in_flight: InFlight[_Submitted] | None = None
+        with closing(shares), ExitStack() as stopping:
+            for share in shares:
+                if share.batches and (engine is None or in_flight is None):
                     engine = engine_factory()
+                    stopping.callback(engine.cancel_submitted)
+                    in_flight = InFlight(InFlightBudget.of(self._run.capture, engine))
                     self._loaded = time.monotonic()
-                for batch in window:
-                    self._capture(engine, batch, verify_head=self._done == 0)
-                    self._report(batch)
-                self._store_held(engine)
+                if engine is None or in_flight is None:
+                    continue
+                self._begin(engine, in_flight, share)
+                if not share.batches:
+                    self._finish_all(engine, in_flight)
+            if engine is not None and in_flight is not None:
+                self._finish_all(engine, in_flight)
         seconds = time.monotonic() - started
         captured = self._done - len(self._sound.failed)
         log.info(f"captured {captured} samples, {self._nbytes / GB:.3f} GB in {seconds:.1f} s")
@@ -227,6 +244,38 @@ class _Session:
             tuple(self._sound.failed),
         )
 
+    def _begin(self, engine: TargetEngine, in_flight: InFlight[_Submitted], share: Share) -> None:
+        """Submit the batches of a share. Batches of before are finished until there is room."""
+        for number, batch in enumerate(share.batches, start=1):
+            tokens = sum(job.num_tokens for job in batch)
+            size = RequestSize.of(tokens, self._plan.streams, self._run.capture)
+            while not in_flight.fits(size):
+                self._finish_oldest(engine, in_flight)
+            answer = self._sound.submit(engine, batch)
+            in_flight.add(_Submitted(batch, answer, share if number == len(share.batches) else None), size)
+            if self._done == 0:  # alone: nothing more is asked of an engine until its head was verified
+                self._finish_oldest(engine, in_flight)
+
+    def _finish_all(self, engine: TargetEngine, in_flight: InFlight[_Submitted]) -> None:
+        while in_flight:
+            self._finish_oldest(engine, in_flight)
+
+    def _finish_oldest(self, engine: TargetEngine, in_flight: InFlight[_Submitted]) -> None:
+        """Check and store the oldest batch in flight; publish the features of a share with its last batch."""
+        oldest = in_flight.oldest
+        captured = self._sound.collect(engine, oldest.batch, oldest.answer)
+        if self._done == 0:
+            verify_head_of(engine, captured)
+        for each in captured:
+            self._hold(each.job, each.select_missing(self._run.capture.dtype))
+        if self._confirm is None or self._held_bytes >= self._run.capture.shard_mb << 20:
+            self._store_held(engine)
+        self._report(oldest.batch)
+        if oldest.finishes is not None:
+            self._store_held(engine)
+            oldest.finishes.finish()
+        in_flight.drop_oldest()
+
     def _report(self, batch: Sequence[SampleJob]) -> None:
         wanted = [job for job in batch if job.missing]
         self._done += len(wanted)
@@ -236,22 +285,13 @@ class _Session:
             share = self._tokens_done / sum(job.num_tokens for job in self._jobs)
             self._progress(Progress("samples", self._done, len(self._jobs), share, self._tokens_done, seconds))
 
-    def _capture(self, engine: TargetEngine, batch: Sequence[SampleJob], verify_head: bool) -> None:
-        captured = self._sound.capture(engine, batch)
-        if verify_head:
-            verify_head_of(engine, captured)
-        for each in captured:
-            self._hold(each.job, each.select_missing(self._run.capture.dtype))
-        if self._confirm is None or self._held_bytes >= self._run.capture.shard_mb << 20:
-            self._store_held(engine)
-
     def _hold(self, job: SampleJob, tensors: dict[str, Tensor]) -> None:
         self._held.append((job, tensors))
         self._held_bytes += sum(tensor.nbytes for tensor in tensors.values())
 
-    def _store_held(self, engine: TargetEngine | None) -> None:
+    def _store_held(self, engine: TargetEngine) -> None:
         """Confirm that the engine is unchanged, then store the samples captured since the last call."""
-        if self._held and self._confirm is not None and engine is not None:
+        if self._held and self._confirm is not None:
             try:
                 self._confirm(engine)
             except EngineError as error:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from draftworks.capture.background import await_result
 from draftworks.capture.engine import TargetEngine
 from draftworks.capture.plan import SampleJob, StreamPlan
 from draftworks.capture.verify import check_head, verify_capture
@@ -17,6 +19,7 @@ from draftworks.data.rejected import RejectedSample
 from draftworks.data.token_rows import TokenRow
 from draftworks.errors import CaptureError
 from draftworks.features.contracts import CaptureConfig
+from draftworks.storage.identity import LayerTap
 
 VERIFIED_SAMPLES = 4
 VERIFIED_TOKENS = 256
@@ -58,8 +61,18 @@ class SoundCapture:
         """The samples whose last capture failed, in the order in which they failed first."""
         return list(self._failures.values())
 
+    def submit(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> Future[list[dict[str, Tensor]]]:
+        """Ask an engine for the missing streams of a batch; `collect` checks what comes."""
+        return engine.submit(self._list_sequences(batch), self._select_taps(batch))
+
     def capture(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[CapturedSample]:
-        """Return the samples of a batch whose features are valid; record the others as failed.
+        """Submit a batch and collect it."""
+        return self.collect(engine, batch, self.submit(engine, batch))
+
+    def collect(
+        self, engine: TargetEngine, batch: Sequence[SampleJob], answer: Future[list[dict[str, Tensor]]]
+    ) -> list[CapturedSample]:
+        """Return the samples of a submitted batch whose features are valid; record the others as failed.
 
         An engine's error does not say which sample caused it, so each half of the batch is then tried by itself.
 
@@ -67,13 +80,11 @@ class SoundCapture:
             CaptureError: more samples failed than `capture.max_failed_share` allows.
             UnsoundEngineError: the engine's streams are not those that were asked for.
         """
-        sequences = [self._tokens[job.row].input_ids.tolist() for job in batch]
-        missing = {name for job in batch for name in job.missing}
-        taps = [tap for tap in self._streams.taps if tap.name in missing]
         compute_dtype = self._run.capture.compute_dtype
-        config = CaptureConfig(tuple(tap.hf_index for tap in taps), self._streams.hidden_size, compute_dtype)
+        taps = tuple(tap.hf_index for tap in self._select_taps(batch))
+        config = CaptureConfig(taps, self._streams.hidden_size, compute_dtype)
         try:
-            found = engine.capture(sequences, taps)
+            found = await_result(answer)
         except CaptureError as error:
             if len(batch) > 1:
                 halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
@@ -82,7 +93,7 @@ class SoundCapture:
             self._note_failure(batch[0], CaptureError(f"sample {batch[0].sample_id}: {error}"))
             return []
         valid = []
-        for job, input_ids, streams in zip(batch, sequences, found, strict=True):
+        for job, input_ids, streams in zip(batch, self._list_sequences(batch), found, strict=True):
             if not job.missing:
                 continue  # its features are stored already
             try:
@@ -93,6 +104,13 @@ class SoundCapture:
                 self._failures.pop(job.sample_id, None)
                 valid.append(CapturedSample(job, input_ids, streams))
         return valid
+
+    def _list_sequences(self, batch: Sequence[SampleJob]) -> list[list[int]]:
+        return [self._tokens[job.row].input_ids.tolist() for job in batch]
+
+    def _select_taps(self, batch: Sequence[SampleJob]) -> list[LayerTap]:
+        missing = {name for job in batch for name in job.missing}
+        return [tap for tap in self._streams.taps if tap.name in missing]
 
     def _note_failure(self, job: SampleJob, error: CaptureError) -> None:
         """Record a failed sample.

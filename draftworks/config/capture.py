@@ -48,6 +48,17 @@ class CaptureSpec(Spec):
     compute_dtype: Dtype = Field(default="bfloat16", description="Dtype of the target's weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one.")
     batch_tokens: int = Field(default=16384, gt=0, description="Tokens, padding included, of one forward pass.")
+    in_flight_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens that a process has asked the engine for and not stored yet; None = four batches. One batch "
+        "is always allowed.",
+    )
+    in_flight_mb: int = Field(
+        default=4096,
+        gt=0,
+        description="MB of hidden states in flight, on the way between engine and store; one batch is always allowed.",
+    )
     processes: int = Field(default=1, ge=1, description="Ranks that share the work; each writes its own shards.")
     shard_mb: int = Field(default=256, gt=0, description="Size in MB at which a shard is published.")
     budget_gb: float = Field(

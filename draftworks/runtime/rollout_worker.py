@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from draftworks.capture.engine import TargetEngine, find_backend
+from draftworks.capture.in_flight import InFlight, InFlightBudget, RequestSize
 from draftworks.capture.plan import SampleJob, StreamPlan
 from draftworks.capture.session import Confirmation
 from draftworks.capture.sound_capture import SoundCapture, verify_head_of
@@ -17,15 +19,14 @@ from draftworks.config.run_files import CaptureRun
 from draftworks.data.token_rows import TokenRow
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.metadata_store import ConsumerProgress
-from draftworks.dataflow.tasks import TaskLease
-from draftworks.distributed.stop_signals import block_stop_signals
-from draftworks.errors import DraftworksError
+from draftworks.dataflow.tasks import TaskFailure, TaskLease
+from draftworks.errors import CaptureError, DraftworksError
 from draftworks.features.contracts import KeyedFeatureStore
+from draftworks.runtime.lease_keeper import LeaseKeeper
 from draftworks.runtime.stream_claims import StreamClaims
 from draftworks.runtime.streaming_plan import StreamingPlan
 
 POLL_S = 0.05
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,28 @@ class WorkerSummary:
     waited_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A leased task of which the engine was asked for features."""
+
+    lease: TaskLease
+    engine: TargetEngine
+    jobs: Sequence[SampleJob]
+    answer: Future[list[dict[str, Tensor]]]
+
+
 class RolloutWorker:
     """Captures the tasks of a streaming plan, in the order of steps, never further ahead than the plan's window.
 
-    Any number of workers share the tasks by leases. A worker may join or die at any time: what it had leased goes to
-    another when the lease is over.
+    It leases several tasks, as many as the budget of what is in flight allows: while the engine computes one, the one
+    before is checked and stored. Any number of workers share the tasks by leases. A worker may join or die at any time:
+    what it had leased goes to another when the lease is over.
 
     Args:
         name: of this worker, for leases and messages.
         run: the capture settings; `tokens` is the tokenized set that the plan's references are of.
         load_engine: called once, when there is something to capture.
-        should_stop: asked between two tasks.
+        should_stop: asked before another task is leased; those that are leased are finished.
         confirm: check of an engine that another party can change, called before each batch is stored.
     """
 
@@ -73,12 +85,16 @@ class RolloutWorker:
         self._store = store
         self._load_engine = load_engine
         self._should_stop = should_stop
-        self._sound = SoundCapture(run, StreamPlan.of(run), tokens, len(plan.refs))
+        self._streams = StreamPlan.of(run)
+        self._sound = SoundCapture(run, self._streams, tokens, len(plan.refs))
         self._whole_batches = find_backend(run.capture.backend).repeatable
         self._engine: TargetEngine | None = None
         self._claims = StreamClaims(plan, controller.consumer)
         self._progress: dict[str, ConsumerProgress] = {}
         self._window_end = 0
+        self._largest = self._measure(run.capture.batch_tokens)
+        self._in_flight: InFlight[_Begun] = InFlight(InFlightBudget(0, 0))
+        self._keeper = LeaseKeeper(controller)
         self._groups_added = 0
         self._summary = WorkerSummary()
 
@@ -87,20 +103,39 @@ class RolloutWorker:
 
         Raises:
             CaptureError: more samples failed than `capture.max_failed_share` allows.
-            EngineError: the engine cannot go on. The leased task goes back to the pool.
+            EngineError: the engine cannot go on. Leased tasks go back to the pool.
         """
-        while not self._should_stop():
-            self._progress = self._controller.read_consumers()
-            done = self._claims.find_done_step(self._progress)
-            if done is None:
-                break
-            leases = self._lease(done)
-            for lease in leases:
-                self._work(lease)
-            if not leases:
-                time.sleep(POLL_S)
-                self._add(waited_s=POLL_S)
+        try:
+            with self._keeper.renewing():
+                self._work()
+        finally:
+            if self._engine is not None:
+                self._engine.cancel_submitted()
         return self._summary
+
+    def _work(self) -> None:
+        try:
+            while not self._should_stop():
+                self._progress = self._controller.read_consumers()
+                done = self._claims.find_done_step(self._progress)
+                if done is None:
+                    return
+                leases = self._lease(done) if self._in_flight.fits(self._largest) else ()
+                for lease in leases:
+                    self._begin(lease)
+                if not leases and self._in_flight:
+                    self._finish_oldest()
+                elif not leases:
+                    time.sleep(POLL_S)
+                    self._add(waited_s=POLL_S)
+            while self._in_flight:
+                self._finish_oldest()
+        except BaseException as error:
+            while isinstance(error, CaptureError) and self._in_flight:  # one sample's fault: others are finished
+                with suppress(DraftworksError):
+                    self._finish_oldest()
+            self._give_back(self._keeper.leases, error)
+            raise
 
     def _lease(self, done_step: int) -> Sequence[TaskLease]:
         """Add the tasks of all groups inside the window, and lease the next one."""
@@ -113,20 +148,69 @@ class RolloutWorker:
         self._groups_added += len(due)
         return self._controller.lease_tasks(self._name, limit=1, max_step=end)
 
-    def _work(self, lease: TaskLease) -> None:
+    def _begin(self, lease: TaskLease) -> None:
+        """Ask the engine for what the store lacks of a task's features; a task that lacks nothing is done."""
+        self._keeper.add(lease)
+        self._store.refresh()
+        jobs = self._select_missing(self._plan.list_jobs(lease.task))
+        if not any(job.missing for job in jobs):
+            self._end(lease)
+            return
+        first = self._engine is None
+        if self._engine is None:
+            self._engine = self._load_engine()
+            self._in_flight = InFlight(InFlightBudget.of(self._run.capture, self._engine))
+        size = self._measure(sum(job.num_tokens for job in jobs))
+        answer = self._sound.submit(self._engine, jobs)
+        self._in_flight.add(_Begun(lease, self._engine, jobs, answer), size)
+        if first:  # alone: nothing more is asked of an engine until its head was verified
+            self._finish_oldest(verify_head=True)
+
+    def _measure(self, tokens: int) -> RequestSize:
+        return RequestSize.of(tokens, self._streams, self._run.capture)
+
+    def _finish_oldest(self, verify_head: bool = False) -> None:
+        oldest = self._in_flight.oldest
         try:
-            with self._keep(lease):
-                self._capture(lease)
+            self._store_answer(oldest, verify_head)
+            self._end(oldest.lease)
         except BaseException as error:
-            reason = str(error) if isinstance(error, DraftworksError) else f"{type(error).__name__}: {error}"
-            self._controller.fail_task(lease, f"worker {self._name}: {reason}")
+            self._give_back([oldest.lease], error)
             raise
+        finally:
+            self._in_flight.drop_oldest()
+
+    def _store_answer(self, begun: _Begun, verify_head: bool) -> None:
+        """Check and store the features of a task."""
+        captured = self._sound.collect(begun.engine, begun.jobs, begun.answer)
+        if verify_head:
+            verify_head_of(begun.engine, captured)
+        if self._confirm is not None:
+            self._confirm(begun.engine)
+        for each in captured:
+            tensors = each.select_missing(self._run.capture.dtype)
+            self._store.put(each.job.make_ref(self._store.uri), tensors)
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            self._add(captured=1, tokens=each.job.num_tokens, nbytes=nbytes)
+        self._store.flush()
+
+    def _end(self, lease: TaskLease) -> None:
+        """Commit what a task's features are in the store for; a task of which a sample failed goes back to the pool."""
         failed = [each for each in self._sound.failed if each.sample_id in lease.task.sample_ids]
         self._commit(lease, complete=not failed)
+        self._keeper.drop(lease)
         if failed:
             self._controller.fail_task(lease, failed[0].reason)
         else:
             self._add(tasks=1)
+
+    def _give_back(self, leases: Sequence[TaskLease], error: BaseException) -> None:
+        reason = str(error) if isinstance(error, DraftworksError) else f"{type(error).__name__}: {error}"
+        failures = [TaskFailure(lease, f"worker {self._name}: {reason}") for lease in leases]
+        for lease in leases:
+            self._keeper.drop(lease)
+        if failures:
+            self._controller.fail_tasks(failures)
 
     def _commit(self, lease: TaskLease, complete: bool) -> None:
         """Commit the samples of a task; of a task that is not `complete`, those whose features are in the store."""
@@ -135,25 +219,6 @@ class RolloutWorker:
             missing = set(self._store.find_missing(key for ref in refs for key in ref.feature_keys.values()))
             refs = [ref for ref in refs if missing.isdisjoint(ref.feature_keys.values())]
         self._controller.commit_samples(refs, [lease] if complete else [])
-
-    def _capture(self, lease: TaskLease) -> None:
-        """Capture and store what the store lacks of a task's features."""
-        self._store.refresh()
-        jobs = self._select_missing(self._plan.list_jobs(lease.task))
-        if any(job.missing for job in jobs):
-            first = self._engine is None
-            engine = self._engine = self._engine or self._load_engine()
-            captured = self._sound.capture(engine, jobs)
-            if first:
-                verify_head_of(engine, captured)
-            if self._confirm is not None:
-                self._confirm(engine)
-            for each in captured:
-                tensors = each.select_missing(self._run.capture.dtype)
-                self._store.put(each.job.make_ref(self._store.uri), tensors)
-                nbytes = sum(tensor.nbytes for tensor in tensors.values())
-                self._add(captured=1, tokens=each.job.num_tokens, nbytes=nbytes)
-            self._store.flush()
 
     def _select_missing(self, jobs: Sequence[SampleJob]) -> list[SampleJob]:
         """Return the jobs with the streams that the store lacks and a training still needs.
@@ -166,24 +231,6 @@ class RolloutWorker:
         needed = self._claims.drop_unneeded(lacking, self._progress, self._window_end)
         trimmed = [replace(job, missing=streams) for job, streams in zip(lacking, needed, strict=True)]
         return trimmed if self._whole_batches else [job for job in trimmed if job.missing]
-
-    @contextmanager
-    def _keep(self, lease: TaskLease) -> Iterator[None]:
-        """Context in which the lease is renewed: a batch may take longer than a lease lasts."""
-        over = threading.Event()
-
-        def renew() -> None:
-            block_stop_signals()
-            while not over.wait(self._controller.lease_s / 3):
-                self._controller.renew_leases([lease])
-
-        thread = threading.Thread(target=renew, name="lease", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
 
     def _add(self, **more: float) -> None:
         now = {name: getattr(self._summary, name) + value for name, value in more.items()}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
-from draftworks.capture.background import run_in_background
+from draftworks.capture.background import BackgroundWorker, await_result, run_in_background, transform_result
 
 GENEROUS_S = 60
 
@@ -24,3 +26,51 @@ def test_a_program_ends_while_it_still_waits():
         "begun = threading.Event()\nrun_in_background(lambda: (begun.set(), threading.Event().wait()))\nbegun.wait()"
     )
     assert subprocess.run([sys.executable, "-c", waits], timeout=GENEROUS_S, check=False).returncode == 0
+
+
+def test_a_worker_does_one_thing_after_another_and_begins_again_when_it_was_idle(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("draftworks.capture.background._IDLE_S", 0.01)
+    worker, threads = BackgroundWorker(), set()
+
+    def work(number: int) -> int:
+        threads.add(threading.current_thread())
+        return number * number
+
+    for _ in range(2):
+        futures = [worker.submit(lambda number=number: work(number)) for number in range(20)]
+        assert [await_result(each) for each in futures] == [number * number for number in range(20)]
+        deadline = time.monotonic() + GENEROUS_S
+        while any(thread.is_alive() for thread in threads):
+            assert time.monotonic() < deadline
+    failed = worker.submit(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        await_result(failed)
+    assert worker.submit(lambda: "after it").result(GENEROUS_S) == "after it"
+
+
+def test_a_stopped_worker_is_interrupted_and_what_waited_is_cancelled():
+    worker, begun, ended = BackgroundWorker(), threading.Event(), threading.Event()
+
+    def run_for_ever() -> None:
+        begun.set()
+        try:
+            while True:
+                time.sleep(0.001)
+        finally:
+            ended.set()
+
+    running, waiting = worker.submit(run_for_ever), worker.submit(lambda: None)
+    assert begun.wait(GENEROUS_S)
+    worker.stop()
+    assert ended.is_set()
+    assert running.done()
+    assert waiting.cancelled()
+    assert worker.submit(lambda: "again").result(GENEROUS_S) == "again"
+
+
+def test_a_transformed_result_or_error_comes_back():
+    assert transform_result(run_in_background(divmod, 7, 2), sum).result(GENEROUS_S) == 4
+    with pytest.raises(ZeroDivisionError):
+        transform_result(run_in_background(divmod, 7, 0), sum).result(GENEROUS_S)
+    with pytest.raises(TypeError):
+        transform_result(run_in_background(int), sum).result(GENEROUS_S)

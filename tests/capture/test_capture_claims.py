@@ -14,7 +14,7 @@ import pytest
 import torch
 from capture_toys import WatchedEngine, capture_run, random_rows
 
-from draftworks.capture.claims import Claims, share_out
+from draftworks.capture.claims import Claims, Share, share_out
 from draftworks.capture.plan import SampleJob
 from draftworks.capture.session import capture_features, write_manifest
 from draftworks.features.contracts import SampleRef
@@ -42,10 +42,17 @@ class CapturingProcess:
     def __init__(self, root: Path, *windows: list[SampleJob]) -> None:
         self._store = LocalFeatureStore(root)
         self._shared = share_out([[window] for window in windows], self._store, Claims(root))
+        self._share = Share()
 
     def step(self) -> list[str]:
         """Names of the streams that it captures now; they are stored when it asks for the next window."""
-        return [each.keys[name] for batch in next(self._shared, []) for each in batch for name in self._put(each)]
+        self._share.finish()
+        while not (share := next(self._shared, None)) or not share.batches:
+            if share is None:
+                self._share = Share()
+                return []
+        self._share = share
+        return [each.keys[name] for batch in share.batches for each in batch for name in self._put(each)]
 
     def finish(self) -> list[str]:
         return [key for keys in iter(self.step, []) for key in keys]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftworks.capture.background import transform_result
 from draftworks.capture.engine import EnginePlace, Generated, TargetEngine, find_backend, make_engine_identity
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
@@ -60,6 +62,7 @@ class CheckedEngine(TargetEngine):
         self.concurrent = engine.concurrent
         self.tested = engine.tested
         self.replicas = engine.replicas
+        self.batches_in_flight_limit = engine.batches_in_flight_limit
         self._engine = engine
         self._target = target
         self._dtype = dtype
@@ -69,8 +72,25 @@ class CheckedEngine(TargetEngine):
     def display_name(self) -> str:
         return f"the engine of {self._name}"
 
+    @property
+    def bytes_in_flight_limit(self) -> int | None:
+        return self._engine.bytes_in_flight_limit
+
     def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
-        captured = self._engine.capture(sequences, taps)
+        return self._require_captured(self._engine.capture(sequences, taps), sequences, taps)
+
+    def submit(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> Future[list[dict[str, Tensor]]]:
+        answer = self._engine.submit(sequences, taps)
+        if not isinstance(answer, Future):
+            raise self._make_contract_error(f"submit: expected a Future, found {_describe_type(answer)}")
+        return transform_result(answer, lambda captured: self._require_captured(captured, sequences, taps))
+
+    def cancel_submitted(self) -> None:
+        self._engine.cancel_submitted()
+
+    def _require_captured(
+        self, captured: Any, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]
+    ) -> list[dict[str, Tensor]]:
         self._require_one_each("capture", captured, sequences)
         expected = [*(tap.name for tap in taps), "last"]
         for sequence, streams in zip(sequences, captured, strict=True):

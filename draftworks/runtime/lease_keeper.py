@@ -1,0 +1,52 @@
+"""Renewal of task leases by one thread: a batch may take longer than a lease lasts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from draftworks.dataflow.controller import DataFlowController
+from draftworks.dataflow.tasks import TaskLease
+from draftworks.distributed.stop_signals import block_stop_signals
+
+
+class LeaseKeeper:
+    """The leases of a worker that are renewed while `renewing` is open."""
+
+    def __init__(self, controller: DataFlowController) -> None:
+        self._controller = controller
+        self._lock = threading.Lock()
+        self._leases: dict[str, TaskLease] = {}
+
+    def add(self, lease: TaskLease) -> None:
+        with self._lock:
+            self._leases[lease.task.task_id] = lease
+
+    def drop(self, lease: TaskLease) -> None:
+        with self._lock:
+            self._leases.pop(lease.task.task_id, None)
+
+    @property
+    def leases(self) -> list[TaskLease]:
+        """The leases that were added and not dropped."""
+        with self._lock:
+            return list(self._leases.values())
+
+    @contextmanager
+    def renewing(self) -> Iterator[None]:
+        over = threading.Event()
+
+        def renew() -> None:
+            block_stop_signals()
+            while not over.wait(self._controller.lease_s / 3):
+                if leases := self.leases:
+                    self._controller.renew_leases(leases)
+
+        thread = threading.Thread(target=renew, name="lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
