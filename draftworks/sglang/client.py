@@ -94,6 +94,17 @@ class SGLangClient:
     def close(self) -> None:
         self._http.close()
 
+    def require_reachable(self) -> None:
+        """Raise EngineError if the server cannot be connected to; a busy one may take its time to answer."""
+        if self._http.is_closed:
+            raise EngineError(f"SGLang at {self.url} cannot be used any more: the engine was closed")
+        try:
+            self._http.get("/health", timeout=httpx.Timeout(CONNECT_TIMEOUT_S))
+        except httpx.TimeoutException:
+            return
+        except httpx.HTTPError as error:
+            raise EngineError(f"SGLang at {self.url} cannot be reached: {type(error).__name__}: {error}") from error
+
     def get_info(self) -> ServerInfo:
         info = self._call_for_object("GET", "/server_info")
         captures = bool(info.get("enable_return_aux_hidden_states"))

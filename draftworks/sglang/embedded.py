@@ -97,7 +97,7 @@ class EmbeddedSGLang:
             EngineError: it failed, was closed, or did not answer in time.
             CaptureError: it refuses a request.
         """
-        self._require_sound()
+        self.require_sound()
         generation = self._engine.result(0).async_generate(
             input_ids=[list(request.input_ids) for request in requests],
             sampling_params=[request.sampling for request in requests],
@@ -113,7 +113,7 @@ class EmbeddedSGLang:
         except ValueError as error:
             raise CaptureError(f"{WHERE} refused a request: {error}") from error
         except Exception as error:
-            self._require_sound()  # closing the Engine cancels requests that are still running
+            self.require_sound()  # closing the Engine cancels requests that are still running
             raise EngineError(f"{WHERE} failed: {type(error).__name__}: {error}") from error
 
     def fail(self, reason: str) -> None:
@@ -161,14 +161,15 @@ class EmbeddedSGLang:
     def _wait_for(self, answer: Future[Any]) -> None:
         deadline = time.monotonic() + self._request_timeout_s
         while not wait([answer], timeout=_POLL_S).done:
-            self._require_sound()
+            self.require_sound()
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{WHERE} did not answer within {self._request_timeout_s:g} s (sglang.request_timeout_s of the "
                     "deployment)"
                 )
 
-    def _require_sound(self) -> None:
+    def require_sound(self) -> None:
+        """Raise EngineError if it has failed or was closed."""
         if self._fault is not None:
             raise EngineError(f"{WHERE} cannot answer any more: {self._fault}")
 

@@ -1,4 +1,4 @@
-"""Forward hook inside SGLang that writes hidden states to the spool as they are computed.
+"""Forward hook inside SGLang that hands over hidden states as they are computed.
 
 It runs in SGLang's environment and needs torch and safetensors only. SGLang loads it by its option for forward hooks
 and calls it after the logits layer, where the tapped streams and the last hidden state of every token are available. It
@@ -18,7 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draftworks.sglang.spool import Part, is_captured, wants_logits, write_failure, write_part
+from draftworks.sglang.hand_over import QUEUE_BYTES, BackgroundHandOver
+from draftworks.sglang.parts import Part, PartSink, is_captured, wants_logits
+from draftworks.sglang.spool import SpoolSink
 
 log = logging.getLogger(__name__)
 FORMER_FACTORY = "draftworks.serving.sglang_hook:capture_hook"
@@ -26,16 +28,14 @@ FORMER_FACTORY = "draftworks.serving.sglang_hook:capture_hook"
 
 
 class SGLangCaptureBackend:
-    """Forward hook that writes the parts of Draftworks' requests; SGLang calls it at every forward pass.
+    """Forward hook that hands over the parts of Draftworks' requests; SGLang calls it at every forward pass.
 
-    It never raises, because an error here would end the engine; the waiting reader finds the reason in the spool.
-
-    Args:
-        spool: existing folder; see draftworks.sglang.spool.
+    It never raises, because an error here would end the engine; the waiting reader finds the reason in the sink. Parts
+    are written in the background, `queue_bytes` of them at a time.
     """
 
-    def __init__(self, spool: Path) -> None:
-        self._spool = spool
+    def __init__(self, sink: PartSink, queue_bytes: int = QUEUE_BYTES) -> None:
+        self.hand_over = BackgroundHandOver(sink, queue_bytes)
 
     def __call__(self, module: nn.Module, args: Sequence[Any], output: Any) -> None:
         try:
@@ -48,7 +48,7 @@ class SGLangCaptureBackend:
             )
 
     def write(self, batch: Any, output: Any) -> None:
-        """Write the parts of Draftworks' requests in a prefill.
+        """Announce and queue the parts of Draftworks' requests in a prefill.
 
         Args:
             batch: SGLang's `ForwardBatch`.
@@ -58,17 +58,17 @@ class SGLangCaptureBackend:
         ours = [request_id for request_id in batch.rids if is_captured(request_id)]
         try:
             for request_id, part in _split_requests(batch, output):
-                write_part(self._spool, request_id, part)
+                self.hand_over.put(request_id, part)
         except Exception:
             reason = traceback.format_exc()
             log.error("draftworks: hidden states were not written:\n%s", reason)
             for request_id in ours:
-                write_failure(self._spool, request_id, reason)
+                self.hand_over.fail(request_id, reason)
 
 
 def capture_hook(config: dict[str, Any]) -> SGLangCaptureBackend:
     """Create the hook; SGLang calls this with the `config` of `format_hook_option`."""
-    return SGLangCaptureBackend(Path(config["spool"]))
+    return SGLangCaptureBackend(SpoolSink(Path(config["spool"])))
 
 
 def format_hook_option(spool: Path) -> str:
@@ -118,8 +118,15 @@ def _split_requests(batch: Any, output: Any) -> Iterator[tuple[str, Part]]:
             here = slice(end - length, end)  # T positions of this request, of the N of the batch
             logits: Tensor | None = output.next_token_logits[index] if wants_logits(request_id) else None  # (V,)
             ids = batch.input_ids[here].long()  # (T,)
-            # taps (T, k * H), last (T, H)
-            yield request_id, Part(start, ids, output.hidden_states[here], output.last_hidden_states[here], logits)
+            last = output.last_hidden_states[here]  # (T, H)
+            yield request_id, Part(start, ids, _split_taps(output.hidden_states[here], last.shape[1]), last, logits)
+
+
+def _split_taps(taps: Tensor, width: int) -> Tensor:
+    """Return the taps (T, k * H), which lie side by side, as a view (k, T, H)."""
+    if taps.shape[1] % width:
+        raise ValueError(f"SGLang kept taps of {taps.shape[1]} columns, expected a multiple of {width}")
+    return taps.unflatten(1, (-1, width)).transpose(0, 1)
 
 
 def _is_first_rank() -> bool:

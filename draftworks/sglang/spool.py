@@ -1,107 +1,164 @@
 """Folder in which an engine passes hidden states to Draftworks: a safetensors file for each pass over a request.
 
+    spool/{request id}.{start}.pending         a part that will come
+    spool/{request id}.{start}.writing         a part that is being written
     spool/{request id}.{start}.safetensors     always complete, because it appears by a rename
     spool/{request id}.failed                  the reason why the engine could not write it, as text
 
 The writer runs inside the engine, the reader in a Draftworks process on the same machine. Files here are temporary: the
-reader removes the ones that it requested, checks them, and writes them to the feature store. Needs torch and
-safetensors only.
+reader removes the ones that it requested, checks them, and writes them to the feature store. A reader that gives up
+removes the pending mark; a writer that finds no mark removes what it has written. Needs torch and safetensors only.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
-import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from draftworks.errors import PassingTroubleError, UnsoundEngineError
+from draftworks.sglang.parts import AnsweredRequest, Part, PartSink, PartSource, make_late_error
 
-SPOOL_SCHEMA = "draftworks.spool.1"
-_PREFIX = "draftworks-"
-_WITH_LOGITS = f"{_PREFIX}logits-"
-_FILE_OF_A_REQUEST = re.compile(rf"{_PREFIX}(logits-)?[0-9a-f]{{32}}\..+")
-
-
-def make_request_id(with_logits: bool = False) -> str:
-    """Return an id that makes the engine write this request's states, and its next-token logits if `with_logits`."""
-    return f"{_WITH_LOGITS if with_logits else _PREFIX}{uuid.uuid4().hex}"
-
-
-def is_captured(request_id: str) -> bool:
-    """Return whether a request's states are to be written; those of health checks and other clients are not."""
-    return request_id.startswith(_PREFIX)
+SPOOL_SCHEMA = "draftworks.spool.2"
+_FILE_OF_A_REQUEST = re.compile(r"draftworks-(logits-)?[0-9a-f]{32}\..+")
+_FIRST_POLL_S, _LONGEST_POLL_S, _LOOK_S = 0.001, 0.05, 1.0
+_LARGEST_RESERVE = 1 << 30
+_RESERVE_SHARE = 0.05
+ABANDONED_S = 6 * 3600.0
+"""Age after which files that nobody has taken are removed where the disk has no room."""
 
 
-def wants_logits(request_id: str) -> bool:
-    return request_id.startswith(_WITH_LOGITS)
+class SpoolSink(PartSink):
+    """Writes parts to a folder, and leaves a twentieth of its disk free, but at most 1 GiB."""
+
+    def __init__(self, spool: Path) -> None:
+        self._spool = spool
+
+    def announce(self, request_id: str, start: int) -> None:
+        (self._spool / f"{request_id}.{start}.pending").touch()
+
+    def write(self, request_id: str, part: Part) -> None:
+        self._require_room(part.nbytes)
+        path = self._spool / f"{request_id}.{part.start}.safetensors"
+        staging = path.with_suffix(".writing")
+        metadata = {"schema": SPOOL_SCHEMA, "start": str(part.start)}
+        try:
+            save_file(part.list_tensors(), staging, metadata=metadata)
+            os.replace(staging, path)
+        except BaseException:
+            staging.unlink(missing_ok=True)
+            raise
+        try:
+            path.with_suffix(".pending").unlink()
+        except FileNotFoundError:  # the reader has given up
+            path.unlink(missing_ok=True)
+
+    def fail(self, request_id: str, reason: str) -> None:
+        write_failure(self._spool, request_id, reason)
+
+    def _require_room(self, nbytes: int) -> None:
+        for attempt in range(2):
+            disk = os.statvfs(self._spool)
+            free = disk.f_bavail * disk.f_frsize
+            reserve = min(_LARGEST_RESERVE, int(_RESERVE_SHARE * disk.f_blocks * disk.f_frsize))
+            if free - nbytes >= reserve:
+                return
+            if not attempt:
+                sweep(self._spool, ABANDONED_S)
+        raise OSError(
+            errno.ENOSPC,
+            f"the disk of the spool {self._spool} has {free >> 20} MiB left, of which {reserve >> 20} MiB stay free, and "
+            f"hidden states of {nbytes >> 20} MiB are to be written. Lower capture.in_flight_mb, or free or choose "
+            "another disk: capture.server.spool of a server of yours, the run's folder for one of ours",
+        )
 
 
-@dataclass(frozen=True)
-class Part:
-    """One forward pass over `T` consecutive tokens of a request. A sound capture is one part that begins at 0.
+class SpoolSource(PartSource):
+    """Reads parts from a folder. They are views of files that are removed and stay readable while they are used."""
 
-    Attributes:
-        start: number of tokens before these, which came from a cache or from an earlier pass.
-        input_ids: (T,), int64.
-        taps: (T, k * H), the tapped streams side by side in ascending order.
-        last: (T, H), after the final norm.
-        logits: (V,), for the token after the last one, as the engine samples from them; None if not requested.
-    """
+    def __init__(self, spool: Path) -> None:
+        self._spool = spool
 
-    start: int
-    input_ids: Tensor
-    taps: Tensor
-    last: Tensor
-    logits: Tensor | None = None
+    def take(
+        self, requests: Sequence[AnsweredRequest], timeout_s: float, look: Callable[[], None] = lambda: None
+    ) -> list[list[Part]]:
+        ids = [request.request_id for request in requests]
+        try:
+            self._await(set(ids), timeout_s, look)
+            found: dict[str, list[Path]] = {request_id: [] for request_id in ids}
+            for path in self._list_files(found):
+                found[path.name.partition(".")[0]].append(path)
+            return [self._read(paths) for paths in found.values()]
+        finally:
+            self.discard(ids)
+
+    def discard(self, request_ids: Iterable[str]) -> None:
+        ids = set(request_ids)
+        for only_pending in (True, False):  # without its mark a part that is written later is removed by its writer
+            for path in self._list_files(ids):
+                if path.suffix == ".pending" or not only_pending:
+                    path.unlink(missing_ok=True)
+
+    def _await(self, ids: set[str], timeout_s: float, look: Callable[[], None]) -> None:
+        began = looked = time.monotonic()
+        poll_s = _FIRST_POLL_S
+        while pending := self._find_pending(ids):
+            now = time.monotonic()
+            if now - began > timeout_s:
+                raise make_late_error(sorted(pending)[0], timeout_s)
+            if now - looked > _LOOK_S:
+                look()
+                looked = now
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+
+    def _find_pending(self, ids: set[str]) -> set[str]:
+        files = [path.name for path in self._list_files(ids)]
+        failed = {name.partition(".")[0] for name in files if name.endswith(".failed")}
+        return {name.partition(".")[0] for name in files if name.endswith(".pending")} - failed
+
+    def _list_files(self, ids: Iterable[str]) -> list[Path]:
+        wanted = frozenset(ids)
+        try:
+            names = os.listdir(self._spool)
+        except FileNotFoundError:  # of a server that is being started again
+            return []
+        return [self._spool / name for name in names if name.partition(".")[0] in wanted]
+
+    def _read(self, paths: Sequence[Path]) -> list[Part]:
+        for path in paths:
+            if path.suffix == ".failed":
+                reason = path.read_text(encoding="utf-8")
+                raise PassingTroubleError(f"the engine could not write hidden states: {reason}")
+        parts = [_read_part(path) for path in paths if path.suffix == ".safetensors"]
+        return sorted(parts, key=lambda part: part.start)
 
 
 def write_part(spool: Path, request_id: str, part: Part) -> None:
-    """Write a part to the spool; its file appears complete, by a rename. Tensors may be on any device."""
-    tensors = {"input_ids": part.input_ids, "taps": part.taps, "last": part.last}
-    if part.logits is not None:
-        tensors["logits"] = part.logits
-    on_cpu = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    path = spool / f"{request_id}.{part.start}.safetensors"
-    staging = path.with_suffix(".tmp")
-    save_file(on_cpu, staging, metadata={"schema": SPOOL_SCHEMA, "start": str(part.start)})
-    os.replace(staging, path)
+    """Announce and write a part, in one call; tensors may be on any device."""
+    sink = SpoolSink(spool)
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in part.list_tensors().items()}
+    sink.announce(request_id, part.start)
+    sink.write(request_id, Part.from_tensors(part.start, on_cpu))
 
 
 def write_failure(spool: Path, request_id: str, reason: str) -> None:
     """Write the reason why there is no part, for the reader."""
-    (spool / f"{request_id}.failed").write_text(reason, encoding="utf-8")
+    staging = spool / f"{request_id}.failing"
+    staging.write_text(reason, encoding="utf-8")
+    os.replace(staging, spool / f"{request_id}.failed")
 
 
-def take_parts(spool: Path, request_id: str) -> list[Part]:
-    """Return all parts of a finished request, if any, in the order of their tokens; remove them from the spool.
-
-    Raises:
-        PassingTroubleError: the engine failed to write one, as on a full disk, or a file is damaged.
-        UnsoundEngineError: a file is of another schema.
-    """
-    failed = spool / f"{request_id}.failed"
-    try:
-        if failed.exists():
-            raise PassingTroubleError(f"the engine could not write hidden states: {failed.read_text(encoding='utf-8')}")
-        return sorted(map(_read, spool.glob(f"{request_id}.*.safetensors")), key=lambda part: part.start)
-    finally:
-        discard_parts(spool, [request_id])
-
-
-def discard_parts(spool: Path, request_ids: Iterable[str]) -> None:
-    """Remove all files of these requests from the spool."""
-    for request_id in request_ids:
-        for path in spool.glob(f"{request_id}.*"):
-            path.unlink(missing_ok=True)
+def take_parts(spool: Path, request_id: str, timeout_s: float = 60.0) -> list[Part]:
+    """Return the parts of one finished request; see `PartSource.take`."""
+    return SpoolSource(spool).take([AnsweredRequest(request_id)], timeout_s)[0]
 
 
 def sweep(spool: Path, older_than_s: float) -> None:
@@ -111,13 +168,13 @@ def sweep(spool: Path, older_than_s: float) -> None:
         older_than_s: minimum age in seconds since the file was written; longer than any request waits for its answer.
     """
     oldest = time.time() - older_than_s
-    for path in spool.glob(f"{_PREFIX}*"):
+    for path in spool.glob("draftworks-*"):
         with suppress(OSError):  # removed meanwhile, or another user's file: harmless
             if _FILE_OF_A_REQUEST.fullmatch(path.name) and path.stat().st_mtime < oldest:
                 path.unlink()
 
 
-def _read(path: Path) -> Part:
+def _read_part(path: Path) -> Part:
     try:
         with safe_open(path, framework="pt") as stream:
             found = stream.metadata() or {}
@@ -129,4 +186,4 @@ def _read(path: Path) -> Part:
             f"{path} has schema {found.get('schema')!r}, expected {SPOOL_SCHEMA!r}: the engine loaded a hook of "
             "another version of Draftworks. Start it with the one that is installed here"
         )
-    return Part(int(found["start"]), tensors["input_ids"], tensors["taps"], tensors["last"], tensors.get("logits"))
+    return Part.from_tensors(int(found["start"]), tensors)

@@ -13,7 +13,8 @@ from torch import nn
 
 from draftworks.errors import PassingTroubleError
 from draftworks.sglang.hook import SGLangCaptureBackend, find_spool, format_hook_option
-from draftworks.sglang.spool import make_request_id, take_parts
+from draftworks.sglang.parts import make_request_id
+from draftworks.sglang.spool import SpoolSink, take_parts
 
 LENGTHS = [3, 1, 4]
 
@@ -36,11 +37,11 @@ def pack(request_ids: list[str], starts: list[int], padding: int = 0) -> tuple[S
 
 def test_every_request_gets_its_own_rows(tmp_path: Path):
     ids = [make_request_id(), make_request_id(with_logits=True), make_request_id()]
-    SGLangCaptureBackend(tmp_path).write(*pack(ids, [0, 0, 7], padding=2))
+    SGLangCaptureBackend(SpoolSink(tmp_path)).write(*pack(ids, [0, 0, 7], padding=2))
     parts = [take_parts(tmp_path, request_id)[0] for request_id in ids]
     assert [part.input_ids.tolist() for part in parts] == [[0, 1, 2], [3], [4, 5, 6, 7]]
     for part in parts:
-        assert torch.equal(part.taps, part.input_ids[:, None].float().expand(-1, 4))
+        assert torch.equal(part.taps, part.input_ids[:, None].float().expand(2, -1, 2))
         assert torch.equal(part.last, part.input_ids[:, None].float().expand(-1, 2))
     assert [part.start for part in parts] == [0, 0, 7]
     assert [part.logits is None for part in parts] == [True, False, True]
@@ -48,7 +49,7 @@ def test_every_request_gets_its_own_rows(tmp_path: Path):
 
 
 def test_requests_of_others_are_left_alone(tmp_path: Path):
-    SGLangCaptureBackend(tmp_path).write(*pack(["HEALTH_CHECK_1", "answer", "x"], [0, 0, 0]))
+    SGLangCaptureBackend(SpoolSink(tmp_path)).write(*pack(["HEALTH_CHECK_1", "answer", "x"], [0, 0, 0]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -57,7 +58,7 @@ def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path
     ids = [make_request_id(), "answer", make_request_id()]
     batch, output = pack(ids, [0, 0, 0])
     setattr(output, missing, None)
-    SGLangCaptureBackend(tmp_path).write(batch, output)
+    SGLangCaptureBackend(SpoolSink(tmp_path)).write(batch, output)
     for request_id in (ids[0], ids[2]):
         with pytest.raises(PassingTroubleError, match="--enable-return-aux-hidden-states"):
             take_parts(tmp_path, request_id)
@@ -67,7 +68,7 @@ def test_what_goes_wrong_is_told_to_whoever_waits_and_not_to_the_engine(tmp_path
 def test_nothing_reaches_the_engine_even_where_nobody_can_be_told(tmp_path: Path, monkeypatch):
     batch, output = pack([make_request_id(), "answer", "x"], [0, 0, 0])
     monkeypatch.setattr("draftworks.sglang.hook._find_prefill", lambda args: batch)
-    SGLangCaptureBackend(tmp_path / "removed")(nn.Identity(), (), output)
+    SGLangCaptureBackend(SpoolSink(tmp_path / "removed"))(nn.Identity(), (), output)
     assert not (tmp_path / "removed").exists()
 
 
@@ -75,7 +76,7 @@ def test_rows_that_are_missing_are_told(tmp_path: Path):
     ids = [make_request_id() for _ in LENGTHS]
     batch, output = pack(ids, [0, 0, 0])
     output.last_hidden_states = output.last_hidden_states[:5]
-    SGLangCaptureBackend(tmp_path).write(batch, output)
+    SGLangCaptureBackend(SpoolSink(tmp_path)).write(batch, output)
     with pytest.raises(PassingTroubleError, match="kept hidden states of 5 positions, expected 8"):
         take_parts(tmp_path, ids[0])
 

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftworks.errors import PassingTroubleError, UnsoundEngineError
-from draftworks.sglang.spool import (
-    Part,
-    discard_parts,
-    is_captured,
-    make_request_id,
-    sweep,
-    take_parts,
-    wants_logits,
-    write_failure,
-    write_part,
-)
+from draftworks.errors import EngineError, PassingTroubleError, UnsoundEngineError
+from draftworks.sglang.hand_over import BackgroundHandOver
+from draftworks.sglang.parts import AnsweredRequest, Part, is_captured, make_request_id, wants_logits
+from draftworks.sglang.spool import SpoolSink, SpoolSource, sweep, take_parts, write_failure, write_part
 
 
 def random_part(start: int = 0, dtype: torch.dtype = torch.float32) -> Part:
     generator = torch.Generator().manual_seed(start)
-    taps, last = torch.randn(5, 12, generator=generator).to(dtype), torch.randn(5, 4, generator=generator).to(dtype)
+    taps, last = torch.randn(3, 5, 4, generator=generator).to(dtype), torch.randn(5, 4, generator=generator).to(dtype)
     return Part(start, torch.arange(5), taps, last)
 
 
@@ -43,8 +37,8 @@ def test_parts_are_taken_as_written_and_only_once(tmp_path: Path, dtype):
 
 
 def test_slices_of_a_packed_batch_take_no_more_room_than_their_rows(tmp_path: Path):
-    packed = torch.zeros(10_000, 64)
-    write_part(tmp_path, "draftworks-a", Part(0, torch.arange(2), packed[7:9], packed[7:9, :8]))
+    packed = torch.zeros(8, 10_000, 8)
+    write_part(tmp_path, "draftworks-a", Part(0, torch.arange(2), packed[:, 7:9], packed[0, 7:9]))
     assert next(tmp_path.iterdir()).stat().st_size < 2000
 
 
@@ -59,7 +53,7 @@ def test_requests_do_not_see_each_other(tmp_path: Path):
     ours, theirs = make_request_id(), make_request_id()
     write_part(tmp_path, theirs, random_part())
     assert take_parts(tmp_path, ours) == []
-    discard_parts(tmp_path, [ours])
+    SpoolSource(tmp_path).discard([ours])
     assert len(take_parts(tmp_path, theirs)) == 1
 
 
@@ -72,7 +66,9 @@ def test_a_write_that_breaks_off_leaves_nothing_to_take(tmp_path: Path, monkeypa
     request_id = make_request_id()
     with pytest.raises(OSError, match="no space left"):
         write_part(tmp_path, request_id, random_part())
-    assert take_parts(tmp_path, request_id) == []
+    write_failure(tmp_path, request_id, "no space left")
+    with pytest.raises(PassingTroubleError, match="no space left"):
+        take_parts(tmp_path, request_id)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -88,7 +84,7 @@ def test_damaged_files_and_those_of_another_version_are_refused(tmp_path: Path):
     with pytest.raises(PassingTroubleError, match=r"draftworks-a.0.safetensors is not a readable"):
         take_parts(tmp_path, "draftworks-a")
     save_file({"last": torch.zeros(1)}, tmp_path / "draftworks-b.0.safetensors", {"schema": "draftworks.spool.0"})
-    with pytest.raises(UnsoundEngineError, match=r"schema 'draftworks.spool.0', expected 'draftworks.spool.1'"):
+    with pytest.raises(UnsoundEngineError, match=r"schema 'draftworks.spool.0', expected 'draftworks.spool.2'"):
         take_parts(tmp_path, "draftworks-b")
 
 
@@ -102,7 +98,7 @@ def test_only_our_requests_are_captured_and_only_some_with_logits():
 def test_a_sweep_takes_old_files_of_our_requests_and_nothing_else(tmp_path: Path):
     old, old_failed, fresh = make_request_id(with_logits=True), make_request_id(), make_request_id()
     write_part(tmp_path, old, random_part())
-    (tmp_path / f"{old}.8.tmp").write_bytes(b"half a header")
+    (tmp_path / f"{old}.8.writing").write_bytes(b"half a header")
     write_failure(tmp_path, old_failed, "no space left")
     others = {"other.0.safetensors", "draftworks-1.0.tar.gz"}
     for name in others:
@@ -116,3 +112,49 @@ def test_a_sweep_takes_old_files_of_our_requests_and_nothing_else(tmp_path: Path
 
 def test_a_spool_that_is_not_there_has_nothing_to_sweep(tmp_path: Path):
     sweep(tmp_path / "nowhere", older_than_s=0)
+
+
+def test_a_reader_waits_for_what_was_announced_and_for_nothing_else(tmp_path: Path):
+    sink, late, never = SpoolSink(tmp_path), make_request_id(), make_request_id()
+    sink.announce(late, 0)
+    writing = threading.Timer(0.2, sink.write, (late, random_part()))
+    writing.start()
+    parts = SpoolSource(tmp_path).take([AnsweredRequest(never), AnsweredRequest(late)], timeout_s=60)
+    assert [len(each) for each in parts] == [0, 1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_that_does_not_come_is_told_in_time_and_what_ended_the_engine_at_once(tmp_path: Path):
+    def look() -> None:
+        raise EngineError("the engine has ended")
+
+    for timeout_s, error, message in ((0.1, PassingTroubleError, "not come for 0.1 s"), (60, EngineError, "has ended")):
+        request_id = make_request_id()
+        SpoolSink(tmp_path).announce(request_id, 0)
+        with pytest.raises(error, match=message):
+            SpoolSource(tmp_path).take([AnsweredRequest(request_id)], timeout_s, look)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_written_after_its_reader_gave_up_is_not_left_behind(tmp_path: Path):
+    sink, request_id = SpoolSink(tmp_path), make_request_id()
+    sink.announce(request_id, 0)
+    SpoolSource(tmp_path).discard([request_id])
+    sink.write(request_id, random_part())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("free", [0, 100_000])
+def test_the_disk_is_never_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int):
+    """Room for the part alone is not enough: a twentieth of the disk stays free."""
+    hand_over = BackgroundHandOver(SpoolSink(tmp_path))
+    disk = SimpleNamespace(f_bavail=free, f_frsize=1, f_blocks=2_000_000)
+    monkeypatch.setattr("draftworks.sglang.spool.os.statvfs", lambda path: disk)
+    old, request_id = make_request_id(), make_request_id()
+    (tmp_path / f"{old}.0.safetensors").touch()
+    os.utime(tmp_path / f"{old}.0.safetensors", times=(1e9, 1e9))
+    hand_over.put(request_id, random_part())
+    with pytest.raises(PassingTroubleError, match=r"spool .* MiB left, .*Lower capture.in_flight_mb") as raised:
+        take_parts(tmp_path, request_id)
+    assert "Traceback" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,8 @@ import torch
 from draftworks.capture.engines.sglang_hosts import ExternalHost
 from draftworks.sglang.client import SGLangClient
 from draftworks.sglang.hook import format_hook_option
-from draftworks.sglang.spool import Part, write_part
+from draftworks.sglang.parts import Part
+from draftworks.sglang.spool import write_part
 
 HIDDEN = 8
 VOCAB = 50
@@ -105,7 +106,7 @@ class FakeSGLang:
 def part_of(prompt: list[int], start: int = 0) -> Part:
     ids = torch.tensor(prompt)
     rows = ids[:, None].float().expand(-1, HIDDEN)
-    return Part(start, ids, torch.cat([rows + 200, rows + 400], dim=1), rows, torch.zeros(VOCAB))
+    return Part(start, ids, torch.stack([rows + 200, rows + 400]), rows, torch.zeros(VOCAB))
 
 
 class _Server(ThreadingHTTPServer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -17,6 +16,7 @@ from draftworks.endpoints.load_balancer import LoadBalancer
 from draftworks.errors import DraftworksError, EngineError
 from draftworks.sglang.client import GenerateRequest, Generation
 from draftworks.sglang.environment import SGLANG_VERSIONS
+from draftworks.sglang.parts import AnsweredRequest, Part
 
 _CLOSE_AGAIN_S = 0.5
 
@@ -28,7 +28,7 @@ class BalancedHost(SGLangHost):
 
     Args:
         hosts: the servers; `close` closes them.
-        spool: folder where the hidden states of all servers are found: the one they write to, or one on the same disk.
+        spool: a folder on the disk of theirs, by which the room for hidden states is measured.
         max_outstanding: largest number of requests that one server has at a time.
         can_restart: whether the hosts' own `revive` restarts a server that has ended. It is then called for a server
             that failed too often, while the others go on, and for all servers when none is left.
@@ -57,6 +57,7 @@ class BalancedHost(SGLangHost):
         named = {f"server {number} of {len(hosts)}": host for number, host in enumerate(hosts, start=1)}
         self._balancer = LoadBalancer(named, max_outstanding, new_breaker, self._note_open)
         self._lock = threading.RLock()
+        self._answered_by: dict[str, SGLangHost] = {}
         self._restarting: dict[SGLangHost, Future[DraftworksError | None]] = {}
 
     def list_members(self) -> Sequence[SGLangHost]:
@@ -84,6 +85,24 @@ class BalancedHost(SGLangHost):
             for index, answer in zip(share, future.result(), strict=True):
                 answers[index] = answer
         return [answer for answer in answers if answer is not None]
+
+    def take_parts(self, requests: Sequence[AnsweredRequest]) -> list[list[Part]]:
+        """Return the parts of each request from the server that answered it."""
+        with self._lock:
+            hosts = [self._answered_by[request.request_id] for request in requests]
+        found: dict[str, list[Part]] = {}
+        for host in dict.fromkeys(hosts):
+            own = [request for request, answered_by in zip(requests, hosts, strict=True) if answered_by is host]
+            found.update(zip((request.request_id for request in own), host.take_parts(own), strict=True))
+        return [found[request.request_id] for request in requests]
+
+    def discard_parts(self, request_ids: Sequence[str]) -> None:
+        """Discard them at every server: one that failed may have written some before another answered."""
+        with self._lock:
+            for request_id in request_ids:
+                self._answered_by.pop(request_id, None)
+        for host in self._hosts:
+            host.discard_parts(request_ids)
 
     def revive(self, error: EngineError) -> None:
         """Make the servers usable after all of them failed and the caller has waited.
@@ -116,8 +135,8 @@ class BalancedHost(SGLangHost):
     def _generate(self, requests: Sequence[GenerateRequest]) -> list[Generation]:
         def generate_on(host: SGLangHost) -> list[Generation]:
             answers = host.client.generate(requests)
-            if host.spool != self.spool:
-                _move_parts(host.spool, self.spool, [request.request_id for request in requests])
+            with self._lock:
+                self._answered_by.update((request.request_id, host) for request in requests)
             return answers
 
         return self._balancer.run(generate_on, len(requests))
@@ -193,13 +212,6 @@ def balance(weights: Sequence[int], shares: int) -> list[list[int]]:
         groups[lightest].append(index)
         sums[lightest] += weights[index]
     return groups
-
-
-def _move_parts(source: Path, spool: Path, request_ids: Sequence[str]) -> None:
-    spool.mkdir(parents=True, exist_ok=True)
-    for request_id in request_ids:
-        for path in source.glob(f"{request_id}.*"):
-            os.replace(path, spool / path.name)
 
 
 def _require_common_layers(hosts: Sequence[SGLangHost]) -> tuple[int, ...]:

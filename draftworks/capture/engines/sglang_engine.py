@@ -7,9 +7,11 @@ in its cache or cuts a prompt into chunks.
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +19,7 @@ import torch
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
 from torch import Tensor
 
+from draftworks.capture.background import run_in_background
 from draftworks.capture.engine import Generated, TargetEngine, check_sequences, derive_seed, find_backend
 from draftworks.capture.engines.sglang_hosts import SGLangHost
 from draftworks.config.registry_files import ResponseSpec
@@ -25,7 +28,7 @@ from draftworks.errors import AbortedRequestError, CaptureError, EngineError, Pa
 from draftworks.features.contracts import CaptureConfig
 from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
 from draftworks.sglang.environment import SGLANG_VERSIONS
-from draftworks.sglang.spool import Part, discard_parts, make_request_id, take_parts
+from draftworks.sglang.parts import AnsweredRequest, Part, make_request_id
 from draftworks.storage.identity import EngineIdentity, LayerTap
 
 PREFILL_ONLY = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
@@ -53,6 +56,7 @@ class SGLangEngine(TargetEngine):
 
     backend = "sglang"
     concurrent = True
+    batches_in_flight_limit = None
 
     def __init__(
         self,
@@ -76,6 +80,8 @@ class SGLangEngine(TargetEngine):
         self._dtype = dtype
         self._reviving = threading.Lock()
         self._revivals = 0
+        self._failed_revival: EngineError | None = None
+        self._cancellations = 0
         self._closed = False
         self.tested = host.version in SGLANG_VERSIONS
         self.replicas = host.replicas
@@ -103,18 +109,29 @@ class SGLangEngine(TargetEngine):
 
     def capture(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> list[dict[str, Tensor]]:
         columns = {tap: self._find_column(tap) for tap in taps if tap != EMBEDDINGS}
-        width = self._target.hidden_size
         captured = []
         for part in self._capture_parts(sequences):
-            # part.taps (S, k * H) to (S, H) for each tap
+            # part.taps (k, S, H) to (S, H) for each tap
             streams = {
-                tap.name: self._look_up_embeddings(part)
-                if tap == EMBEDDINGS
-                else part.taps[:, columns[tap] * width : (columns[tap] + 1) * width].contiguous()
+                tap.name: self._look_up_embeddings(part) if tap == EMBEDDINGS else part.taps[columns[tap]]
                 for tap in taps
             }
             captured.append({**streams, "last": part.last})
         return captured
+
+    def submit(self, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]) -> Future[list[dict[str, Tensor]]]:
+        """Begin a capture beside those that run: a server that has other requests waiting is never idle."""
+        return run_in_background(self.capture, sequences, taps)
+
+    def cancel_submitted(self) -> None:
+        """Let requests in flight fail without another attempt; a server cannot be asked to drop them."""
+        self._cancellations += 1
+
+    @property
+    def bytes_in_flight_limit(self) -> int | None:
+        """Half of what is free on the disk of the spool."""
+        spool = self._host.spool
+        return shutil.disk_usage(next(each for each in (spool, *spool.parents) if each.exists())).free // 2
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the logits of the last position of each sequence, (1, V): SGLang computes no others."""
@@ -192,15 +209,19 @@ class SGLangEngine(TargetEngine):
 
         def attempt() -> list[Part]:
             requests = [GenerateRequest(make_request_id(with_logits), ids, PREFILL_ONLY) for ids in sequences]
-            spool = self._host.spool
+            request_ids = [request.request_id for request in requests]
             try:
                 answers = self._host.client.generate(requests)
+                answered = [
+                    AnsweredRequest(request_id, answer.cached_tokens)
+                    for request_id, answer in zip(request_ids, answers, strict=True)
+                ]
                 return [
-                    require_whole_part(take_parts(spool, request.request_id), ids, answer.cached_tokens, expected)
-                    for request, ids, answer in zip(requests, sequences, answers, strict=True)
+                    require_whole_part(parts, ids, answer.cached_tokens, expected)
+                    for parts, ids, answer in zip(self._host.take_parts(answered), sequences, answers, strict=True)
                 ]
             finally:
-                discard_parts(spool, [request.request_id for request in requests])
+                self._host.discard_parts(request_ids)
 
         return self._retry(attempt)
 
@@ -220,7 +241,10 @@ class SGLangEngine(TargetEngine):
             CaptureError: the server aborted the request in the last attempt.
             EngineError: the last attempt failed, or an attempt failed with an error that is not worth another one.
         """
-        revivals_before = 0
+        revivals_before, cancellations_before = 0, self._cancellations
+
+        def is_wanted() -> bool:
+            return not self._closed and self._cancellations == cancellations_before
 
         def run_attempt() -> Result:
             nonlocal revivals_before
@@ -230,7 +254,7 @@ class SGLangEngine(TargetEngine):
         retrying = Retrying(
             stop=self._should_stop,
             wait=wait_exponential(max=_LONGEST_WAIT_S),
-            retry=retry_if_exception(lambda error: _is_worth_retrying(error) and not self._closed),
+            retry=retry_if_exception(lambda error: _is_worth_retrying(error) and is_wanted()),
             before_sleep=lambda state: self._revive(state, revivals_before),
             reraise=True,
         )
@@ -255,9 +279,16 @@ class SGLangEngine(TargetEngine):
             log.warning("%s. Trying again", error)
             return
         with self._reviving:
-            if isinstance(error, EngineError) and self._revivals == revivals_before:
+            if not isinstance(error, EngineError) or self._revivals != revivals_before:
+                return
+            if self._failed_revival is not None:
+                raise self._failed_revival  # of another thread, which has the first cause
+            try:
                 self._host.revive(error)
-                self._revivals += 1
+            except EngineError as failure:
+                self._failed_revival = failure
+                raise
+            self._revivals += 1
 
 
 def _is_worth_retrying(error: BaseException) -> bool:
@@ -270,7 +301,7 @@ def require_whole_part(parts: Sequence[Part], ids: Sequence[int], cached_tokens:
 
     Args:
         ids: token ids of the sequence.
-        expected: all streams that the server captures, side by side in a part: `taps` (S, k * H), `last` (S, H).
+        expected: all streams that the server captures, together in a part: `taps` (k, S, H), `last` (S, H).
 
     Raises:
         UnsoundEngineError: the part has another width or dtype than expected.
@@ -297,16 +328,18 @@ def require_whole_part(parts: Sequence[Part], ids: Sequence[int], cached_tokens:
     part = parts[0]
     if part.input_ids.tolist() != list(ids):
         raise CaptureError(f"SGLang computed other token ids than the {len(ids)} that were sent")
-    if len(part.taps) != len(ids) or len(part.last) != len(ids):
+    if part.taps.shape[1] != len(ids) or len(part.last) != len(ids):
         raise CaptureError(
-            f"expected hidden states of {len(ids)} positions, found {len(part.taps)} (taps) and {len(part.last)} (last)"
+            f"expected hidden states of {len(ids)} positions, found {part.taps.shape[1]} (taps) and {len(part.last)} "
+            "(last)"
         )
-    for name, found, width in (("taps", part.taps, expected.aux_width), ("last", part.last, expected.hidden_size)):
+    width = expected.hidden_size
+    for name, found, streams in (("taps", part.taps, len(expected.aux_layer_ids)), ("last", part.last[None], 1)):
         dtype = str(found.dtype).removeprefix("torch.")
-        if (found.shape[1], dtype) != (width, expected.dtype):
+        if (len(found), found.shape[2], dtype) != (streams, width, expected.dtype):
             raise UnsoundEngineError(
-                f"SGLang wrote {name} with {found.shape[1]} columns in {dtype}, expected {width} in {expected.dtype} "
-                f"({', '.join(expected.names)}, {expected.hidden_size} each)"
+                f"SGLang wrote {name} with {len(found)} x {found.shape[2]} columns in {dtype}, expected {streams} x "
+                f"{width} in {expected.dtype} ({', '.join(expected.names)}, {width} each)"
             )
     return part
 

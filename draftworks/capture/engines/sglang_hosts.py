@@ -17,7 +17,9 @@ from draftworks.errors import EngineError
 from draftworks.sglang.client import GenerateRequest, Generation, SGLangClient
 from draftworks.sglang.embedded import EmbeddedSGLang, require_sglang_here
 from draftworks.sglang.environment import require_capturing
+from draftworks.sglang.parts import AnsweredRequest, Part, PartSource
 from draftworks.sglang.server import ServerOptions, SGLangServer
+from draftworks.sglang.spool import SpoolSource
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +44,12 @@ class SGLangHost(ABC, Generic[Client]):
         layer_ids: layers whose outputs it captures, ascending.
         replicas: number of servers that share the work.
         version: version of SGLang.
+        source: where its hidden states are read from; None = the spool.
+        hand_over_timeout_s: seconds to wait for hidden states that it announced before it answered.
     """
 
+    source: PartSource | None = None
+    hand_over_timeout_s: float = 60.0
     replicas: int = 1
     version: str = ""
     client: Client
@@ -53,6 +59,17 @@ class SGLangHost(ABC, Generic[Client]):
     def list_members(self) -> Sequence[SGLangHost]:
         """Return the servers as single hosts."""
         return (self,)
+
+    def take_parts(self, requests: Sequence[AnsweredRequest]) -> list[list[Part]]:
+        """Return the parts of requests that it has answered; see `PartSource.take`."""
+        source = self.source or SpoolSource(self.spool)
+        return source.take(requests, self.hand_over_timeout_s, self.require_running)
+
+    def discard_parts(self, request_ids: Sequence[str]) -> None:
+        (self.source or SpoolSource(self.spool)).discard(request_ids)
+
+    def require_running(self) -> None:
+        """Raise EngineError if it is known that it will write nothing any more."""
 
     @abstractmethod
     def revive(self, error: EngineError) -> None:
@@ -97,6 +114,10 @@ class ManagedHost(SGLangHost[SGLangClient]):
     def pid(self) -> int | None:
         return self._server.pid
 
+    def require_running(self) -> None:
+        if not self._server.is_running():
+            raise EngineError(f"SGLang ended before it had written what it announced. See {self._server.log}")
+
     def revive(self, error: EngineError) -> None:
         state = "hangs" if self._server.is_running() else "has ended"
         log.warning(
@@ -121,6 +142,9 @@ class ExternalHost(SGLangHost[SGLangClient]):
         self.client = client
         self.spool = spool
         self.layer_ids = layer_ids
+
+    def require_running(self) -> None:
+        self.client.require_reachable()
 
     def revive(self, error: EngineError) -> None:
         log.warning("%s. Trying again", error)
@@ -151,6 +175,9 @@ class EmbeddedHost(SGLangHost[EmbeddedSGLang]):
         except BaseException:
             self.close()
             raise
+
+    def require_running(self) -> None:
+        self.client.require_sound()
 
     def revive(self, error: EngineError) -> None:
         log.warning("%s\nSGLang is restarted", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +19,8 @@ from draftworks.config.run_files import TargetFiles
 from draftworks.errors import CaptureError, EngineError, PassingTroubleError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
 from draftworks.sglang.client import SGLangClient
-from draftworks.sglang.spool import Part, write_failure
+from draftworks.sglang.parts import Part
+from draftworks.sglang.spool import write_failure
 from draftworks.storage.identity import LayerTap
 
 TARGET = TargetFiles(
@@ -96,6 +98,42 @@ def test_threads_that_fail_together_revive_the_server_once(fake):
     assert engine._host.revivals == 1
 
 
+def test_submitted_batches_are_with_the_server_at_the_same_time(fake):
+    fake.delay_s = 0.5
+    engine, began = make_engine(fake), time.monotonic()
+    answers = [engine.submit([[number]], [LayerTap(2)]) for number in range(1, 9)]
+    assert [each.result()[0]["last"][0, 0].item() for each in answers] == list(range(1, 9))
+    assert time.monotonic() - began < 8 * 0.5
+
+
+def test_when_a_revival_fails_all_batches_end_with_its_error(fake):
+    class DeadHost(RevivedHost):
+        def revive(self, error: Exception) -> None:
+            super().revive(error)
+            raise EngineError("the first cause")
+
+    engine = make_engine(fake)
+    engine._host = DeadHost(fake)
+    fake.failures, fake.delay_s = [500] * 8, 0.2
+    for answer in [engine.submit([[number]], []) for number in range(1, 5)]:
+        with pytest.raises(EngineError, match="the first cause"):
+            answer.result()
+    assert engine._host.revivals == 1
+
+
+def test_what_was_cancelled_is_not_tried_again(fake):
+    engine = make_engine(fake)
+    fake.failures, fake.delay_s = [500], 0.3
+    answer = engine.submit([[1]], [])
+    while not fake.asked:
+        time.sleep(0.001)
+    engine.cancel_submitted()
+    with pytest.raises(EngineError, match="out of memory"):
+        answer.result()
+    assert len(fake.asked) == 1
+    assert engine.submit([[1]], []).result()
+
+
 def test_a_closed_engine_is_not_revived(fake):
     engine = make_engine(fake)
     fake.failures = [500]
@@ -152,19 +190,22 @@ def test_rows_from_a_cache_in_chunks_or_of_other_tokens_are_refused():
     with pytest.raises(CaptureError, match="computed other token ids"):
         require_whole_part([part_of(row[::-1])], row, 0, EXPECTED)
     with pytest.raises(CaptureError, match=r"of 4 positions, found 3 \(taps\) and 4 \(last\)"):
-        require_whole_part([replace(part_of(row), taps=torch.zeros(3, HIDDEN))], row, 0, EXPECTED)
+        require_whole_part([replace(part_of(row), taps=torch.zeros(2, 3, HIDDEN))], row, 0, EXPECTED)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda part: {"taps": torch.cat([part.taps, part.last], 1)}, "taps with 24 columns in float32, expected 16"),
+        (
+            lambda part: {"taps": torch.cat([part.taps, part.last[None]])},
+            "taps with 3 x 8 columns in float32, expected 2 x 8",
+        ),
         (
             lambda part: {"taps": part.taps.half()},
-            r"taps with 16 columns in float16, expected 16 in float32 \(hf2, hf4, last",
+            r"taps with 2 x 8 columns in float16, expected 2 x 8 in float32 \(hf2, hf4, last",
         ),
-        (lambda part: {"last": part.last.double()}, "last with 8 columns in float64, expected 8 in float32"),
-        (lambda part: {"last": part.last[:, :4]}, "last with 4 columns"),
+        (lambda part: {"last": part.last.double()}, "last with 1 x 8 columns in float64, expected 1 x 8 in float32"),
+        (lambda part: {"last": part.last[:, :4]}, "last with 1 x 4 columns"),
     ],
     ids=["3H for 2H", "float16", "float64", "narrow"],
 )

@@ -13,7 +13,8 @@ from draftworks.capture.engine import EnginePlace, load_engine
 from draftworks.config.registry_files import CaptureSpec, SGLangSpec
 from draftworks.config.run_files import TargetFiles
 from draftworks.errors import EngineError
-from draftworks.sglang.spool import make_request_id, write_part
+from draftworks.sglang.parts import make_request_id
+from draftworks.sglang.spool import write_part
 from draftworks.storage.identity import LayerTap
 
 
