@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from typing import Any, ParamSpec, TypeVar
+
+from draftworks.errors import EngineError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -39,11 +41,13 @@ def await_result(future: Future[Result]) -> Result:
     return future.result()
 
 
-def transform_result(future: Future[Result], transform: Callable[[Result], Other]) -> Future[Other]:
-    """Return the future of `transform(result)`, computed in the thread that completes `future`."""
-    transformed: Future[Other] = Future()
-    future.add_done_callback(lambda done: _fill(transformed, lambda: transform(done.result()), (), {}))
-    return transformed
+class TransformedFuture(Future[Other]):
+    """The future of `transform(result)` of another future, computed in the thread that completes that one."""
+
+    def __init__(self, source: Future[Any], transform: Callable[[Any], Other]) -> None:
+        super().__init__()
+        self.source = source
+        source.add_done_callback(lambda done: _fill(self, lambda: transform(done.result()), (), {}))
 
 
 class BackgroundWorker:
@@ -52,6 +56,7 @@ class BackgroundWorker:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._running: Future[Any] | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
@@ -64,50 +69,56 @@ class BackgroundWorker:
                 self._thread.start()
         return future
 
-    def stop(self) -> None:
-        """Cancel what waits, and interrupt what runs as a signal would: between two steps of Python code.
+    def cancel(self, futures: Collection[Future[Any]]) -> None:
+        """Cancel those that wait, and interrupt the one that runs as a signal would: between two steps of Python code.
 
         A thread that is inside torch while the interpreter ends would abort the process.
         """
         with self._changed:
-            thread, dropped = self._thread, list(self._waiting)
-            self._waiting.clear()
+            dropped = [entry for entry in self._waiting if entry[0] in futures]
+            self._waiting = deque(entry for entry in self._waiting if entry[0] not in futures)
+            running = self._running if self._running in futures else None
+            if running is not None and self._thread is not None and self._thread.ident is not None:
+                ident, stop = ctypes.c_ulong(self._thread.ident), ctypes.py_object(_StoppedError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, stop)
         for future, _ in dropped:
             future.cancel()
-        if thread is not None and thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_StoppedError))
-            thread.join(_STOP_S)
+        if running is not None:
+            wait([running], timeout=_STOP_S)
 
     def _run(self) -> None:
-        try:
-            while (entry := self._wait_for_work()) is not None:
-                future, work = entry
-                _fill(future, work, (), {})
-                del entry, future, work  # a result is not kept until the next one comes
-        except _StoppedError:
-            with self._changed:
-                self._thread = None
+        going_on = True
+        while going_on:
+            try:
+                going_on = self._run_next()
+            except _StoppedError:
+                if self._running is not None and not self._running.done():
+                    self._running.set_exception(EngineError("what the engine was asked for was cancelled"))
 
-    def _wait_for_work(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+    def _run_next(self) -> bool:
         with self._changed:
+            self._running = None
             if not self._waiting:
                 self._changed.wait(_IDLE_S)
             if not self._waiting:
                 self._thread = None
-                return None
-            return self._waiting.popleft()
+                return False
+            future, work = self._waiting.popleft()
+            self._running = future
+        _fill(future, work, (), {})
+        return True
 
 
 class _StoppedError(BaseException):
-    """Raised inside the thread of a worker that is stopped."""
+    """Raised inside the thread of a worker whose work is cancelled."""
 
 
 def _fill(future: Future[Any], work: Callable[..., Any], args: Any, kwargs: Any) -> None:
     try:
         result = work(*args, **kwargs)
+    except _StoppedError:
+        raise
     except BaseException as error:
         future.set_exception(error)
-        if isinstance(error, _StoppedError):
-            raise
     else:
         future.set_result(result)

@@ -91,10 +91,10 @@ class TargetEngine(ABC):
             self._worker = BackgroundWorker()
         return self._worker.submit(lambda: self.capture(sequences, taps))
 
-    def cancel_submitted(self) -> None:
-        """Drop what was submitted and is not done: nobody will ask for its results."""
+    def cancel(self, answers: Collection[Future[list[dict[str, Tensor]]]]) -> None:
+        """Drop what was submitted and is not done: nobody will ask for these answers."""
         if self._worker is not None:
-            self._worker.stop()
+            self._worker.cancel(answers)
 
     @property
     def bytes_in_flight_limit(self) -> int | None:
@@ -143,6 +143,8 @@ class EnginePlace:
         embedding: reads the target's input matrix (V, H), when it is needed.
         local_rank: rank of this process among those of this machine, each of which has an engine.
         longest: number of tokens of the longest sequence that will be requested; 0 if it is not known.
+        mooncake: address file of the Mooncake store that the features go into, if it is one: hidden states then come
+            through it too.
     """
 
     folder: Path
@@ -152,6 +154,7 @@ class EnginePlace:
     sglang: SGLangSpec = field(default_factory=SGLangSpec)
     local_rank: int = 0
     longest: int = 0
+    mooncake: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -76,3 +76,6 @@ class InFlight(Generic[Work]):
 
     def drop_oldest(self) -> None:
         self._entries.popleft()
+
+    def list_work(self) -> list[Work]:
+        return [work for work, _ in self._entries]

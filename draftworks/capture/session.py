@@ -219,8 +219,8 @@ class _Session:
             for share in shares:
                 if share.batches and (engine is None or in_flight is None):
                     engine = engine_factory()
-                    stopping.callback(engine.cancel_submitted)
                     in_flight = InFlight(InFlightBudget.of(self._run.capture, engine))
+                    stopping.callback(_cancel, engine, in_flight)
                     self._loaded = time.monotonic()
                 if engine is None or in_flight is None:
                     continue
@@ -307,3 +307,8 @@ class _Session:
         self._store.put(job.make_ref(self._store.uri), tensors)
         self._features += len(tensors)
         self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _cancel(engine: TargetEngine, in_flight: InFlight[_Submitted]) -> None:
+    if in_flight:
+        engine.cancel([each.answer for each in in_flight.list_work()])

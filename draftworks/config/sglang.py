@@ -87,6 +87,11 @@ class ServerSpec(StartedServer):
         default=None,
         description="The folder, on this machine, that the servers at `url` or `urls` write hidden states to.",
     )
+    mooncake: str | None = Field(
+        default=None,
+        description="Address file of a Mooncake service through which hidden states come, instead of a folder: for servers "
+        "on other hosts.",
+    )
     model: str | None = Field(
         default=None, description="Path or hub id of the target on your servers, if it differs from the registry's."
     )
@@ -113,8 +118,13 @@ class ServerSpec(StartedServer):
     def _check_external(self) -> ServerSpec:
         if self.url is not None and self.urls:
             raise ValueError("url and urls are alternatives: put every address into urls")
-        if bool(self.external) != (self.spool is not None):
-            raise ValueError("url and spool must be given together: hidden states are read from the folder `spool`")
+        if self.mooncake is not None and self.spool is not None:
+            raise ValueError("spool and mooncake are alternatives: hidden states come by one of them")
+        if bool(self.external) != (self.spool is not None) and not (self.external and self.mooncake):
+            raise ValueError(
+                "url and spool must be given together: hidden states are read from the folder `spool`, or through "
+                "`mooncake`"
+            )
         if self.external and self.replicas > 1:
             raise ValueError(
                 "replicas is the number of servers that Draftworks starts: leave it out if url or urls is given"

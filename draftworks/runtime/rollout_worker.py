@@ -109,8 +109,8 @@ class RolloutWorker:
             with self._keeper.renewing():
                 self._work()
         finally:
-            if self._engine is not None:
-                self._engine.cancel_submitted()
+            if self._engine is not None and self._in_flight:
+                self._engine.cancel([each.answer for each in self._in_flight.list_work()])
         return self._summary
 
     def _work(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from draftworks.errors import AbortedRequestError, CaptureError, EngineError, PassingTroubleError
-from draftworks.sglang.hook import find_spool
+from draftworks.sglang.hook import find_spool, uses_mooncake
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -23,7 +23,8 @@ class ServerInfo:
     Attributes:
         model: the model that it serves now.
         layer_ids: layers whose outputs are captured; None if it captures none.
-        spool: the folder that the capture hook writes to; None if the server has not loaded the hook.
+        spool: the folder that the capture hook writes to; None if the server has not loaded the hook, or `mooncake`.
+        mooncake: whether its hook hands over through Mooncake.
         numerics: arguments that change its numerical results and are not at their default, by name.
         started_with: the model that it was started with, before any update of its weights.
         convention: how `layer_ids` are counted: `eagle3`, `dflash` or `dspark`; None if the server does not report it.
@@ -44,6 +45,7 @@ class ServerInfo:
     started_with: str = ""
     convention: str | None = None
     attention_dp: int = 1
+    mooncake: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class SGLangClient:
             chunked_prefill=info.get("chunked_prefill_size") != -1,
             layer_ids=tuple(layers) if captures and layers else None,
             spool=find_spool(info.get("forward_hooks") or []),
+            mooncake=uses_mooncake(info.get("forward_hooks") or []),
             numerics=_list_changed_numerics(info),
         )
 

@@ -68,24 +68,47 @@ class SGLangCaptureBackend:
 
 def capture_hook(config: dict[str, Any]) -> SGLangCaptureBackend:
     """Create the hook; SGLang calls this with the `config` of `format_hook_option`."""
-    return SGLangCaptureBackend(SpoolSink(Path(config["spool"])))
+    return SGLangCaptureBackend(_make_sink(config), config.get("queue_bytes", QUEUE_BYTES))
 
 
-def format_hook_option(spool: Path) -> str:
-    """Return the value of SGLang's option `--forward-hooks` that loads the hook."""
+def format_hook_option(spool: Path, mooncake: Path | None = None) -> str:
+    """Return the value of SGLang's option `--forward-hooks` that loads the hook.
+
+    Args:
+        mooncake: address file of the Mooncake store that hidden states go through, instead of the spool.
+    """
+    config = {"spool": str(spool)} if mooncake is None else {"mooncake": str(mooncake)}
     hook = {
         "name": "draftworks-capture",
         "target_modules": ["logits_processor", "*.logits_processor"],  # wrappers nest it under `language_model`
         "hook_factory": f"{__name__}:{capture_hook.__name__}",
-        "config": {"spool": str(spool)},
+        "config": config,
     }
     return json.dumps([hook])
 
 
 def find_spool(hooks: Sequence[Mapping[str, Any]]) -> Path | None:
-    """Return the spool folder of the capture hook among a server's loaded hooks; None if it is not among them."""
+    """Return the spool folder of the capture hook among a server's loaded hooks; None if it has none or is not there."""
+    spool = _find_config(hooks).get("spool")
+    return None if spool is None else Path(spool)
+
+
+def uses_mooncake(hooks: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the capture hook is among a server's loaded hooks and hands over through Mooncake."""
+    return "mooncake" in _find_config(hooks)
+
+
+def _find_config(hooks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     ours = (f"{__name__}:{capture_hook.__name__}", FORMER_FACTORY)
-    return next((Path(hook["config"]["spool"]) for hook in hooks if hook.get("hook_factory") in ours), None)
+    return next((hook["config"] for hook in hooks if hook.get("hook_factory") in ours), {})
+
+
+def _make_sink(config: Mapping[str, Any]) -> PartSink:
+    if "mooncake" not in config:
+        return SpoolSink(Path(config["spool"]))
+    from draftworks.sglang.mooncake_parts import MooncakeSink  # needs Mooncake, which few environments have
+
+    return MooncakeSink(Path(config["mooncake"]))
 
 
 def _find_prefill(args: Sequence[Any]) -> Any:

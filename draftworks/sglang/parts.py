@@ -110,6 +110,10 @@ class PartSource(ABC):
         """
 
     @abstractmethod
+    def measure_room(self) -> int:
+        """Return the bytes of parts that one reader may have on their way."""
+
+    @abstractmethod
     def discard(self, request_ids: Iterable[str]) -> None:
         """Remove everything of these requests, also what is still being written."""
 

@@ -47,6 +47,7 @@ class ServerOptions:
         first_gpu: index of the first of the server's GPUs.
         draft: draft to speculate with; None on a server that captures.
         convention: speculative algorithm by whose convention SGLang counts `layer_ids`.
+        mooncake: address file of the Mooncake store that hidden states go through instead of the spool.
     """
 
     model: str
@@ -65,6 +66,7 @@ class ServerOptions:
     extra: tuple[str, ...] = ()
     draft: Speculation | None = None
     convention: str = "EAGLE3"
+    mooncake: Path | None = None
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.layer_ids:
@@ -119,7 +121,7 @@ class ServerOptions:
         layers = ["--return-aux-hidden-state-layer-ids", *map(str, self.layer_ids)]
         # A replayed CUDA graph calls no hook, and hidden states are captured in the prefill.
         graphs = ["--disable-prefill-cuda-graph"] if self.device == "cuda" else []
-        return [*capture, *layers, *graphs, "--forward-hooks", format_hook_option(self.spool)]
+        return [*capture, *layers, *graphs, "--forward-hooks", format_hook_option(self.spool, self.mooncake)]
 
 
 class SGLangServer:
@@ -267,7 +269,7 @@ class SGLangServer:
         found = _parse_object(answer)
         expected: dict[str, Any] = {"model_path": self._options.model}
         if self._options.layer_ids:
-            expected["forward_hooks"] = json.loads(format_hook_option(self._options.spool))
+            expected["forward_hooks"] = json.loads(format_hook_option(self._options.spool, self._options.mooncake))
         served = {name: found.get(name) for name in expected}
         if served != expected:
             raise EngineError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -64,20 +65,21 @@ class SpoolSink(PartSink):
         write_failure(self._spool, request_id, reason)
 
     def _require_room(self, nbytes: int) -> None:
-        for attempt in range(2):
-            disk = os.statvfs(self._spool)
-            free = disk.f_bavail * disk.f_frsize
-            reserve = min(_LARGEST_RESERVE, int(_RESERVE_SHARE * disk.f_blocks * disk.f_frsize))
-            if free - nbytes >= reserve:
-                return
-            if not attempt:
-                sweep(self._spool, ABANDONED_S)
-        raise OSError(
-            errno.ENOSPC,
-            f"the disk of the spool {self._spool} has {free >> 20} MiB left, of which {reserve >> 20} MiB stay free, and "
-            f"hidden states of {nbytes >> 20} MiB are to be written. Lower capture.in_flight_mb, or free or choose "
-            "another disk: capture.server.spool of a server of yours, the run's folder for one of ours",
-        )
+        if nbytes > self._measure_room():
+            sweep(self._spool, ABANDONED_S)
+        room = self._measure_room()
+        if nbytes > room:
+            raise OSError(
+                errno.ENOSPC,
+                f"the disk of the spool {self._spool} has room for {max(0, room) >> 20} MiB beside what stays free, and "
+                f"hidden states of {nbytes >> 20} MiB are to be written. Lower capture.in_flight_mb, or free or choose "
+                "another disk: capture.server.spool of a server of yours, the run's folder for one of ours",
+            )
+
+    def _measure_room(self) -> int:
+        disk = os.statvfs(self._spool)
+        reserve = min(_LARGEST_RESERVE, int(_RESERVE_SHARE * disk.f_blocks * disk.f_frsize))
+        return disk.f_bavail * disk.f_frsize - reserve
 
 
 class SpoolSource(PartSource):
@@ -105,6 +107,10 @@ class SpoolSource(PartSource):
             for path in self._list_files(ids):
                 if path.suffix == ".pending" or not only_pending:
                     path.unlink(missing_ok=True)
+
+    def measure_room(self) -> int:
+        """Return half of what is free on the disk."""
+        return shutil.disk_usage(next(each for each in (self._spool, *self._spool.parents) if each.exists())).free // 2
 
     def _await(self, ids: set[str], timeout_s: float, look: Callable[[], None]) -> None:
         began = looked = time.monotonic()

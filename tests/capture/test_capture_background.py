@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from draftworks.capture.background import BackgroundWorker, await_result, run_in_background, transform_result
+from draftworks.capture.background import BackgroundWorker, TransformedFuture, await_result, run_in_background
+from draftworks.errors import EngineError
 
 GENEROUS_S = 60
 
@@ -48,7 +49,7 @@ def test_a_worker_does_one_thing_after_another_and_begins_again_when_it_was_idle
     assert worker.submit(lambda: "after it").result(GENEROUS_S) == "after it"
 
 
-def test_a_stopped_worker_is_interrupted_and_what_waited_is_cancelled():
+def test_what_is_cancelled_is_interrupted_or_never_begun_and_the_rest_is_done():
     worker, begun, ended = BackgroundWorker(), threading.Event(), threading.Event()
 
     def run_for_ever() -> None:
@@ -59,18 +60,21 @@ def test_a_stopped_worker_is_interrupted_and_what_waited_is_cancelled():
         finally:
             ended.set()
 
-    running, waiting = worker.submit(run_for_ever), worker.submit(lambda: None)
+    running, waiting, wanted = (worker.submit(each) for each in (run_for_ever, lambda: None, lambda: "wanted"))
     assert begun.wait(GENEROUS_S)
-    worker.stop()
+    worker.cancel([running, waiting])
     assert ended.is_set()
-    assert running.done()
     assert waiting.cancelled()
+    with pytest.raises(EngineError, match="was cancelled"):
+        running.result(GENEROUS_S)
+    assert wanted.result(GENEROUS_S) == "wanted"
+    worker.cancel([wanted])
     assert worker.submit(lambda: "again").result(GENEROUS_S) == "again"
 
 
 def test_a_transformed_result_or_error_comes_back():
-    assert transform_result(run_in_background(divmod, 7, 2), sum).result(GENEROUS_S) == 4
+    assert TransformedFuture(run_in_background(divmod, 7, 2), sum).result(GENEROUS_S) == 4
     with pytest.raises(ZeroDivisionError):
-        transform_result(run_in_background(divmod, 7, 0), sum).result(GENEROUS_S)
+        TransformedFuture(run_in_background(divmod, 7, 0), sum).result(GENEROUS_S)
     with pytest.raises(TypeError):
-        transform_result(run_in_background(int), sum).result(GENEROUS_S)
+        TransformedFuture(run_in_background(int), sum).result(GENEROUS_S)

@@ -66,6 +66,7 @@ def test_one_server_is_not_named_twice():
         ({"url": "http://a:1", "urls": ["http://b:1"], "spool": "/s"}, "url and urls are alternatives"),
         ({"urls": ["http://a:1", "http://b:1"]}, "url and spool must be given together"),
         ({"spool": "/s"}, "url and spool must be given together"),
+        ({"url": "http://a:1", "spool": "/s", "mooncake": "/m"}, "spool and mooncake are alternatives"),
         (
             {"urls": ["http://a:1", "http://b:1"], "spool": "/s", "replicas": 2},
             "replicas is the number of servers that Draftworks starts",

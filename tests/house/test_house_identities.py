@@ -129,7 +129,7 @@ SETTINGS = [
         own,
         {"backend", "dtype", "compute_dtype", "custom"},
         {"server", "device", "batch_tokens", "processes", "shard_mb", "budget_gb", "max_failed_share"}
-        | {"probe_gb", "allow_unprobed"},
+        | {"probe_gb", "allow_unprobed", "in_flight_tokens", "in_flight_mb"},
         {"custom": CUSTOM, "server": ServerSpec(tp_size=2)},
     ),
     Settings(
@@ -144,8 +144,8 @@ SETTINGS = [
         inside(SERVER, "server"),
         {"args"},
         {
-            *("tp_size", "dp_size", "mem_fraction", "max_total_tokens", "url", "urls", "spool", "model", "replicas"),
-            "max_outstanding",
+            *("tp_size", "dp_size", "mem_fraction", "max_total_tokens", "url", "urls", "spool", "mooncake"),
+            *("model", "replicas", "max_outstanding"),
         },
     ),
     Settings(

@@ -154,7 +154,9 @@ def test_the_disk_is_never_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / f"{old}.0.safetensors").touch()
     os.utime(tmp_path / f"{old}.0.safetensors", times=(1e9, 1e9))
     hand_over.put(request_id, random_part())
-    with pytest.raises(PassingTroubleError, match=r"spool .* MiB left, .*Lower capture.in_flight_mb") as raised:
+    with pytest.raises(
+        PassingTroubleError, match=r"spool .* has room for 0 MiB .*Lower capture.in_flight_mb"
+    ) as raised:
         take_parts(tmp_path, request_id)
     assert "Traceback" not in str(raised.value)
     assert list(tmp_path.iterdir()) == []

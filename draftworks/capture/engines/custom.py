@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftworks.capture.background import transform_result
+from draftworks.capture.background import TransformedFuture
 from draftworks.capture.engine import EnginePlace, Generated, TargetEngine, find_backend, make_engine_identity
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec
 from draftworks.config.run_files import TargetFiles
@@ -83,10 +83,10 @@ class CheckedEngine(TargetEngine):
         answer = self._engine.submit(sequences, taps)
         if not isinstance(answer, Future):
             raise self._make_contract_error(f"submit: expected a Future, found {_describe_type(answer)}")
-        return transform_result(answer, lambda captured: self._require_captured(captured, sequences, taps))
+        return TransformedFuture(answer, lambda captured: self._require_captured(captured, sequences, taps))
 
-    def cancel_submitted(self) -> None:
-        self._engine.cancel_submitted()
+    def cancel(self, answers: Collection[Future[list[dict[str, Tensor]]]]) -> None:
+        self._engine.cancel([answer.source for answer in answers if isinstance(answer, TransformedFuture)])
 
     def _require_captured(
         self, captured: Any, sequences: Sequence[Sequence[int]], taps: Sequence[LayerTap]

@@ -28,7 +28,7 @@ class BalancedHost(SGLangHost):
 
     Args:
         hosts: the servers; `close` closes them.
-        spool: a folder on the disk of theirs, by which the room for hidden states is measured.
+        spool: folder of the servers' own spools, or the one to which all of them write.
         max_outstanding: largest number of requests that one server has at a time.
         can_restart: whether the hosts' own `revive` restarts a server that has ended. It is then called for a server
             that failed too often, while the others go on, and for all servers when none is left.
@@ -101,8 +101,11 @@ class BalancedHost(SGLangHost):
         with self._lock:
             for request_id in request_ids:
                 self._answered_by.pop(request_id, None)
-        for host in self._hosts:
-            host.discard_parts(request_ids)
+        for source in {id(host.source or host): host.get_source() for host in self._hosts}.values():
+            source.discard(request_ids)
+
+    def measure_room(self) -> int:
+        return self._hosts[0].measure_room()
 
     def revive(self, error: EngineError) -> None:
         """Make the servers usable after all of them failed and the caller has waited.

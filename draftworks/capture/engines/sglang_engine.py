@@ -7,7 +7,6 @@ in its cache or cuts a prompt into chunks.
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import uuid
 from collections.abc import Callable, Collection, Sequence
@@ -123,15 +122,13 @@ class SGLangEngine(TargetEngine):
         """Begin a capture beside those that run: a server that has other requests waiting is never idle."""
         return run_in_background(self.capture, sequences, taps)
 
-    def cancel_submitted(self) -> None:
+    def cancel(self, answers: Collection[Future[list[dict[str, Tensor]]]]) -> None:
         """Let requests in flight fail without another attempt; a server cannot be asked to drop them."""
         self._cancellations += 1
 
     @property
     def bytes_in_flight_limit(self) -> int | None:
-        """Half of what is free on the disk of the spool."""
-        spool = self._host.spool
-        return shutil.disk_usage(next(each for each in (spool, *spool.parents) if each.exists())).free // 2
+        return self._host.measure_room()
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return the logits of the last position of each sequence, (1, V): SGLang computes no others."""

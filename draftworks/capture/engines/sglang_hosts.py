@@ -62,11 +62,17 @@ class SGLangHost(ABC, Generic[Client]):
 
     def take_parts(self, requests: Sequence[AnsweredRequest]) -> list[list[Part]]:
         """Return the parts of requests that it has answered; see `PartSource.take`."""
-        source = self.source or SpoolSource(self.spool)
-        return source.take(requests, self.hand_over_timeout_s, self.require_running)
+        return self.get_source().take(requests, self.hand_over_timeout_s, self.require_running)
 
     def discard_parts(self, request_ids: Sequence[str]) -> None:
-        (self.source or SpoolSource(self.spool)).discard(request_ids)
+        self.get_source().discard(request_ids)
+
+    def measure_room(self) -> int:
+        """Return the bytes of hidden states that may be on their way."""
+        return self.get_source().measure_room()
+
+    def get_source(self) -> PartSource:
+        return self.source or SpoolSource(self.spool)
 
     def require_running(self) -> None:
         """Raise EngineError if it is known that it will write nothing any more."""

@@ -29,6 +29,8 @@ from draftworks.errors import CaptureError, ConfigError
 from draftworks.sglang.client import SGLangClient
 from draftworks.sglang.embedded import require_sglang_here
 from draftworks.sglang.layers import choose_capture_convention, read_architecture
+from draftworks.sglang.mooncake_parts import MooncakeSource
+from draftworks.sglang.parts import PartSource
 from draftworks.sglang.server import ServerOptions
 from draftworks.sglang.spool import sweep
 from draftworks.storage.identity import LayerTap
@@ -61,15 +63,23 @@ def load_sglang_engine(
     if EMBEDDINGS in (place.taps or ()):
         require_plain_embeddings(target)
     layer_ids = select_layers(place.taps)
+    mooncake = _find_mooncake(capture, place)
+    source = None if mooncake is None else _open_mooncake(mooncake)  # before anything is started
     if not capture.server.external:
         spool = place.folder.resolve() / "spool"
-        options = build_server_options(target, capture, device, spool, layer_ids, place.local_rank)
-        return _make_engine(target, capture, _start_host(options, capture, place), place)
-    return _make_engine(target, capture, _connect_external(target, capture, place, layer_ids), place)
+        options = build_server_options(target, capture, device, spool, layer_ids, place.local_rank, mooncake)
+        host = _start_host(options, capture, place)
+        _read_from(source, host)
+        return _make_engine(target, capture, host, place)
+    return _make_engine(target, capture, _connect_external(target, capture, place, layer_ids, source), place)
 
 
 def _connect_external(
-    target: TargetFiles, capture: CaptureSpec, place: EnginePlace, layer_ids: tuple[int, ...]
+    target: TargetFiles,
+    capture: CaptureSpec,
+    place: EnginePlace,
+    layer_ids: tuple[int, ...],
+    source: PartSource | None,
 ) -> SGLangHost:
     """Connect to the external servers: check the settings of all of them, then probe each with a request."""
     hosts: list[ExternalHost] = []
@@ -79,7 +89,9 @@ def _connect_external(
             hosts.append(ExternalHost(client, Path(capture.server.spool or ""), layer_ids))
             info = require_server(client, target, capture, layer_ids, place.longest)
             hosts[-1].layer_ids, hosts[-1].version = tuple(sorted(info.layer_ids or ())), info.version
-        sweep(hosts[0].spool, _ABANDONED_AFTER_TIMEOUTS * place.sglang.request_timeout_s)
+        if capture.server.spool is not None:
+            sweep(hosts[0].spool, _ABANDONED_AFTER_TIMEOUTS * place.sglang.request_timeout_s)
+        _read_from(source, *hosts)
         for host in hosts:
             probe_server(
                 _make_engine(target, capture, host, place), host.client, target, captures=place.taps is not None
@@ -115,12 +127,14 @@ def build_server_options(
     spool: Path,
     layer_ids: tuple[int, ...],
     local_rank: int = 0,
+    mooncake: Path | None = None,
 ) -> ServerOptions:
     """Return the options of a server that Draftworks starts for a target, according to the registry.
 
     Args:
         layer_ids: see `select_layers`.
         local_rank: local rank of the process that starts the server; it decides the server's GPUs.
+        mooncake: address file of the Mooncake store that hidden states go through instead of the spool.
     """
     server, on_gpu = capture.server, device.type == "cuda"
     return ServerOptions(
@@ -139,7 +153,28 @@ def build_server_options(
         max_total_tokens=server.max_total_tokens or (None if on_gpu else capture.batch_tokens + 2 * target.context),
         extra=tuple(server.args),
         convention=choose_capture_convention(read_architecture(target)),
+        mooncake=mooncake,
     )
+
+
+def _find_mooncake(capture: CaptureSpec, place: EnginePlace) -> Path | None:
+    """Return the address file of the Mooncake store that hidden states go through; None if it is a folder."""
+    if capture.server.mooncake is not None:
+        return Path(capture.server.mooncake)
+    return None if capture.server.external else place.mooncake
+
+
+def _open_mooncake(address_file: Path) -> MooncakeSource:
+    source = MooncakeSource(address_file)
+    source.sweep()
+    return source
+
+
+def _read_from(source: PartSource | None, *hosts: SGLangHost) -> None:
+    """Have hosts and their members read hidden states from a source; None leaves them their spools."""
+    for host in hosts:
+        for each in (host, *host.list_members()):
+            each.source = source
 
 
 def select_layers(taps: tuple[LayerTap, ...] | None) -> tuple[int, ...]:

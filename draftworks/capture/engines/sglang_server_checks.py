@@ -47,7 +47,8 @@ def require_server(
         )
     if layer_ids:
         convention = choose_capture_convention(read_architecture(target))
-        problems += _find_capture_problems(info, Path(capture.server.spool or ""), layer_ids, convention)
+        problems += _find_capture_problems(info, layer_ids, convention)
+        problems += _find_hand_over_problems(info, capture.server.spool)
     if problems:
         raise EngineError(
             "\n".join([f"{where} cannot be used for target {target.name}:", *(f"  {p}" for p in problems)])
@@ -107,7 +108,7 @@ def _find_model_problems(info: ServerInfo, target: TargetFiles, capture: Capture
     return problems
 
 
-def _find_capture_problems(info: ServerInfo, spool: Path, layer_ids: tuple[int, ...], convention: str) -> list[str]:
+def _find_capture_problems(info: ServerInfo, layer_ids: tuple[int, ...], convention: str) -> list[str]:
     problems = []
     if info.radix_cache:
         problems.append("its prefix cache is on, and a cached prefix has no hidden states: --disable-radix-cache")
@@ -127,6 +128,21 @@ def _find_capture_problems(info: ServerInfo, spool: Path, layer_ids: tuple[int, 
             f"--enable-return-aux-hidden-states --speculative-algorithm {convention} "
             "--return-aux-hidden-state-layer-ids " + " ".join(map(str, layer_ids))
         )
+    return problems
+
+
+def _find_hand_over_problems(info: ServerInfo, spool_name: str | None) -> list[str]:
+    """Return what is wrong with the way of hidden states: through the folder `spool_name`, or through Mooncake."""
+    problems = []
+    if spool_name is None:
+        if not info.mooncake:
+            problems.append(
+                f"its hook writes to {info.spool or 'nowhere (it is not loaded)'}, expected Mooncake: --forward-hooks "
+                f"'{format_hook_option(Path(), Path('ADDRESS_FILE'))}', with the address file of capture.server.mooncake as "
+                "that machine has it"
+            )
+        return problems
+    spool = Path(spool_name)
     if info.spool is None or info.spool.resolve() != spool.resolve():
         problems.append(
             f"its hook writes to {info.spool or 'nowhere (it is not loaded)'}, expected {spool}: "

@@ -127,7 +127,7 @@ def test_what_was_cancelled_is_not_tried_again(fake):
     answer = engine.submit([[1]], [])
     while not fake.asked:
         time.sleep(0.001)
-    engine.cancel_submitted()
+    engine.cancel([answer])
     with pytest.raises(EngineError, match="out of memory"):
         answer.result()
     assert len(fake.asked) == 1
