@@ -87,6 +87,11 @@ def describe_stall(
     )
 
 
+def has_failure_message(files: RunDir) -> bool:
+    """Whether a rank left an error message; a process that was killed leaves none."""
+    return bool(_read_failures(files))
+
+
 def _read_failures(files: RunDir) -> list[RankFailure]:
     """Return the failures of all ranks; that of torchrun if no rank left one."""
     ranks = [RankFailure.read(path) for path in files.ranks.rglob("error.json")]

@@ -98,7 +98,8 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         `run_dir` is the folder in which this attempt's own folder is made (default: one named after the asset in
         `workdir`). Whatever ends the wait early, the cancellation of the Dagster run included, cancels the job.
 
-        `companions` run beside the job, each with a log of its own; they end with it, and a failure of one ends it.
+        `companions` run beside the job, each with a log of its own; they end with it, and a failure of one ends it. One
+        that was killed is started again, as often as it says.
 
         Raises dagster.Failure with the first failed rank's message and traceback; without retries for a
         `DraftworksError`, a job over its time limit, and a success that did not send exactly one report. A job without
@@ -134,13 +135,16 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         companions: Sequence[Companion],
     ) -> dict[str, Any]:
         """Run the job to its end beside its companions; returns the metadata of a success."""
-        running: list[RunningCompanion] = []
-        beside = RunningCompanions(running, self.poll, self.cancel)
+
+        def submit(companion: Companion) -> RunningCompanion:
+            own = RunDir.create(companion.folder, context.run.run_id, context.retry_number)
+            handle = self.submit(companion.job, {**companion.job.env, **_make_error_environment(own)}, own)
+            return RunningCompanion(companion, handle, own)
+
+        beside = RunningCompanions(submit, self.poll, self.cancel, context.log.warning)
         try:
             for each in companions:
-                own = RunDir.create(each.folder, context.run.run_id, context.retry_number)
-                handle = self.submit(each.job, {**each.job.env, **_make_error_environment(own)}, own)
-                running.append(RunningCompanion(each.job, handle, own))
+                beside.start(each)
             metadata = self._run_to_end(context, job, env, files, beside)
             beside.finish(COMPANION_GRACE_S)
         except BaseException:
@@ -197,7 +201,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         watch = StallWatch(files.ranks, files.log, (self.stall_limit_s or math.inf) + job.longest_wait_s)
         while not (status := self.poll(handle)).state.is_final:
             pass_on_interrupt()
-            companions.raise_failure()
+            companions.watch()
             now = time.monotonic()
             if status.state is JobState.RUNNING and running_since is None:
                 running_since = now

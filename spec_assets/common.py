@@ -240,7 +240,7 @@ def launch(
     Raises:
         ConfigError: that interpreter cannot run the programs.
     """
-    folder = _locate_step_folder(context, workspace)
+    folder = locate_step_folder(context, workspace)
     job = _make_job(folder, program, run, processes, device, python)
     return launcher.run(context=context, job=job, run_dir=folder, companions=companions)
 
@@ -253,13 +253,17 @@ def make_companion(
     processes: int,
     device: str,
     python: Path | None = None,
+    serves: bool = False,
+    restarts: int = 0,
 ) -> Companion:
-    """Write the run file of a program to run beside another one, with arguments as `launch`; its log is its own."""
-    folder = _locate_step_folder(context, workspace) / program
-    return Companion(_make_job(folder, program, run, processes, device, python), folder)
+    """Write the run file of a program to run beside another one, with arguments as `launch` and `Companion`; its log is
+    its own."""
+    folder = locate_step_folder(context, workspace) / program
+    return Companion(_make_job(folder, program, run, processes, device, python), folder, serves, restarts)
 
 
-def _locate_step_folder(context: dg.AssetExecutionContext, workspace: Workspace) -> Path:
+def locate_step_folder(context: dg.AssetExecutionContext, workspace: Workspace) -> Path:
+    """Return the folder of run files, messages and logs of a step's jobs."""
     return workspace.locate_run_folder(context.run.run_id, context.op_execution_context.op_handle.name)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from draftworks.config.registry_files import TargetSpec
-from draftworks.config.run_files import ProduceRun, StoreSpec, StreamPlace, StreamSteps
+from draftworks.config.run_files import ProduceRun, StreamPlace, StreamSteps
 from draftworks.config.streaming import StreamingSpec
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_json
@@ -21,6 +21,7 @@ from resources.workspace import Workspace
 from spec_assets.common import make_companion
 from spec_assets.features import PLANNED
 from spec_assets.metadata import format_bytes
+from spec_assets.stream_services import RESTARTS, make_stream_place, make_stream_services
 
 if TYPE_CHECKING:
     from spec_assets.drafts import DraftInputs
@@ -33,10 +34,15 @@ TRAINER_WAITED = "waited_for_features_s"
 
 @dataclass(frozen=True)
 class DraftStream:
-    """The stream of one training; without `place`, its features are stored and nothing runs beside it."""
+    """The stream of one training; without `place`, its features are stored and nothing runs beside it.
+
+    Attributes:
+        beside: producers, and what serves them and the trainer.
+        out: folder of the producers' figures.
+    """
 
     place: StreamPlace | None = None
-    producers: Sequence[Companion] = ()
+    beside: Sequence[Companion] = ()
     out: Path | None = None
 
     def summarize(self) -> dict[str, Any]:
@@ -71,11 +77,7 @@ def open_stream(
     training, capture = inputs.training, target.capture
     samples = inputs.train_features.summary["samples"]
     settings = target.streaming or StreamingSpec()
-    place = StreamPlace(
-        database=folder / "control.sqlite",
-        store=StoreSpec(kind="shared_dir", root=folder / "features"),
-        settings=settings.resolve_keep(count_stream_bytes(inputs), capture.budget_gb),
-    )
+    place = make_stream_place(folder, settings.resolve_keep(count_stream_bytes(inputs), capture.budget_gb))
     run = ProduceRun(
         out=producers,
         target=inputs.files,
@@ -92,8 +94,11 @@ def open_stream(
         stream=place,
     )
     python = workspace.find_python(capture)
-    beside = make_companion(context, workspace, "produce", run, capture.processes, capture.device, python)
-    yield DraftStream(place, (beside,), producers)
+    beside = make_companion(
+        context, workspace, "produce", run, capture.processes, capture.device, python, restarts=RESTARTS
+    )
+    services = make_stream_services(context, workspace, folder, place)
+    yield DraftStream(place, (*services, beside), producers)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -195,7 +195,7 @@ def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
                         run,
                         training.processes,
                         training.device,
-                        companions=stream.producers,
+                        companions=stream.beside,
                     )
                 produced = stream.summarize()
             overrides = {"options": config.options, "training": config.training}

@@ -133,7 +133,15 @@ class CaptureRun(TargetRun):
 class StreamPlace(Spec):
     """Where the trainers and the producers of one stream meet."""
 
-    database: Path = Field(description="SQLite file of the control plane, on a local disk of this machine.")
+    database: Path | None = Field(
+        default=None, description="SQLite file of the control plane, on a local disk of this machine; null: `control`."
+    )
+    control: str | None = Field(
+        default=None, description="host:port of the control server that owns the database; its clients never open it."
+    )
+    token_file: Path | None = Field(
+        default=None, description="File with the control server's secret; null: DRAFTWORKS_CONTROL_TOKEN has it."
+    )
     store: StoreSpec = Field(description="The store that producers fill and the trainer reads and frees.")
     run_id: str = Field(default="draft", description="Name of the training in the database.")
     settings: StreamingSpec = Field(default_factory=StreamingSpec)
@@ -141,6 +149,12 @@ class StreamPlace(Spec):
     followers: list[StreamFollower] = Field(
         default=[], description="All trainings that follow the stream, this one included; empty if it is the only one."
     )
+
+    @model_validator(mode="after")
+    def _check_control_plane(self) -> StreamPlace:
+        if (self.database is None) == (self.control is None):
+            raise ValueError("a stream has one control plane: expected either database or control")
+        return self
 
 
 class ProduceRun(TargetRun):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from draftworks.config.base import Spec
+from draftworks.config.urls import parse_endpoint
 from draftworks.errors import ConfigError
 
 
@@ -17,6 +18,21 @@ class WatermarkSpec(Spec):
     samples: int | None = Field(default=256, ge=1, description="Samples; at least one global batch.")
     bytes: int | None = Field(default=None, ge=1, description="Bytes; at least those of the largest step.")
     steps: int | None = Field(default=None, ge=1, description="Optimizer steps.")
+
+
+class ControlSpec(Spec):
+    """A control server beside the training: producers and trainers of other hosts reach the control plane over it."""
+
+    listen: str = Field(
+        default="127.0.0.1:0",
+        description="Its address and port on the host of the launcher; port 0 takes a free one. The secret is in the "
+        "environment variable DRAFTWORKS_CONTROL_TOKEN, or else made for each training, in a file beside its database.",
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, value: str) -> str:
+        return parse_endpoint(value)
 
 
 class StreamingSpec(Spec):
@@ -38,6 +54,11 @@ class StreamingSpec(Spec):
         default=120.0,
         gt=0,
         description="After this time without a sign of life, a producer's task goes to another one.",
+    )
+    control: ControlSpec | None = Field(
+        default=None,
+        description="A control server owns the control plane's database; null: all processes open it, which have to run on "
+        "one host.",
     )
 
     def resolve_keep(self, nbytes: int, budget_gb: float) -> StreamingSpec:

@@ -1,4 +1,4 @@
-"""Validation of HTTP server addresses. Standard library only."""
+"""Validation of the addresses of servers. Standard library only."""
 
 from __future__ import annotations
 
@@ -34,3 +34,11 @@ def parse_urls(values: list[str]) -> list[str]:
     if len(set(urls)) < len(urls):
         raise ValueError("each address may be given only once: a server that is listed twice would get twice the work")
     return urls
+
+
+def parse_endpoint(value: str) -> str:
+    """Return an address `host:port`; raise ValueError if it is none. Port 0 stands for a free one."""
+    host, colon, port = value.rpartition(":")
+    if not (host and colon and port.isdigit() and int(port) < 1 << 16) or any(letter.isspace() for letter in value):
+        raise ValueError("expected an address as host:port, such as 10.0.0.1:7420")
+    return value

@@ -27,12 +27,26 @@ class ConsumerLease:
         self._thread.start()
 
     def require_held(self) -> None:
-        """Raise StoreError if the identity may have gone to another process: this one has to stop training."""
-        if self._lost or time.monotonic() > self._held_until:
+        """Raise StoreError if the identity has gone to another process: this one has to stop training.
+
+        Where the heartbeat is late, as after an absence of the control server, it is taken again, if nobody else has.
+        """
+        if not self._lost and time.monotonic() > self._held_until:
+            self._take_again()
+        if self._lost:
             raise StoreError(
                 f"consumer {self._controller.consumer} of run {self._controller.run_id} has lost its identity: "
-                f"{self._lost or 'its heartbeat did not reach the control plane in time'}"
+                f"{self._lost}"
             )
+
+    def _take_again(self) -> None:
+        began = time.monotonic()
+        try:
+            self._controller.hold_consumer()
+        except DraftworksError as error:
+            self._lost = str(error)
+        else:
+            self._held_until = began + self._controller.consumer_lease_s
 
     def end(self) -> None:
         """Stop the heartbeat and give the identity back."""

@@ -8,16 +8,19 @@ It keeps nothing of its own. After a kill, the same command serves the same stat
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from draftworks.config.urls import parse_endpoint
 from draftworks.dataflow.control_server import ControlServer
 from draftworks.dataflow.control_wire import load_token
 from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.distributed.stop_signals import Interrupted, raise_on_stop
 from draftworks.errors import ConfigError, DraftworksError
+from draftworks.programs.failure import leave_error_file
 
 TokenFile = Annotated[Path | None, typer.Option(help="File with the shared secret; else DRAFTWORKS_CONTROL_TOKEN.")]
 
@@ -28,22 +31,27 @@ def main(
     token_file: TokenFile = None,
 ) -> None:
     """Serve a control-plane database until SIGTERM or SIGINT."""
-    raise_on_stop()
     try:
-        host, _, port = listen.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"--listen: expected an address as host:port, found {listen!r}")
-        store = SQLiteMetadataStore(database)
-        server = ControlServer(store, load_token(token_file), host.strip("[]"), int(port))
+        raise_on_stop()
+        _serve(database, listen, token_file)
+    except Interrupted:
+        return  # also one that came before the server was up
     except DraftworksError as error:
+        leave_error_file(error)
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-    typer.echo(f"control server on {server.address}")
+
+
+def _serve(database: Path, listen: str, token_file: Path | None) -> None:
     try:
-        threading.Event().wait()
-    except Interrupted:
-        server.close()
-        store.close()
+        host, _, port = parse_endpoint(listen).rpartition(":")
+    except ValueError as error:
+        raise ConfigError(f"--listen: {error}, found {listen!r}") from error
+    token = load_token(token_file)
+    with closing(SQLiteMetadataStore(database)) as store:
+        with closing(ControlServer(store, token, host.strip("[]"), int(port))) as server:
+            typer.echo(f"control server on {server.address}")
+            threading.Event().wait()
 
 
 if __name__ == "__main__":

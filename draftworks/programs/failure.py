@@ -6,6 +6,8 @@ the rank that failed first from those that failed because of it), the rank, and 
 
 from __future__ import annotations
 
+import json
+import os
 import time
 import traceback
 from dataclasses import dataclass
@@ -76,3 +78,10 @@ class RankFailure:
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def leave_error_file(error: BaseException) -> None:
+    """Write an error to the file where a launcher looks for it; nothing happens in a process that has no launcher."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        Path(path).write_text(json.dumps(RankFailure.of(error, int(os.environ.get("RANK", "0"))).to_json()))

@@ -10,7 +10,10 @@ from dataclasses import replace
 from draftworks.config.registry_files import TrainingSpec
 from draftworks.config.run_files import StreamPlace, StreamSteps
 from draftworks.config.streaming import StreamFollower, require_one_schedule
+from draftworks.dataflow.control_client import RemoteMetadataStore
+from draftworks.dataflow.control_wire import load_token
 from draftworks.dataflow.controller import DataFlowController
+from draftworks.dataflow.metadata_store import MetadataStore
 from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.dataflow.watermark import Watermark
 from draftworks.distributed.collectives import get_rank, run_on_every_rank
@@ -25,6 +28,8 @@ from draftworks.runtime.streaming_plan import StreamingPlan
 
 CONSUMER_LEASE_S = 30.0
 """How long a trainer that was killed keeps its successor waiting, at most."""
+CONTROL_RETRY_S = 120.0
+"""How long a call of the control plane is repeated while its server cannot be reached, as it is started again."""
 log = logging.getLogger(__name__)
 
 
@@ -70,9 +75,19 @@ def select_streams(ref: SampleRef, streams: Sequence[str]) -> SampleRef:
 
 
 def open_controller(place: StreamPlace) -> DataFlowController:
-    """Open the control plane of a streamed training. Raises StoreError as `SQLiteMetadataStore`."""
+    """Open the control plane of a streamed training: its database, or the client of the server that owns it.
+
+    Raises:
+        ConfigError: the control server's secret is not known here.
+        StoreError: as `SQLiteMetadataStore`.
+    """
     lease_s = place.settings.lease_s
-    store = SQLiteMetadataStore(place.database)
+    store: MetadataStore
+    if place.control is None:
+        store = SQLiteMetadataStore(place.database)
+    else:
+        retry_s = min(CONTROL_RETRY_S, place.settings.timeout_s)
+        store = RemoteMetadataStore(place.control, load_token(place.token_file), retry_s)
     return DataFlowController(
         place.run_id,
         store,
