@@ -48,10 +48,12 @@ def _serve(database: Path, listen: str, token_file: Path | None) -> None:
     except ValueError as error:
         raise ConfigError(f"--listen: {error}, found {listen!r}") from error
     token = load_token(token_file)
-    with closing(SQLiteMetadataStore(database)) as store:
-        with closing(ControlServer(store, token, host.strip("[]"), int(port))) as server:
-            typer.echo(f"control server on {server.address}")
-            threading.Event().wait()
+    with (
+        closing(SQLiteMetadataStore(database)) as store,
+        closing(ControlServer(store, token, host.strip("[]"), int(port))) as server,
+    ):
+        typer.echo(f"control server on {server.address}")
+        threading.Event().wait()
 
 
 if __name__ == "__main__":

@@ -83,11 +83,12 @@ def open_controller(place: StreamPlace) -> DataFlowController:
     """
     lease_s = place.settings.lease_s
     store: MetadataStore
-    if place.control is None:
-        store = SQLiteMetadataStore(place.database)
-    else:
+    if place.control is not None:
         retry_s = min(CONTROL_RETRY_S, place.settings.timeout_s)
         store = RemoteMetadataStore(place.control, load_token(place.token_file), retry_s)
+    else:
+        assert place.database is not None
+        store = SQLiteMetadataStore(place.database)
     return DataFlowController(
         place.run_id,
         store,

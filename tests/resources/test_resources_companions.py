@@ -80,7 +80,7 @@ def test_a_killed_one_is_started_again_as_often_as_it_may(shell: Shell, serves: 
     running = shell.begin(shell.make("memory", serves=serves, restarts=2))
     for number in range(2):
         shell.kill(number)
-        watch_until(running, lambda: len(shell.started) == number + 2)
+        watch_until(running, lambda number=number: len(shell.started) == number + 2)
         assert shell.started[-1].poll() is None
     assert "memory has died, and is started again" in shell.warnings[0]
     shell.kill(2)
