@@ -124,6 +124,33 @@ class SampleRefQueue(RefQueue):
     def require_batch(self, batch: InFlight) -> None:
         self._watermark.require_batch(batch)
 
+    @property
+    def watermark(self) -> Watermark:
+        return self._watermark
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be put any more."""
+        return self._closed
+
+    def has_seen(self, sample_id: str) -> bool:
+        """Whether the sample was put before, or is left out."""
+        with self._changed:
+            return sample_id in self._seen
+
+    def wait_for_room(self, more: InFlight, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until `more` may be put; return False if `should_stop` said so first, or the queue is closed.
+
+        Raises:
+            StoreError, DraftworksError: as `put`.
+        """
+        self._watermark.require_piece(more)
+        with self._changed:
+            room = self._wait_for(
+                partial(self._has_room, more), lambda: self._closed or should_stop(), time.monotonic()
+            )
+            return room and not self._closed
+
     def put(self, refs: Iterable[SampleRef], should_stop: Callable[[], bool] = lambda: False) -> int:
         """Append references one by one as there is room; return how many were new.
 

@@ -14,6 +14,7 @@ from draftworks.dataflow.order_log import OrderLog, read_trained_ids
 from draftworks.dataflow.ref_queues import RefQueue
 from draftworks.distributed.collectives import get_rank, get_world_size, run_on_every_rank
 from draftworks.drafts.strategy import DraftStrategy
+from draftworks.errors import ConfigError
 from draftworks.features.contracts import FeatureStore
 from draftworks.features.packing import PackLimits
 from draftworks.features.queue_loader import QueueDataLoader, packed_steps, padded_steps
@@ -63,18 +64,29 @@ class ArrivalStream:
                 trained. It is cut to `start_step`.
 
         Raises:
-            ConfigError: the watermark of the queue is below a global batch, or a global batch cannot be divided among
-                micro-batches and ranks.
+            ConfigError: a training resumes without `order_log`; the watermark of the queue is below a global batch; or a
+                global batch cannot be divided among micro-batches and ranks.
             StoreError: on all ranks, the queue or the log cannot be used.
         """
+        if order_log is None and start_step > 0:
+            raise ConfigError(
+                f"a training in arrival order resumes after step {start_step}: expected the order_log of its first part, "
+                "which names the samples that were trained, found none"
+            )
 
         def begin() -> tuple[RefQueue | None, OrderLog | None, RefDistributor]:
             size, queue, log = training.global_batch_size, None, None
             if get_rank() == 0:
-                trained = () if order_log is None else read_trained_ids(order_log, start_step)
-                queue = open_queue(trained)
-                log = None if order_log is None else OrderLog(order_log, size, start_step)
-            return queue, log, RefDistributor(queue, size, log, start_step, stop_signal)
+                # Opened before the log is cut: a channel refuses a second consumer.
+                queue = open_queue(() if order_log is None else read_trained_ids(order_log, start_step))
+            try:
+                if queue is not None and order_log is not None:
+                    log = OrderLog(order_log, size, start_step)
+                return queue, log, RefDistributor(queue, size, log, start_step, stop_signal)
+            except BaseException as error:
+                if queue is not None:
+                    queue.abort(error)
+                raise
 
         queue, log, distributor = run_on_every_rank(begin)
         rank, world, size = get_rank(), get_world_size(), training.global_batch_size
@@ -101,11 +113,12 @@ class ArrivalStream:
             with self.acks.follow(self.start_step, self.store):
                 yield
         except BaseException as error:
-            self._end(error)
+            self.end(error)
             raise
-        self._end(None)
+        self.end(None)
 
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Close the log, and tell the producers that no more is needed, or that their consumer failed."""
         if self.order_log is not None:
             self.order_log.close()
         if self.queue is not None:

@@ -101,18 +101,6 @@ class StepAcks:
             self._record_checkpoint()
             self._leases.release_all()
 
-    def require_fresh(self) -> None:
-        """Raise ConfigError, on all ranks, if a training has acknowledged steps here before. A collective."""
-        acked = 0
-        if self._plane.durable_ack and get_rank() == 0:
-            acked = self._plane.controller.read_progress().acked_step
-        acked = max_over_ranks(acked)
-        if acked:
-            raise ConfigError(
-                f"run {self._plane.controller.run_id}: expected a new run, found one that has acknowledged {acked} steps. "
-                "Continue it with resume=True, or choose another run_id or metadata_db_path"
-            )
-
     def _prepare(self) -> None:
         """Check that this process still is the consumer, and commit the step's references that nobody has."""
         if self._held is not None:
@@ -128,6 +116,19 @@ class StepAcks:
         if complete > self._recorded:
             self._acks.record_checkpoint(complete)
             self._recorded = complete
+
+
+def require_fresh(plane: ControlPlane) -> None:
+    """Raise ConfigError, on all ranks, if a training has acknowledged steps of this run before. A collective."""
+    acked = 0
+    if plane.durable_ack and get_rank() == 0:
+        acked = plane.controller.read_progress().acked_step
+    acked = max_over_ranks(acked)
+    if acked:
+        raise ConfigError(
+            f"run {plane.controller.run_id}: expected a new run, found one that has acknowledged {acked} steps. Continue it "
+            "with resume=True, or choose another run_id or metadata_db_path"
+        )
 
 
 def _do_nothing() -> None:

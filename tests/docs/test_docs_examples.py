@@ -54,9 +54,9 @@ def test_entry_points_are_of_the_group_that_is_read(block: Block):
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
-def test_code_is_that_of_a_plugin_which_the_tests_run(block: Block):
-    plugins = [path.read_text() for path in (ROOT / "tests").glob("*/plugin/*.py")]
-    assert any(block.text.strip() in text for text in plugins)
+def test_code_is_that_of_a_plugin_or_an_example_which_the_tests_run(block: Block):
+    run = [path for pattern in ("*/plugin/*.py", "*/example_*.py") for path in (ROOT / "tests").glob(pattern)]
+    assert any(block.text.strip() in path.read_text() for path in run)
 
 
 def test_there_are_examples_of_each_kind():

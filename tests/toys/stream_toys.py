@@ -52,6 +52,10 @@ class SerialEngine(WatchedEngine):
         with self._lock:
             return super().logits(sequences)
 
+    def generate(self, *args, **options):
+        with self._lock:
+            return super().generate(*args, **options)
+
 
 STREAMS = ("hf2", "hf4", "hf5", "last")
 TRAINING = TrainingSpec(

@@ -67,3 +67,13 @@ class EngineAnswerer(Answerer):
 
     def close(self) -> None:
         self._engine.close()
+
+
+def converse(answerer: Answerer, dialogues: Sequence[Dialogue]) -> None:
+    """Generate all answers of these dialogues, turn by turn. Raises CaptureError, EngineError as `Answerer.answer`."""
+    turn, active = 0, list(dialogues)
+    while active:
+        for dialogue, response in zip(active, answerer.answer(active, turn), strict=True):
+            dialogue.add(response)
+        active = [dialogue for dialogue in active if not dialogue.done]
+        turn += 1

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from draftworks.capture.answers.answer_sets import MissingAnswers, open_kept_answers, publish_answers
-from draftworks.capture.answers.answerers import Answerer, EngineAnswerer
+from draftworks.capture.answers.answerers import Answerer, EngineAnswerer, converse
 from draftworks.capture.answers.dialogue import Dialogue
 from draftworks.capture.answers.record_file import RecordFile
 from draftworks.capture.background import run_in_background
@@ -208,12 +208,7 @@ class _Regeneration:
     def _converse(self, *dialogues: Dialogue) -> None:
         """Generate all answers of these dialogues, turn by turn."""
         assert self._answerer is not None
-        turn, active = 0, list(dialogues)
-        while active:
-            for dialogue, response in zip(active, self._answerer.answer(active, turn), strict=True):
-                dialogue.add(response)
-            active = [dialogue for dialogue in active if not dialogue.done]
-            turn += 1
+        converse(self._answerer, dialogues)
 
 
 def _run_concurrently(

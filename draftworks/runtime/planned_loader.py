@@ -1,0 +1,60 @@
+"""The training loader of a planned set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draftworks.config.registry_files import TrainingSpec
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.features.contracts import FeatureStore, SampleRef
+from draftworks.features.loader import FeatureDataLoader
+from draftworks.features.packing import PackLimits
+
+
+def make_planned_loader(
+    refs: Sequence[SampleRef],
+    store: FeatureStore,
+    strategy: DraftStrategy,
+    training: TrainingSpec,
+    rank: int = 0,
+    world: int = 1,
+    left_out: Sequence[int] = (),
+    release_on_ack: bool = False,
+) -> FeatureDataLoader:
+    """Return the loader of a rank's shuffled micro-batches, padded or packed.
+
+    Raises:
+        ConfigError: the global batch does not divide into micro-batches, or is larger than the set.
+        DataError: a sample does not fit into a packed row.
+    """
+    limits = get_pack_limits(training)
+    if limits is not None:
+        return FeatureDataLoader.for_packed_training(
+            refs,
+            store,
+            limits,
+            strategy.pack,
+            global_batch_size=training.global_batch_size,
+            rank=rank,
+            world=world,
+            seed=training.seed,
+            release_on_ack=release_on_ack,
+            left_out=left_out,
+        )
+    return FeatureDataLoader.for_training(
+        refs,
+        store,
+        training.micro_batch_size,
+        strategy.collate,
+        global_batch_size=training.global_batch_size,
+        rank=rank,
+        world=world,
+        seed=training.seed,
+        release_on_ack=release_on_ack,
+        left_out=left_out,
+    )
+
+
+def get_pack_limits(training: TrainingSpec) -> PackLimits | None:
+    """Return the limits of a packed row; None if batches are padded."""
+    return None if training.pack_tokens is None else PackLimits(training.pack_tokens, training.pack_overlong)

@@ -1,0 +1,138 @@
+"""A trainer with what surrounds its training, the same for every topology."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftworks.config.registry_files import TrainingSpec
+from draftworks.dataflow.control_plane import LOCAL_COLOCATED, ControlPlane, resolve_control_plane
+from draftworks.dataflow.controller import DataFlowController
+from draftworks.dataflow.metadata_store import MetadataStore, NoOpMetadataStore
+from draftworks.distributed.collectives import get_rank, run_on_every_rank
+from draftworks.drafts.strategy import DraftStrategy
+from draftworks.errors import ConfigError
+from draftworks.features.loader import FeatureDataLoader
+from draftworks.features.training_loader import TrainingLoader
+from draftworks.training.checkpoint_files import read_record
+from draftworks.training.history import History
+from draftworks.training.observers import StepListener, TrainingObserver
+from draftworks.training.trainer import Persistence, Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerParts:
+    """What a trainer needs beside its training data. Arguments of `Trainer`.
+
+    Attributes:
+        heldout: loader of the held-out set.
+    """
+
+    strategy: DraftStrategy
+    training: TrainingSpec
+    heldout: FeatureDataLoader
+    device: torch.device
+    observers: Sequence[TrainingObserver] = ()
+    persistence: Persistence | None = None
+    stop_signal: Callable[[], int] = lambda: 0
+    evaluates_start: bool = False
+
+    def make_trainer(self, loader: TrainingLoader, steps: StepListener | None = None) -> Trainer:
+        """Return the trainer of this rank. A collective. Raises ConfigError, StoreError as `Trainer`."""
+        return Trainer(
+            self.strategy,
+            loader,
+            self.heldout,
+            self.training,
+            self.device,
+            self.observers,
+            self.persistence,
+            self.stop_signal,
+            self.evaluates_start,
+            steps,
+        )
+
+
+@dataclass(frozen=True)
+class TrainerRuntime:
+    """A training that is ready to run. It unpacks into `trainer, loader, run`.
+
+    Attributes:
+        follow: context that `run` trains in: the consumer's identity, and what producers are told at its end.
+    """
+
+    trainer: Trainer
+    loader: TrainingLoader
+    follow: Callable[[], AbstractContextManager[Any]]
+
+    def run(self) -> History:
+        """Train to the end. A collective. Raises what `Trainer.fit` and `follow` raise."""
+        with self.follow():
+            return self.trainer.fit()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.trainer, self.loader, self.run))
+
+
+def open_plane(
+    deployment_mode: str,
+    run_id: str,
+    metadata_db_path: Path | None = None,
+    metadata_store: MetadataStore | None = None,
+    **options: Any,
+) -> ControlPlane:
+    """Return this rank's control plane of a training, see `resolve_control_plane`: rank 0 opens it. A collective.
+
+    Raises:
+        ConfigError: as `resolve_control_plane`.
+        StoreError: on all ranks, as `resolve_control_plane`.
+    """
+
+    def begin() -> ControlPlane:
+        if get_rank() == 0:
+            return resolve_control_plane(deployment_mode, run_id, metadata_db_path, metadata_store, **options)
+        controller = DataFlowController(run_id, NoOpMetadataStore())
+        return ControlPlane(controller, deployment_mode != LOCAL_COLOCATED)
+
+    return run_on_every_rank(begin)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The parts of a training that resumes, and the optimizer step after which it does."""
+
+    parts: TrainerParts
+    step: int
+
+
+def find_start(parts: TrainerParts, resume: bool, resume_from: Path | None) -> ResumePoint:
+    """Return where a training starts: at a checkpoint with `resume`, else at its beginning. A collective.
+
+    Args:
+        resume_from: the checkpoint; by default that of `parts.persistence`, then the newest of its manager.
+
+    Raises:
+        ConfigError: a checkpoint is named without `resume`, or there is no `parts.persistence` to resume with.
+        StoreError: the checkpoint cannot be read.
+    """
+    persistence = parts.persistence
+    named = resume_from or (None if persistence is None else persistence.resume_from)
+    if not resume:
+        if named is not None:
+            raise ConfigError(
+                f"resume_from {named}: expected resume=True beside it. Only then are acknowledgements after the "
+                "checkpoint undone, and the samples that it covers left out; without that they would be trained twice"
+            )
+        return ResumePoint(parts, 0)
+    if persistence is None:
+        raise ConfigError("resume=True: expected persistence, which names the checkpoints, found none")
+    folder = named or persistence.manager.latest_dir()
+    if folder is None:
+        return ResumePoint(parts, 0)
+    step = run_on_every_rank(lambda: read_record(folder).step)
+    return ResumePoint(replace(parts, persistence=replace(persistence, resume_from=folder)), step)
