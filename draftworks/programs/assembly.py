@@ -28,6 +28,7 @@ from draftworks.features.open_store import open_store
 from draftworks.features.packing import PackLimits
 from draftworks.features.schedule import find_left_out
 from draftworks.programs.program import ProgramContext
+from draftworks.runtime.planned_loader import make_planned_loader
 from draftworks.storage.identity import LayerTap
 
 
@@ -181,30 +182,9 @@ def build_training_loader(
         ConfigError: the global batch does not divide into micro-batches, or is larger than the set.
         DataError: a sample does not fit into a packed row.
     """
-    limits = get_pack_limits(training)
     left_out = find_left_out(samples.tokens.sample_ids, (ref.sample_id for ref in samples.refs))
-    if limits is not None:
-        return FeatureDataLoader.for_packed_training(
-            samples.refs,
-            samples.store,
-            limits,
-            strategy.pack,
-            global_batch_size=training.global_batch_size,
-            rank=ctx.rank,
-            world=ctx.world_size,
-            seed=training.seed,
-            left_out=left_out,
-        )
-    return FeatureDataLoader.for_training(
-        samples.refs,
-        samples.store,
-        training.micro_batch_size,
-        strategy.collate,
-        global_batch_size=training.global_batch_size,
-        rank=ctx.rank,
-        world=ctx.world_size,
-        seed=training.seed,
-        left_out=left_out,
+    return make_planned_loader(
+        samples.refs, samples.store, strategy, training, ctx.rank, ctx.world_size, left_out=left_out
     )
 
 

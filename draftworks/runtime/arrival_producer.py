@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +26,7 @@ from draftworks.dataflow.watermark import InFlight
 from draftworks.distributed.stop_signals import block_stop_signals
 from draftworks.errors import DraftworksError, StoreError
 from draftworks.features.contracts import FeatureStore, KeyedFeatureStore, SampleRef
+from draftworks.runtime.lease_keeper import LeaseKeeper
 from draftworks.runtime.ref_sinks import RefSink, ShouldStop
 from draftworks.runtime.row_sources import RowSource
 from draftworks.storage.identity import digest
@@ -89,23 +89,8 @@ class TaskPool:
         leases = self._controller.lease_tasks(worker, limit=1)
         return leases[0] if leases else None
 
-    @contextmanager
-    def keep(self, lease: TaskLease) -> Iterator[None]:
-        """Context in which a lease is renewed."""
-        over = threading.Event()
-
-        def renew() -> None:
-            block_stop_signals()
-            while not over.wait(self._controller.lease_s / 3):
-                self._controller.renew_leases([lease])
-
-        thread = threading.Thread(target=renew, name="lease", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+    def make_keeper(self) -> LeaseKeeper:
+        return LeaseKeeper(self._controller)
 
     def holds(self, lease: TaskLease) -> bool:
         """Whether the lease has not gone to another worker."""
@@ -170,6 +155,7 @@ class ArrivalWorker:
         self._engine: TargetEngine | None = None
         self._verified = False
         self._plan = StreamPlan.of(run)
+        self._keeper = pool.make_keeper()
         self._rows: list[TokenRow] = []
         self._sound = SoundCapture(run, self._plan, self._rows, source.size)
 
@@ -181,25 +167,28 @@ class ArrivalWorker:
             EngineError, StoreError: the engine, the store or the stream cannot go on. The leased task goes back to the
                 pool.
         """
-        while not should_stop() and not self._sink.is_over:
-            lease = self._pool.lease(self.name)
-            if lease is not None:
-                self._work(lease, should_stop)
-            elif self._pool.is_drained:
-                return
-            else:
-                time.sleep(POLL_S)  # another worker may give a task back
+        with self._keeper.renewing():
+            while not should_stop() and not self._sink.is_over:
+                lease = self._pool.lease(self.name)
+                if lease is not None:
+                    self._work(lease, should_stop)
+                elif self._pool.is_drained:
+                    return
+                else:
+                    time.sleep(POLL_S)  # another worker may give a task back
 
     def _work(self, lease: TaskLease, should_stop: ShouldStop) -> None:
+        self._keeper.add(lease)
         try:
-            with self._pool.keep(lease):
-                engine = self._engine = self._engine or self._load_engine()
-                rows = self._select_new(self._source.make_rows(lease.task, engine))
-                captured = self._capture(engine, rows)
-                delivered = self._deliver(lease, captured, should_stop)
+            engine = self._engine = self._engine or self._load_engine()
+            rows = self._select_new(self._source.make_rows(lease.task, engine))
+            captured = self._capture(engine, rows)
+            delivered = self._deliver(lease, captured, should_stop)
         except BaseException as error:
             self._pool.give_back(lease, f"worker {self.name}: {_describe(error)}")
             raise
+        finally:
+            self._keeper.drop(lease)
         if delivered:
             self.summary += ProducerSummary(tasks=1, failed=len(rows) - len(captured))
         else:

@@ -27,12 +27,11 @@ def make_planned_loader(
         ConfigError: the global batch does not divide into micro-batches, or is larger than the set.
         DataError: a sample does not fit into a packed row.
     """
-    limits = get_pack_limits(training)
-    if limits is not None:
+    if training.pack_tokens is not None:
         return FeatureDataLoader.for_packed_training(
             refs,
             store,
-            limits,
+            PackLimits(training.pack_tokens, training.pack_overlong),
             strategy.pack,
             global_batch_size=training.global_batch_size,
             rank=rank,
@@ -53,8 +52,3 @@ def make_planned_loader(
         release_on_ack=release_on_ack,
         left_out=left_out,
     )
-
-
-def get_pack_limits(training: TrainingSpec) -> PackLimits | None:
-    """Return the limits of a packed row; None if batches are padded."""
-    return None if training.pack_tokens is None else PackLimits(training.pack_tokens, training.pack_overlong)
