@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,24 @@ from draftworks.features.contracts import CaptureConfig
 
 HEAD_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference between the head on `last` and the target's logits, as a share of the largest logit."""
+_VALUES_AT_ONCE = 1 << 15
+
+
+@dataclass(frozen=True)
+class _FloatLayout:
+    """A floating point format: the integers of its width, the mask of all bits but the sign, and infinity's bits."""
+
+    integer: torch.dtype
+    without_sign: int
+    infinity: int
+
+
+_LAYOUTS = {
+    torch.float64: _FloatLayout(torch.int64, (1 << 63) - 1, 0x7FF << 52),
+    torch.float32: _FloatLayout(torch.int32, (1 << 31) - 1, 0xFF << 23),
+    torch.bfloat16: _FloatLayout(torch.int16, (1 << 15) - 1, 0xFF << 7),
+    torch.float16: _FloatLayout(torch.int16, (1 << 15) - 1, 0x1F << 10),
+}
 
 
 def verify_capture(config: CaptureConfig, sample_id: str, streams: Mapping[str, Tensor], num_tokens: int) -> None:
@@ -39,11 +59,28 @@ def verify_capture(config: CaptureConfig, sample_id: str, streams: Mapping[str, 
             )
         if len(tensor) != num_tokens:
             raise CaptureError(f"{where}: expected {num_tokens} positions, one for each token, found {len(tensor)}")
-        if not tensor.any():
+        largest, infinite = find_largest_bits(tensor), _LAYOUTS[tensor.dtype].infinity
+        if largest == 0:
             raise CaptureError(f"{where}: all {tensor.numel()} values are zero, expected hidden states")
-        if not torch.isfinite(tensor).all():
+        if largest >= infinite:
             count = int((~torch.isfinite(tensor)).sum())
             raise CaptureError(f"{where}: {count} of {tensor.numel()} values are not finite. {_advise(config.dtype)}")
+
+
+def find_largest_bits(tensor: Tensor) -> int:
+    """Return the largest absolute value of a floating point tensor as the integer of the same bits.
+
+    It is 0 if all values are zero, and at least that of infinity if one is not finite. One pass over the memory, at
+    several times the speed of `isfinite` and `any`, which were half of the time that a client had for a token.
+    """
+    layout = _LAYOUTS[tensor.dtype]
+    bits = tensor.detach().reshape(-1).view(layout.integer).numpy()
+    buffer, largest = np.empty(min(len(bits), _VALUES_AT_ONCE), bits.dtype), 0
+    for start in range(0, len(bits), _VALUES_AT_ONCE):
+        values = bits[start : start + _VALUES_AT_ONCE]
+        without_sign = np.bitwise_and(values, layout.without_sign, out=buffer[: len(values)])
+        largest = max(largest, int(without_sign.max()))
+    return largest
 
 
 def _advise(dtype: str) -> str:

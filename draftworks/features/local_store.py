@@ -56,6 +56,7 @@ class LocalFeatureStore(KeyedFeatureStore):
         max_open: shards kept mapped.
         max_hold_age_s: leases older than this are dropped by `gc`.
         read_only: make no folders. Whoever says so must not put, free or collect garbage.
+        keep_tensors: `put` buffers the tensors themselves, which nobody changes afterwards, and not copies of them.
     """
 
     lease_bound = False
@@ -68,6 +69,7 @@ class LocalFeatureStore(KeyedFeatureStore):
         max_open: int = 64,
         max_hold_age_s: float = 3600.0,
         read_only: bool = False,
+        keep_tensors: bool = False,
     ) -> None:
         self.root = root.resolve()
         self._shards = self.root / "shards"
@@ -76,7 +78,9 @@ class LocalFeatureStore(KeyedFeatureStore):
             folder.mkdir(parents=True, exist_ok=True)
         self._verify = verify_reads
         self._journals = FreedKeys(self._shards)
-        self._writer = ShardWriter(self._shards, self._staging, shard_bytes, self._journals.publishing)
+        self._writer = ShardWriter(
+            self._shards, self._staging, shard_bytes, self._journals.publishing, keep_tensors=keep_tensors
+        )
         self._reader = ShardReader(max_open)
         self._index = ShardIndex()
         self._damaged: dict[Path, str] = {}

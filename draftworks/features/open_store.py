@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 SHARD_BYTES = 256 << 20
 
 
-def open_store(spec: StoreSpec, shard_bytes: int = SHARD_BYTES) -> KeyedFeatureStore:
+def open_store(spec: StoreSpec, shard_bytes: int = SHARD_BYTES, keep_tensors: bool = False) -> KeyedFeatureStore:
     """Open, or create, the store of a kind at a place.
 
     Args:
         shard_bytes: size at which a local store publishes a shard; a shared one has none.
+        keep_tensors: tensors that are put are not changed afterwards, so that a local store need not copy them.
 
     Raises:
         StoreError: the place cannot be a store, or is a shared one that is not mounted on this machine.
     """
     with _opening(spec):
         if spec.kind == "local":
-            return LocalFeatureStore(spec.root, shard_bytes=shard_bytes)
+            return LocalFeatureStore(spec.root, shard_bytes=shard_bytes, keep_tensors=keep_tensors)
         if not spec.root.parent.is_dir():
             # Creating it would make a local folder with the name of the shared one.
             raise StoreError(f"{spec.root.parent}: expected the shared folder, found none. Mount it on this machine")
@@ -37,8 +38,11 @@ def open_store(spec: StoreSpec, shard_bytes: int = SHARD_BYTES) -> KeyedFeatureS
 
 
 def open_store_to_write(spec: StoreSpec, shard_bytes: int = SHARD_BYTES) -> KeyedFeatureStore:
-    """As `open_store`; raises StoreError also if it is not writable, before anything is computed for it."""
-    store = open_store(spec, shard_bytes)
+    """As `open_store`; raises StoreError also if it is not writable, before anything is computed for it.
+
+    Tensors that are put must not be changed afterwards.
+    """
+    store = open_store(spec, shard_bytes, keep_tensors=True)
     with _opening(spec), tempfile.TemporaryFile(dir=spec.root):
         return store
 

@@ -140,6 +140,7 @@ class ShardWriter:
         staging: folder on the same file system for files being written.
         shard_bytes: `full` is true from this size on.
         publishing: context, given the shard's path, in which a written shard is renamed into place.
+        keep_tensors: keep the tensors that are added, which nobody changes afterwards, and not copies of them.
     """
 
     def __init__(
@@ -148,7 +149,9 @@ class ShardWriter:
         staging: Path,
         shard_bytes: int,
         publishing: Callable[[Path], AbstractContextManager[None]] = nullcontext,
+        keep_tensors: bool = False,
     ) -> None:
+        self._keep_tensors = keep_tensors
         self._folder = folder
         self._staging = staging
         self._shard_bytes = shard_bytes
@@ -168,7 +171,8 @@ class ShardWriter:
     def add(self, key: str, tensor: Tensor) -> None:
         """Add a tensor under a key; a key that is present is ignored, since keys are content."""
         if key not in self._tensors:
-            self._tensors[key] = tensor.detach().cpu().contiguous().clone()
+            on_cpu = tensor.detach().cpu().contiguous()
+            self._tensors[key] = on_cpu if self._keep_tensors else on_cpu.clone()
             self.nbytes += tensor.nbytes
 
     def discard(self, key: str) -> None:

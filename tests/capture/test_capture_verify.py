@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftworks.capture.verify import check_head, verify_capture
+from draftworks.capture.verify import check_head, find_largest_bits, verify_capture
 from draftworks.errors import CaptureError, UnsoundEngineError
 from draftworks.features.contracts import CaptureConfig
 
@@ -68,3 +68,21 @@ def test_the_head_on_a_wrong_last_is_refused(tiny_engine):
         check_head(tiny_engine, ["a"], [row], [last * 1.01])
     with pytest.raises(CaptureError):
         check_head(tiny_engine, ["a"], [row], [last * float("nan")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values_are_judged_as_torch_judges_them(dtype: torch.dtype):
+    """Any bits, among them zeros of either sign, denormals, infinities and all kinds of NaN, alone among zeros and not."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    infinity = int(torch.tensor([float("inf")], dtype=dtype).view(integer))
+    sign = torch.iinfo(integer).min
+    chosen = [0, sign, 1, sign + 1, infinity - 1, infinity, infinity + 1, infinity + sign, infinity + sign - 1, -1]
+    drawn = torch.randint(sign, torch.iinfo(integer).max, (200,), generator=torch.Generator().manual_seed(0))
+    for bits in [*chosen, *drawn.tolist()]:
+        for size in (1, 40_000):
+            tensor = torch.zeros(size, dtype=integer)
+            tensor[size // 2] = bits
+            values = tensor.view(dtype)
+            largest = find_largest_bits(values)
+            assert (largest == 0) == (not values.any())
+            assert (largest < infinity) == bool(torch.isfinite(values).all())

@@ -47,5 +47,27 @@ def load(target: TargetFiles, capture: CaptureSpec, device: torch.device, place:
     return SpoiledEngine(engine, *DAMAGES[damage]) if damage else engine
 
 
+class ReusingEngine(WatchedEngine):
+    """An engine that uses the memory of its last answer again."""
+
+    def __init__(self, engine: TargetEngine) -> None:
+        super().__init__(engine)
+        self._answer: list[torch.Tensor] = []
+
+    def capture(self, sequences, taps):
+        with torch.inference_mode():
+            for stream in self._answer:
+                stream.fill_(7.0)
+        captured = super().capture(sequences, taps)
+        self._answer = [stream for streams in captured for stream in streams.values()]
+        return captured
+
+
+def load_reusing(
+    target: TargetFiles, capture: CaptureSpec, device: torch.device, place: EnginePlace | None
+) -> TargetEngine:
+    return ReusingEngine(load_hf_engine(target, capture, device))
+
+
 def load_nothing(*arguments: Any) -> str:
     return "an engine"

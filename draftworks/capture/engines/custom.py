@@ -83,7 +83,13 @@ class CheckedEngine(TargetEngine):
         answer = self._engine.submit(sequences, taps)
         if not isinstance(answer, Future):
             raise self._make_contract_error(f"submit: expected a Future, found {_describe_type(answer)}")
-        return TransformedFuture(answer, lambda captured: self._require_captured(captured, sequences, taps))
+
+        def copy(captured: Any) -> list[dict[str, Tensor]]:
+            """Copy before the next batch begins, in which a user's engine may use its memory again."""
+            streams = self._require_captured(captured, sequences, taps)
+            return [{name: stream.clone() for name, stream in each.items()} for each in streams]
+
+        return TransformedFuture(answer, copy)
 
     def cancel(self, answers: Collection[Future[list[dict[str, Tensor]]]]) -> None:
         self._engine.cancel([answer.source for answer in answers if isinstance(answer, TransformedFuture)])

@@ -14,11 +14,13 @@ from draftworks.capture.answers.answer_sets import make_answers_identity
 from draftworks.capture.engine import Generated, load_engine, make_engine_identity
 from draftworks.capture.engines.custom import CheckedEngine
 from draftworks.capture.engines.hf import HFTargetEngine
+from draftworks.capture.plan import StreamPlan, make_refs
 from draftworks.capture.session import capture_features
 from draftworks.config.registry_files import CaptureSpec, ResponseSpec, TargetSpec
 from draftworks.config.run_files import CaptureRun, RegenerateRun, TargetFiles
 from draftworks.config.validation import parse_spec
 from draftworks.errors import CaptureError, ConfigError, EngineError
+from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.open_store import open_store
 from draftworks.storage.identity import EngineIdentity, LayerTap
 
@@ -52,6 +54,18 @@ def test_features_are_those_of_the_engine_under_keys_of_its_own(tiny_target, tin
     taps = [LayerTap(0), LayerTap(2)]
     for name, stream in engine.capture([row], taps)[0].items():
         assert torch.equal(stream, tiny_engine.capture([row], taps)[0][name])
+
+
+def test_an_engine_may_use_the_memory_of_its_answers_again(tiny_target, tiny_engine: HFTargetEngine, tmp_path):
+    run = make_run_with(tiny_target, tmp_path, entry_point="custom_engines:load_reusing")
+    run = run.model_copy(update={"capture": run.capture.model_copy(update={"batch_tokens": 1})})
+    assert count_captured(run) == len(ROWS)
+    store = LocalFeatureStore(run.store.root)
+    for row, ref in zip(ROWS, make_refs(run, StreamPlan.of(run), ROWS, store.uri), strict=True):
+        stored, handle = store.get(ref)
+        expected = tiny_engine.capture([row.input_ids.tolist()], [LayerTap(2), LayerTap(4)])[0]
+        assert all(torch.equal(stored[name], stream) for name, stream in expected.items())
+        store.release(handle)
 
 
 def test_name_and_numerics_are_part_of_every_identity(tiny_target, tmp_path):
