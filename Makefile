@@ -2,6 +2,7 @@
 # make demo-streamed   the same for a deployment of its own whose features stream to the trainer and are not all stored
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
 # make test   linter and all tests but those that need the real speculators library, SpecForge, SGLang or Mooncake
+# make test-long   what takes minutes and is not in CI: repeated random kills, a million references
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
 # make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
@@ -33,7 +34,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed ui test test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-gpu bench-gpu docs reference lint check clean
+.PHONY: demo demo-streamed ui test test-long test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-gpu bench-gpu docs reference lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -46,7 +47,10 @@ ui: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks ui --port $(PORT)
 
 test: $(VENV)/ready .dagster/ready lint
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not speculators and not specforge and not sglang and not mooncake'
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake'
+
+test-long: $(VENV)/ready
+	$(BIN)/python -m pytest --timeout 3600 -m 'long and not mooncake and not sglang'
 
 # Other instruction sets round otherwise: what ends in another draft here would on another machine. (MKL's own variable for its
 # instruction set is for Intel's processors only; its mode of compatible results is for all.)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import control_plane
+import pytest
 from typer.testing import CliRunner
 
 
@@ -27,3 +30,13 @@ def test_every_reference_passes_every_phase(tmp_path: Path) -> None:
     assert slim["slim_bytes"] < slim["json_bytes"] / 3
     assert slim["encode_us"] < slim["to_json_us"] / 3
     assert "total" in done.output
+
+
+@pytest.mark.long
+def test_a_million_references_pass_at_flat_memory(tmp_path: Path) -> None:
+    found = tmp_path / "out.json"
+    subprocess.run([sys.executable, control_plane.__file__, "--json", str(found)], check=True, timeout=3000)
+    rows = json.loads(found.read_text())["rows"]
+    begun = next(row for row in rows if row["phase"] == "commit")
+    assert rows[-1]["refs"] == 1_000_000
+    assert rows[-1]["peak_mib"] < 1.2 * begun["peak_mib"]
