@@ -6,7 +6,9 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from pydantic import Field
 
 from draftworks.distributed.stop_signals import defer_interrupt
 from draftworks.programs.heartbeat import HeartbeatRecord
+from draftworks.programs.labels import LABEL
 from resources.companions import Companion, RunningCompanion, RunningCompanions
 from resources.job_failure import (
     describe_job_failure,
@@ -37,6 +40,45 @@ class JobResult:
 
     report: dict[str, Any]
     metadata: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PeerJob:
+    """One of several jobs that run side by side, each with a report of its own.
+
+    Attributes:
+        name: for messages, and before its lines on the run page.
+        folder: in which the folder of each attempt is made.
+    """
+
+    name: str
+    job: TorchJob
+    folder: Path
+
+
+Outcome = JobResult | dg.Failure
+"""How a job ended; an interruption is an exception and no outcome."""
+
+
+@dataclass
+class _RunningJob:
+    """A submitted job; `failure` and `seconds` are set when it has ended.
+
+    Attributes:
+        tail: copies its output to the step's compute log; None for a job whose output stays in its own log.
+    """
+
+    peer: PeerJob
+    files: RunDir
+    handle: Any
+    session: dg.PipesSession
+    watch: StallWatch
+    tail: LogTail | None
+    metadata: dict[str, Any]
+    started: float = field(default_factory=time.monotonic)
+    running_since: float | None = None
+    has_ended: bool = False
+    failure: dg.Failure | None = None
 
 
 class _MessagesOfRank0(dg.PipesFileMessageReader):
@@ -106,35 +148,25 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         progress for `stall_limit_s` is ended, and the failure names the last place of each rank.
         """
         base = run_dir or Path(self.workdir) / context.op_execution_context.op_handle.name
-        files = RunDir.create(base, context.run.run_id, context.retry_number)
-        with dg.open_pipes_session(
-            context=context,
-            context_injector=dg.PipesEnvContextInjector(),
-            message_reader=_MessagesOfRank0(str(files.messages)),
-            extras=dict(extras or {}),
-        ) as session:
-            env = {
-                **job.env,
-                **session.get_bootstrap_env_vars(),
-                **_make_error_environment(files),
-            }
-            metadata = self._run_beside(context, job, env, files, companions)
-        # All messages have been read when the session has ended.
-        messages = session.get_custom_messages()
-        reports = [message["report"] for message in messages if isinstance(message, dict) and "report" in message]
-        if len(reports) != 1:
-            raise describe_missing_report(job, len(reports), metadata)
-        return JobResult(report=reports[0], metadata=metadata)
+        peer = PeerJob(context.op_execution_context.op_handle.name, job, base)
+        outcome = self.run_together(context, [peer], companions, extras)[peer.name]
+        if isinstance(outcome, dg.Failure):
+            raise outcome
+        return outcome
 
-    def _run_beside(
+    def run_together(
         self,
         context: dg.AssetExecutionContext,
-        job: TorchJob,
-        env: Mapping[str, str],
-        files: RunDir,
-        companions: Sequence[Companion],
-    ) -> dict[str, Any]:
-        """Run the job to its end beside its companions; returns the metadata of a success."""
+        peers: Sequence[PeerJob],
+        companions: Sequence[Companion] = (),
+        extras: Mapping[str, Any] | None = None,
+        on_failure: Callable[[str, dg.Failure], None] = lambda name, failure: None,
+    ) -> dict[str, Outcome]:
+        """Run jobs side by side to the end of the last one; return how each ended, by name.
+
+        A job that fails, stalls or runs over its time ends alone: `on_failure` is called at once with its name and its
+        failure, and the others go on. A failure of a companion ends all jobs and is raised, and so does an interrupt.
+        """
 
         def submit(companion: Companion) -> RunningCompanion:
             own = RunDir.create(companion.folder, context.run.run_id, context.retry_number)
@@ -142,79 +174,141 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
             return RunningCompanion(companion, handle, own)
 
         beside = RunningCompanions(submit, self.poll, self.cancel, context.log.warning)
-        try:
-            for each in companions:
-                beside.start(each)
-            metadata = self._run_to_end(context, job, env, files, beside)
-            beside.finish(COMPANION_GRACE_S)
-        except BaseException:
-            beside.cancel()
-            raise
-        return {**metadata, **beside.logs}
+        with ExitStack() as sessions:
+            try:
+                for each in companions:
+                    beside.start(each)
+                jobs = self._run_to_end(context, peers, dict(extras or {}), sessions, beside, on_failure)
+                if any(each.failure is None for each in jobs):
+                    beside.finish(COMPANION_GRACE_S)
+                else:
+                    beside.cancel()
+            except BaseException:
+                beside.cancel()
+                raise
+        # All messages have been read when the sessions have ended.
+        return {each.peer.name: _read_outcome(each, beside.logs) for each in jobs}
 
     def _run_to_end(
         self,
         context: dg.AssetExecutionContext,
-        job: TorchJob,
-        env: Mapping[str, str],
-        files: RunDir,
+        peers: Sequence[PeerJob],
+        extras: Mapping[str, Any],
+        sessions: ExitStack,
         companions: RunningCompanions,
-    ) -> dict[str, Any]:
-        """Submit, wait and copy the log; returns the metadata of a success.
+        on_failure: Callable[[str, dg.Failure], None],
+    ) -> list[_RunningJob]:
+        """Submit all jobs, and wait until each has ended.
 
-        An interrupt of the step is handled between two polls, so that it cancels the job once: a second interrupt
+        An interrupt of the step is handled between two polls, so that it cancels the jobs once: a second interrupt
         within moments, as schedulers send it, does not shorten the ranks' grace for saving."""
-        started = time.monotonic()
-        tail = LogTail(files.log, self.log_limit_mb << 20)
+        jobs: list[_RunningJob] = []
         with defer_interrupt() as pass_on_interrupt:
-            handle = self.submit(job, env, files)
             try:
-                metadata = {**self.describe(handle), "log": dg.MetadataValue.path(files.log)}
-                context.log.info(f"started {job.module} with {job.procs_per_node} rank(s): {self.describe(handle)}")
-                status = self._wait(handle, job, files, tail, metadata, pass_on_interrupt, companions)
-                pass_on_interrupt()
+                for peer in peers:
+                    own = {**extras, **({LABEL: peer.name} if len(peers) > 1 else {})}
+                    jobs.append(self._start(context, peer, own, sessions, shows_output=not jobs))
+                while waiting := [each for each in jobs if not each.has_ended]:
+                    for each in waiting:
+                        self._look(each, companions)
+                        if each.failure is not None:
+                            on_failure(each.peer.name, each.failure)
+                    pass_on_interrupt()
+                    if not all(each.has_ended for each in jobs):
+                        companions.watch()
+                        time.sleep(self.poll_interval_s)
             except dg.DagsterExecutionInterruptedError:
-                self.cancel(handle)
-                raise dg.DagsterExecutionInterruptedError(read_interruption(files)) from None
+                self._cancel_all(jobs)
+                words = [read_interruption(each.files) for each in jobs]
+                raise dg.DagsterExecutionInterruptedError("; ".join(filter(None, words))) from None
             except BaseException:
-                self.cancel(handle)
+                self._cancel_all(jobs)
                 raise
             finally:
-                tail.finish()
-        metadata["seconds"] = round(time.monotonic() - started, 2)
-        if status.state is not JobState.SUCCEEDED:
-            raise describe_job_failure(job, files, status, metadata)
-        return metadata
+                for each in jobs:
+                    if each.tail is not None:
+                        each.tail.finish()
+        return jobs
 
-    def _wait(
+    def _start(
         self,
-        handle: Any,
-        job: TorchJob,
-        files: RunDir,
-        tail: LogTail,
-        metadata: Mapping[str, Any],
-        pass_on_interrupt: Callable[[], None],
-        companions: RunningCompanions,
-    ) -> JobStatus:
-        running_since: float | None = None
-        limit_s = self.time_limit_s
-        watch = StallWatch(files.ranks, files.log, (self.stall_limit_s or math.inf) + job.longest_wait_s)
-        while not (status := self.poll(handle)).state.is_final:
-            pass_on_interrupt()
-            companions.watch()
-            now = time.monotonic()
-            if status.state is JobState.RUNNING and running_since is None:
-                running_since = now
-            if limit_s and running_since is not None and now - running_since > limit_s:
-                raise describe_time_limit(job, limit_s, metadata)
-            if running_since is not None and (stalled := watch.find_stalled()) is not None:
-                states = self.ask_for_stacks(handle, stalled)
-                raise describe_stall(job, files, watch.limit_s, list(zip(stalled, states, strict=True)), metadata)
-            tail.copy()
-            time.sleep(self.poll_interval_s)
-        if status.state is not JobState.SUCCEEDED:
-            companions.raise_failure()
-        return status
+        context: dg.AssetExecutionContext,
+        peer: PeerJob,
+        extras: Mapping[str, Any],
+        sessions: ExitStack,
+        shows_output: bool,
+    ) -> _RunningJob:
+        files, job = RunDir.create(peer.folder, context.run.run_id, context.retry_number), peer.job
+        session = sessions.enter_context(
+            dg.open_pipes_session(
+                context=context,
+                context_injector=dg.PipesEnvContextInjector(),
+                message_reader=_MessagesOfRank0(str(files.messages)),
+                extras=dict(extras),
+            )
+        )
+        env = {**job.env, **session.get_bootstrap_env_vars(), **_make_error_environment(files)}
+        handle = self.submit(job, env, files)
+        place = self.describe(handle)
+        context.log.info(f"started {job.module} with {job.procs_per_node} rank(s): {place}")
+        return _RunningJob(
+            peer=peer,
+            files=files,
+            handle=handle,
+            session=session,
+            watch=StallWatch(files.ranks, files.log, (self.stall_limit_s or math.inf) + job.longest_wait_s),
+            tail=LogTail(files.log, self.log_limit_mb << 20) if shows_output else None,
+            metadata={**place, "log": dg.MetadataValue.path(files.log)},
+        )
+
+    def _look(self, running: _RunningJob, companions: RunningCompanions) -> None:
+        """Note whether a job has ended; end one without progress or over its time.
+
+        Raises dagster.Failure of a companion if the job failed and the companion did too: that is the cause.
+        """
+        job, files, metadata = running.peer.job, running.files, running.metadata
+        status, now = self.poll(running.handle), time.monotonic()
+        if status.state.is_final:
+            running.has_ended = True
+            metadata["seconds"] = round(now - running.started, 2)
+            if status.state is not JobState.SUCCEEDED:
+                companions.raise_failure()
+                running.failure = describe_job_failure(job, files, status, metadata)
+        elif status.state is JobState.RUNNING:
+            running.running_since = running.running_since or now
+            if self.time_limit_s and now - running.running_since > self.time_limit_s:
+                running.failure = describe_time_limit(job, self.time_limit_s, metadata)
+            elif (stalled := running.watch.find_stalled()) is not None:
+                states = self.ask_for_stacks(running.handle, stalled)
+                ranks = list(zip(stalled, states, strict=True))
+                running.failure = describe_stall(job, files, running.watch.limit_s, ranks, metadata)
+            if running.failure is not None:
+                running.has_ended = True
+                self.cancel(running.handle)
+        if running.tail is not None:
+            running.tail.copy()
+
+    def _cancel_all(self, jobs: Sequence[_RunningJob]) -> None:
+        """Cancel the jobs that still run at one time, so that each has the whole grace for saving."""
+        handles = [each.handle for each in jobs if not each.has_ended]
+        if len(handles) < 2:
+            for handle in handles:
+                self.cancel(handle)
+            return
+        with ThreadPoolExecutor(len(handles)) as pool:
+            list(pool.map(self.cancel, handles))
+
+
+def _read_outcome(ended: _RunningJob, logs: Mapping[str, Any]) -> Outcome:
+    """Return the one report of a job that succeeded; otherwise its failure."""
+    if ended.failure is not None:
+        return ended.failure
+    metadata = {**ended.metadata, **logs}
+    messages = ended.session.get_custom_messages()
+    reports = [message["report"] for message in messages if isinstance(message, dict) and "report" in message]
+    if len(reports) != 1:
+        return describe_missing_report(ended.peer.job, len(reports), metadata)
+    return JobResult(report=reports[0], metadata=metadata)
 
 
 def _make_error_environment(files: RunDir) -> dict[str, str]:

@@ -36,6 +36,7 @@ from draftworks.distributed.stop_signals import Interrupted, raise_on_stop
 from draftworks.errors import DraftworksError
 from draftworks.programs.failure import RankFailure
 from draftworks.programs.heartbeat import Heartbeat
+from draftworks.programs.labels import LABEL
 from draftworks.storage.full_disk import explain_full_disk
 from draftworks.targets.resolve import require_unchanged
 
@@ -72,12 +73,14 @@ class ProgramContext:
         return self.rank == 0
 
     def log(self, message: str) -> None:
-        """Print a line to stdout, with the rank if there are several; rank 0's lines also go to Dagster's run page."""
+        """Print a line to stdout, with the rank if there are several; rank 0's lines also go to Dagster's run page, with
+        the launcher's name for the program if others run beside it."""
         prefix = f"[rank {self.rank}] " if self.world_size > 1 else ""
         self.beat(message)
         print(f"{prefix}{message}", flush=True)
         if self.pipes is not None:
-            self.pipes.log.info(message)
+            label = self.pipes.extras.get(LABEL)
+            self.pipes.log.info(message if label is None else f"{label}: {message}")
 
     def report_progress(self, values: Mapping[str, float | int | str], *, force: bool = False) -> None:
         """Print the progress as a line `step=10 loss=2.31`, on rank 0 and at most every two seconds.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import psutil
@@ -21,7 +22,7 @@ from draftworks.errors import ConfigError
 from draftworks.programs.heartbeat import HeartbeatRecord
 from resources.local_launcher import LocalLauncher
 from resources.torch_job import RunDir, TorchJob
-from resources.torch_launcher import JobResult
+from resources.torch_launcher import JobResult, PeerJob
 
 HERE = Path(__file__).parent
 PATH = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "programs")])}
@@ -273,6 +274,30 @@ def test_killing_dagster_ends_every_worker(tmp_path: Path) -> None:
     with hanging_job("hang", tmp_path, grace_s=10) as host:
         host.kill()
         wait_until(lambda: not survivors(tmp_path), timeout_s=LONG_S)
+
+
+def launch_together(tmp_path: Path, *tasks: tuple[str, ...], **options: float) -> tuple[dict, dict, Any]:
+    """Materialize an asset that runs jobs side by side; returns their outcomes, the failures as they came, the result."""
+    outcomes, failures = {}, {}
+
+    @dg.asset
+    def drafts(context: dg.AssetExecutionContext, launcher: LocalLauncher) -> dg.MaterializeResult:
+        peers = [PeerJob(task[0], worker(task[0], tmp_path, *task[1:], procs=1), tmp_path / task[0]) for task in tasks]
+        outcomes.update(launcher.run_together(context, peers, on_failure=failures.setdefault))
+        return dg.MaterializeResult()
+
+    launcher = LocalLauncher(workdir=str(tmp_path / "runs"), poll_interval_s=0.05, **options)
+    result = dg.materialize([drafts], resources={"launcher": launcher}, raise_on_error=False)
+    return outcomes, failures, result
+
+
+def test_jobs_side_by_side_end_each_in_its_own_way(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    outcomes, failures, result = launch_together(tmp_path, ("report", "1"), ("die",))
+    assert result.success
+    assert outcomes["report"].report["number"] == 0
+    assert outcomes["die"] is failures["die"]
+    assert f"The last lines of {tmp_path / 'die'}" in failures["die"].description
+    assert "rank 0 speaks" in capfd.readouterr().out
 
 
 def test_several_nodes_are_refused(tmp_path: Path) -> None:
