@@ -23,7 +23,7 @@ from draftworks.targets.registry import HELDOUT
 from resources.companions import Companion
 from resources.dead_runs import end_with_run_process
 from resources.torch_job import TorchJob
-from resources.torch_launcher import JobResult, TorchLauncher
+from resources.torch_launcher import JobResult, PeerJob, TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.metadata import round_figures, shorten_path
 from spec_assets.run_problems import describe_check
@@ -260,6 +260,26 @@ def make_companion(
     its own."""
     folder = locate_step_folder(context, workspace) / program
     return Companion(_make_job(folder, program, run, processes, device, python), folder, serves, restarts)
+
+
+def make_peer(
+    context: dg.AssetExecutionContext,
+    workspace: Workspace,
+    name: str,
+    program: str,
+    run: RunFile,
+    processes: int,
+    device: str,
+    is_own: bool,
+) -> PeerJob:
+    """Write the run file of one of several jobs that run side by side, with arguments as `launch`.
+
+    Args:
+        is_own: whether its files lie in the step's folder, as those of a job that runs alone; else in `name` below it.
+    """
+    folder = locate_step_folder(context, workspace)
+    folder = folder if is_own else folder / name
+    return PeerJob(name, _make_job(folder, program, run, processes, device, None), folder)
 
 
 def locate_step_folder(context: dg.AssetExecutionContext, workspace: Workspace) -> Path:

@@ -13,7 +13,10 @@ import dagster as dg
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import ProduceRun, StreamPlace, StreamSteps
-from draftworks.config.streaming import StreamingSpec
+from draftworks.config.streaming import StreamFollower, StreamingSpec, require_one_schedule
+from draftworks.dataflow.controller import DataFlowController
+from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
+from draftworks.storage.atomic import publish_json
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import read_json
 from resources.companions import Companion
@@ -21,23 +24,53 @@ from resources.workspace import Workspace
 from spec_assets.common import make_companion
 from spec_assets.features import PLANNED
 from spec_assets.metadata import format_bytes
-from spec_assets.stream_services import RESTARTS, make_stream_place, make_stream_services
+from spec_assets.stream_services import DATABASE, RESTARTS, make_stream_place, make_stream_services
 
 if TYPE_CHECKING:
-    from spec_assets.drafts import DraftInputs
+    from spec_assets.draft_inputs import DraftInputs
 
 STREAM = "stream"
 """Key of the producers' figures in a draft's summary."""
+TOGETHER = "together"
+"""Key in it of the strategies whose drafts were trained from the stream, each capture having served all of them."""
 TRAINER_WAITED = "waited_for_features_s"
 """Key of the trainer's own waiting in it, as `draftworks.programs.train` reports it."""
 
 
+SHARED_LOCK = "shared.lock"
+"""Held by the step that trains drafts of a target from one stream."""
+DRAFTS = "drafts.json"
+"""In the folder of a stream that several drafts follow: the digests of their identities, by strategy."""
+
+
+@dataclass(frozen=True)
+class StreamReader:
+    """A draft that reads a stream: the name of its strategy, its inputs and its identity."""
+
+    name: str
+    inputs: DraftInputs
+    identity: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        return digest(dict(self.identity))
+
+    def to_follower(self) -> StreamFollower:
+        training, samples = self.inputs.training, self.inputs.train_features.summary["samples"]
+        steps = StreamSteps(
+            global_batch_size=training.global_batch_size,
+            seed=training.seed,
+            total_steps=training.count_steps(samples // training.global_batch_size),
+        )
+        return StreamFollower(name=self.name, streams=list(self.inputs.feature_versions), steps=steps)
+
+
 @dataclass(frozen=True)
 class DraftStream:
-    """The stream of one training; without `place`, its features are stored and nothing runs beside it.
+    """The stream of a training, or of several; without `place`, features are stored and nothing runs beside it.
 
     Attributes:
-        beside: producers, and what serves them and the trainer.
+        beside: producers, and what serves them and the trainers.
         out: folder of the producers' figures.
     """
 
@@ -45,67 +78,114 @@ class DraftStream:
     beside: Sequence[Companion] = ()
     out: Path | None = None
 
-    def summarize(self) -> dict[str, Any]:
-        """Return the producers' figures for the draft's summary."""
+    def place_of(self, name: str) -> StreamPlace | None:
+        """Return the place as the training of one strategy finds it."""
+        if self.place is None or not self.place.followers:
+            return self.place
+        return self.place.model_copy(update={"consumer": name})
+
+    def give_up(self, name: str, failure: dg.Failure) -> None:
+        """Give up the claims of a training that has failed, so that neither producers nor trainings wait for it."""
+        from draftworks.runtime.training_stream import open_controller
+
+        if self.place is not None and self.place.followers:
+            controller = open_controller(self.place)
+            controller.record_left(f"it has failed: {(failure.description or '').partition(chr(10))[0]}", name)
+            controller.close()
+
+    def summarize(self, trained: Sequence[str]) -> dict[str, Any]:
+        """Return the producers' figures for the summary of each of the drafts that were trained."""
         if self.out is None:
             return {}
         workers = [read_json(path) for path in sorted(self.out.glob("*.json"))]
         names = ("captured_samples", "captured_tokens", "captured_bytes", "waited_s", "seconds")
-        return {STREAM: {"producers": len(workers), **{name: sum(each[name] for each in workers) for name in names}}}
+        figures = {name: sum(each[name] for each in workers) for name in names}
+        together = {TOGETHER: sorted(trained)} if len(trained) > 1 else {}
+        return {STREAM: {"producers": len(workers), **figures, **together}}
 
 
 @contextmanager
 def open_stream(
-    context: dg.AssetExecutionContext,
-    workspace: Workspace,
-    target: TargetSpec,
-    inputs: DraftInputs,
-    identity: Mapping[str, Any],
+    context: dg.AssetExecutionContext, workspace: Workspace, target: TargetSpec, readers: Sequence[StreamReader]
 ) -> Iterator[DraftStream]:
-    """Context of a training with its stream, if its features are only planned.
+    """Context of trainings with their stream, if their features are only planned. The first reader is the step's own.
 
-    The stream's store and its database belong to this training. They stay after an interruption, and go when it is done.
+    The stream's store and its database belong to these trainings. They stay after an interruption; `remove_streams`
+    removes them.
+
+    Raises:
+        ConfigError: the trainings take different samples at a step.
     """
-    if not inputs.train_features.summary.get(PLANNED):
+    inputs = readers[0].inputs
+    if not is_planned(inputs):
         yield DraftStream()
         return
-    folder = workspace.var / "streams" / target.name / digest(dict(identity))
+    digests = {each.name: each.digest for each in readers}
+    folder = locate_streams(workspace, target) / (readers[0].digest if len(readers) == 1 else digest(digests))
     producers = folder / "producers"
     producers.mkdir(parents=True, exist_ok=True)
     for path in producers.glob("*.json"):
         path.unlink()
-    training, capture = inputs.training, target.capture
-    samples = inputs.train_features.summary["samples"]
+    followers = [each.to_follower() for each in readers]
+    if len(readers) > 1:
+        require_one_schedule(followers)
+        publish_json(folder / DRAFTS, digests)
+    streams = list(dict.fromkeys(stream for each in followers for stream in each.streams))
+    capture = target.capture
     settings = target.streaming or StreamingSpec()
-    place = make_stream_place(folder, settings.resolve_keep(count_stream_bytes(inputs), capture.budget_gb))
+    place = make_stream_place(folder, settings.resolve_keep(count_stream_bytes(inputs, streams), capture.budget_gb))
+    if len(readers) > 1:
+        place = place.model_copy(update={"followers": followers})
+        _count_all_in(folder / DATABASE, place)
     run = ProduceRun(
         out=producers,
         target=inputs.files,
         tokens=inputs.train_tokens.path,
         features=inputs.train_features.path,
-        streams=list(inputs.feature_versions),
+        streams=streams,
         capture=capture,
         sglang=workspace.sglang,
-        steps=StreamSteps(
-            global_batch_size=training.global_batch_size,
-            seed=training.seed,
-            total_steps=training.count_steps(samples // training.global_batch_size),
-        ),
+        steps=max((each.steps for each in followers), key=lambda steps: steps.total_steps),
         stream=place,
     )
     python = workspace.find_python(capture)
     beside = make_companion(
         context, workspace, "produce", run, capture.processes, capture.device, python, restarts=RESTARTS
     )
-    services = make_stream_services(context, workspace, folder, place)
-    yield DraftStream(place, (*services, beside), producers)
-    shutil.rmtree(folder, ignore_errors=True)
+    yield DraftStream(place, (*make_stream_services(context, workspace, folder, place), beside), producers)
 
 
-def count_stream_bytes(inputs: DraftInputs) -> int:
-    """Return the bytes of all features that the draft reads; streams of a target are equally wide."""
+def _count_all_in(database: Path, place: StreamPlace) -> None:
+    """Let all followers of a stream take part, those too that failed in an earlier attempt; no process uses it yet."""
+    if database.exists():
+        controller = DataFlowController(place.run_id, SQLiteMetadataStore(database))
+        for each in place.followers:
+            controller.record_left("", each.name)
+        controller.close()
+
+
+def locate_streams(workspace: Workspace, target: TargetSpec) -> Path:
+    return workspace.var / "streams" / target.name
+
+
+def is_planned(inputs: DraftInputs) -> bool:
+    """Whether the features of a draft are captured while it is trained."""
+    return bool(inputs.train_features.summary.get(PLANNED))
+
+
+def remove_streams(workspace: Workspace, target: TargetSpec, trained: Sequence[StreamReader]) -> None:
+    """Remove the streams of drafts that are trained, those too that they began to follow together with others."""
+    done = {each.digest for each in trained}
+    for folder in locate_streams(workspace, target).glob("*/"):
+        drafts = read_json(folder / DRAFTS) if (folder / DRAFTS).exists() else {"": folder.name}
+        if done & set(drafts.values()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def count_stream_bytes(inputs: DraftInputs, streams: Sequence[str]) -> int:
+    """Return the bytes of all features of some streams; streams of a target are equally wide."""
     summary = inputs.train_features.summary
-    return summary["bytes"] * len(inputs.feature_versions) // len(summary["streams"])
+    return summary["bytes"] * len(streams) // len(summary["streams"])
 
 
 def describe_stream(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +195,9 @@ def describe_stream(summary: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     busy = max(stream["seconds"] - stream["waited_s"], 1e-9)
     return {
+        **({"streamed_together": ", ".join(stream[TOGETHER])} if TOGETHER in stream else {}),
         "streamed_samples": stream["captured_samples"],
+        "streamed_tokens": stream["captured_tokens"],
         "streamed_bytes": format_bytes(stream["captured_bytes"]),
         "producer_tokens_per_s": round(stream["captured_tokens"] / busy),
         "producer_waiting_share": round(stream["waited_s"] / max(stream["seconds"], 1e-9), 3),

@@ -1,28 +1,15 @@
 """Draft assets, one per strategy. A target that does not use a strategy has none of its draft."""
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from pydantic import Field
 
-from draftworks.config.draft_config import read_draft_config
-from draftworks.config.registry_files import TargetSpec, TrainingSpec
-from draftworks.config.run_files import (
-    CHECKPOINTS_FOLDER,
-    VOCAB_FILE,
-    FeatureSet,
-    StoreSpec,
-    StreamPlace,
-    TargetFiles,
-    TrainRun,
-)
+from draftworks.config.run_files import CHECKPOINTS_FOLDER
 from draftworks.config.strategies import StrategySpec
 from draftworks.evaluation.strategy_metrics import format_rates_by_position, select_strategy_metrics
-from draftworks.fleet.draft_staleness import OVERRIDES
-from draftworks.storage.artifacts import Artifact, ArtifactStore, BuildResult
+from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.asset_names import (
     HELDOUT_FEATURES,
     HELDOUT_RESPONSES,
@@ -32,120 +19,29 @@ from draftworks.storage.asset_names import (
     VOCAB_MAPPING,
     of_strategy,
 )
-from draftworks.storage.identity import digest
-from draftworks.storage.records import DraftIdentity, EvalData
-from draftworks.targets.registry import HELDOUT, apply_overrides
+from draftworks.storage.records import DraftIdentity
 from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 from spec_assets.common import (
     asset,
-    launch,
     obtain_result,
     read_partition,
     report_check,
     report_result,
     require_target,
-    retry_on_failure,
     to_severity,
     translate_errors,
 )
-from spec_assets.draft_streams import describe_stream, open_stream
-from spec_assets.evals import locate_feature_set, read_eval_data
-from spec_assets.features import GPU_POOL, require_features, select_stream_versions
+from spec_assets.draft_inputs import DraftConfig, resolve_draft_inputs
+from spec_assets.draft_streams import SHARED_LOCK, describe_stream, locate_streams
+from spec_assets.draft_training import DRAFT_CODE_VERSION, DraftTraining, shares_stream, train_drafts
+from spec_assets.features import GPU_POOL
 from spec_assets.metadata import embed_picture, format_bytes, format_table, select_acceptance, shorten_path
 
 GROUP = "drafts"
 LOSS_FALLS = "loss_falls"
 ENOUGH_STEPS = 20
 """Fewer steps are not judged: warm-up and the noise of single batches decide whether the loss falls."""
-
-
-class DraftConfig(dg.Config):
-    """Overrides of one run; what the registry says is the default."""
-
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="Strategy options that differ from the registry's."
-    )
-    training: dict[str, Any] = Field(
-        default_factory=dict, description="Training settings that differ from the registry's."
-    )
-    start_over: bool = Field(
-        default=False, description="Train from the first step, even if this very draft exists or was interrupted."
-    )
-    retries: int = Field(
-        default=10, ge=0, description="Number of automatic restarts of an interrupted training from its checkpoint."
-    )
-
-
-@dataclass(frozen=True)
-class DraftInputs:
-    """Resolved inputs of a draft.
-
-    Attributes:
-        feature_versions: content versions of the streams that this strategy reads, by name, as in `heldout_data`. A
-            tap that only another strategy reads is not included, so it does not cause a new training.
-    """
-
-    files: TargetFiles
-    options: dict[str, Any]
-    training: TrainingSpec
-    train_tokens: Artifact
-    train_features: Artifact
-    heldout: FeatureSet
-    feature_versions: dict[str, str]
-    heldout_data: EvalData
-    vocab_mapping: Artifact | None
-    start_from: Path | None
-
-    def to_identity(self, strategy: StrategySpec) -> DraftIdentity:
-        return DraftIdentity(
-            strategy=strategy.name,
-            options=strategy.identify_options(
-                strategy.parse_options(self.options, where=f"options of {strategy.name}"),
-                self.files.hidden_size,
-                self.files.num_heads,
-            ),
-            start_from=None if self.start_from is None else read_draft_config(self.start_from).weights_digest,
-            training=self.training.to_identity(),
-            target=self.files.digest,
-            tokens=self.train_tokens.data_version,
-            features=digest(self.feature_versions),
-            vocab_mapping=None if self.vocab_mapping is None else self.vocab_mapping.data_version,
-            heldout=self.heldout_data,
-        )
-
-    def locate_vocab_file(self) -> Path | None:
-        """Return the vocabulary mapping's file: that of the draft to start from, if there is one, since its head was
-        made for it."""
-        if self.vocab_mapping is None:
-            return None
-        return (self.start_from or self.vocab_mapping.path) / VOCAB_FILE
-
-
-def resolve_draft_inputs(
-    workspace: Workspace, strategy: StrategySpec, target: TargetSpec, config: DraftConfig
-) -> DraftInputs:
-    """Return the inputs of a draft. Raises ConfigError for unknown options, StoreError for assets that do not exist
-    yet."""
-    entry = target.strategies[strategy.name]
-    chosen = apply_overrides(target.name, strategy, entry, config.options, config.training)
-    artifacts: ArtifactStore = workspace.artifacts
-    files = workspace.resolve_target_files(target.name)
-    options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
-    streams = strategy.list_features(files.num_layers, options)
-    train_features = require_features(workspace, TRAINING_FEATURES, target.name)
-    return DraftInputs(
-        files=files,
-        options=chosen.options,
-        training=chosen.training,
-        train_tokens=artifacts.load_current(TOKENIZED_TRAIN, target.name),
-        train_features=train_features,
-        feature_versions=select_stream_versions(train_features, streams),
-        heldout=locate_feature_set(workspace, target.name, HELDOUT),
-        heldout_data=read_eval_data(workspace, target.name, HELDOUT, streams),
-        vocab_mapping=artifacts.load_current(VOCAB_MAPPING, target.name) if strategy.uses_vocab_mapping else None,
-        start_from=None if entry.start_from is None else workspace.registry.resolve_path(entry.start_from),
-    )
 
 
 def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
@@ -157,7 +53,7 @@ def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         kinds=["pytorch", "safetensors"],
         name=names.draft,
         description=f"A trained draft model. {strategy.description}",
-        code_version="2",
+        code_version=DRAFT_CODE_VERSION,
         deps=[
             TARGET_MODEL,
             names.recipe,
@@ -179,59 +75,23 @@ def make_draft_asset(strategy: StrategySpec) -> dg.AssetsDefinition:
         target = require_target(context, workspace)
         inputs = resolve_draft_inputs(workspace, strategy, target, config)
 
-        identity = inputs.to_identity(strategy).to_json()
-
         def build(out: Path) -> BuildResult:
-            training = inputs.training
-            with open_stream(context, workspace, target, inputs, identity) as stream:
-                store = workspace.locate_feature_store(inputs.files)
-                run = build_train_run(out, strategy.name, inputs, store, stream.place)
-                with retry_on_failure(context, times=config.retries):
-                    job = launch(
-                        context,
-                        launcher,
-                        workspace,
-                        "train",
-                        run,
-                        training.processes,
-                        training.device,
-                        companions=stream.beside,
-                    )
-                produced = stream.summarize()
-            overrides = {"options": config.options, "training": config.training}
-            summary = {**job.report, **produced, **({OVERRIDES: overrides} if any(overrides.values()) else {})}
-            return BuildResult(summary["weights_digest"], summary, own_digests=(CHECKPOINTS_FOLDER,))
+            return train_drafts(context, workspace, launcher, target, DraftTraining(strategy, config, inputs, out))
 
         artifact = obtain_result(
             context,
             workspace,
-            identity,
+            inputs.to_identity(strategy).to_json(),
             build,
             # A retry of a training that was to start over continues from that training's own checkpoint.
             start_over=config.start_over and context.retry_number == 0,
             rebuild=config.start_over,
+            # Another step that trains drafts of this target from one stream may be training this one too.
+            lock=locate_streams(workspace, target) / SHARED_LOCK if shares_stream(target, inputs) else None,
         )
         return report_result(context, artifact, describe_draft(artifact))
 
     return draft
-
-
-def build_train_run(
-    out: Path, strategy: str, inputs: DraftInputs, store: StoreSpec, stream: StreamPlace | None = None
-) -> TrainRun:
-    return TrainRun(
-        out=out,
-        target=inputs.files,
-        strategy=strategy,
-        options=inputs.options,
-        training=inputs.training,
-        train=FeatureSet(tokens=inputs.train_tokens.path, features=inputs.train_features.path),
-        heldout=inputs.heldout,
-        store=store,
-        stream=stream,
-        vocab_mapping=inputs.locate_vocab_file(),
-        start_from=inputs.start_from,
-    )
 
 
 def describe_draft(artifact: Artifact) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from spec_assets.common import locate_step_folder
 
 RESTARTS = 10
 """How often a service or a producer that was killed is started again."""
-_DATABASE, _TOKEN_FILE = "control.sqlite", "control.token"
+DATABASE = "control.sqlite"
+_TOKEN_FILE = "control.token"
 
 
 def make_stream_place(folder: Path, settings: StreamingSpec) -> StreamPlace:
@@ -31,7 +32,7 @@ def make_stream_place(folder: Path, settings: StreamingSpec) -> StreamPlace:
     """
     store = StoreSpec(kind="shared_dir", root=folder / "features")
     if settings.control is None:
-        return StreamPlace(database=folder / _DATABASE, store=store, settings=settings)
+        return StreamPlace(database=folder / DATABASE, store=store, settings=settings)
     token_file = None if TOKEN_ENV in os.environ else make_token_file(folder / _TOKEN_FILE)
     control = choose_endpoint(settings.control.listen)
     return StreamPlace(control=control, token_file=token_file, store=store, settings=settings)
@@ -44,7 +45,7 @@ def make_stream_services(
     services = []
     if place.control is not None:
         secret = () if place.token_file is None else ("--token-file", str(place.token_file))
-        job = TorchJob("draftworks.programs.control", (str(folder / _DATABASE), "--listen", place.control, *secret))
+        job = TorchJob("draftworks.programs.control", (str(folder / DATABASE), "--listen", place.control, *secret))
         own = locate_step_folder(context, workspace) / "control"
         services.append(Companion(job, own, serves=True, restarts=RESTARTS))
     return services

@@ -60,6 +60,11 @@ class StreamingSpec(Spec):
         description="A control server owns the control plane's database; null: all processes open it, which have to run on "
         "one host.",
     )
+    share: bool = Field(
+        default=False,
+        description="Train the drafts of a run together from one stream, so that the target's forward pass is paid once. "
+        "Their trainings need the same seed and global batch.",
+    )
 
     def resolve_keep(self, nbytes: int, budget_gb: float) -> StreamingSpec:
         """Return the settings with `keep: auto` decided for features of `nbytes` bytes in all."""
@@ -87,8 +92,8 @@ class StreamFollower(Spec):
 
 def require_one_schedule(followers: Sequence[StreamFollower]) -> None:
     """Raise ConfigError if two followers of a stream have the same name, or take different samples at a step."""
-    first = followers[0]
     for other in followers[1:]:
+        first = followers[0]
         if other.name in [each.name for each in followers if each is not other]:
             raise ConfigError(f"two trainings that follow one stream have the same name, {other.name}")
         for name in ("seed", "global_batch_size"):

@@ -14,6 +14,7 @@ from draftworks.config.layer_shape import find_embedding_scale
 from draftworks.config.registry_files import ExportSettings, TargetSpec
 from draftworks.config.run_files import VOCAB_FILE, TargetFiles
 from draftworks.config.strategies import StrategyOptions, StrategySpec, TargetSizes, resolve_strategy
+from draftworks.config.streaming import StreamFollower, StreamSteps, require_one_schedule
 from draftworks.errors import ConfigError, StoreError
 from draftworks.sglang.families import refuse_on_cpu
 from draftworks.sglang.layers import check_capture, read_architecture, to_eagle3_ids
@@ -50,6 +51,7 @@ def check_requirements(target: TargetSpec, files: TargetFiles, registry: Registr
         if entry.start_from is not None:
             where = f"target {target.name}: strategies.{name}.start_from"
             _check_start_from(registry.resolve_path(entry.start_from), strategy, options, files, where)
+    _check_shared_stream(target)
     size = resolve_draft_vocab_size(target)
     if size is not None and size > files.vocab_size:
         raise ConfigError(
@@ -66,6 +68,25 @@ def _check_watermark(target: TargetSpec, name: str, global_batch_size: int) -> N
             f"target {target.name}: streaming.watermark.samples is {samples}, expected at least the global batch of {name}, "
             f"{global_batch_size}: its trainer would wait for samples that producers may not capture yet. Raise it, or "
             f"lower strategies.{name}.training.global_batch_size"
+        )
+
+
+def _check_shared_stream(target: TargetSpec) -> None:
+    """Raise ConfigError if strategies that are to follow one stream take different samples at a step."""
+    if target.streaming is None or not target.streaming.share:
+        return
+    with _name_target_in_errors(target):
+        require_one_schedule(
+            [
+                StreamFollower(
+                    name=name,
+                    streams=[],
+                    steps=StreamSteps(
+                        global_batch_size=entry.training.global_batch_size, seed=entry.training.seed, total_steps=0
+                    ),
+                )
+                for name, entry in target.strategies.items()
+            ]
         )
 
 

@@ -10,14 +10,14 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from draftworks.errors import StoreError
 from draftworks.storage.atomic import publish_json, replace_folder
-from draftworks.storage.file_lock import hold_lock
+from draftworks.storage.file_lock import hold_lock, try_lock
 from draftworks.storage.identity import FileDigests, digest, file_digest
 from draftworks.storage.manifest import FileManifest, list_files
 from draftworks.storage.names import require_name
@@ -26,6 +26,7 @@ from draftworks.storage.regular_files import read_json
 SCHEMA_VERSION = 1
 RECORD = "artifact.json"
 POINTER = "current.json"
+LOCK = ".lock"
 PARTIAL, REPLACED = ".partial", ".old"
 UNPUBLISHED = (PARTIAL, REPLACED)
 """Suffixes of folders that are not results: one being built, and one that was replaced and is about to be removed."""
@@ -75,6 +76,19 @@ Check = Callable[[Artifact], bool]
 
 
 @dataclass(frozen=True)
+class Claim:
+    """The right to build one result.
+
+    Attributes:
+        folder: to build in; files of an interrupted attempt are still present.
+        publish: publishes what is in the folder atomically.
+    """
+
+    folder: Path
+    publish: Callable[[BuildResult], Artifact]
+
+
+@dataclass(frozen=True)
 class ArtifactStore:
     """All results in one root folder.
 
@@ -94,6 +108,7 @@ class ArtifactStore:
         start_over: bool = False,
         rebuild: bool = False,
         still_good: Check | None = None,
+        lock: Path | None = None,
     ) -> Artifact:
         """Return the result of this identity: an intact existing one, or one built now and published atomically.
 
@@ -105,18 +120,41 @@ class ArtifactStore:
             rebuild: build even if the result exists, continuing from the files of an interrupted attempt.
             still_good: called with an existing result that refers to something outside its folder; False means that the
                 result is built again.
+            lock: a lock file that is held too while the result is built, and is waited for first.
         """
         folder = self._locate(asset, target)
         final = folder / digest(identity)
         artifact = None if start_over or rebuild else self._find_intact(final, still_good)
         if artifact is None:
-            with self._lock(folder, asset, target) as waited:
+            with ExitStack() as held:
+                waited = False
+                if lock is not None:
+                    lock.parent.mkdir(parents=True, exist_ok=True)
+                    waited = held.enter_context(hold_lock(lock, _describe_busy(asset, target, lock)))
+                waited |= held.enter_context(self._lock(folder, asset, target))
                 if waited and not (start_over or rebuild):
                     artifact = self._find_intact(final, still_good)
                 if artifact is None:
                     artifact = self._build(final, asset, target, identity, build, start_over)
         publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
         return artifact
+
+    @contextmanager
+    def claim(self, asset: str, target: str, identity: dict[str, Any]) -> Iterator[Claim | None]:
+        """Context with the right to build a result beside another one; nobody else builds the asset meanwhile.
+
+        Yields None if the result exists, or if another process builds this asset of this target. What is published
+        becomes the newest result when `obtain` finds it.
+        """
+        folder = self._locate(asset, target)
+        final = folder / digest(identity)
+        folder.mkdir(parents=True, exist_ok=True)
+        with try_lock(folder / LOCK) as held:
+            if not held or self._find_intact(final, None) is not None:
+                yield None
+                return
+            partial, started = self._open_partial(final, start_over=False), time.time()
+            yield Claim(partial, lambda built: self._publish(final, asset, target, identity, built, started))
 
     def is_current(self, asset: str, target: str, identity: dict[str, Any], still_good: Check | None = None) -> bool:
         """Whether the newest result is of this identity and whole, so that `obtain` would change nothing."""
@@ -176,11 +214,7 @@ class ArtifactStore:
     @contextmanager
     def _lock(self, folder: Path, asset: str, target: str) -> Iterator[bool]:
         folder.mkdir(parents=True, exist_ok=True)
-        busy = (
-            f"{asset} of target {target} is being materialized by another run (lock {folder / '.lock'}): waiting for it. "
-            "Cancel one of the two if this is not wanted; the lock goes with its process"
-        )
-        with hold_lock(folder / ".lock", busy) as waited:
+        with hold_lock(folder / LOCK, _describe_busy(asset, target, folder / LOCK)) as waited:
             yield waited
 
     def _build(
@@ -192,12 +226,20 @@ class ArtifactStore:
         build: Callable[[Path], BuildResult],
         start_over: bool,
     ) -> Artifact:
+        partial, started = self._open_partial(final, start_over), time.time()
+        return self._publish(final, asset, target, identity, build(partial), started)
+
+    def _open_partial(self, final: Path, start_over: bool) -> Path:
         partial = final.with_name(final.name + PARTIAL)
         if start_over:
             shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(exist_ok=True)
-        started = time.time()
-        built = build(partial)
+        return partial
+
+    def _publish(
+        self, final: Path, asset: str, target: str, identity: dict[str, Any], built: BuildResult, started: float
+    ) -> Artifact:
+        partial = final.with_name(final.name + PARTIAL)
         record = {
             "schema": SCHEMA_VERSION,
             "asset": asset,
@@ -223,6 +265,13 @@ class ArtifactStore:
             return Artifact(path=folder, **{name: record[name] for name in names})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{folder}: not a complete result ({error}). Materialize it again") from error
+
+
+def _describe_busy(asset: str, target: str, lock: Path) -> str:
+    return (
+        f"{asset} of target {target} is being materialized by another run (lock {lock}): waiting for it. "
+        "Cancel one of the two if this is not wanted; the lock goes with its process"
+    )
 
 
 def _record_files(folder: Path, own_digests: tuple[str, ...]) -> dict[str, str]:

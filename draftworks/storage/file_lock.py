@@ -39,3 +39,18 @@ def hold_lock(lock: Path, busy: str, reminder_s: float = REMINDER_S) -> Iterator
         yield waited
     finally:
         mine.release()
+
+
+@contextmanager
+def try_lock(lock: Path) -> Iterator[bool]:
+    """Hold the lock file `lock` in the block if no other process holds it; yields whether it is held."""
+    mine = FileLock(lock)
+    try:
+        mine.acquire(timeout=0)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        mine.release()

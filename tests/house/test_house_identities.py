@@ -208,7 +208,7 @@ SETTINGS = [
         StreamingSpec(),
         lambda streaming: of_target(TARGET.model_copy(update={"streaming": streaming})),
         set(),
-        {"watermark", "keep", "free_at", "timeout_s", "lease_s", "control"},
+        {"watermark", "keep", "free_at", "timeout_s", "lease_s", "control", "share"},
         {"watermark": WatermarkSpec(samples=8), "control": ControlSpec()},
     ),
     Settings(

@@ -15,7 +15,7 @@ from draftworks.storage.artifacts import Artifact, ArtifactStore
 from draftworks.storage.records import EvalData
 from draftworks.targets.registry import Registry
 from spec_assets.data import Conversations, identify_answers
-from spec_assets.drafts import DraftInputs
+from spec_assets.draft_inputs import DraftInputs
 
 TARGET = TargetSpec(name="t", model="m", dataset="d")
 SGLANG = CaptureSpec(backend="sglang")

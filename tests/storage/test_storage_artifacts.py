@@ -17,6 +17,7 @@ import pytest
 from draftworks.errors import StoreError
 from draftworks.storage import identity
 from draftworks.storage.artifacts import ArtifactStore, BuildResult
+from draftworks.storage.file_lock import try_lock
 
 IDENTITY = {"a": 1}
 
@@ -193,6 +194,7 @@ SLOW_BUILD = """
 import sys, time
 from pathlib import Path
 from draftworks.storage.artifacts import ArtifactStore, BuildResult
+from draftworks.storage.file_lock import try_lock
 
 def build(out):
     (out / "started").write_text("")
@@ -227,6 +229,40 @@ def test_a_second_build_goes_on_where_the_one_that_it_waited_for_was_killed(tmp_
     killer.start()
     assert not ArtifactStore(tmp_path).obtain("thing", "tiny", IDENTITY, writing("x")).hit
     process.wait()
+
+
+def test_a_result_is_claimed_by_one_at_a_time_and_published_beside_another(tmp_path: Path):
+    store = ArtifactStore(tmp_path)
+    store.obtain("thing", "tiny", {"a": 0}, writing("earlier"))
+    with store.claim("thing", "tiny", IDENTITY) as claim:
+        assert claim is not None
+        with store.claim("thing", "tiny", {"a": 2}) as other:
+            assert other is None
+        (claim.folder / "half.txt").write_text("half")
+    with store.claim("thing", "tiny", IDENTITY) as claim:
+        assert claim is not None
+        assert (claim.folder / "half.txt").exists(), "files of an interrupted attempt stay"
+        claim.publish(BuildResult("published"))
+    assert store.load_current("thing", "tiny").data_version == "earlier"
+    with store.claim("thing", "tiny", IDENTITY) as claim:
+        assert claim is None
+    found = store.obtain("thing", "tiny", IDENTITY, writing("never"))
+    assert (found.hit, found.data_version) == (True, "published")
+
+
+def test_a_build_waits_for_a_lock_that_it_shares_with_others(tmp_path: Path):
+    store, lock, order = ArtifactStore(tmp_path), tmp_path / "shared" / "lock", []
+    lock.parent.mkdir()
+    with try_lock(lock) as held:
+        assert held
+        made = threading.Thread(
+            target=store.obtain, args=("thing", "tiny", IDENTITY, writing("x", order)), kwargs={"lock": lock}
+        )
+        made.start()
+        time.sleep(0.2)
+        assert not order
+    made.join()
+    assert order == ["x"]
 
 
 def test_a_killed_build_leaves_neither_result_nor_lock(tmp_path: Path):

@@ -1,0 +1,129 @@
+"""The inputs of drafts, as the assets that exist give them, and the run file of a draft's training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+from pydantic import Field
+
+from draftworks.config.draft_config import read_draft_config
+from draftworks.config.registry_files import TargetSpec, TrainingSpec
+from draftworks.config.run_files import VOCAB_FILE, FeatureSet, StoreSpec, StreamPlace, TargetFiles, TrainRun
+from draftworks.config.strategies import StrategySpec
+from draftworks.storage.artifacts import Artifact, ArtifactStore
+from draftworks.storage.asset_names import TOKENIZED_TRAIN, TRAINING_FEATURES, VOCAB_MAPPING
+from draftworks.storage.identity import digest
+from draftworks.storage.records import DraftIdentity, EvalData
+from draftworks.targets.registry import HELDOUT, apply_overrides
+from resources.workspace import Workspace
+from spec_assets.evals import locate_feature_set, read_eval_data
+from spec_assets.features import require_features, select_stream_versions
+
+
+class DraftConfig(dg.Config):
+    """Overrides of one run; what the registry says is the default."""
+
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Strategy options that differ from the registry's."
+    )
+    training: dict[str, Any] = Field(
+        default_factory=dict, description="Training settings that differ from the registry's."
+    )
+    start_over: bool = Field(
+        default=False, description="Train from the first step, even if this very draft exists or was interrupted."
+    )
+    retries: int = Field(
+        default=10, ge=0, description="Number of automatic restarts of an interrupted training from its checkpoint."
+    )
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """Resolved inputs of a draft.
+
+    Attributes:
+        feature_versions: content versions of the streams that this strategy reads, by name, as in `heldout_data`. A
+            tap that only another strategy reads is not included, so it does not cause a new training.
+    """
+
+    files: TargetFiles
+    options: dict[str, Any]
+    training: TrainingSpec
+    train_tokens: Artifact
+    train_features: Artifact
+    heldout: FeatureSet
+    feature_versions: dict[str, str]
+    heldout_data: EvalData
+    vocab_mapping: Artifact | None
+    start_from: Path | None
+
+    def to_identity(self, strategy: StrategySpec) -> DraftIdentity:
+        return DraftIdentity(
+            strategy=strategy.name,
+            options=strategy.identify_options(
+                strategy.parse_options(self.options, where=f"options of {strategy.name}"),
+                self.files.hidden_size,
+                self.files.num_heads,
+            ),
+            start_from=None if self.start_from is None else read_draft_config(self.start_from).weights_digest,
+            training=self.training.to_identity(),
+            target=self.files.digest,
+            tokens=self.train_tokens.data_version,
+            features=digest(self.feature_versions),
+            vocab_mapping=None if self.vocab_mapping is None else self.vocab_mapping.data_version,
+            heldout=self.heldout_data,
+        )
+
+    def locate_vocab_file(self) -> Path | None:
+        """Return the vocabulary mapping's file: that of the draft to start from, if there is one, since its head was
+        made for it."""
+        if self.vocab_mapping is None:
+            return None
+        return (self.start_from or self.vocab_mapping.path) / VOCAB_FILE
+
+
+def resolve_draft_inputs(
+    workspace: Workspace, strategy: StrategySpec, target: TargetSpec, config: DraftConfig
+) -> DraftInputs:
+    """Return the inputs of a draft. Raises ConfigError for unknown options, StoreError for assets that do not exist
+    yet."""
+    entry = target.strategies[strategy.name]
+    chosen = apply_overrides(target.name, strategy, entry, config.options, config.training)
+    artifacts: ArtifactStore = workspace.artifacts
+    files = workspace.resolve_target_files(target.name)
+    options = strategy.parse_options(chosen.options, where=f"options of {strategy.name}")
+    streams = strategy.list_features(files.num_layers, options)
+    train_features = require_features(workspace, TRAINING_FEATURES, target.name)
+    return DraftInputs(
+        files=files,
+        options=chosen.options,
+        training=chosen.training,
+        train_tokens=artifacts.load_current(TOKENIZED_TRAIN, target.name),
+        train_features=train_features,
+        feature_versions=select_stream_versions(train_features, streams),
+        heldout=locate_feature_set(workspace, target.name, HELDOUT),
+        heldout_data=read_eval_data(workspace, target.name, HELDOUT, streams),
+        vocab_mapping=artifacts.load_current(VOCAB_MAPPING, target.name) if strategy.uses_vocab_mapping else None,
+        start_from=None if entry.start_from is None else workspace.registry.resolve_path(entry.start_from),
+    )
+
+
+def build_train_run(
+    out: Path, strategy: str, inputs: DraftInputs, store: StoreSpec, stream: StreamPlace | None = None
+) -> TrainRun:
+    return TrainRun(
+        out=out,
+        target=inputs.files,
+        strategy=strategy,
+        options=inputs.options,
+        training=inputs.training,
+        train=FeatureSet(tokens=inputs.train_tokens.path, features=inputs.train_features.path),
+        heldout=inputs.heldout,
+        store=store,
+        stream=stream,
+        vocab_mapping=inputs.locate_vocab_file(),
+        start_from=inputs.start_from,
+    )

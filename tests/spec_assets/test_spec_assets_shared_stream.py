@@ -1,0 +1,103 @@
+"""With `streaming.share`, one step trains the drafts of a run from one stream; each is published as its own asset."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import yaml
+
+from draftworks.errors import ConfigError
+from draftworks.preflight.compatibility import check_requirements
+from draftworks.storage.artifacts import ArtifactStore
+from draftworks.targets.registry import Registry
+from resources.workspace import Workspace
+
+DFLASH = {
+    "options": {
+        "block_size": 3,
+        "num_layers": 1,
+        "layer_ids": [2, 4],
+        "num_anchors": 8,
+        "mask_token_id": 0,
+        "intermediate_size": 32,
+    },
+    "training": {
+        "global_batch_size": 8,
+        "micro_batch_size": 4,
+        "epochs": 1,
+        "compute_dtype": "float32",
+        "device": "cpu",
+    },
+    "export": {"formats": []},
+}
+MADE = ("training_features", "eagle3_draft", "dflash_draft")
+
+
+def make_shared(finished: Any, root: Path, **training: Any) -> Any:
+    """The finished site with a second strategy, before any feature or draft was made, with a shared stream."""
+    site = finished.site.copy(root)
+    for made in MADE:
+        shutil.rmtree(site.var / made / "small", ignore_errors=True)
+    entry = yaml.safe_load(site.target_file.read_text())
+    entry["strategies"]["eagle3"]["training"]["processes"] = 1
+    entry["strategies"]["dflash"] = {**DFLASH, "training": {**DFLASH["training"], **training}}
+    entry["streaming"] = {"watermark": {"samples": 16}, "share": True}
+    site.target_file.write_text(yaml.safe_dump(entry))
+    return site
+
+
+def run(site: Any) -> dg.ExecuteInProcessResult:
+    chosen = [dg.AssetKey(name) for name in MADE]
+    return site.run(asset_selection=chosen, instance=dg.DagsterInstance.ephemeral())
+
+
+def metadata_of(result: dg.ExecuteInProcessResult, name: str) -> dict[str, Any]:
+    found = [m for m in result.get_asset_materialization_events() if m.asset_key == dg.AssetKey(name)]
+    return {key: value.value for key, value in found[0].materialization.metadata.items()}
+
+
+def list_producer_runs(site: Any) -> list[Path]:
+    return list((site.var / "runs").glob("*/*/produce/*/out.log"))
+
+
+def test_one_step_trains_both_drafts_and_the_other_step_finds_its_own(finished, tmp_path):
+    site = make_shared(finished, tmp_path)
+    before = len(list_producer_runs(site))
+    result = run(site)
+    assert result.success, [event.message for event in result.all_events if event.is_failure]
+    assert len(list_producer_runs(site)) == before + 1
+    shown = {name: metadata_of(result, f"{name}_draft") for name in ("eagle3", "dflash")}
+    assert sorted(each["cache"] for each in shown.values()) == ["built", "hit"]
+    rows = metadata_of(result, "training_features")["dagster/row_count"]
+    for each in shown.values():
+        assert each["streamed_together"] == "dflash, eagle3"
+        assert each["streamed_samples"] == rows
+    found, expected = (
+        ArtifactStore(root).load_current("eagle3_draft", "small") for root in (site.var, finished.site.var)
+    )
+    assert found.path.name == expected.path.name
+    assert found.summary["last_loss"] == pytest.approx(expected.summary["last_loss"], rel=1e-3)
+    assert not list((site.var / "streams").rglob("*.safetensors"))
+    assert not list((site.var / "streams").rglob("*.sqlite"))
+
+
+def test_a_draft_that_fails_leaves_the_other_its_stream_and_says_why(finished, tmp_path):
+    site = make_shared(finished, tmp_path, best_metric="no_such_metric")
+    result = run(site)
+    assert not result.success
+    assert metadata_of(result, "eagle3_draft")["steps"] > 0
+    failed = [event for event in result.all_events if event.is_step_failure]
+    assert [event.step_key for event in failed] == ["dflash_draft"]
+    assert "no_such_metric" in failed[0].step_failure_data.user_failure_data.description
+
+
+def test_strategies_with_different_schedules_are_refused_before_anything_is_made(finished, tmp_path):
+    site = make_shared(finished, tmp_path, seed=7)
+    registry = Registry(site.registry)
+    files = Workspace(registry_root=str(site.registry)).resolve_target_files("small")
+    with pytest.raises(ConfigError, match="eagle3 and dflash cannot follow one stream: seed is 42 and 7"):
+        check_requirements(registry.load_target("small"), files, registry)
