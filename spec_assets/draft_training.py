@@ -199,7 +199,7 @@ def _list_unmade_inputs(context: dg.AssetExecutionContext, asset: str) -> list[s
     steps = sorted({key.to_user_string() for key in parents} & list_selected_assets(context))
     done = {
         each.step_key
-        for each in context.instance.get_run_step_stats(context.run_id, steps)
+        for each in context.instance.get_run_step_stats(context.run.run_id, steps)
         if each.status is not None and each.status.name == "SUCCESS"
     }
     return [step for step in steps if step not in done]

@@ -99,5 +99,5 @@ def test_strategies_with_different_schedules_are_refused_before_anything_is_made
     site = make_shared(finished, tmp_path, seed=7)
     registry = Registry(site.registry)
     files = Workspace(registry_root=str(site.registry)).resolve_target_files("small")
-    with pytest.raises(ConfigError, match="eagle3 and dflash cannot follow one stream: seed is 42 and 7"):
+    with pytest.raises(ConfigError, match="dflash and eagle3 cannot follow one stream: seed is 7 and 42"):
         check_requirements(registry.load_target("small"), files, registry)
