@@ -37,14 +37,16 @@ DFLASH = {
 MADE = ("training_features", "eagle3_draft", "dflash_draft")
 
 
-def make_shared(finished: Any, root: Path, **training: Any) -> Any:
+def make_shared(finished: Any, root: Path, changed: str = "dflash", **training: Any) -> Any:
     """The finished site with a second strategy, before any feature or draft was made, with a shared stream."""
     site = finished.site.copy(root)
     for made in MADE:
         shutil.rmtree(site.var / made / "small", ignore_errors=True)
     entry = yaml.safe_load(site.target_file.read_text())
     entry["strategies"]["eagle3"]["training"]["processes"] = 1
-    entry["strategies"]["dflash"] = {**DFLASH, "training": {**DFLASH["training"], **training}}
+    entry["strategies"]["dflash"] = DFLASH
+    own = entry["strategies"][changed]
+    entry["strategies"][changed] = {**own, "training": {**own["training"], **training}}
     entry["streaming"] = {"watermark": {"samples": 16}, "share": True}
     site.target_file.write_text(yaml.safe_dump(entry))
     return site
@@ -85,14 +87,18 @@ def test_one_step_trains_both_drafts_and_the_other_step_finds_its_own(finished, 
     assert not list((site.var / "streams").rglob("*.sqlite"))
 
 
-def test_a_draft_that_fails_leaves_the_other_its_stream_and_says_why(finished, tmp_path):
-    site = make_shared(finished, tmp_path, best_metric="no_such_metric")
+@pytest.mark.parametrize(("failing", "other"), [("dflash", "eagle3"), ("eagle3", "dflash")])
+def test_a_draft_that_fails_leaves_the_other_its_stream_and_says_why(finished, tmp_path, failing: str, other: str):
+    """Whichever of the two steps comes first: the one that fails is its own draft's or that of the other."""
+    site = make_shared(finished, tmp_path, failing, best_metric="no_such_metric")
+    before = len(list_producer_runs(site))
     result = run(site)
     assert not result.success
-    assert metadata_of(result, "eagle3_draft")["steps"] > 0
+    assert metadata_of(result, f"{other}_draft")["steps"] > 0
     failed = [event for event in result.all_events if event.is_step_failure]
-    assert [event.step_key for event in failed] == ["dflash_draft"]
+    assert [event.step_key for event in failed] == [f"{failing}_draft"]
     assert "no_such_metric" in failed[0].step_failure_data.user_failure_data.description
+    assert len(list_producer_runs(site)) <= before + 2, "the failed draft's own step tries once more"
 
 
 def test_strategies_with_different_schedules_are_refused_before_anything_is_made(finished, tmp_path):
