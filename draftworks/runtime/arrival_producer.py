@@ -6,14 +6,14 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftworks.capture.engine import TargetEngine
+from draftworks.capture.engine import TargetEngine, find_backend
 from draftworks.capture.plan import SampleJob, StreamPlan
 from draftworks.capture.session import Confirmation
 from draftworks.capture.sound_capture import CapturedSample, SoundCapture, verify_head_of
@@ -155,6 +155,7 @@ class ArrivalWorker:
         self._engine: TargetEngine | None = None
         self._verified = False
         self._plan = StreamPlan.of(run)
+        self._whole_batches = find_backend(run.capture.backend).repeatable
         self._keeper = pool.make_keeper()
         self._rows: list[TokenRow] = []
         self._sound = SoundCapture(run, self._plan, self._rows, source.size)
@@ -181,8 +182,9 @@ class ArrivalWorker:
         self._keeper.add(lease)
         try:
             engine = self._engine = self._engine or self._load_engine()
-            rows = self._select_new(self._source.make_rows(lease.task, engine))
-            captured = self._capture(engine, rows)
+            rows = self._source.make_rows(lease.task, engine)
+            new = self._find_new(rows)
+            captured = self._capture(engine, rows, new)
             delivered = self._deliver(lease, captured, should_stop)
         except BaseException as error:
             self._pool.give_back(lease, f"worker {self.name}: {_describe(error)}")
@@ -190,21 +192,23 @@ class ArrivalWorker:
         finally:
             self._keeper.drop(lease)
         if delivered:
-            self.summary += ProducerSummary(tasks=1, failed=len(rows) - len(captured))
+            self.summary += ProducerSummary(tasks=1, failed=len(new) - len(captured))
         else:
             self._pool.give_back(lease, f"worker {self.name} was told to stop, or took too long")
 
-    def _select_new(self, rows: Sequence[TokenRow]) -> list[TokenRow]:
+    def _find_new(self, rows: Sequence[TokenRow]) -> set[str]:
+        """Return the samples that are neither committed nor in the stream."""
         new = self._pool.find_new([row.sample_id for row in rows])
-        return [row for row in rows if row.sample_id in new and not self._sink.has_seen(row.sample_id)]
+        return {sample_id for sample_id in new if not self._sink.has_seen(sample_id)}
 
-    def _capture(self, engine: TargetEngine, rows: Sequence[TokenRow]) -> list[CapturedSample]:
-        """Return the samples whose features are valid, in the order of `rows`."""
-        self._rows[:] = rows
-        jobs = [
-            SampleJob(index, row.sample_id, len(row.input_ids), self._plan.make_keys(row.token_digest), self._streams)
-            for index, row in enumerate(rows)
-        ]
+    def _capture(self, engine: TargetEngine, rows: Sequence[TokenRow], new: Collection[str]) -> list[CapturedSample]:
+        """Return the new samples whose features are valid, in the order of `rows`.
+
+        A backend whose batches are repeatable gets the whole batch again if anything of it is new, because the
+        composition of a batch decides the last bits of its features.
+        """
+        self._rows[:] = rows if self._whole_batches and new else [row for row in rows if row.sample_id in new]
+        jobs = [self._make_job(index, row, new) for index, row in enumerate(self._rows)]
         captured = self._sound.capture(engine, jobs) if jobs else []
         if captured and not self._verified:
             verify_head_of(engine, captured)
@@ -212,6 +216,11 @@ class ArrivalWorker:
         if self._confirm is not None and captured:
             self._confirm(engine)
         return captured
+
+    def _make_job(self, index: int, row: TokenRow, new: Collection[str]) -> SampleJob:
+        keys = self._plan.make_keys(row.token_digest)
+        missing = self._streams if row.sample_id in new else ()
+        return SampleJob(index, row.sample_id, len(row.input_ids), keys, missing)
 
     def _deliver(self, lease: TaskLease, captured: Sequence[CapturedSample], should_stop: ShouldStop) -> bool:
         """Store, commit and publish samples as there is room.
@@ -291,16 +300,21 @@ def drive_producer(producer: OnlineProducer, should_stop: ShouldStop = lambda: F
             log.warning("worker %s of a stream has failed: %s", worker.name, _describe(error))
             failures.append(error)
 
+    def publish_committed() -> None:
+        for refs in pool.iterate_committed():
+            sink.publish(refs)
+
     with sink:
         if not sink.is_over:
-            for refs in pool.iterate_committed():
-                sink.publish(refs)
+            publish_committed()
             pool.add(producer.source.list_tasks(pool.run_id))
             _run_all(work, workers)
-        if not sink.is_over and not pool.is_drained:
-            if failures and not should_stop():
+        if not pool.is_drained:
+            if failures and not should_stop() and not sink.is_over:
                 raise failures[0]
-            sink.fail(StoreError("the producers were told to stop before their source was exhausted"))
+            sink.fail(StoreError("the producers stopped before their source was exhausted, as they were told to"))
+        elif not sink.is_over:
+            publish_committed()  # also what other producers have captured, of which one may have died
     return sum((worker.summary for worker in workers), ProducerSummary())
 
 

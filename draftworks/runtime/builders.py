@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from draftworks.capture.session import Confirmation
 from draftworks.config.run_files import CaptureRun
 from draftworks.dataflow.control_plane import DATAFLOW_COLOCATED, DISAGGREGATED, LOCAL_COLOCATED, ControlPlane
 from draftworks.dataflow.controller import PAGE, DataFlowController
+from draftworks.dataflow.merged_queue import MergedRefQueue
 from draftworks.dataflow.metadata_store import MetadataStore
 from draftworks.dataflow.ref_channel import StreamingRefChannel
 from draftworks.dataflow.ref_queues import RefQueue, SampleRefQueue, StreamingRefQueue
@@ -234,7 +235,7 @@ def build_disagg_online_producer(
 def build_disagg_online_consumer(
     parts: TrainerParts,
     store: FeatureStore,
-    channel: StreamingRefChannel,
+    channel: StreamingRefChannel | Sequence[StreamingRefChannel],
     *,
     deployment_mode: str = DISAGGREGATED,
     metadata_db_path: Path | None = None,
@@ -249,6 +250,8 @@ def build_disagg_online_consumer(
 
     Args:
         store: the one that the producers fill.
+        channel: of the producer; or one of each producer that shares the tasks of the control plane, see
+            `MergedRefQueue`. One that never comes is not waited for.
         metadata_db_path, metadata_store: the control plane; acknowledged durably, unless `deployment_mode` is
             `local_colocated`.
         order_log: see `ArrivalStream.open`; by default beside the checkpoints.
@@ -264,8 +267,9 @@ def build_disagg_online_consumer(
     """
     plane = open_plane(deployment_mode, run_id, metadata_db_path, metadata_store)
     chosen = free_at or ("step" if parts.persistence is None else "checkpoint")
+    channels = [channel] if isinstance(channel, StreamingRefChannel) else channel
     return _build_consumer(
-        parts, partial(_open_streaming_queue, channel), store, plane, order_log, resume, resume_from, chosen
+        parts, partial(_open_channels, channels), store, plane, order_log, resume, resume_from, chosen
     )
 
 
@@ -355,13 +359,19 @@ def _build_consumer(
     return TrainerRuntime(trainer, stream.loader, stream.follow)
 
 
-def _open_streaming_queue(channel: StreamingRefChannel, skip_ids: Iterable[str]) -> RefQueue:
-    reader = channel.open_consumer()
-    try:
-        return StreamingRefQueue(reader, skip_ids)
-    except BaseException:
-        reader.release()  # the log of the order cannot be read: another attempt may
-        raise
+def _open_channels(channels: Sequence[StreamingRefChannel], skip_ids: Iterable[str]) -> RefQueue:
+    with ExitStack() as opened:
+        readers = []
+        for channel in channels:
+            readers.append(channel.open_consumer())
+            opened.callback(readers[-1].release)
+        if len(channels) == 1:
+            queue = StreamingRefQueue(readers[0], skip_ids)
+        else:
+            idle_timeout_s = max(channel.idle_timeout_s for channel in channels)
+            queue = MergedRefQueue([StreamingRefQueue(reader) for reader in readers], skip_ids, idle_timeout_s)
+        opened.pop_all()  # released if the log of the order could not be read: another attempt may
+    return queue
 
 
 def _commit_all(controller: DataFlowController, refs: Sequence[SampleRef]) -> None:

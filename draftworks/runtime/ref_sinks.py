@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from draftworks.dataflow.channel_writer import RefWriter
+from draftworks.dataflow.id_set import SampleIdSet
 from draftworks.dataflow.ref_channel import StreamingRefChannel
 from draftworks.dataflow.ref_queues import SampleRefQueue
 from draftworks.dataflow.watermark import InFlight, Watermark
@@ -116,6 +117,7 @@ class ChannelSink(RefSink):
         self._channel = channel
         self._watermark = watermark
         self._writer: RefWriter | None = None
+        self._published = SampleIdSet()
 
     def open(self) -> None:
         if self._writer is None:
@@ -131,7 +133,7 @@ class ChannelSink(RefSink):
         return _count_fitting(self._watermark, self._open_writer.in_flight_remote, sizes)
 
     def publish(self, refs: Iterable[SampleRef]) -> None:
-        self._open_writer.publish_batch(refs)
+        self._open_writer.publish_batch([ref for ref in refs if self._published.add(ref.sample_id)])
 
     def has_seen(self, sample_id: str) -> bool:
         return False  # the control plane knows what is committed

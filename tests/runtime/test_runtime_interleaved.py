@@ -214,6 +214,27 @@ def test_a_producer_that_comes_again_loses_no_sample_and_gives_none_twice(stream
     assert store.health()["samples"] == 0
 
 
+def test_of_producers_with_a_channel_each_one_may_die_and_one_may_never_come(stream_files: StreamFiles, tiny_engine):
+    folder = stream_files.folder
+    store, place = SharedDirFeatureStore(folder / "live"), {"metadata_db_path": folder / "live.sqlite"}
+    channels = [StreamingRefChannel(folder / name, idle_timeout_s=60) for name in ("dying", "living", "absent")]
+    long = ARRIVAL.model_copy(update={"max_steps": 50, "eval_every": 0})
+    consumer = build_disagg_online_consumer(make_trainer_parts(stream_files, long), store, channels, **place)
+    sound = SerialEngine(tiny_engine)
+    dying, living = (
+        build_disagg_online_producer(
+            make_producer_parts(stream_files, engine=lambda each=each: each), store, channel, name=name, **place
+        )
+        for name, each, channel in zip("ab", [BreakingEngine(sound, 2), sound], channels, strict=False)
+    )
+    with driving(dying) as failures:
+        pass
+    assert [type(each) for each in failures] == [EngineError]
+    with driving(living):
+        assert consumer.run().steps == len(ROWS) // 4
+    assert store.health()["samples"] == len(ROWS) % 4
+
+
 def fail_to_publish(writer, refs) -> int:
     if list(refs):
         raise KeyboardInterrupt
