@@ -77,7 +77,7 @@ sglang-env: $(SGLANG)/ready
 # Its system libraries are found as those of any program are: where they are unpacked beside it, by LD_LIBRARY_PATH.
 test-mooncake: $(MOONCAKE)/ready
 	LD_LIBRARY_PATH="$(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH" \
-		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m mooncake tests/mooncake_room tests/features tests/sglang_room
+		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m mooncake tests/mooncake_room tests/features tests/runtime tests/sglang_room
 
 mooncake-env: $(MOONCAKE)/ready
 

@@ -24,7 +24,7 @@ from resources.workspace import Workspace
 from spec_assets.common import make_companion
 from spec_assets.features import PLANNED
 from spec_assets.metadata import format_bytes
-from spec_assets.stream_services import DATABASE, RESTARTS, make_stream_place, make_stream_services
+from spec_assets.stream_services import RESTARTS, locate_database, make_stream_place, make_stream_services
 
 if TYPE_CHECKING:
     from spec_assets.draft_inputs import DraftInputs
@@ -133,10 +133,12 @@ def open_stream(
     streams = list(dict.fromkeys(stream for each in followers for stream in each.streams))
     capture = target.capture
     settings = target.streaming or StreamingSpec()
-    place = make_stream_place(folder, settings.resolve_keep(count_stream_bytes(inputs, streams), capture.budget_gb))
+    settings = settings.resolve_keep(count_stream_bytes(inputs, streams), capture.budget_gb)
+    database = locate_database(folder, settings, workspace)
+    place = make_stream_place(folder, settings, database)
     if len(readers) > 1:
         place = place.model_copy(update={"followers": followers})
-        _count_all_in(folder / DATABASE, place)
+        _count_all_in(database, place)
     run = ProduceRun(
         out=producers,
         target=inputs.files,
@@ -152,7 +154,8 @@ def open_stream(
     beside = make_companion(
         context, workspace, "produce", run, capture.processes, capture.device, python, restarts=RESTARTS
     )
-    yield DraftStream(place, (*make_stream_services(context, workspace, folder, place), beside), producers)
+    services = make_stream_services(context, workspace, database, run)
+    yield DraftStream(place, (*services, beside), producers)
 
 
 def _count_all_in(database: Path, place: StreamPlace) -> None:
@@ -179,6 +182,7 @@ def remove_streams(workspace: Workspace, target: TargetSpec, trained: Sequence[S
     for folder in locate_streams(workspace, target).glob("*/"):
         drafts = read_json(folder / DRAFTS) if (folder / DRAFTS).exists() else {"": folder.name}
         if done & set(drafts.values()):
+            shutil.rmtree(locate_database(folder, target.streaming or StreamingSpec(), workspace).parent, True)
             shutil.rmtree(folder, ignore_errors=True)
 
 

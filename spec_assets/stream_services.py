@@ -1,4 +1,4 @@
-"""What a streamed training needs beside its producers: the control plane's owner, as a process that is watched."""
+"""What a streamed training needs beside its producers: owners of its control plane and of its memory, as processes."""
 
 from __future__ import annotations
 
@@ -9,45 +9,60 @@ from pathlib import Path
 
 import dagster as dg
 
-from draftworks.config.run_files import StoreSpec, StreamPlace
+from draftworks.config.run_files import MemoryRun, ProduceRun, StoreSpec, StreamPlace
 from draftworks.config.streaming import StreamingSpec
 from draftworks.dataflow.control_wire import TOKEN_ENV
 from draftworks.errors import ConfigError
 from resources.companions import Companion
 from resources.torch_job import TorchJob
 from resources.workspace import Workspace
-from spec_assets.common import locate_step_folder
+from spec_assets.common import locate_step_folder, make_companion
 
 RESTARTS = 10
 """How often a service or a producer that was killed is started again."""
-DATABASE = "control.sqlite"
-_TOKEN_FILE = "control.token"
+MOONCAKE = "mooncake"
+_DATABASE, _TOKEN_FILE = "control.sqlite", "control.token"
 
 
-def make_stream_place(folder: Path, settings: StreamingSpec) -> StreamPlace:
-    """Return the place of a training's stream, whose files are in `folder`.
+def locate_database(folder: Path, settings: StreamingSpec, workspace: Workspace) -> Path:
+    """Return the database of the stream whose files are in `folder`; alone in a folder, if it is elsewhere."""
+    if settings.control_folder is None:
+        return folder / _DATABASE
+    return workspace.registry.resolve_path(settings.control_folder) / f"{folder.parent.name}-{folder.name}" / _DATABASE
+
+
+def make_stream_place(folder: Path, settings: StreamingSpec, database: Path) -> StreamPlace:
+    """Return the place of a training's stream, whose other files are in `folder`.
 
     Raises:
         ConfigError: the control server is to listen on an address that this machine does not have.
     """
-    store = StoreSpec(kind="shared_dir", root=folder / "features")
+    store = StoreSpec(
+        kind=settings.store.kind,
+        root=folder / ("memory" if settings.store.kind == MOONCAKE else "features"),
+        timeout_s=settings.store.timeout_s,
+        put_timeout_s=settings.timeout_s,
+    )
     if settings.control is None:
-        return StreamPlace(database=folder / DATABASE, store=store, settings=settings)
+        return StreamPlace(database=database, store=store, settings=settings)
     token_file = None if TOKEN_ENV in os.environ else make_token_file(folder / _TOKEN_FILE)
     control = choose_endpoint(settings.control.listen)
     return StreamPlace(control=control, token_file=token_file, store=store, settings=settings)
 
 
 def make_stream_services(
-    context: dg.AssetExecutionContext, workspace: Workspace, folder: Path, place: StreamPlace
+    context: dg.AssetExecutionContext, workspace: Workspace, database: Path, run: ProduceRun
 ) -> list[Companion]:
-    """Return the processes that serve a stream until its training is over."""
-    services = []
+    """Return the processes that serve a stream, with the producers of `run`, until its training is over."""
+    place, services = run.stream, []
     if place.control is not None:
         secret = () if place.token_file is None else ("--token-file", str(place.token_file))
-        job = TorchJob("draftworks.programs.control", (str(folder / DATABASE), "--listen", place.control, *secret))
+        job = TorchJob("draftworks.programs.control", (str(database), "--listen", place.control, *secret))
         own = locate_step_folder(context, workspace) / "control"
         services.append(Companion(job, own, serves=True, restarts=RESTARTS))
+    if place.store.kind == MOONCAKE:
+        memory = MemoryRun(out=run.out, features=run.features, streams=run.streams, steps=run.steps, stream=place)
+        services.append(make_companion(context, workspace, "memory", memory, 1, "cpu", serves=True, restarts=RESTARTS))
     return services
 
 

@@ -7,7 +7,7 @@ by hand. Paths are absolute, or relative to the folder of the run file.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -60,8 +60,12 @@ class TargetFiles(Spec):
 class StoreSpec(Spec):
     """A feature store in a run file; a bare path means a local store."""
 
-    kind: StoreKind = "local"
-    root: Path = Field(description="Folder of the store.")
+    kind: StoreKind | Literal["mooncake"] = "local"
+    root: Path = Field(description="Folder of the store; of kind mooncake that of its service, with the address file.")
+    timeout_s: float = Field(
+        default=120.0, gt=0, description="mooncake: how long a store that does not run, or was lost, is waited for."
+    )
+    put_timeout_s: float = Field(default=1800.0, ge=0, description="mooncake: how long a full store is waited for.")
 
     @model_validator(mode="before")
     @classmethod
@@ -188,6 +192,15 @@ class ProduceRun(TargetRun):
             store=self.stream.store,
             sglang=self.sglang,
         )
+
+
+class MemoryRun(RunFile):
+    """Keep the memory of a stream's Mooncake store, as large as the stream needs it; logs and address are in its root."""
+
+    features: Path = Field(description="Folder of the planned feature set.")
+    streams: list[str] = Field(description="Names of the streams that the trainings read.")
+    steps: StreamSteps
+    stream: StreamPlace
 
 
 class FeatureSet(Spec):

@@ -35,6 +35,26 @@ class ControlSpec(Spec):
         return parse_endpoint(value)
 
 
+class StreamStoreSpec(Spec):
+    """Where the features of a stream are between their capture and their last use."""
+
+    kind: Literal["shared_dir", "mooncake"] = Field(
+        default="shared_dir",
+        description="shared_dir: files below `var`. mooncake: memory of the launcher's host, as much as the stream holds at "
+        "most; its processes run beside the training, and need draftworks[mooncake] in the Python that runs Dagster.",
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="mooncake: address of the launcher's host at which producers and trainers reach the memory.",
+    )
+    timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="mooncake: how long a store that does not run yet, or was lost, is waited for.",
+    )
+
+
 class StreamingSpec(Spec):
     """How features stream from producers to a trainer."""
 
@@ -54,6 +74,12 @@ class StreamingSpec(Spec):
         default=120.0,
         gt=0,
         description="After this time without a sign of life, a producer's task goes to another one.",
+    )
+    store: StreamStoreSpec = Field(default_factory=StreamStoreSpec)
+    control_folder: str | None = Field(
+        default=None,
+        description="Folder of the control plane's database, on a local disk of the launcher's host, relative to the "
+        "registry; null: below `var`.",
     )
     control: ControlSpec | None = Field(
         default=None,

@@ -12,6 +12,8 @@ from draftworks.storage.regular_files import parse_json
 
 _STORE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SCHEMA = 1
+ADDRESS_FILE = "address.json"
+"""In the folder of a service, while it runs."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import draftworks
 from draftworks.distributed import parent_death
 from draftworks.errors import ConfigError, StoreLostError
-from draftworks.mooncake.address import MooncakeAddress, require_store_id
+from draftworks.mooncake.address import ADDRESS_FILE, MooncakeAddress, require_store_id
 from draftworks.mooncake.library import build_environment, find_master_program
 from draftworks.mooncake.owner import OwnerOrder
 from draftworks.storage.atomic import publish_file
@@ -29,7 +29,6 @@ MIN_SEGMENT_BYTES = 16 << 20
 """Mooncake accepts less, and then finds no room in it."""
 PUT_RELEASE_S = 120
 """Seconds after which memory comes back that a producer was killed in the middle of filling."""
-ADDRESS_FILE = "address.json"
 _LOG_TAIL_BYTES = 32 << 10
 _POLL_S = 0.1
 _PORT_ATTEMPTS = 3

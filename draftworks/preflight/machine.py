@@ -7,6 +7,7 @@ from pathlib import Path
 
 from draftworks.config.registry_files import TargetSpec
 from draftworks.preflight.findings import Findings
+from draftworks.preflight.streams import check_stream, find_existing
 from draftworks.targets.registry import Registry
 
 _MAX_RANKS_PER_PROCESSOR = 4
@@ -24,6 +25,7 @@ def check_machine(target: TargetSpec, registry: Registry, findings: Findings) ->
         if device == "cpu" and processes > _MAX_RANKS_PER_PROCESSOR * processors:
             findings.warning(f"{where}: {key}.processes: found {processes} on a machine with {processors} processors")
     _check_sglang(target, registry, findings)
+    check_stream(target, registry, findings)
     endpoint = target.responses.endpoint
     if endpoint is not None and endpoint.api_key_env is not None and endpoint.api_key_env not in os.environ:
         findings.warning(
@@ -42,7 +44,7 @@ def check_writable(registry: Registry, findings: Findings) -> None:
             f"deployment: features.root: {places['features.root']} is not a folder: mount it, or correct the path"
         )
     for key, place in places.items():
-        existing = _find_existing(place)
+        existing = find_existing(place)
         if not existing.is_dir():
             findings.error(
                 f"deployment: {key}: {existing} is not a folder, so {place} cannot be created: move it away, or name another"
@@ -51,12 +53,6 @@ def check_writable(registry: Registry, findings: Findings) -> None:
             findings.error(
                 f"deployment: {key}: {existing} cannot be written to: give this user the right to, or name another"
             )
-
-
-def _find_existing(place: Path) -> Path:
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
-    return place
 
 
 def _check_sglang(target: TargetSpec, registry: Registry, findings: Findings) -> None:

@@ -47,13 +47,22 @@ class AwaitedStore(WrappedStore):
         self._stops = 0
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
-        """Fetch as `FeatureStore.get`.
+        """Fetch as `FeatureStore.get`. Features that are lost before they are read are waited for again.
 
         Raises:
             StoreError: the features have not come within `timeout_s` seconds, or what `look` raises.
         """
         started, stops = time.monotonic(), self._stops
-        looked = started
+        while True:
+            self._wait(ref, started, stops)
+            try:
+                return self._store.get(ref)
+            except StoreError:
+                if not self._keyed.find_missing(ref.feature_keys.values()):
+                    raise
+
+    def _wait(self, ref: SampleRef, started: float, stops: int) -> None:
+        began = looked = time.monotonic()
         while self._keyed.find_missing(ref.feature_keys.values()):
             now = time.monotonic()
             if self._stops != stops:
@@ -69,8 +78,7 @@ class AwaitedStore(WrappedStore):
                 looked = now
             time.sleep(POLL_S)
             self._keyed.refresh()
-        self.waited_s += time.monotonic() - started
-        return self._store.get(ref)
+        self.waited_s += time.monotonic() - began
 
     def stop_waiting(self) -> None:
         self._stops += 1

@@ -137,7 +137,15 @@ class StreamConsumer:
         if not self._controller.find_uncommitted([ref.sample_id]):
             self._store.refresh()
             if self._store.find_missing(ref.feature_keys.values()):
-                self._controller.requeue_lost([ref.sample_id])
+                self._requeue_all_lost()
+
+    def _requeue_all_lost(self) -> None:
+        """Have everything captured again that was committed, is needed and is gone: a store is often lost as a whole."""
+        needed = self.plan.find_needed(self._controller.read_progress().acked_step)
+        missing = set(self._store.find_missing(key for ref in needed for key in ref.feature_keys.values()))
+        lost = [ref.sample_id for ref in needed if not missing.isdisjoint(ref.feature_keys.values())]
+        uncommitted = set(self._controller.find_uncommitted(lost))
+        self._controller.requeue_lost([sample_id for sample_id in lost if sample_id not in uncommitted])
 
     def explain_wait(self) -> str:
         """Return for whom producers wait, if that is another training; empty otherwise."""

@@ -36,7 +36,7 @@ from draftworks.config.responses import EndpointSpec, ResponseSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import ServerSpec, SGLangSpec, StartedServer
 from draftworks.config.strategies import list_strategies, resolve_strategy
-from draftworks.config.streaming import ControlSpec, StreamingSpec, WatermarkSpec
+from draftworks.config.streaming import ControlSpec, StreamingSpec, StreamStoreSpec, WatermarkSpec
 from draftworks.targets.registry import Registry, resolve_recipe
 
 SERVER = CaptureSpec(backend="sglang_server")
@@ -208,8 +208,14 @@ SETTINGS = [
         StreamingSpec(),
         lambda streaming: of_target(TARGET.model_copy(update={"streaming": streaming})),
         set(),
-        {"watermark", "keep", "free_at", "timeout_s", "lease_s", "control", "share"},
-        {"watermark": WatermarkSpec(samples=8), "control": ControlSpec()},
+        {"watermark", "keep", "free_at", "timeout_s", "lease_s", "control", "control_folder", "store", "share"},
+        {"watermark": WatermarkSpec(samples=8), "control": ControlSpec(), "store": StreamStoreSpec(kind="mooncake")},
+    ),
+    Settings(
+        StreamStoreSpec(),
+        lambda store: of_target(TARGET.model_copy(update={"streaming": StreamingSpec(store=store)})),
+        set(),
+        {"kind", "host", "timeout_s"},
     ),
     Settings(
         ControlSpec(),

@@ -1,0 +1,172 @@
+"""All processes of a streamed training, started again when they are killed, as the launcher does it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from forked_ranks import ForkedRanks
+from stream_toys import StreamFiles
+
+from draftworks.config.registry_files import TrainingSpec
+from draftworks.config.run_files import MemoryRun, RunFile, StoreSpec, StreamPlace
+from draftworks.dataflow.controller import DataFlowController
+from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
+from draftworks.features.manifest import read_feature_set
+from draftworks.features.open_store import open_store
+from draftworks.runtime.training_stream import make_streaming_plan
+
+RANKS = 2
+SERVING = ("control", "memory")
+CHILDREN = {"owner": "draftworks.mooncake.owner", "master": "mooncake_master"}
+"""Processes of the memory's program, by a part of their command lines."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A process to kill: once so many optimizer steps are done, after a pause."""
+
+    name: str
+    step: int
+    pause_s: float = 0.0
+
+
+@dataclass
+class StreamCast:
+    """Control server, memory, producer and a trainer of two ranks, over Mooncake.
+
+    Attributes:
+        killed: the names of what was killed, in order.
+        deaths: how often each program was started again.
+    """
+
+    files: StreamFiles
+    training: TrainingSpec
+    killed: list[str] = field(default_factory=list)
+    deaths: dict[str, int] = field(default_factory=dict)
+    _running: dict[str, ForkedRanks] = field(default_factory=dict)
+    _count: int = 0
+
+    def __post_init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._control = f"127.0.0.1:{free.getsockname()[1]}"
+        secret = self.files.folder / "control.token"
+        secret.write_text("a secret of the tests only")
+        self.place = StreamPlace(
+            control=self._control,
+            token_file=secret,
+            store=StoreSpec(kind="mooncake", root=self.files.folder / "memory", timeout_s=90, put_timeout_s=90),
+            settings=self.files.settings,
+        )
+
+    @property
+    def database(self) -> Path:
+        return self.files.folder / "plane.sqlite"
+
+    def train(self, kills: Sequence[Kill] = (), seconds: float = 240.0) -> dict[str, Any]:
+        """Run to the end; return the draft's config. Everything is ended then, and the store was empty."""
+        killer = threading.Thread(target=self._kill_in_turn, args=(kills,), daemon=True)
+        deadline = time.monotonic() + seconds
+        try:
+            for name in (*SERVING, "produce", "train"):
+                self._start(name)
+            killer.start()
+            while not self._look():
+                assert time.monotonic() < deadline, self._read_logs()
+                time.sleep(0.02)
+            self._require_empty_store()
+        finally:
+            for name in ("train", "produce", *SERVING):
+                self._end(name)
+        killer.join(timeout=5)
+        return json.loads((self.files.folder / "cast" / "config.json").read_text())
+
+    def _look(self) -> bool:
+        """Start again what has died; return whether the trainer has finished."""
+        for name, ranks in list(self._running.items()):
+            running = ranks.look()
+            codes = list(ranks.codes.values())
+            if name == "train" and codes == [0] * RANKS:
+                return True
+            if any(codes) or (name in SERVING and not running):
+                assert 2 not in codes, self._read_logs()  # an error for a person
+                self._end(name)
+                self.deaths[name] = self.deaths.get(name, 0) + 1
+                self._start(name)
+        return False
+
+    def _start(self, name: str) -> None:
+        self._count += 1
+        folder = self.files.folder / "runs" / f"{self._count}-{name}"
+        folder.mkdir(parents=True)
+        if name == "control":
+            arguments = [str(self.database), "--listen", self._control, "--token-file", str(self.place.token_file)]
+        else:
+            arguments = [str(self._make_run(name).save(folder / "run.yaml"))]
+        count = RANKS if name == "train" else 1
+        log = folder / "out.log"
+        self._running[name] = ForkedRanks.start(f"draftworks.programs.{name}", arguments, count, folder, log)
+
+    def _make_run(self, name: str) -> RunFile:
+        produce = self.files.produce_run(f"producer{self._count}", self.training)
+        produce = produce.model_copy(update={"stream": self.place})
+        if name == "produce":
+            return produce
+        if name == "train":
+            return self.files.train_run("cast", training=self.training, stream=self.place)
+        return MemoryRun(
+            out=produce.out, features=produce.features, streams=produce.streams, steps=produce.steps, stream=self.place
+        )
+
+    def _end(self, name: str) -> None:
+        ranks = self._running.pop(name, None)
+        for end in (psutil.Process.terminate, psutil.Process.kill):
+            deadline = time.monotonic() + 10
+            for pid in ranks.look() if ranks else ():
+                with suppress(psutil.Error):
+                    end(psutil.Process(pid))
+            while ranks and ranks.look() and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def _kill_in_turn(self, kills: Sequence[Kill]) -> None:
+        with closing(SQLiteMetadataStore(self.database)) as store:
+            progress = DataFlowController("draft", store).read_progress
+            for each in kills:
+                while progress().acked_step < each.step:
+                    time.sleep(0.01)
+                time.sleep(each.pause_s)
+                while not self._kill(each.name):
+                    time.sleep(0.02)
+                self.killed.append(each.name)
+
+    def _kill(self, name: str) -> bool:
+        """Kill a process by SIGKILL; False while it is just being started again."""
+        with suppress(psutil.Error, KeyError, IndexError):
+            if name in CHILDREN:
+                (memory,) = self._running["memory"].look()
+                found = psutil.Process(memory).children(recursive=True)
+                next(each for each in found if CHILDREN[name] in " ".join(each.cmdline())).kill()
+            else:
+                psutil.Process(self._running[name].look()[-1]).kill()
+            return True
+        return False
+
+    def _require_empty_store(self) -> None:
+        store = open_store(self.place.store)
+        run = self.files.produce_run(training=self.training)
+        plan = make_streaming_plan(read_feature_set(run.features).refs, run.streams, run.steps, self.place)
+        keys = {key for ref in plan.refs for key in ref.feature_keys.values()}
+        assert set(store.find_missing(keys)) == keys
+        store.close()
+
+    def _read_logs(self) -> str:
+        logs = sorted((self.files.folder / "runs").rglob("out.log"), key=lambda path: path.stat().st_mtime)
+        return "\n".join(f"== {path}\n{path.read_text(errors='replace')[-1500:]}" for path in logs[-4:])
