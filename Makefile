@@ -29,6 +29,7 @@ SPECFORGE := .venv-specforge
 SGLANG := .venv-sglang
 MOONCAKE := .venv-mooncake
 MOONCAKE_PACKAGES := libibverbs1 libnl-3-200 libnl-route-3-200
+MOONCAKE_LIBRARIES = $(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH
 export DAGSTER_HOME := $(CURDIR)/.dagster
 export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
@@ -69,14 +70,16 @@ test-specforge: $(VENV)/ready $(SPECFORGE)/ready
 
 specforge-env: $(SPECFORGE)/ready
 
-test-sglang: $(VENV)/ready $(SGLANG)/ready
-	$(BIN)/python -m pytest -m sglang tests/capture tests/export tests/programs tests/spec_assets
+# In the last test SGLang's hook puts into a real Mooncake.
+test-sglang: $(VENV)/ready $(SGLANG)/ready $(MOONCAKE)/ready
+	$(BIN)/python -m pytest -m 'sglang and not mooncake' tests/capture tests/export tests/programs tests/spec_assets
+	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" $(MOONCAKE)/bin/python -m pytest -m 'sglang and mooncake' tests/capture/engines
 
 sglang-env: $(SGLANG)/ready
 
 # Its system libraries are found as those of any program are: where they are unpacked beside it, by LD_LIBRARY_PATH.
 test-mooncake: $(MOONCAKE)/ready
-	LD_LIBRARY_PATH="$(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH" \
+	LD_LIBRARY_PATH="$(MOONCAKE_LIBRARIES)" \
 		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m mooncake tests/mooncake_room tests/features tests/runtime tests/sglang_room
 
 mooncake-env: $(MOONCAKE)/ready

@@ -143,8 +143,6 @@ class EnginePlace:
         embedding: reads the target's input matrix (V, H), when it is needed.
         local_rank: rank of this process among those of this machine, each of which has an engine.
         longest: number of tokens of the longest sequence that will be requested; 0 if it is not known.
-        mooncake: address file of the Mooncake store that the features go into, if it is one: hidden states then come
-            through it too.
     """
 
     folder: Path
@@ -154,7 +152,6 @@ class EnginePlace:
     sglang: SGLangSpec = field(default_factory=SGLangSpec)
     local_rank: int = 0
     longest: int = 0
-    mooncake: Path | None = None
 
 
 @dataclass(frozen=True)

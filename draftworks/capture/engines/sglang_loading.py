@@ -63,7 +63,7 @@ def load_sglang_engine(
     if EMBEDDINGS in (place.taps or ()):
         require_plain_embeddings(target)
     layer_ids = select_layers(place.taps)
-    mooncake = _find_mooncake(capture, place)
+    mooncake = None if capture.server.mooncake is None else Path(capture.server.mooncake)
     source = None if mooncake is None else _open_mooncake(mooncake)  # before anything is started
     if not capture.server.external:
         spool = place.folder.resolve() / "spool"
@@ -155,13 +155,6 @@ def build_server_options(
         convention=choose_capture_convention(read_architecture(target)),
         mooncake=mooncake,
     )
-
-
-def _find_mooncake(capture: CaptureSpec, place: EnginePlace) -> Path | None:
-    """Return the address file of the Mooncake store that hidden states go through; None if it is a folder."""
-    if capture.server.mooncake is not None:
-        return Path(capture.server.mooncake)
-    return None if capture.server.external else place.mooncake
 
 
 def _open_mooncake(address_file: Path) -> MooncakeSource:
