@@ -112,7 +112,12 @@ def resolve_draft_inputs(
 
 
 def build_train_run(
-    out: Path, strategy: str, inputs: DraftInputs, store: StoreSpec, stream: StreamPlace | None = None
+    out: Path,
+    strategy: str,
+    inputs: DraftInputs,
+    store: StoreSpec,
+    stream: StreamPlace | None = None,
+    plan: Path | None = None,
 ) -> TrainRun:
     return TrainRun(
         out=out,
@@ -120,7 +125,7 @@ def build_train_run(
         strategy=strategy,
         options=inputs.options,
         training=inputs.training,
-        train=FeatureSet(tokens=inputs.train_tokens.path, features=inputs.train_features.path),
+        train=FeatureSet(tokens=inputs.train_tokens.path, features=plan or inputs.train_features.path),
         heldout=inputs.heldout,
         store=store,
         stream=stream,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import dagster as dg
 
 from draftworks.config.registry_files import TargetSpec
-from draftworks.config.run_files import ProduceRun, StreamPlace, StreamSteps
+from draftworks.config.run_files import ProduceRun, StreamPlace
 from draftworks.config.streaming import StreamFollower, StreamingSpec, require_one_schedule
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
@@ -23,6 +23,7 @@ from resources.companions import Companion
 from resources.workspace import Workspace
 from spec_assets.common import make_companion
 from spec_assets.features import PLANNED
+from spec_assets.left_out import copy_plan
 from spec_assets.metadata import format_bytes
 from spec_assets.stream_services import RESTARTS, locate_database, make_stream_place, make_stream_services
 
@@ -57,11 +58,7 @@ class StreamReader:
 
     def to_follower(self) -> StreamFollower:
         training, samples = self.inputs.training, self.inputs.train_features.summary["samples"]
-        steps = StreamSteps(
-            global_batch_size=training.global_batch_size,
-            seed=training.seed,
-            total_steps=training.count_steps(samples // training.global_batch_size),
-        )
+        steps = training.make_stream_steps(samples)
         return StreamFollower(name=self.name, streams=list(self.inputs.feature_versions), steps=steps)
 
 
@@ -72,11 +69,13 @@ class DraftStream:
     Attributes:
         beside: producers, and what serves them and the trainers.
         out: folder of the producers' figures.
+        plan: the stream's own copy of the planned features.
     """
 
     place: StreamPlace | None = None
     beside: Sequence[Companion] = ()
     out: Path | None = None
+    plan: Path | None = None
 
     def place_of(self, name: str) -> StreamPlace | None:
         """Return the place as the training of one strategy finds it."""
@@ -86,11 +85,13 @@ class DraftStream:
 
     def give_up(self, name: str, failure: dg.Failure) -> None:
         """Give up the claims of a training that has failed, so that neither producers nor trainings wait for it."""
+        from draftworks.runtime.stream_rounds import find_newest_run
         from draftworks.runtime.training_stream import open_controller
 
         if self.place is not None and self.place.followers:
             controller = open_controller(self.place)
-            controller.record_left(f"it has failed: {(failure.description or '').partition(chr(10))[0]}", name)
+            reason = f"it has failed: {(failure.description or '').partition(chr(10))[0]}"
+            find_newest_run(controller).record_left(reason, name)
             controller.close()
 
     def summarize(self, trained: Sequence[str]) -> dict[str, Any]:
@@ -136,6 +137,8 @@ def open_stream(
     settings = settings.resolve_keep(count_stream_bytes(inputs, streams), capture.budget_gb)
     database = locate_database(folder, settings, workspace)
     place = make_stream_place(folder, settings, database)
+    place = place.model_copy(update={"max_failed_share": capture.max_failed_share})
+    plan = copy_plan(inputs.train_features.path, folder / "plan")
     if len(readers) > 1:
         place = place.model_copy(update={"followers": followers})
         _count_all_in(database, place)
@@ -143,7 +146,7 @@ def open_stream(
         out=producers,
         target=inputs.files,
         tokens=inputs.train_tokens.path,
-        features=inputs.train_features.path,
+        features=plan,
         streams=streams,
         capture=capture,
         sglang=workspace.sglang,
@@ -155,15 +158,17 @@ def open_stream(
         context, workspace, "produce", run, capture.processes, capture.device, python, restarts=RESTARTS
     )
     services = make_stream_services(context, workspace, database, run)
-    yield DraftStream(place, (*services, beside), producers)
+    yield DraftStream(place, (*services, beside), producers, plan)
 
 
 def _count_all_in(database: Path, place: StreamPlace) -> None:
     """Let all followers of a stream take part, those too that failed in an earlier attempt; no process uses it yet."""
     if database.exists():
+        from draftworks.runtime.stream_rounds import find_newest_run
+
         controller = DataFlowController(place.run_id, SQLiteMetadataStore(database))
         for each in place.followers:
-            controller.record_left("", each.name)
+            find_newest_run(controller).record_left("", each.name)
         controller.close()
 
 

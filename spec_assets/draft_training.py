@@ -22,6 +22,7 @@ from resources.workspace import Workspace
 from spec_assets.common import launch, make_peer, retry_on_failure
 from spec_assets.draft_inputs import DraftConfig, DraftInputs, build_train_run, resolve_draft_inputs
 from spec_assets.draft_streams import DraftStream, StreamReader, is_planned, open_stream, remove_streams
+from spec_assets.left_out import settle_features
 
 DRAFT_CODE_VERSION = "2"
 
@@ -51,11 +52,15 @@ class DraftTraining:
     def to_reader(self) -> StreamReader:
         return StreamReader(self.name, self.inputs, self.identity)
 
-    def make_result(self, report: Mapping[str, Any], stream: Mapping[str, Any]) -> BuildResult:
-        """Return the result of a training from its report and the figures of its stream."""
+    def make_result(
+        self, workspace: Workspace, report: Mapping[str, Any], stream: DraftStream, figures: Mapping[str, Any]
+    ) -> BuildResult:
+        """Return the result of a training from its report, and its stream with the producers' figures."""
+        inputs = self.inputs
+        changes = settle_features(workspace, inputs.train_features, stream.plan, inputs.feature_versions, report)
         overrides = {"options": self.config.options, "training": self.config.training}
-        summary = {**report, **stream, **({OVERRIDES: overrides} if any(overrides.values()) else {})}
-        return BuildResult(summary["weights_digest"], summary, own_digests=(CHECKPOINTS_FOLDER,))
+        summary = {**report, **figures, **({OVERRIDES: overrides} if any(overrides.values()) else {})}
+        return BuildResult(summary["weights_digest"], summary, (CHECKPOINTS_FOLDER,), changes)
 
 
 def train_drafts(
@@ -78,12 +83,13 @@ def train_drafts(
             trained = {name: each.report for name, each in outcomes.items() if isinstance(each, JobResult)}
             figures = stream.summarize(list(trained))
             for each in followers:
-                _publish(context, each, outcomes[each.name], figures)
+                _publish(context, workspace, each, outcomes[each.name], stream, figures)
             outcome = outcomes[own.name]
             if isinstance(outcome, dg.Failure):
                 raise outcome
+        result = own.make_result(workspace, outcome.report, stream, figures)
         remove_streams(workspace, target, [each for each in readers if each.name in trained])
-        return own.make_result(outcome.report, figures)
+        return result
 
 
 def _run(
@@ -97,7 +103,8 @@ def _run(
     runs = {}
     for each in drafts:
         store = workspace.locate_feature_store(each.inputs.files)
-        runs[each.name] = build_train_run(each.out, each.name, each.inputs, store, stream.place_of(each.name))
+        place = stream.place_of(each.name)
+        runs[each.name] = build_train_run(each.out, each.name, each.inputs, store, place, stream.plan)
     if len(drafts) == 1:
         training = drafts[0].inputs.training
         run, beside = runs[drafts[0].name], stream.beside
@@ -121,7 +128,12 @@ def _run(
 
 
 def _publish(
-    context: dg.AssetExecutionContext, draft: DraftTraining, outcome: Outcome, figures: Mapping[str, Any]
+    context: dg.AssetExecutionContext,
+    workspace: Workspace,
+    draft: DraftTraining,
+    outcome: Outcome,
+    stream: DraftStream,
+    figures: Mapping[str, Any],
 ) -> None:
     asset = of_strategy(draft.name).draft
     if isinstance(outcome, dg.Failure):
@@ -130,7 +142,7 @@ def _publish(
         )
         return
     assert draft.claim is not None
-    made = draft.claim.publish(draft.make_result(outcome.report, figures))
+    made = draft.claim.publish(draft.make_result(workspace, outcome.report, stream, figures))
     context.log.info(f"{asset} was trained beside: {made.path.name}")
 
 

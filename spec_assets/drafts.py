@@ -36,6 +36,7 @@ from spec_assets.draft_inputs import DraftConfig, resolve_draft_inputs
 from spec_assets.draft_streams import SHARED_LOCK, describe_stream, locate_streams
 from spec_assets.draft_training import DRAFT_CODE_VERSION, DraftTraining, shares_stream, train_drafts
 from spec_assets.features import GPU_POOL
+from spec_assets.left_out import describe_left_out
 from spec_assets.metadata import embed_picture, format_bytes, format_table, select_acceptance, shorten_path
 
 GROUP = "drafts"
@@ -122,6 +123,7 @@ def describe_draft(artifact: Artifact) -> dict[str, Any]:
         **format_rates_by_position(summary["heldout"]),
         **select_strategy_metrics(summary["heldout"]),
         **describe_stream(summary),
+        **describe_left_out(summary),
         "heldout": dg.MetadataValue.json(summary["heldout"]),
         "curves": embed_picture(artifact.path / "training.png", "loss and acceptance while training"),
     }

@@ -30,7 +30,7 @@ from draftworks.capture.plan import (
     require_budget,
 )
 from draftworks.capture.progress import Progress, ProgressCallback
-from draftworks.capture.sound_capture import SoundCapture, make_too_many_error, verify_head_of
+from draftworks.capture.sound_capture import SoundCapture, require_few_failed, verify_head_of
 from draftworks.config.run_files import CaptureRun
 from draftworks.data.conversations import QUARANTINE_FILE
 from draftworks.data.rejected import RejectedSample, write_rejected
@@ -161,8 +161,7 @@ def _quarantine(run: CaptureRun, refs: Sequence[SampleRef], failed: Sequence[Rej
         if ref.metadata["tokens"] in reason_of
     ]
     write_rejected(run.out / QUARANTINE_FILE, rejected)
-    if len(rejected) > run.capture.max_failed_share * len(refs) or len(rejected) == len(refs):
-        raise make_too_many_error(run, rejected, len(refs))
+    require_few_failed(run.target.name, run.capture.max_failed_share, rejected, len(refs))
     return {each.sample_id for each in rejected}
 
 

@@ -123,7 +123,9 @@ class SoundCapture:
         if len(self._failures) > self._run.capture.max_failed_share * self._samples:
             if len(self._failures) == 1:
                 raise error
-            raise make_too_many_error(self._run, self.failed, self._samples) from error
+            raise _make_too_many_error(
+                self._run.target.name, self._run.capture.max_failed_share, self.failed, self._samples
+            ) from error
 
 
 def verify_head_of(engine: TargetEngine, captured: Sequence[CapturedSample]) -> None:
@@ -134,10 +136,24 @@ def verify_head_of(engine: TargetEngine, captured: Sequence[CapturedSample]) -> 
     check_head(engine, [each.job.sample_id for each in chosen], prefixes, last)
 
 
-def make_too_many_error(run: CaptureRun, failed: Sequence[RejectedSample], samples: int) -> CaptureError:
-    """Make the error of a capture in which more samples failed than `capture.max_failed_share` allows."""
+def require_few_failed(
+    target: str, max_share: float, failed: Sequence[RejectedSample], samples: int, without: int = 0
+) -> None:
+    """Raise CaptureError if more of `samples` samples failed than the share `max_share`, or all of them.
+
+    Args:
+        without: number of samples that failed before and are not in `failed`.
+    """
+    count = len(failed) + without
+    if count > max_share * samples or count == samples:
+        raise _make_too_many_error(target, max_share, failed, samples, without)
+
+
+def _make_too_many_error(
+    target: str, max_share: float, failed: Sequence[RejectedSample], samples: int, without: int = 0
+) -> CaptureError:
     return CaptureError(
-        f"target {run.target.name}: {len(failed)} of {samples} samples have no valid features, more than "
-        f"capture.max_failed_share = {run.capture.max_failed_share:g} allows. The first: {failed[0].reason}. "
+        f"target {target}: {len(failed) + without} of {samples} samples have no valid features, more than "
+        f"capture.max_failed_share = {max_share:g} allows. The first: {failed[0].reason}. "
         "What was captured is kept."
     )

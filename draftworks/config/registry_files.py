@@ -17,7 +17,7 @@ from draftworks.config.gates import GateSpec
 from draftworks.config.responses import ResponseSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
-from draftworks.config.streaming import StreamingSpec
+from draftworks.config.streaming import StreamingSpec, StreamSteps, count_steps
 from draftworks.storage.names import require_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -118,9 +118,13 @@ class TrainingSpec(Spec):
     tensorboard: bool = Field(default=False, description="Also write TensorBoard event files beside the draft.")
 
     def count_steps(self, steps_per_epoch: int) -> int:
-        """Return the optimizer steps of a training: `epochs` of the data, at least one, at most `max_steps` (may be 0)."""
-        steps = max(1, round(self.epochs * steps_per_epoch))
-        return steps if self.max_steps is None else min(steps, self.max_steps)
+        """Return the optimizer steps of this training, see `count_steps`."""
+        return count_steps(self.epochs, self.max_steps, steps_per_epoch)
+
+    def make_stream_steps(self, samples: int) -> StreamSteps:
+        """Return what decides the order of this training's samples where features stream."""
+        own = {name: getattr(self, name) for name in ("global_batch_size", "seed", "epochs", "max_steps")}
+        return StreamSteps(total_steps=self.count_steps(samples // self.global_batch_size), **own)
 
     @model_validator(mode="after")
     def _check_batch(self) -> TrainingSpec:

@@ -153,6 +153,9 @@ class StreamPlace(Spec):
     followers: list[StreamFollower] = Field(
         default=[], description="All trainings that follow the stream, this one included; empty if it is the only one."
     )
+    max_failed_share: float = Field(
+        default=0.0, ge=0, le=1, description="Share of samples without valid features above which the training ends."
+    )
 
     @model_validator(mode="after")
     def _check_control_plane(self) -> StreamPlace:

@@ -100,12 +100,27 @@ class StreamingSpec(Spec):
         return self.model_copy(update={"keep": "until_last_use" if fits else "capture_again"})
 
 
+def count_steps(epochs: float, max_steps: int | None, steps_per_epoch: int) -> int:
+    """Return the optimizer steps of `epochs` of the data: at least one, at most `max_steps` (which may be 0)."""
+    steps = max(1, round(epochs * steps_per_epoch))
+    return steps if max_steps is None else min(steps, max_steps)
+
+
 class StreamSteps(Spec):
     """What decides which samples each optimizer step takes."""
 
     global_batch_size: int = Field(ge=1)
     seed: int
-    total_steps: int = Field(ge=0)
+    total_steps: int = Field(ge=0, description="Steps of a training on the complete set.")
+    epochs: float | None = Field(default=None, gt=0, description="Needed where samples may be left out.")
+    max_steps: int | None = Field(default=None, ge=0)
+
+    def recount(self, samples: int) -> StreamSteps:
+        """Return the steps of the same training on so many samples. Raises ConfigError if `epochs` is not given."""
+        if self.epochs is None:
+            raise ConfigError("stream steps: expected `epochs`, since samples are left out, found none")
+        total_steps = count_steps(self.epochs, self.max_steps, samples // self.global_batch_size)
+        return self.model_copy(update={"total_steps": total_steps})
 
 
 class StreamFollower(Spec):

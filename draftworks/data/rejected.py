@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,11 @@ def write_rejected(path: Path, rejected: Sequence[RejectedSample]) -> None:
     """Write all rejections, one JSON object per line."""
     with publish_file(path) as staging:
         staging.write_text("".join(canonical_json(each._asdict()) + "\n" for each in rejected))
+
+
+def read_rejected(path: Path) -> list[RejectedSample]:
+    """Read what `write_rejected` wrote."""
+    return [RejectedSample(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def check_rejected(rejected: Sequence[RejectedSample], total: int, limit: float, file: Path | None = None) -> None:

@@ -47,6 +47,12 @@ class DataFlowController:
         self._clock = clock
         self._max_attempts = max_attempts
 
+    def of_run(self, run_id: str) -> DataFlowController:
+        """Return the controller of another run in the same store, with the same settings."""
+        return DataFlowController(
+            run_id, self.store, self._clock, self.consumer, self._max_attempts, self.lease_s, self.consumer_lease_s
+        )
+
     @cached_property
     def owner(self) -> str:
         """The name of this process as the holder of a consumer's identity; no other has it."""

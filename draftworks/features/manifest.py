@@ -72,15 +72,28 @@ class FeatureSetManifest:
         """Return the content version of some streams; KeyError for an unknown stream."""
         return digest({name: self.stream_versions[name] for name in names})
 
+    def leave_out(self, sample_ids: Iterable[str]) -> FeatureSetManifest:
+        """Return the manifest of the set without these samples."""
+        gone = set(sample_ids)
+        if not gone:
+            return self
+        return make_manifest(
+            [ref for ref in self.refs if ref.sample_id not in gone], self.identity, self.streams, self.store
+        )
 
-def write_feature_set(
-    folder: Path, refs: Sequence[SampleRef], identity: FeatureSetIdentity, streams: Sequence[str], store: str
+
+def make_manifest(
+    refs: Sequence[SampleRef], identity: FeatureSetIdentity, streams: Sequence[str], store: str
 ) -> FeatureSetManifest:
-    """Write refs.jsonl, then manifest.json, each atomically. The manifest makes the set complete."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = "".join(ref.to_json() + "\n" for ref in refs).encode()
+    """Return the manifest of a feature set."""
+    return _describe(refs, identity, streams, store, _write_lines(refs))
+
+
+def _describe(
+    refs: Sequence[SampleRef], identity: FeatureSetIdentity, streams: Sequence[str], store: str, lines: bytes
+) -> FeatureSetManifest:
     sizes = {key: ref.feature_specs[name].nbytes for ref in refs for name, key in ref.feature_keys.items()}
-    manifest = FeatureSetManifest(
+    return FeatureSetManifest(
         identity=identity,
         streams=tuple(streams),
         samples=len(refs),
@@ -92,6 +105,15 @@ def write_feature_set(
         refs_digest=_digest(lines),
         refs=tuple(refs),
     )
+
+
+def write_feature_set(
+    folder: Path, refs: Sequence[SampleRef], identity: FeatureSetIdentity, streams: Sequence[str], store: str
+) -> FeatureSetManifest:
+    """Write refs.jsonl, then manifest.json, each atomically. The manifest makes the set complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = _write_lines(refs)
+    manifest = _describe(refs, identity, streams, store, lines)
     record = {name: value for name, value in asdict(manifest).items() if name != "refs"}
     record["identity"] = identity.to_json()
     with publish_file(folder / REFS) as staging:
@@ -136,6 +158,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if manifest.get("schema") != MANIFEST_SCHEMA:
         raise StoreError(f"{path} has schema {manifest.get('schema')!r}, expected {MANIFEST_SCHEMA!r}. {ADVICE}")
     return manifest
+
+
+def _write_lines(refs: Sequence[SampleRef]) -> bytes:
+    return "".join(ref.to_json() + "\n" for ref in refs).encode()
 
 
 def _digest(content: bytes) -> str:

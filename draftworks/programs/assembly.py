@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ from draftworks.data.vocab import VocabMapping
 from draftworks.drafts.strategy import DraftStrategy
 from draftworks.drafts.target_parts import TargetParts
 from draftworks.errors import ConfigError, DataError, StoreError
-from draftworks.features.contracts import FeatureStore, SampleRef
+from draftworks.features.contracts import SampleRef
+from draftworks.features.feature_source import FeatureSource
 from draftworks.features.joined_store import JoinedStore
 from draftworks.features.loader import FeatureDataLoader
 from draftworks.features.manifest import FeatureSetManifest, read_feature_set
@@ -75,12 +76,12 @@ def open_samples(
     store: StoreSpec,
     strategy: DraftStrategy,
     target: TargetFiles,
-    open_reader: Callable[[FeatureSetManifest], FeatureStore] | None = None,
+    open_source: Callable[[FeatureSetManifest, Sequence[str]], FeatureSource] | None = None,
 ) -> Samples:
     """Open a feature set and its tokens, and check everything that can be checked before a sample is read.
 
     Args:
-        open_reader: opens what is read instead of `store`.
+        open_source: from the feature set, and the sample ids of its tokenized set, to what is read instead of it.
 
     Raises:
         StoreError: a set is missing or damaged, of another target, lacks a feature, or does not belong to the tokens.
@@ -111,9 +112,12 @@ def open_samples(
         )
     tokens = TokenizedSet.open(features.tokens)
     _require_same_tokens(features, manifest, tokens)
-    refs = [ref.select(strategy.feature_names) for ref in manifest.refs]
-    reader = open_store(store) if open_reader is None else open_reader(manifest)
-    return Samples(refs, JoinedStore(reader, tokens), tokens, manifest)
+    if open_source is None:
+        source = FeatureSource(manifest, open_store(store))
+    else:
+        source = open_source(manifest, tokens.sample_ids)
+    refs = [ref.select(strategy.feature_names) for ref in source.manifest.refs]
+    return Samples(refs, JoinedStore(source.store, tokens), tokens, source.manifest)
 
 
 def require_same_dtype(train: Samples, held_out: Samples) -> None:

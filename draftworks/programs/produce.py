@@ -17,7 +17,8 @@ from draftworks.features.open_store import open_store_to_write
 from draftworks.programs.assembly import make_engine_place, temporary_engine_folder
 from draftworks.programs.program import ProgramContext, run_program
 from draftworks.runtime.rollout_worker import RolloutWorker
-from draftworks.runtime.training_stream import make_streaming_plan, open_controller
+from draftworks.runtime.stream_rounds import StreamRounds
+from draftworks.runtime.training_stream import open_controller
 from draftworks.storage.atomic import publish_json
 
 
@@ -29,7 +30,7 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
     """
     tokens = TokenizedSet.open(run.tokens)
     capture = run.as_capture()
-    plan = make_streaming_plan(read_feature_set(run.features).refs, run.streams, run.steps, run.stream)
+    refs = read_feature_set(run.features).refs
     started = time.monotonic()
     with (
         open_process_group(run.capture.device) as device,
@@ -41,6 +42,8 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
         closing.callback(store.close)
         controller = open_controller(run.stream)
         closing.callback(controller.close)
+        rounds = StreamRounds(refs, tokens.sample_ids, run.streams, run.steps, run.stream, controller)
+        current = rounds.open(rounds.read_left_out())
 
         probe = EngineProbe(capture, tokens)
 
@@ -54,7 +57,18 @@ def produce(run: ProduceRun, ctx: ProgramContext) -> dict[str, Any]:
 
         name = f"{run.worker}-{ctx.rank}"
         confirm = probe.confirm if run.capture.server.external else None
-        worker = RolloutWorker(name, capture, plan, controller, store, tokens, load, lambda: bool(stop.signum), confirm)
+        worker = RolloutWorker(
+            name,
+            capture,
+            current.plan,
+            current.controller,
+            store,
+            tokens,
+            load,
+            lambda: bool(stop.signum),
+            confirm,
+            rounds.watch(current),
+        )
         done = worker.run()
     seconds = time.monotonic() - started
     ctx.log(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import torch
 
 from draftworks.config.run_files import VOCAB_FILE, TrainRun
 from draftworks.config.strategies import resolve_strategy
+from draftworks.data.conversations import QUARANTINE_FILE
+from draftworks.data.rejected import RejectedSample, write_rejected
 from draftworks.distributed.collectives import gather_from_ranks
 from draftworks.distributed.process_group import open_process_group
-from draftworks.distributed.stop_signals import Interrupted, defer_stop
+from draftworks.distributed.stop_signals import Interrupted, StopRequest, defer_stop
 from draftworks.drafts.draft_io import DraftConfig, load_draft, save_draft
 from draftworks.programs.assembly import (
     Draft,
@@ -27,78 +31,130 @@ from draftworks.programs.assembly import (
     require_same_dtype,
 )
 from draftworks.programs.program import ProgramContext, run_program
-from draftworks.runtime.training_stream import TrainingStream
+from draftworks.runtime.training_stream import PLAN_AGAIN, TrainingStream
 from draftworks.storage.atomic import publish_file
 from draftworks.training.backend import ensure_process_group
 from draftworks.training.best import BestRule
 from draftworks.training.checkpoint_files import read_record
 from draftworks.training.checkpoint_manager import CheckpointManager
+from draftworks.training.controller import StepDiscarded
 from draftworks.training.observers import ProgressReport, TensorBoardLog, TrainingObserver
 from draftworks.training.plots import render_training_plot
+from draftworks.training.resume_point import EarlierPlan, find_resume_point
 from draftworks.training.trainer import Persistence, TrainedWeights, Trainer
 
 HISTORY, PLOT = "history.json", "training.png"
 WAITED = "waited_for_features_s"
 """In the report of a streamed training: seconds for which the loader of one rank waited for producers, at most."""
+LEFT_OUT = "left_out_samples"
+"""In the report of a streamed training: the samples that could not be captured, with the reasons."""
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A training that is done, with what is gathered from all ranks."""
+
+    draft: Draft
+    trainer: Trainer
+    persistence: Persistence
+    weights: TrainedWeights
+    peaks: list[int]
+    waits: list[float]
+    left_out: tuple[RejectedSample, ...]
 
 
 def train(run: TrainRun, ctx: ProgramContext) -> dict[str, Any]:
     """Train as the run file says; rank 0 writes the draft, its history and a plot of it into `run.out`.
 
     SIGTERM and SIGINT end the training after the current step, with a checkpoint. The same run file resumes from it.
+    A streamed training plans again, and goes back to a checkpoint, where a sample cannot be captured.
     """
     with open_process_group(run.training.device) as device, ensure_process_group(device), defer_stop() as stop:
-        draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.training.seed)
-        if run.training.pack_tokens is not None:
-            resolve_strategy(run.strategy).check_packing(draft.options, "training")
-        begun = None
-        if run.start_from is not None:
-            begun = load_draft(run.start_from, draft.strategy, target_digest=None, to_train=True)
-        stream = None if run.stream is None else TrainingStream(run.stream, run.training, draft.strategy.feature_names)
-        samples = open_samples(
-            run.train, run.store, draft.strategy, run.target, None if stream is None else stream.open_reader
-        )
-        held_out = open_samples(run.heldout, run.store, draft.strategy, run.target)
-        require_same_dtype(samples, held_out)
-        run.out.mkdir(parents=True, exist_ok=True)
-        persistence = _make_persistence(run, _make_identity(run, draft, samples, held_out, begun))
-        trainer = Trainer(
-            draft.strategy,
-            build_training_loader(samples, draft.strategy, run.training, ctx),
-            build_evaluation_loader(
-                held_out, draft.strategy, run.training.micro_batch_size, ctx, get_pack_limits(run.training)
-            ),
-            run.training,
-            device,
-            _make_observers(run, ctx),
-            persistence,
-            lambda: stop.signum,
-            evaluates_start=begun is not None,
-            steps=None if stream is None or not ctx.is_main else stream.consumer,
-        )
-        if ctx.is_main:
-            ctx.log(_describe_plan(run, draft, samples, trainer, persistence))
-            if stream is not None:
-                ctx.log(stream.describe())
-            for own in draft.parts.own:
-                ctx.log(f"of the draft's own, not the target's: {own}")
-        if not trainer.can_evaluate():
-            raise make_empty_heldout_error(run.heldout)
-        with nullcontext() if stream is None else stream.follow(trainer.controller.global_step):
+        while (trained := _train(run, ctx, device, stop)) is None:
+            if ctx.is_main:
+                ctx.log("samples could not be captured: planning again without them")
+            gc.collect()  # the former model and its optimizer
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return _publish(run, ctx, trained) if ctx.is_main else {}
+
+
+def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopRequest) -> _Trained | None:
+    """Train to the end; None if a streamed training has to plan again."""
+    draft = build_draft(run.target, run.strategy, run.options, run.vocab_mapping, run.training.seed)
+    if run.training.pack_tokens is not None:
+        resolve_strategy(run.strategy).check_packing(draft.options, "training")
+    begun = None
+    if run.start_from is not None:
+        begun = load_draft(run.start_from, draft.strategy, target_digest=None, to_train=True)
+    stream = None
+    if run.stream is not None:
+        stream = TrainingStream(run.stream, run.training, draft.strategy.feature_names, run.target.name)
+    samples = open_samples(
+        run.train, run.store, draft.strategy, run.target, None if stream is None else stream.open_source
+    )
+    held_out = open_samples(run.heldout, run.store, draft.strategy, run.target)
+    require_same_dtype(samples, held_out)
+    run.out.mkdir(parents=True, exist_ok=True)
+    persistence = _make_persistence(run, _make_identity(run, draft, samples, held_out, begun), draft, stream)
+    trainer = Trainer(
+        draft.strategy,
+        build_training_loader(samples, draft.strategy, run.training, ctx),
+        build_evaluation_loader(
+            held_out, draft.strategy, run.training.micro_batch_size, ctx, get_pack_limits(run.training)
+        ),
+        run.training,
+        device,
+        _make_observers(run, ctx),
+        persistence,
+        lambda: stop.signum or (0 if stream is None else stream.stop_code),
+        evaluates_start=begun is not None,
+        steps=None if stream is None or not ctx.is_main else stream.consumer,
+        discards=None if stream is None else stream.discards,
+    )
+    if ctx.is_main:
+        ctx.log(_describe_plan(run, draft, samples, trainer, persistence))
+        if stream is not None:
+            ctx.log(stream.describe())
+        for own in draft.parts.own:
+            ctx.log(f"of the draft's own, not the target's: {own}")
+    if not trainer.can_evaluate():
+        raise make_empty_heldout_error(run.heldout)
+    if stream is None:
+        trainer.fit()
+    elif not _fit_streamed(trainer, stream, ctx):
+        return None
+    _stop_if_asked(trainer)
+    return _Trained(
+        draft,
+        trainer,
+        persistence,
+        trainer.trained_weights(),
+        gather_from_ranks(get_peak_rss_bytes()),
+        [] if stream is None else gather_from_ranks(stream.reader.waited_s),
+        () if stream is None else stream.left_out,
+    )
+
+
+def _fit_streamed(trainer: Trainer, stream: TrainingStream, ctx: ProgramContext) -> bool:
+    """Train with the stream; False if it has to be planned again. Nothing is left in its store at the end."""
+    with stream.follow(trainer.controller.global_step) as is_current:
+        if not is_current:
+            return False
+        try:
             trainer.fit()
-            if stream is not None and ctx.is_main and not trainer.controller.stopped_by:
-                stream.consumer.finish()
-        _stop_if_asked(trainer)
-        weights = trainer.trained_weights()
-        peaks = gather_from_ranks(get_peak_rss_bytes())
-        waits = [] if stream is None else gather_from_ranks(stream.reader.waited_s)
-    if not ctx.is_main:
-        return {}
-    waited = {WAITED: round(max(waits), 2)} if waits else {}
-    return {**_publish(run, ctx, draft, trainer, persistence, weights, peaks), **waited}
+        except StepDiscarded:
+            return False
+        if trainer.controller.stopped_by == PLAN_AGAIN:
+            return False
+        if ctx.is_main and not trainer.controller.stopped_by:
+            stream.finish()
+    return True
 
 
-def _make_persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:
+def _make_persistence(
+    run: TrainRun, identity: dict[str, Any], draft: Draft, stream: TrainingStream | None
+) -> Persistence:
     training = run.training
     rule = BestRule(training.best_metric, training.best_mode == "min", training.best_min_delta)
     manager = CheckpointManager(
@@ -108,7 +164,18 @@ def _make_persistence(run: TrainRun, identity: dict[str, Any]) -> Persistence:
         rule=rule,
         save_async=training.save_async,
     )
-    return Persistence(manager, identity, manager.latest_dir() or run.resume_from)
+    if stream is None or not stream.left_out:
+        return Persistence(manager, identity, manager.latest_dir() or run.resume_from)
+
+    def list_earlier() -> Iterator[EarlierPlan]:
+        for each in stream.list_earlier_rounds(draft.strategy.feature_names):
+            train = {**identity["train"], "features": each.features}
+            yield EarlierPlan({**identity, "train": train}, each.common_steps)
+
+    point = find_resume_point(manager, identity, list_earlier)
+    if point.folder is None:
+        manager.start_over()
+    return Persistence(manager, identity, point.folder or run.resume_from, point.identity)
 
 
 def _make_identity(
@@ -160,16 +227,9 @@ def _stop_if_asked(trainer: Trainer) -> None:
         raise Interrupted(controller.stopped_by, f" after step {controller.global_step}; its checkpoint is saved")
 
 
-def _publish(
-    run: TrainRun,
-    ctx: ProgramContext,
-    draft: Draft,
-    trainer: Trainer,
-    persistence: Persistence,
-    weights: TrainedWeights,
-    peaks: list[int],
-) -> dict[str, Any]:
+def _publish(run: TrainRun, ctx: ProgramContext, trained: _Trained) -> dict[str, Any]:
     """Write the results of the training; return its report."""
+    draft, trainer, persistence, weights = trained.draft, trained.trainer, trained.persistence, trained.weights
     history = trainer.controller.history
     provenance = {
         **persistence.identity,
@@ -186,10 +246,14 @@ def _publish(
     history.save(run.out / HISTORY)
     with publish_file(run.out / PLOT) as staging:
         staging.write_bytes(render_training_plot(history, f"{run.strategy} draft of {run.target.name}", weights.step))
+    if trained.left_out:
+        write_rejected(run.out / QUARANTINE_FILE, trained.left_out)
     return {
         **_make_report(trainer, persistence.manager, config, weights.step),
-        "world_size": len(peaks),
-        "peak_rss_bytes": max(peaks),
+        "world_size": len(trained.peaks),
+        "peak_rss_bytes": max(trained.peaks),
+        **({WAITED: round(max(trained.waits), 2)} if trained.waits else {}),
+        **({LEFT_OUT: {each.sample_id: each.reason for each in trained.left_out}} if trained.left_out else {}),
     }
 
 

@@ -21,13 +21,17 @@ LOOK_S = 1.0
 class AwaitedStore(WrappedStore):
     """Reads planned features from `store`; waits for those that are not there yet.
 
+    A sample that will never come is given up: random numbers are returned in its place. A rank that raised an error
+    instead would leave the others waiting in a collective; the training discards the step on all ranks.
+
     Attributes:
         waited_s: seconds that all calls of `get` together have waited.
+        given_up: ids of the samples that random numbers were returned for. Once there is one, no other is waited for.
 
     Args:
         timeout_s: how long one sample may be waited for.
-        look: called about once a second while waiting, with the sample that is missing; raises what ended the
-            producers, and asks for features that were lost to be captured again.
+        look: called about once a second while waiting, with the sample that is missing; asks for features that were
+            lost to be captured again, and returns whether the sample will never come.
         explain: called when the time is over; returns what else may be the reason, empty for nothing.
     """
 
@@ -35,7 +39,7 @@ class AwaitedStore(WrappedStore):
         self,
         store: KeyedFeatureStore,
         timeout_s: float,
-        look: Callable[[SampleRef], None] = lambda ref: None,
+        look: Callable[[SampleRef], bool] = lambda ref: False,
         explain: Callable[[], str] = str,
     ) -> None:
         super().__init__(store)
@@ -44,24 +48,28 @@ class AwaitedStore(WrappedStore):
         self._look = look
         self._explain = explain
         self.waited_s = 0.0
+        self.given_up: set[str] = set()
         self._stops = 0
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
         """Fetch as `FeatureStore.get`. Features that are lost before they are read are waited for again.
 
         Raises:
-            StoreError: the features have not come within `timeout_s` seconds, or what `look` raises.
+            StoreError: the features have not come within `timeout_s` seconds.
         """
         started, stops = time.monotonic(), self._stops
         while True:
-            self._wait(ref, started, stops)
+            if not self._wait(ref, started, stops):
+                self.given_up.add(ref.sample_id)
+                return _make_random(ref), FeatureHandle(ref.sample_id, 0, "")
             try:
                 return self._store.get(ref)
             except StoreError:
                 if not self._keyed.find_missing(ref.feature_keys.values()):
                     raise
 
-    def _wait(self, ref: SampleRef, started: float, stops: int) -> None:
+    def _wait(self, ref: SampleRef, started: float, stops: int) -> bool:
+        """Wait for a sample's features; return False if they will never come."""
         began = looked = time.monotonic()
         while self._keyed.find_missing(ref.feature_keys.values()):
             now = time.monotonic()
@@ -73,12 +81,24 @@ class AwaitedStore(WrappedStore):
                     f"sample {ref.sample_id}: its features have not come within {self._timeout_s:g} s. {reason}, or "
                     "raise streaming.timeout_s if they are slow"
                 )
-            if now - looked > LOOK_S:
-                self._look(ref)
-                looked = now
+            if self.given_up or (now - looked > LOOK_S and self._look(ref)):
+                return False
+            looked = now if now - looked > LOOK_S else looked
             time.sleep(POLL_S)
             self._keyed.refresh()
         self.waited_s += time.monotonic() - began
+        return True
+
+    def release(self, handle: FeatureHandle) -> None:
+        if handle.sample_id not in self.given_up:
+            self._store.release(handle)
 
     def stop_waiting(self) -> None:
         self._stops += 1
+
+
+def _make_random(ref: SampleRef) -> dict[str, Tensor]:
+    """Return tensors of a sample's shapes and dtypes, normally distributed, so that no norm of them is zero."""
+    import torch
+
+    return {name: torch.randn(spec.shape).to(getattr(torch, spec.dtype)) for name, spec in ref.feature_specs.items()}

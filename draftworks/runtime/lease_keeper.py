@@ -19,6 +19,10 @@ class LeaseKeeper:
         self._lock = threading.Lock()
         self._leases: dict[str, TaskLease] = {}
 
+    def follow(self, controller: DataFlowController) -> None:
+        """Renew the leases that are added from now on with another controller; none of the other one may be left."""
+        self._controller = controller
+
     def add(self, lease: TaskLease) -> None:
         with self._lock:
             self._leases[lease.task.task_id] = lease

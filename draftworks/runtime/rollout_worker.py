@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,9 +25,13 @@ from draftworks.errors import CaptureError, DraftworksError
 from draftworks.features.contracts import KeyedFeatureStore
 from draftworks.runtime.lease_keeper import LeaseKeeper
 from draftworks.runtime.stream_claims import StreamClaims
+from draftworks.runtime.stream_rounds import StreamRound
 from draftworks.runtime.streaming_plan import StreamingPlan
 
 POLL_S = 0.05
+LOOK_S = 1.0
+"""Between two looks for another round."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class RolloutWorker:
         load_engine: called once, when there is something to capture.
         should_stop: asked before another task is leased; those that are leased are finished.
         confirm: check of an engine that another party can change, called before each batch is stored.
+        find_next_round: asked about once a second; returns the round to go over to, if there is one.
     """
 
     def __init__(
@@ -76,8 +82,11 @@ class RolloutWorker:
         load_engine: Callable[[], TargetEngine],
         should_stop: Callable[[], bool] = lambda: False,
         confirm: Confirmation | None = None,
+        find_next_round: Callable[[], StreamRound | None] = lambda: None,
     ) -> None:
         self._confirm = confirm
+        self._find_next_round = find_next_round
+        self._looked = time.monotonic()
         self._name = name
         self._run = run
         self._plan = plan
@@ -86,7 +95,8 @@ class RolloutWorker:
         self._load_engine = load_engine
         self._should_stop = should_stop
         self._streams = StreamPlan.of(run)
-        self._sound = SoundCapture(run, self._streams, tokens, len(plan.refs))
+        self._sound = SoundCapture(run, self._streams, tokens, len(tokens))
+        self._rows = {row.sample_id: index for index, row in enumerate(tokens)}
         self._whole_batches = find_backend(run.capture.backend).repeatable
         self._engine: TargetEngine | None = None
         self._claims = StreamClaims(plan, controller.consumer)
@@ -96,6 +106,7 @@ class RolloutWorker:
         self._in_flight: InFlight[_Begun] = InFlight(InFlightBudget(0, 0))
         self._keeper = LeaseKeeper(controller)
         self._groups_added = 0
+        self._done_step = 0
         self._summary = WorkerSummary()
 
     def run(self) -> WorkerSummary:
@@ -116,6 +127,7 @@ class RolloutWorker:
     def _work(self) -> None:
         try:
             while not self._should_stop():
+                self._follow_rounds()
                 self._progress = self._controller.read_consumers()
                 done = self._claims.find_done_step(self._progress)
                 if done is None:
@@ -137,13 +149,31 @@ class RolloutWorker:
             self._give_back(self._keeper.leases, error)
             raise
 
+    def _follow_rounds(self) -> None:
+        """Go over to the newest round, once what is in flight is stored; the engine stays."""
+        if time.monotonic() - self._looked < LOOK_S:
+            return
+        self._looked = time.monotonic()
+        found = self._find_next_round()
+        if found is None:
+            return
+        while self._in_flight:
+            self._finish_oldest()
+        log.info("%s: planned again without %d samples", self._name, len(found.left_out))
+        self._plan, self._controller, self._groups_added, self._done_step = found.plan, found.controller, 0, 0
+        self._claims = StreamClaims(found.plan, found.controller.consumer)
+        self._keeper.follow(found.controller)
+
     def _lease(self, done_step: int) -> Sequence[TaskLease]:
         """Add the tasks of all groups inside the window, and lease the next one."""
         end = self._window_end = self._plan.find_window_end(done_step)
+        if done_step < self._done_step:  # a trainer went back: what was over is needed again
+            self._groups_added = 0
+        self._done_step = done_step
         due = [group for group in self._plan.groups[self._groups_added :] if group.last <= end]
         for group in due:
             self._controller.add_tasks(
-                self._plan.make_tasks(group, self._controller.run_id, self._run.capture.batch_tokens)
+                self._plan.make_tasks(group, self._controller.run_id, self._run.capture.batch_tokens, done_step)
             )
         self._groups_added += len(due)
         return self._controller.lease_tasks(self._name, limit=1, max_step=end)
@@ -200,7 +230,7 @@ class RolloutWorker:
         self._commit(lease, complete=not failed)
         self._keeper.drop(lease)
         if failed:
-            self._controller.fail_task(lease, failed[0].reason)
+            self._controller.fail_task(lease, "; ".join(each.reason for each in failed))
         else:
             self._add(tasks=1)
 
@@ -229,7 +259,11 @@ class RolloutWorker:
         missing = set(self._store.find_missing(key for job in jobs for key in job.keys.values()))
         lacking = [replace(job, missing=tuple(n for n, key in job.keys.items() if key in missing)) for job in jobs]
         needed = self._claims.drop_unneeded(lacking, self._progress, self._window_end)
-        trimmed = [replace(job, missing=streams) for job, streams in zip(lacking, needed, strict=True)]
+        # Rows of a plan that lacks samples are others than those of the tokenized set.
+        trimmed = [
+            replace(job, row=self._rows[job.sample_id], missing=streams)
+            for job, streams in zip(lacking, needed, strict=True)
+        ]
         return trimmed if self._whole_batches else [job for job in trimmed if job.missing]
 
     def _add(self, **more: float) -> None:

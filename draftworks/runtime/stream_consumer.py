@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from draftworks.dataflow.consumer_lease import ConsumerLease, hold_consumer
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.metadata_store import ConsumerProgress
-from draftworks.errors import StoreError
 from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.runtime.stream_claims import FreeAt, StreamClaims
 from draftworks.runtime.streaming_plan import StreamingPlan
@@ -41,6 +40,10 @@ class StreamConsumer:
         free_at: `step` frees features when the optimizer step that used them last is done, `checkpoint` when a complete
             checkpoint covers it. After a crash, freed features of steps that are trained again are captured again.
         shared: the plan of the whole stream, where other trainings follow it too. What they need stays.
+        is_superseded: whether the stream goes on with another plan.
+
+    Attributes:
+        cannot_go_on: whether the next step takes a sample that no attempt could capture, or there is another plan.
     """
 
     def __init__(
@@ -50,8 +53,11 @@ class StreamConsumer:
         store: KeyedFeatureStore,
         free_at: FreeAt = "step",
         shared: StreamingPlan | None = None,
+        is_superseded: Callable[[], bool] = lambda: False,
     ) -> None:
         self.plan = plan
+        self.cannot_go_on = False
+        self._is_superseded = is_superseded
         self._name = controller.consumer
         self._claims = StreamClaims(shared or plan, self._name, free_at)
         self._window = shared or plan
@@ -79,8 +85,9 @@ class StreamConsumer:
         Features that a process which was killed had no time to free are freed.
         """
         self._controller.record_left("")
-        acked = self._controller.read_progress().acked_step
-        undone = self._controller.rewind(global_step) if acked != global_step else 0
+        before = self._controller.read_progress()
+        is_there = before.acked_step == global_step and before.checkpoint_step <= global_step
+        undone = 0 if is_there else self._controller.rewind(global_step)
         self._acked_step = self._freed_step = global_step
         self._store.refresh()
         self._free_all()
@@ -106,6 +113,9 @@ class StreamConsumer:
         self._acked_step = global_step
         if self._free_at == "step":
             self._free(global_step)
+        if global_step < self.plan.order.total_steps:
+            lost = self._find_lost()
+            self.cannot_go_on = not lost.isdisjoint(self.plan.get_sample_ids(global_step + 1)) or self._is_superseded()
 
     def on_checkpoint(self, global_step: int) -> None:
         """Record that a complete checkpoint covers all steps up to `global_step`."""
@@ -119,29 +129,31 @@ class StreamConsumer:
         Producers end when the last training has finished.
         """
         self._controller.record_left(reason)
-        self._store.refresh()
         self._free_all()
 
-    def look(self, ref: SampleRef) -> None:
+    def free(self, keys: Iterable[str]) -> None:
+        """Free features, as far as the store has them."""
+        self._store.refresh()
+        keys = list(dict.fromkeys(keys))
+        missing = set(self._store.find_missing(keys))
+        self._store.free([key for key in keys if key not in missing])
+
+    def look(self, ref: SampleRef) -> bool:
         """Called while a sample is waited for: have it captured again if it was committed and its features are gone.
 
-        Raises:
-            StoreError: the capture of the sample has failed for good.
+        Returns whether it will never come, because no attempt could capture it or there is another plan.
         """
-        for letter in self._controller.read_dead_letters():
-            if ref.sample_id in letter.lost_samples:
-                raise StoreError(
-                    f"sample {ref.sample_id} could not be captured in {len(letter.reasons)} attempts. The first failed "
-                    f"because of: {letter.reasons[0]}"
-                )
+        if ref.sample_id in self._find_lost() or self._is_superseded():
+            return True
         if not self._controller.find_uncommitted([ref.sample_id]):
             self._store.refresh()
             if self._store.find_missing(ref.feature_keys.values()):
                 self._requeue_all_lost()
+        return False
 
     def _requeue_all_lost(self) -> None:
         """Have everything captured again that was committed, is needed and is gone: a store is often lost as a whole."""
-        needed = self.plan.find_needed(self._controller.read_progress().acked_step)
+        needed = self.plan.find_needed(self._controller.read_progress().done_step)
         missing = set(self._store.find_missing(key for ref in needed for key in ref.feature_keys.values()))
         lost = [ref.sample_id for ref in needed if not missing.isdisjoint(ref.feature_keys.values())]
         uncommitted = set(self._controller.find_uncommitted(lost))
@@ -155,6 +167,10 @@ class StreamConsumer:
             return ""
         step = progress[name].done_step if name in progress else 0
         return f"{name}, which follows the same stream, has done step {step}, and producers go no further ahead of it"
+
+    def _find_lost(self) -> set[str]:
+        """Return the samples that no attempt could capture."""
+        return {sample_id for letter in self._controller.read_dead_letters() for sample_id in letter.lost_samples}
 
     def _free(self, global_step: int) -> None:
         """Free what was used last at a step up to `global_step`; everything free once another training has left."""
@@ -171,9 +187,7 @@ class StreamConsumer:
         self._left, self._freed_step = left, global_step
 
     def _free_all(self) -> None:
-        keys = self._claims.list_all_free(self._controller.read_consumers())
-        missing = set(self._store.find_missing(keys))
-        self._store.free([key for key in keys if key not in missing])
+        self.free(self._claims.list_all_free(self._controller.read_consumers()))
 
     def _read_progress(self, checkpoint_step: int = 0) -> dict[str, ConsumerProgress]:
         """Return the progress of all trainings; of one that is alone, what it knows itself."""

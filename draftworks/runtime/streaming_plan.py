@@ -93,8 +93,10 @@ class StreamingPlan:
         """Return the last step whose features may be captured when `acked_step` steps are done; at least the next."""
         return self._find_end(acked_step, self.watermark)
 
-    def make_tasks(self, group: StepGroup, run_id: str, batch_tokens: int) -> list[PromptTask]:
+    def make_tasks(self, group: StepGroup, run_id: str, batch_tokens: int, done: int = 0) -> list[PromptTask]:
         """Return the capture tasks of a group, those that are used first at the front.
+
+        Left out are tasks of which nothing is used after `done` steps.
 
         A task is one batch for the engine: samples of similar length, at most `batch_tokens` with padding. Its ids and
         its batches depend on the plan only, so whoever captures it again gets the batch of the first time.
@@ -108,6 +110,7 @@ class StreamingPlan:
             tasks += [
                 self._make_task(batch, f"{number}-{group.first}-{index}", run_id, group.last)
                 for index, batch in enumerate(batches)
+                if any(lifetime.last[self._content_of[job.row]] > done for job in batch)
             ]
         return tasks
 

@@ -43,11 +43,14 @@ class BuildResult:
         summary: figures to keep in the record.
         own_digests: subfolders whose files carry their own digests; the manifest leaves them out, so that a hit does not
             read them again.
+        identity_changes: fields of the identity that were provisional, with their values now: the result is published
+            under the identity with these.
     """
 
     data_version: str
     summary: dict[str, Any] = field(default_factory=dict)
     own_digests: tuple[str, ...] = ()
+    identity_changes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class ArtifactStore:
                     artifact = self._find_intact(final, still_good)
                 if artifact is None:
                     artifact = self._build(final, asset, target, identity, build, start_over)
-        publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": final.name})
+        publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": artifact.path.name})
         return artifact
 
     @contextmanager
@@ -240,6 +243,9 @@ class ArtifactStore:
         self, final: Path, asset: str, target: str, identity: dict[str, Any], built: BuildResult, started: float
     ) -> Artifact:
         partial = final.with_name(final.name + PARTIAL)
+        identity = {**identity, **built.identity_changes}
+        final = final.with_name(digest(identity))
+        kept = {name: value for name, value in asdict(built).items() if name != "identity_changes"}
         record = {
             "schema": SCHEMA_VERSION,
             "asset": asset,
@@ -248,7 +254,7 @@ class ArtifactStore:
             "files": _record_files(partial, built.own_digests),
             "created": time.time(),
             "seconds": round(time.time() - started, 3),
-            **asdict(built),
+            **kept,
         }
         publish_json(partial / RECORD, record)
         replace_folder(partial, final, aside=final.with_name(final.name + REPLACED))

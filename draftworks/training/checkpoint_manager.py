@@ -129,6 +129,10 @@ class CheckpointManager:
             self._on_rank_0(lambda: self._adopt_best(checkpoint, step))
             self.best = broadcast_from_rank_0(self.best, self._group)
 
+    def start_over(self) -> None:
+        """Forget the best of an attempt that is given up; its checkpoints go when the first one is saved."""
+        self.best = None
+
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints on disk, ascending."""
         return self.folder.steps()

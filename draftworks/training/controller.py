@@ -66,12 +66,18 @@ class Hooks:
             raise `EvaluationStopped`.
         stop_signal: returns the number of the signal that asks this rank to stop, or 0; polled after every step.
         steps: listener of this rank, if it has one.
+        discards: whether this rank's data of a step were not real, asked before the step counts. None: they always are.
     """
 
     evaluate: Callable[[StepContext], EvalResult | None]
     stop_signal: Callable[[], int] = lambda: 0
     observers: Sequence[TrainingObserver] = field(default_factory=tuple)
     steps: StepListener | None = None
+    discards: Callable[[int], bool] | None = None
+
+
+class StepDiscarded(Exception):
+    """Raised on all ranks if the data of a step were not real on one: the weights are of no use, and nothing is saved."""
 
 
 class TrainerController:
@@ -153,6 +159,7 @@ class TrainerController:
             result = self._core.train_step(batch, self._context())
             if result is None:
                 continue
+            self._require_real(self.global_step + 1)
             self.position = self.position.after_step()
             if self._hooks.steps is not None:
                 self._hooks.steps.on_step(self.global_step)
@@ -161,6 +168,11 @@ class TrainerController:
             if self._is_over():
                 break
         self._clock.stop()
+
+    def _require_real(self, step: int) -> None:
+        discards = self._hooks.discards
+        if discards is not None and max_over_ranks(int(discards(step))):
+            raise StepDiscarded(step)
 
     def _end_stream(self) -> None:
         """Make the last step of a stream that has ended the last of the plan: record, save and evaluate it."""

@@ -41,11 +41,13 @@ class Persistence:
         manager: writes and finds the checkpoints.
         identity: what decides the training's result, as JSON: only a checkpoint of the same identity can be resumed.
         resume_from: the checkpoint to continue from; None starts at the beginning.
+        resume_identity: identity of that checkpoint, where it is that of an earlier plan; see `find_resume_point`.
     """
 
     manager: CheckpointManager
     identity: Mapping[str, Any] = field(default_factory=dict)
     resume_from: Path | None = None
+    resume_identity: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Trainer:
         eval_loader: from `FeatureDataLoader.for_evaluation` or `for_packed_evaluation`.
         device: the device of this rank.
         persistence: None saves nothing and tracks no best.
-        stop_signal, steps: see `Hooks`.
+        stop_signal, steps, discards: see `Hooks`.
         evaluates_start: whether the initial weights may be the best; False for random initial weights.
 
     Raises:
@@ -86,6 +88,7 @@ class Trainer:
         stop_signal: Callable[[], int] = lambda: 0,
         evaluates_start: bool = False,
         steps: StepListener | None = None,
+        discards: Callable[[int], bool] | None = None,
     ) -> None:
         order = train_loader.order
         plan = make_plan(training, order.steps_per_epoch, evaluates_start)
@@ -95,7 +98,9 @@ class Trainer:
         self._publish_best = training.publish == "best"
         resumed = None
         if persistence is not None and persistence.resume_from is not None:
-            resumed = read_resume_state(persistence.resume_from, persistence.identity, position)
+            resumed = read_resume_state(
+                persistence.resume_from, persistence.resume_identity or persistence.identity, position
+            )
             persistence.manager.resume(resumed.folder, resumed.position.global_step)
             resumed.load_weights(strategy.model)
         if training.compile:
@@ -107,7 +112,7 @@ class Trainer:
         checkpointer = None
         if persistence is not None:
             checkpointer = Checkpointer(persistence.manager, self.backend, optimizer, persistence.identity)
-        hooks = Hooks(self._evaluate, stop_signal, observers, steps)
+        hooks = Hooks(self._evaluate, stop_signal, observers, steps, discards)
         train_loader.prepare_for(device)
         eval_loader.prepare_for(device)
         self.controller = TrainerController(self.core, train_loader, plan, position, hooks, checkpointer)

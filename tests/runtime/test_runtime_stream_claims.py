@@ -17,7 +17,7 @@ from draftworks.errors import ConfigError
 from draftworks.features.contracts import FeatureSpec, SampleRef
 from draftworks.runtime.stream_claims import StreamClaims
 from draftworks.runtime.stream_consumer import StreamConsumer
-from draftworks.runtime.training_stream import make_streaming_plan
+from draftworks.runtime.stream_rounds import make_streaming_plan
 
 STREAMS = ("hf1", "hf2", "last")
 

@@ -51,6 +51,21 @@ def test_current_follows_the_identity_asked_for_last(tmp_path: Path):
     assert store.load_current("thing", "tiny").data_version == "one"
 
 
+def test_a_result_whose_identity_was_provisional_is_found_under_the_one_it_has(tmp_path: Path):
+    store = ArtifactStore(tmp_path)
+
+    def build(out: Path) -> BuildResult:
+        (out / "data.txt").write_text("without two samples")
+        return BuildResult("v", identity_changes={"a": 2})
+
+    built = store.obtain("thing", "tiny", {"a": 1, "b": 1}, build)
+    assert built.identity == {"a": 2, "b": 1}
+    assert store.load_current("thing", "tiny").path == built.path
+    assert store.obtain("thing", "tiny", {"a": 2, "b": 1}, writing("never")).hit
+    assert not store.is_current("thing", "tiny", {"a": 1, "b": 1})
+    assert "identity_changes" not in json.loads((built.path / "artifact.json").read_text())
+
+
 def test_a_failed_build_publishes_nothing_and_the_next_continues_in_what_it_left(tmp_path: Path):
     store = ArtifactStore(tmp_path)
 

@@ -22,7 +22,7 @@ from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.features.manifest import read_feature_set
 from draftworks.features.open_store import open_store
-from draftworks.runtime.training_stream import make_streaming_plan
+from draftworks.runtime.stream_rounds import make_streaming_plan
 
 RANKS = 2
 SERVING = ("control", "memory")

@@ -34,7 +34,8 @@ from draftworks.data.vocab import build_vocab_mapping, count_supervised_tokens
 from draftworks.features.manifest import read_feature_set, write_feature_set
 from draftworks.features.open_store import open_store
 from draftworks.runtime.rollout_worker import RolloutWorker, WorkerSummary
-from draftworks.runtime.training_stream import count_stream_steps, make_streaming_plan, open_controller
+from draftworks.runtime.stream_rounds import StreamRounds
+from draftworks.runtime.training_stream import count_stream_steps, open_controller
 
 
 class SerialEngine(WatchedEngine):
@@ -120,6 +121,7 @@ class StreamFiles:
             database=self.folder / "control.sqlite",
             store=StoreSpec(kind="shared_dir", root=self.folder / "stream"),
             settings=self.settings,
+            max_failed_share=self.capture_options.get("max_failed_share", 0.0),
         )
 
     def train_run(self, out: str, streamed: bool = True, **changes: Any) -> TrainRun:
@@ -160,16 +162,20 @@ class StreamFiles:
         )
 
     def make_worker(self, run: ProduceRun, should_stop: Callable[[], bool] = lambda: False) -> RolloutWorker:
-        plan = make_streaming_plan(read_feature_set(run.features).refs, run.streams, run.steps, run.stream)
+        tokens = TokenizedSet.open(run.tokens)
+        refs, controller = read_feature_set(run.features).refs, open_controller(run.stream)
+        rounds = StreamRounds(refs, tokens.sample_ids, run.streams, run.steps, run.stream, controller)
+        current = rounds.open(rounds.read_left_out())
         return RolloutWorker(
             run.worker,
             run.as_capture(),
-            plan,
-            open_controller(run.stream),
+            current.plan,
+            current.controller,
             open_store(run.stream.store),
-            TokenizedSet.open(run.tokens),
+            tokens,
             self.engine,
             should_stop,
+            find_next_round=rounds.watch(current),
         )
 
     @contextmanager
