@@ -121,7 +121,7 @@ def build_offline_runtime(
     trainer = parts.make_trainer(loader, acks)
     epochs = max(1, -(-trainer.controller.history.total_steps // steps_per_epoch))
     follow = partial(acks.follow, trainer.controller.global_step, store, uses=epochs, frees=False)
-    return TrainerRuntime(trainer, loader, follow)
+    return TrainerRuntime(trainer, loader, follow, acks.finish)
 
 
 def build_disagg_offline_runtime(
@@ -356,7 +356,7 @@ def _build_consumer(
     except BaseException as error:
         stream.end(error)
         raise
-    return TrainerRuntime(trainer, stream.loader, stream.follow)
+    return TrainerRuntime(trainer, stream.loader, stream.follow, stream.acks.finish)
 
 
 def _open_channels(channels: Sequence[StreamingRefChannel], skip_ids: Iterable[str]) -> RefQueue:

@@ -46,7 +46,7 @@ def interleave(consumer: TrainerRuntime, producer: OnlineProducer, join_timeout_
             with produce_beside(partial(drive_producer, producer), join_timeout_s):
                 yield
 
-    return TrainerRuntime(consumer.trainer, consumer.loader, follow)
+    return TrainerRuntime(consumer.trainer, consumer.loader, follow, consumer.finish)
 
 
 @contextmanager

@@ -71,8 +71,7 @@ class StepAcks:
     def follow(self, global_step: int, store: FeatureStore | None, uses: int = 1, frees: bool = True) -> Iterator[None]:
         """Context of the training after `global_step`: rank 0 holds the consumer's identity in it. A collective.
 
-        What a stopped or killed training acknowledged after `global_step` is undone. At an orderly end the leases of what
-        was read ahead are ended.
+        What a stopped or killed training acknowledged after `global_step` is undone.
 
         Args:
             store: where the features are, to look for lost ones.
@@ -99,7 +98,11 @@ class StepAcks:
                 run_on_every_rank(begin if get_rank() == 0 else _do_nothing)
             yield
             self._record_checkpoint()
-            self._leases.release_all()
+
+    def finish(self) -> None:
+        """End the leases of what was read ahead, once the training is done. One that was stopped still needs it."""
+        self._record_checkpoint()
+        self._leases.release_all()
 
     def _prepare(self) -> None:
         """Check that this process still is the consumer, and commit the step's references that nobody has."""

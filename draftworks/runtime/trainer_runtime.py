@@ -64,16 +64,21 @@ class TrainerRuntime:
 
     Attributes:
         follow: context that `run` trains in: the consumer's identity, and what producers are told at its end.
+        finish: called in that context when the training is done, and not where a signal has stopped it.
     """
 
     trainer: Trainer
     loader: TrainingLoader
     follow: Callable[[], AbstractContextManager[Any]]
+    finish: Callable[[], None] = lambda: None
 
     def run(self) -> History:
         """Train to the end. A collective. Raises what `Trainer.fit` and `follow` raise."""
         with self.follow():
-            return self.trainer.fit()
+            history = self.trainer.fit()
+            if not self.trainer.controller.stopped_by:
+                self.finish()
+        return history
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.trainer, self.loader, self.run))

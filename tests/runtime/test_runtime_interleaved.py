@@ -147,7 +147,7 @@ def test_a_signal_stops_both_and_the_training_goes_on_later(build, stream_files:
         stop_signal=lambda: signal.SIGTERM if step[0] == 3 else 0,
         observers=[Stepping(step)],
     )
-    stopped = build(parts, make_producer_parts(stream_files))
+    stopped = build(parts, make_producer_parts(stream_files), watermark=Watermark(samples=16))  # steps are read ahead
     stopped.run()
     assert (stopped.trainer.controller.stopped_by, stopped.trainer.controller.global_step) == (signal.SIGTERM, 3)
     again = build(asked, make_producer_parts(stream_files), resume=True)
