@@ -78,7 +78,9 @@ class BackgroundWorker:
             dropped = [entry for entry in self._waiting if entry[0] in futures]
             self._waiting = deque(entry for entry in self._waiting if entry[0] not in futures)
             running = self._running if self._running in futures else None
-            if running is not None and self._thread is not None and self._thread.ident is not None:
+            if running is None or running.done():
+                running = None
+            elif self._thread is not None and self._thread.ident is not None:
                 ident, stop = ctypes.c_ulong(self._thread.ident), ctypes.py_object(_StoppedError)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, stop)
         for future, _ in dropped:

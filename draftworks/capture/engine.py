@@ -89,7 +89,17 @@ class TargetEngine(ABC):
         """
         if self._worker is None:
             self._worker = BackgroundWorker()
-        return self._worker.submit(lambda: self.capture(sequences, taps))
+        # Both are settings of a thread.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        with_gradients = torch.is_grad_enabled()
+
+        def capture() -> list[dict[str, Tensor]]:
+            if device is not None:
+                torch.cuda.set_device(device)
+            with torch.set_grad_enabled(with_gradients):
+                return self.capture(sequences, taps)
+
+        return self._worker.submit(capture)
 
     def cancel(self, answers: Collection[Future[list[dict[str, Tensor]]]]) -> None:
         """Drop what was submitted and is not done: nobody will ask for these answers."""

@@ -67,7 +67,12 @@ class SoundCapture:
 
     def capture(self, engine: TargetEngine, batch: Sequence[SampleJob]) -> list[CapturedSample]:
         """Submit a batch and collect it."""
-        return self.collect(engine, batch, self.submit(engine, batch))
+        answer = self.submit(engine, batch)
+        try:
+            return self.collect(engine, batch, answer)
+        except BaseException:
+            engine.cancel([answer])
+            raise
 
     def collect(
         self, engine: TargetEngine, batch: Sequence[SampleJob], answer: Future[list[dict[str, Tensor]]]

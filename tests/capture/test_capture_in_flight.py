@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -136,3 +137,41 @@ def test_no_second_batch_is_asked_for_before_the_head_is_verified(tiny_target, t
     with pytest.raises(CaptureError, match="the target's head on it differs"):
         capture_features(run, lambda: engine, random_rows(12))
     assert engine.submitted == 1
+
+
+def test_an_engine_computes_in_the_background_as_in_the_thread_that_asks(tiny_engine):
+    found: list[tuple[bool, str]] = []
+
+    class Noting(WatchedEngine):
+        def capture(self, sequences, taps):
+            found.append((torch.is_grad_enabled(), threading.current_thread().name))
+            return super().capture(sequences, taps)
+
+    engine, row = Noting(tiny_engine), random_rows(1)[0].input_ids.tolist()
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            streams = engine.submit([row], []).result(60)[0]
+        assert torch.equal(streams["last"], tiny_engine.capture([row], [])[0]["last"])
+    assert found == [(True, "background-worker"), (False, "background-worker")]
+
+
+def test_a_capture_that_is_interrupted_leaves_nothing_running(tiny_target, tiny_engine, tmp_path, monkeypatch):
+    begun, ended = threading.Event(), threading.Event()
+
+    class Endless(WatchedEngine):
+        def capture(self, sequences, taps):
+            begun.set()
+            try:
+                while True:
+                    time.sleep(0.001)
+            finally:
+                ended.set()
+
+    def interrupt(future):
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftworks.capture.sound_capture.await_result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        capture_features(capture_run(tiny_target, tmp_path), Endless(tiny_engine), random_rows(5))
+    assert ended.is_set()
