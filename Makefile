@@ -6,7 +6,7 @@
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
 # make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
-# make test-mooncake      tests of the feature store in a real Mooncake; that library is installed beside .venv
+# make test-mooncake      tests of stores and streams in a real Mooncake; that library is installed beside .venv
 # make test-gpu           the engine's tests on a GPU, and
 # make bench-gpu          its speed there (docs/gpu.md): both in the environment of PYTHON, without Dagster
 # make docs               the documents as a site in var/site; a broken link is an error
