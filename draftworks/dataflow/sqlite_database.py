@@ -40,7 +40,10 @@ CREATE TABLE acks (
 CREATE TABLE checkpoints (
     consumer INTEGER NOT NULL, global_step INTEGER NOT NULL, PRIMARY KEY (consumer, global_step)) WITHOUT ROWID;
 """
-_LATER_TABLES = ("CREATE TABLE IF NOT EXISTS departures (consumer INTEGER PRIMARY KEY, reason TEXT NOT NULL)",)
+_LATER_TABLES = (
+    "CREATE TABLE IF NOT EXISTS departures (consumer INTEGER PRIMARY KEY, reason TEXT NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS acks_by_step ON acks (consumer, global_step)",
+)
 """Added to a database of this schema that was made before them; versions without them leave them alone."""
 # samples.seq is the place in commit order; null for a reference that was withdrawn. Acknowledgements of such a sample
 # stay, so its row does.
