@@ -10,10 +10,13 @@ import dagster as dg
 import pytest
 import yaml
 
+from draftworks.dataflow.controller import DataFlowController
+from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.errors import ConfigError
 from draftworks.preflight.compatibility import check_requirements
 from draftworks.storage.artifacts import ArtifactStore
 from draftworks.targets.registry import Registry
+from resources.torch_launcher import TorchLauncher
 from resources.workspace import Workspace
 
 DFLASH = {
@@ -99,6 +102,46 @@ def test_a_draft_that_fails_leaves_the_other_its_stream_and_says_why(finished, t
     assert [event.step_key for event in failed] == [f"{failing}_draft"]
     assert "no_such_metric" in failed[0].step_failure_data.user_failure_data.description
     assert len(list_producer_runs(site)) <= before + 2, "the failed draft's own step tries once more"
+
+
+def test_an_interrupted_step_saves_both_trainings_and_the_next_run_goes_on_with_both(
+    finished, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    site = make_shared(finished, tmp_path, epochs=3)
+    look = TorchLauncher._look
+
+    def interrupt(self: TorchLauncher, *args: Any) -> None:
+        look(self, *args)
+        steps = read_steps(site)
+        if len(steps) == 2 and min(steps.values()) >= 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchLauncher, "_look", interrupt)
+        assert not run(site).success
+    assert min(read_steps(site).values()) >= 3
+    (database,) = find_databases(site)
+    result = run(site)
+    assert result.success, [event.message for event in result.all_events if event.is_failure]
+    for name in ("eagle3_draft", "dflash_draft"):
+        summary = ArtifactStore(site.var).load_current(name, "small").summary
+        assert [each["from_step"] >= 3 for each in summary["sessions"]] == [False, True]
+        assert summary["stream"]["together"] == ["dflash", "eagle3"]
+    assert not database.exists()
+
+
+def find_databases(site: Any) -> list[Path]:
+    return list((site.var / "streams" / "small").glob("*/control.sqlite"))
+
+
+def read_steps(site: Any) -> dict[str, int]:
+    """The steps that each training of the stream has acknowledged."""
+    for database in find_databases(site):
+        controller = DataFlowController("draft", SQLiteMetadataStore(database))
+        progress = controller.read_consumers()
+        controller.close()
+        return {name: each.acked_step for name, each in progress.items()}
+    return {}
 
 
 def test_strategies_with_different_schedules_are_refused_before_anything_is_made(finished, tmp_path):
