@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from resources.torch_job import ONE_NODE_ENV
 
 
 class RankServer:
-    """The server's process, and the requests that it answers."""
+    """The server's process, and the requests that it answers; threads ask in turn."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, rank_server.__file__],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -43,8 +45,9 @@ class RankServer:
     def _ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
+        with self._lock:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            return json.loads(self._process.stdout.readline())
 
 
 @functools.cache
