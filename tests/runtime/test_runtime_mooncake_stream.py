@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import dagster as dg
+import psutil
 import pytest
 from forked_ranks import ForkedRanks
+from forking_launcher import make_forking_launcher
 from stream_cast import RANKS, Kill, StreamCast
 from stream_toys import TRAINING, StreamFiles
 
+from draftworks.config.registry_files import LauncherSpec
 from draftworks.config.run_files import StoreSpec
-from draftworks.config.streaming import StreamingSpec
+from draftworks.config.streaming import ControlSpec, StreamingSpec, StreamStoreSpec
+from draftworks.dataflow.controller import DataFlowController
+from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.errors import StoreLostError
 from draftworks.features.open_store import open_store
+from resources.companions import Companion
+from resources.torch_job import TorchJob
+from resources.workspace import Workspace
+from spec_assets.stream_services import locate_database, make_stream_place, make_stream_services
 
 pytestmark = pytest.mark.mooncake
-LONG = TRAINING.model_copy(update={"epochs": 12, "save_every": 4, "keep_checkpoints": 1})
+LONG = TRAINING.model_copy(update={"epochs": 7, "save_every": 4, "keep_checkpoints": 1})
 SETTINGS = StreamingSpec(watermark={"samples": 8}, timeout_s=120, lease_s=4, keep="capture_again")
 """Producers are needed until the last step."""
 
@@ -50,7 +64,7 @@ def test_streamed_over_mooncake_is_stored(cast: StreamCast, stored: str):
     + [("train", "train")],
 )
 def test_a_kill_changes_nothing(cast: StreamCast, stored: str, victim: str, program: str | None):
-    assert cast.train([Kill(victim, step=9)])["weights_digest"] == stored
+    assert cast.train([Kill(victim, step=5)])["weights_digest"] == stored
     assert cast.killed == [victim]
     assert cast.deaths == ({} if program is None else {program: 1})
 
@@ -61,10 +75,61 @@ def test_kills_at_random_times_change_nothing(cast: StreamCast, stored: str, see
     names = ["owner", "master", "memory", "control", "produce", "train"]
     drawn.shuffle(names)
     kills = [
-        Kill(name, 3 + 4 * number + drawn.randrange(4), drawn.uniform(0, 0.3)) for number, name in enumerate(names)
+        Kill(name, 2 + 2 * number + drawn.randrange(2), drawn.uniform(0, 0.3)) for number, name in enumerate(names)
     ]
     assert cast.train(kills)["weights_digest"] == stored
     assert cast.killed == names
+
+
+def find_owners(folder: Path) -> Iterator[psutil.Process]:
+    """Yield the processes that own the memory of the store in a folder."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cmdline()[-2:] == ["draftworks.mooncake.owner", str(folder.resolve())]:
+                yield process
+
+
+def kill_owner(database: Path, folder: Path, step: int = 4) -> None:
+    """Kill the owner of a store's memory once the training has done some steps."""
+    done = 0
+    while done < step:
+        time.sleep(0.05)
+        if database.exists():
+            with closing(SQLiteMetadataStore(database)) as store:
+                done = DataFlowController("draft", store).read_progress().acked_step
+    next(find_owners(folder)).kill()
+
+
+def test_a_step_runs_memory_and_control_server_beside_the_training(stream_files: StreamFiles, stored: str, tmp_path):
+    """As the step of a draft does it, with the launcher that looks after them; one is killed meanwhile."""
+    (tmp_path / "deployment.yaml").write_text("var: var\n")
+    workspace, folder = Workspace(registry_root=str(tmp_path)), tmp_path / "var"
+    folder.mkdir()
+    settings = SETTINGS.model_copy(update={"store": StreamStoreSpec(kind="mooncake"), "control": ControlSpec()})
+    database = locate_database(folder, settings, workspace)
+    place = make_stream_place(folder, settings, database)
+    produce = stream_files.produce_run("producer", LONG).model_copy(update={"stream": place})
+    train = stream_files.train_run("step", training=LONG, stream=place)
+    producer = TorchJob("draftworks.programs.produce", (str(produce.save(tmp_path / "produce.yaml")),))
+    trainer = TorchJob("draftworks.programs.train", (str(train.save(tmp_path / "train.yaml")),), procs_per_node=RANKS)
+
+    @dg.asset
+    def eagle3_draft(context) -> dg.MaterializeResult:
+        services = make_stream_services(context, workspace, database, produce)
+        beside = [*services, Companion(producer, tmp_path / "produce")]
+        launcher = make_forking_launcher(LauncherSpec())
+        killer = threading.Thread(target=kill_owner, args=(database, folder / "memory"), daemon=True)
+        killer.start()
+        job = launcher.run(context, trainer, run_dir=tmp_path / "runs", companions=beside)
+        killer.join(timeout=1)
+        return dg.MaterializeResult(metadata={"weights": job.report["weights_digest"], **job.metadata})
+
+    (made,) = dg.materialize([eagle3_draft]).get_asset_materialization_events()
+    metadata = made.materialization.metadata
+    assert metadata["weights"].value == stored
+    assert {"log_memory", "log_control", "log_produce"} <= set(metadata)
+    assert "The store is started again" in Path(metadata["log_memory"].value).read_text()
+    assert list(find_owners(folder / "memory")) == []
 
 
 def test_a_store_that_does_not_run_is_one_error_in_the_given_time(tmp_path: Path):
