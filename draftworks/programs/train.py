@@ -105,7 +105,7 @@ def _train(run: TrainRun, ctx: ProgramContext, device: torch.device, stop: StopR
         ),
         run.training,
         device,
-        _make_observers(run, ctx),
+        _make_observers(run, ctx, stream),
         persistence,
         lambda: stop.signum or (0 if stream is None else stream.stop_code),
         evaluates_start=begun is not None,
@@ -200,8 +200,11 @@ def _make_identity(
     }
 
 
-def _make_observers(run: TrainRun, ctx: ProgramContext) -> list[TrainingObserver]:
-    observers: list[TrainingObserver] = [ProgressReport(ctx.report_progress)]
+def _make_observers(run: TrainRun, ctx: ProgramContext, stream: TrainingStream | None) -> list[TrainingObserver]:
+    report = ProgressReport(ctx.report_progress)
+    if stream is not None and ctx.is_main:
+        report = ProgressReport(ctx.report_progress, stream.report.measure)
+    observers: list[TrainingObserver] = [report]
     if run.training.tensorboard and ctx.is_main:
         observers.append(TensorBoardLog(run.out / "tensorboard"))
     return observers

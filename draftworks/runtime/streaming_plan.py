@@ -86,8 +86,7 @@ class StreamingPlan:
     @property
     def captured_tokens(self) -> int:
         """Tokens that producers run through the target, each capture of `capture_again` counted."""
-        tokens = np.array([self.refs[samples[0]].num_tokens for samples in self._samples_of], np.int64)
-        return sum(int(tokens[lifetime.first > 0].sum()) for lifetime in self._lifetimes)
+        return self.count_new_tokens(self.order.total_steps)
 
     def find_window_end(self, acked_step: int) -> int:
         """Return the last step whose features may be captured when `acked_step` steps are done; at least the next."""
@@ -171,6 +170,21 @@ class StreamingPlan:
             chosen = (lifetime.first > 0) & (lifetime.first <= end) & (lifetime.last > acked_step)
             needed += [self.refs[self._samples_of[content][0]] for content in np.flatnonzero(chosen)]
         return needed
+
+    def find_ahead(self, done_step: int) -> list[SampleRef]:
+        """Return a reference of each content that may be captured by now and that no step up to `done_step` has used."""
+        end = self.find_window_end(done_step)
+        new = np.any([(done_step < each.first) & (each.first <= end) for each in self._lifetimes], axis=0)
+        return [self.refs[self._samples_of[content][0]] for content in np.flatnonzero(new)]
+
+    def count_new_tokens(self, done_step: int) -> int:
+        """Return the tokens that were captured for the steps up to `done_step`, each capture counted."""
+        used = [(each.first > 0) & (each.first <= done_step) for each in self._lifetimes]
+        return sum(int(self._tokens[chosen].sum()) for chosen in used)
+
+    @cached_property
+    def _tokens(self) -> np.ndarray:
+        return np.array([self.refs[samples[0]].num_tokens for samples in self._samples_of], np.int64)
 
     @cached_property
     def _rows(self) -> dict[str, int]:

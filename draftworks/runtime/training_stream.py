@@ -24,6 +24,7 @@ from draftworks.features.manifest import FeatureSetManifest
 from draftworks.features.open_store import open_store_to_write
 from draftworks.runtime.awaited_store import AwaitedStore
 from draftworks.runtime.stream_consumer import FINISHED, StreamConsumer
+from draftworks.runtime.stream_report import StreamReport
 from draftworks.runtime.stream_rounds import StreamRounds
 from draftworks.runtime.streaming_plan import StreamingPlan
 
@@ -105,6 +106,7 @@ class TrainingStream:
         self.shared: StreamingPlan
         self.consumer: StreamConsumer
         self.reader: AwaitedStore
+        self.report: StreamReport
 
     def open_source(self, manifest: FeatureSetManifest, population: Sequence[str]) -> FeatureSource:
         """Return the samples of a planned set that the training takes, and the store to read them from. A collective.
@@ -139,6 +141,7 @@ class TrainingStream:
         self.reader = AwaitedStore(
             store, self._place.settings.timeout_s, self.consumer.look, self.consumer.explain_wait
         )
+        self.report = StreamReport(self.shared, store, lambda: self.reader.waited_s)
         return FeatureSource(manifest.leave_out(each.sample_id for each in self.left_out), self.reader)
 
     @property

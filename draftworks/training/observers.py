@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,10 +39,15 @@ class ProgressSink(Protocol):
 
 
 class ProgressReport:
-    """Passes each point to a `ProgressSink`. Evaluations and the last step are never dropped."""
+    """Passes each point to a `ProgressSink`. Evaluations and the last step are never dropped.
 
-    def __init__(self, sink: ProgressSink) -> None:
+    Args:
+        measure: more figures of a training point, by name; called with its step.
+    """
+
+    def __init__(self, sink: ProgressSink, measure: Callable[[int], Mapping[str, Any]] = lambda step: {}) -> None:
         self._sink = sink
+        self._measure = measure
 
     def on_train(self, point: TrainPoint, total_steps: int) -> None:
         self._sink(
@@ -55,6 +60,7 @@ class ProgressReport:
                 "grad_norm": point.grad_norm,
                 "tokens/s": round(point.tokens_per_s),
                 "eta_s": round(estimate_remaining_s(point, total_steps)),
+                **self._measure(point.step),
             },
             force=point.step == total_steps,
         )
