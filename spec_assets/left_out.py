@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from draftworks.data.conversations import QUARANTINE_FILE
 from draftworks.data.rejected import KEPT_REASONS, RejectedSample, read_rejected, write_rejected
 from draftworks.storage.artifacts import Artifact, BuildResult
 from draftworks.storage.identity import digest
@@ -61,6 +60,7 @@ def _correct_plan(workspace: Workspace, planned: Artifact, left_out: Mapping[str
 
     Their content version is then that of a stored set without them, and other drafts need not find them again.
     """
+    from draftworks.data.conversations import QUARANTINE_FILE
     from draftworks.features.manifest import read_feature_set, write_feature_set
 
     current = workspace.artifacts.load_current(planned.asset, planned.target)

@@ -113,3 +113,16 @@ def test_refused_write_leaves_nothing_behind_and_loses_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "absent").mkdir()
     assert writer.publish().entries.keys() == {"a" * 32}
+
+
+def test_tensors_that_share_memory_are_stored_each(tmp_path):
+    """An engine may give one tensor for two streams; what is kept without a copy must still be written."""
+    writer = ShardWriter(tmp_path, tmp_path, 1 << 20, keep_tensors=True)
+    both = torch.arange(6.0)
+    for key in ("a", "b", "c"):
+        writer.add(key, both)
+    writer.discard("a")
+    writer.add("a", both)
+    header = writer.publish()
+    assert header is not None
+    assert set(header.entries) == {"a", "b", "c"}

@@ -8,7 +8,7 @@ from typing import Any
 from draftworks.storage.atomic import publish_json
 from spec_assets.draft_streams import DRAFTS, StreamReader, remove_streams
 
-TARGET: Any = SimpleNamespace(name="small")
+TARGET: Any = SimpleNamespace(name="small", streaming=None)
 
 
 def make_reader(name: str) -> StreamReader:

@@ -54,7 +54,7 @@ def home_of(site: Any) -> Path:
 
 
 def test_a_run_that_finds_everything_made_begins_no_process(made):
-    """Of the second run, which the fixture has finished."""
+    assert finish(made, home_of(made)).returncode == 0
     run, events = last_run(home_of(made))
     assert run.is_success
     assert steps(events, "STEP_WORKER_STARTING") == set()
