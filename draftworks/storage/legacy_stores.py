@@ -29,7 +29,8 @@ def find_store(root: Path, weights: str, target: str, artifacts: ArtifactStore) 
     """Return the feature store of a target's weights below `root`, after linking the named stores of these weights into it.
 
     The first named store becomes the store through one symbolic link; files of each further one are hard-linked into it, so
-    that nothing is copied. Safe against crashes and against concurrent calls.
+    that nothing is copied. Safe against crashes and against concurrent calls: the link is made last, so a process that
+    finds the store finds the files of all stores that joined it then.
 
     Args:
         weights: digest of the target's weights.
@@ -43,9 +44,14 @@ def find_store(root: Path, weights: str, target: str, artifacts: ArtifactStore) 
     named = set() if place.is_dir() else _find_target_names(artifacts, weights)
     if _is_named_store(root / target) and not _is_adopted(root, target):
         named.add(target)
-    for name in sorted(named):
-        if name != weights and _is_named_store(root / name):
-            _adopt(root / name, place)
+    stores = [root / name for name in sorted(named) if name != weights and _is_named_store(root / name)]
+    if stores and not place.exists():
+        for store in stores[1:]:
+            _join_once(store, stores[0])
+        _link_store(stores[0], place)
+    for store in stores:
+        if not place.samefile(store):
+            _join_once(store, place)
     return place
 
 
@@ -74,17 +80,21 @@ def _is_adopted(root: Path, name: str) -> bool:
     return name in linked or any(root.glob(f"*/{ADOPTED}/{name}"))
 
 
-def _adopt(named: Path, place: Path) -> None:
+def _link_store(named: Path, place: Path) -> None:
+    """Make `place` a link to a named store, unless another process has made it something already."""
     try:
         os.symlink(named.name, place, target_is_directory=True)
-        log.info("the features in %s are used as %s", named, place)
-        return
     except FileExistsError:
-        if place.samefile(named) or (place / ADOPTED / named.name).exists():
-            return
+        return
     except OSError as error:
         raise StoreError(f"{place.parent}: expected a folder that this user may write to, found: {error}") from error
-    _join(named, place)
+    log.info("the features in %s are used as %s", named, place)
+
+
+def _join_once(named: Path, place: Path) -> None:
+    """Join a named store to `place`, unless it was joined before: a file that was removed since does not come back."""
+    if not (place / ADOPTED / named.name).exists():
+        _join(named, place)
 
 
 def _join(named: Path, place: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from draftworks.storage import legacy_stores
 from draftworks.storage.artifacts import ArtifactStore, BuildResult
 from draftworks.storage.legacy_stores import find_answers, find_store
 
@@ -96,6 +97,23 @@ def test_a_join_that_was_cut_off_is_finished(root, artifacts, monkeypatch):
             find_store(root, WEIGHTS, "a", artifacts)
     find_store(root, WEIGHTS, "copy", artifacts)
     assert len(shards(root / WEIGHTS)) == 5
+
+
+def test_one_that_looks_while_another_joins_finds_the_files_of_all(root, artifacts, monkeypatch):
+    for name, file in (("a", "1"), ("b", "2"), ("c", "3")):
+        stored(root, name, f"shards/{file}.safetensors")
+        captured(artifacts, name, WEIGHTS)
+    join, seen = legacy_stores._join, []
+
+    def look_then_join(named: Path, place: Path) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(legacy_stores, "_join", join)
+            seen.append(len(shards(find_store(root, WEIGHTS, "a", artifacts))))
+        join(named, place)
+
+    monkeypatch.setattr(legacy_stores, "_join", look_then_join)
+    assert len(shards(find_store(root, WEIGHTS, "b", artifacts))) == 3
+    assert seen == [3] * len(seen) != []
 
 
 def test_many_that_look_at_the_same_time_agree(root, artifacts):
