@@ -36,6 +36,7 @@ from draftworks.data.token_rows import TokenRow
 from draftworks.dataflow.controller import DataFlowController
 from draftworks.dataflow.sqlite_metadata_store import SQLiteMetadataStore
 from draftworks.dataflow.watermark import Watermark
+from draftworks.features.contracts import KeyedFeatureStore, SampleRef
 from draftworks.features.local_store import LocalFeatureStore
 from draftworks.features.open_store import open_store
 from draftworks.runtime.awaited_store import AwaitedStore
@@ -46,6 +47,7 @@ from draftworks.runtime.streaming_plan import StreamingPlan
 from draftworks.storage.identity import LayerTap
 
 HIDDEN, LENGTH, BATCH, VOCAB = 256, 64, 4, 1000
+POLL_S = 0.005
 
 
 class PacedEngine(TargetEngine):
@@ -82,11 +84,18 @@ class PacedEngine(TargetEngine):
 
 @dataclass(frozen=True)
 class Case:
-    """A set of `batches` global batches, whose engine takes `seconds` for each."""
+    """A set of `batches` global batches, whose engine takes `seconds` for each.
+
+    Attributes:
+        step_s: seconds of a streamed optimizer step; None for those of the engine.
+        watermark_steps: how far the producer is ahead at most, in steps.
+    """
 
     batches: int
     seconds: float
     folder: Path
+    step_s: float | None = None
+    watermark_steps: int = 8
 
     @property
     def alone_s(self) -> float:
@@ -122,38 +131,84 @@ def time_stored(case: Case) -> float:
         return time.perf_counter() - started
 
 
+@dataclass(frozen=True)
+class Stream:
+    """Plan, control plane, store and producer of a case."""
+
+    plan: StreamingPlan
+    controller: DataFlowController
+    store: KeyedFeatureStore
+    worker: RolloutWorker
+    is_over: threading.Event
+    steps: int
+
+    @classmethod
+    def of(cls, case: Case) -> Stream:
+        run, rows, is_over = case.make_run("shared_dir"), case.make_rows(), threading.Event()
+        store = open_store(run.store)
+        refs = make_refs(run, StreamPlan.of(run), rows, store.uri)
+        watermark = Watermark(samples=case.watermark_steps * BATCH)
+        plan = StreamingPlan(refs, StreamOrder(len(refs), BATCH, 0, case.batches), watermark)
+        controller = DataFlowController("overlap", SQLiteMetadataStore(case.folder / "control.sqlite"))
+        worker = RolloutWorker(
+            *("producer", run, plan, controller, open_store(run.store), rows),
+            lambda: PacedEngine(run.capture, case.seconds),
+            should_stop=is_over.is_set,
+        )
+        return cls(plan, controller, store, worker, is_over, case.batches)
+
+    @property
+    def refs(self) -> list[SampleRef]:
+        return [ref for step in range(1, self.steps + 1) for ref in self.get_refs(step)]
+
+    def get_refs(self, step: int) -> list[SampleRef]:
+        return list(self.plan.get_refs(self.plan.get_sample_ids(step)))
+
+    def start_producer(self) -> threading.Thread:
+        producing = threading.Thread(target=self.worker.run, daemon=True)
+        producing.start()
+        return producing
+
+
+def time_produced(case: Case) -> float:
+    """Return the seconds of a producer alone; the watermark has to hold all batches."""
+    stream = Stream.of(case)
+    keys = [key for ref in stream.refs for key in ref.feature_keys.values()]
+    started = time.perf_counter()
+    producing = stream.start_producer()
+    while stream.store.find_missing(keys):
+        time.sleep(POLL_S)
+        stream.store.refresh()
+    seconds = time.perf_counter() - started
+    stream.is_over.set()
+    producing.join()
+    return seconds
+
+
 def time_streamed(case: Case, produces: bool = True) -> float:
-    """Return the seconds of a streamed training that pauses in a step as long as the engine for its batch.
+    """Return the seconds of a streamed training whose steps are pauses.
 
     Args:
         produces: whether a producer captures meanwhile; otherwise all features are there when the training begins.
     """
-    run, rows = case.make_run("shared_dir"), case.make_rows()
-    store = open_store(run.store)
-    refs = make_refs(run, StreamPlan.of(run), rows, store.uri)
-    plan = StreamingPlan(refs, StreamOrder(len(refs), BATCH, 0, case.batches), Watermark(samples=8 * BATCH))
-    controller = DataFlowController("overlap", SQLiteMetadataStore(case.folder / "control.sqlite"))
-    worker = RolloutWorker(
-        "producer", run, plan, controller, open_store(run.store), rows, lambda: PacedEngine(run.capture, case.seconds)
-    )
-    consumer, reader = StreamConsumer(plan, controller, store), AwaitedStore(store, timeout_s=60)
-    producing = threading.Thread(target=worker.run, daemon=True)
+    stream = Stream.of(case)
+    consumer = StreamConsumer(stream.plan, stream.controller, stream.store)
+    reader = AwaitedStore(stream.store, timeout_s=60)
     if not produces:
-        for ref in refs:
-            store.put(ref, {name: torch.ones(LENGTH, HIDDEN) for name in ref.feature_keys})
+        for ref in stream.refs:
+            stream.store.put(ref, {name: torch.ones(LENGTH, HIDDEN) for name in ref.feature_keys})
     started = time.perf_counter()
     with consumer.hold():
         consumer.reconcile(0)
-        if produces:
-            producing.start()
+        producing = stream.start_producer() if produces else None
         for step in range(1, case.batches + 1):
-            for ref in plan.get_refs(plan.get_sample_ids(step)):
+            for ref in stream.get_refs(step):
                 _, handle = reader.get(ref)
                 reader.release(handle)
-            time.sleep(case.seconds)
+            time.sleep(case.seconds if case.step_s is None else case.step_s)
             consumer.on_step(step)
     seconds = time.perf_counter() - started
-    if produces:
+    if producing is not None:
         producing.join()
     return seconds
 
