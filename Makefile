@@ -1,12 +1,13 @@
 # make demo   the main job for the target `tiny`, from conversations to a measured draft
 # make demo-streamed   the same for a deployment of its own whose features stream to the trainer and are not all stored
 # make ui     the Dagster UI on http://127.0.0.1:3000 (another port: PORT=3001)
-# make test   linter and all tests but those that need the real speculators library, SpecForge, SGLang or Mooncake
+# make test   linter and all tests but those that need real libraries or servers of others
 # make test-long   what takes minutes and is not in CI: repeated random kills, a million references
 # make test-speculators   tests in which that library loads exports; it has an environment of its own
 # make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
 # make test-mooncake      tests of stores and streams in a real Mooncake; that library is installed beside .venv
+# make test-cluster       tests on a real Slurm that is unpacked beside .venv from Debian's packages and started for them
 # make test-gpu           the engine's tests on a GPU, and
 # make bench-gpu          its speed there (docs/gpu.md): both in the environment of PYTHON, without Dagster
 # make docs               the documents as a site in var/site; a broken link is an error
@@ -28,6 +29,7 @@ SPECULATORS := .venv-speculators
 SPECFORGE := .venv-specforge
 SGLANG := .venv-sglang
 MOONCAKE := .venv-mooncake
+CLUSTER := .cluster
 MOONCAKE_PACKAGES := libibverbs1 libnl-3-200 libnl-route-3-200
 MOONCAKE_LIBRARIES = $(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH
 export DAGSTER_HOME := $(CURDIR)/.dagster
@@ -35,7 +37,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed ui test test-long test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-gpu bench-gpu docs reference lint check clean
+.PHONY: demo demo-streamed ui test test-long test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-gpu bench-gpu docs reference lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -48,10 +50,10 @@ ui: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks ui --port $(PORT)
 
 test: $(VENV)/ready .dagster/ready lint
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake'
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake and not cluster'
 
 test-long: $(VENV)/ready
-	$(BIN)/python -m pytest --timeout 3600 -m 'long and not mooncake and not sglang'
+	$(BIN)/python -m pytest --timeout 3600 -m 'long and not mooncake and not sglang and not cluster'
 
 # Other instruction sets round otherwise: what ends in another draft here would on another machine. (MKL's own variable for its
 # instruction set is for Intel's processors only; its mode of compatible results is for all.)
@@ -83,6 +85,10 @@ test-mooncake: $(MOONCAKE)/ready
 		$(MOONCAKE)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m mooncake tests/mooncake_room tests/features tests/runtime tests/sglang_room
 
 mooncake-env: $(MOONCAKE)/ready
+
+# The servers are real: one that cannot start is a failed test, and none is skipped.
+test-cluster: $(VENV)/ready .dagster/ready $(CLUSTER)/ready
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m cluster tests/house tests/resources tests/spec_assets tests/training
 
 # A machine with a GPU comes with its own torch: nothing is installed, and the engine is read from the checkout.
 test-gpu:
@@ -161,6 +167,11 @@ $(MOONCAKE)/ready: tools/mooncake-requirements.txt $(VENV)/ready
 	@ldconfig -p 2>/dev/null | grep -q 'libibverbs\.so\.1' || { cd $(MOONCAKE)/libraries && apt-get download --quiet=2 -o APT::Sandbox::User=root $(MOONCAKE_PACKAGES) \
 		&& for package in *.deb; do dpkg -x "$$package" . || exit 1; done; } \
 		|| { echo "Mooncake needs system libraries, and apt-get cannot fetch them as this user. As root: apt-get update && apt-get install --no-install-recommends $(MOONCAKE_PACKAGES)" >&2; exit 1; }
+	@touch $@
+
+# Nothing is installed: Debian's packages are unpacked, which needs no root.
+$(CLUSTER)/ready: tools/cluster_packages.sh
+	tools/cluster_packages.sh $(CLUSTER)
 	@touch $@
 
 # A new SQLite instance must be opened once before two processes open it at the same time.
