@@ -47,5 +47,9 @@ class UnsoundEngineError(EngineError):
     """The engine answers, and gives something else than the registry asks for: asking again is in vain."""
 
 
+class LauncherError(DraftworksError):
+    """A scheduler refused a job, cannot be reached, or says something about a job that cannot be."""
+
+
 class TrainingError(DraftworksError):
     """Training cannot go on: nothing to train on, or numbers that are not finite."""

@@ -22,6 +22,8 @@ def describe_job_failure(job: TorchJob, files: RunDir, status: JobStatus, metada
     metadata = {**metadata, "state": status.state.value}
     if status.exit_code is not None:
         metadata["exit_code"] = status.exit_code
+    if status.reason:
+        metadata["scheduler_says"] = status.reason
     ranks = sorted(_read_failures(files), key=lambda failure: failure.time_ns)
     if not ranks:
         description = (
@@ -35,6 +37,12 @@ def describe_job_failure(job: TorchJob, files: RunDir, status: JobStatus, metada
     if first.user_error:
         return dg.Failure(first.message, metadata, allow_retries=False)
     return dg.Failure(f"{_format_headline(first)}\n\n{first.traceback}", metadata)
+
+
+def is_interrupted(files: RunDir) -> bool:
+    """Whether the first rank that ended early did so in order after a signal, so that the job can go on from there."""
+    ranks = sorted(_read_failures(files), key=lambda failure: failure.time_ns)
+    return bool(ranks) and ranks[0].interrupted
 
 
 def read_interruption(files: RunDir) -> str:
@@ -110,4 +118,5 @@ def _format_headline(failure: RankFailure) -> str:
 
 
 def _describe_ending(status: JobStatus) -> str:
-    return status.state.value if status.exit_code is None else f"exited with code {status.exit_code}"
+    ending = status.state.value if status.exit_code is None else f"exited with code {status.exit_code}"
+    return f"{ending} ({status.reason})" if status.reason else ending

@@ -1,13 +1,39 @@
-"""Makes the launcher that the deployment configures."""
+"""Makes the launcher of a kind. What a kind needs is imported when it is chosen."""
 
 from __future__ import annotations
 
-from draftworks.config.registry_files import LauncherSpec
-from resources.local_launcher import LocalLauncher
-from resources.torch_launcher import TorchLauncher
+import json
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from draftworks.config.launchers import LOCAL, LauncherSpec
+from resources.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from resources.torch_launcher import TorchLauncher
+
+SCHEDULERS: dict[str, str] = {}
+"""By kind of launcher, the module whose `make_scheduler(spec)` makes its scheduler."""
 
 
 def make_launcher(spec: LauncherSpec) -> TorchLauncher:
-    return LocalLauncher(
-        grace_s=spec.grace_s, threads=spec.threads, stall_limit_s=spec.stall_limit_s, time_limit_s=spec.time_limit_s
-    )
+    """Return the launcher of these settings, for jobs of any program."""
+    if spec.kind == LOCAL:
+        from resources.local_launcher import LocalLauncher
+
+        return LocalLauncher(
+            grace_s=spec.grace_s, threads=spec.threads, stall_limit_s=spec.stall_limit_s, time_limit_s=spec.time_limit_s
+        )
+    from resources.scheduler_launcher import SchedulerLauncher
+
+    settings = spec.model_dump(mode="json", exclude_unset=True, exclude={"programs"})
+    return SchedulerLauncher(settings=json.dumps({**settings, "kind": spec.kind}))
+
+
+def make_scheduler(spec: LauncherSpec) -> Scheduler:
+    """Return the scheduler of a launcher whose jobs live in one.
+
+    Raises:
+        ConfigError: its client or extra is not installed.
+    """
+    return import_module(SCHEDULERS[spec.kind]).make_scheduler(spec)

@@ -9,11 +9,29 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
+from draftworks.config.launcher_base import LauncherSpec
 from draftworks.errors import ConfigError
 
 ONE_NODE = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--local-addr=127.0.0.1")
 ONE_NODE_ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it torchrun opens a TCP store for the ranks on all addresses; with it the ranks open one on loopback."""
+
+
+@dataclass(frozen=True)
+class JobIdentity:
+    """What makes two submissions the same job, for launchers whose jobs survive the process that submitted them.
+
+    Attributes:
+        name: the job's name in the scheduler, a digest of what it makes and from what.
+        claim: the file that says who waits for the job; see `resources.job_claims`.
+        made: partition/asset, and /program for a job that runs beside another.
+        checkpoints: folder whose files say that an interrupted job has made progress; None if it keeps none.
+    """
+
+    name: str
+    claim: Path
+    made: str = ""
+    checkpoints: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -23,6 +41,8 @@ class TorchJob:
     Attributes:
         python: the interpreter of every rank; None for that of the launching process.
         longest_wait_s: longest time in seconds for which the job may only wait, such as for a server, without a stall.
+        launcher: settings of the launcher that is to run it; None: it runs where Dagster runs.
+        identity: by which a scheduler's job is found again; None for a job that nobody has to find.
     """
 
     module: str
@@ -33,6 +53,8 @@ class TorchJob:
     env: Mapping[str, str] = field(default_factory=dict)
     python: Path | None = None
     longest_wait_s: float = 0.0
+    launcher: LauncherSpec | None = None
+    identity: JobIdentity | None = None
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.procs_per_node < 1 or self.gpus_per_node < 0:
@@ -67,17 +89,28 @@ class JobState(Enum):
 
 
 class JobStatus(NamedTuple):
-    """State and exit code of a job; the code is None while it runs, and if the launcher does not know it."""
+    """State and exit code of a job; the code is None while it runs, and if the launcher does not know it.
+
+    `reason` is what the scheduler says of it, empty where there is none.
+    """
 
     state: JobState
     exit_code: int | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of one attempt. Attempts share no files, so an old error file is never taken for a new one."""
+    """The folder of one attempt. Attempts share no files, so an old error file is never taken for a new one.
+
+    A scheduler's job that was submitted again goes on with log and messages of the first submission.
+
+    Attributes:
+        submission: number of this submission of the job; error files and ranks are its own.
+    """
 
     path: Path
+    submission: int = 1
 
     @classmethod
     def create(cls, base: Path, run_id: str, retry: int) -> RunDir:
@@ -104,9 +137,19 @@ class RunDir:
     @property
     def error(self) -> Path:
         """torchrun's own error file."""
-        return self.path / "error.json"
+        return self._own / "error.json"
 
     @property
     def ranks(self) -> Path:
         """torchrun's log folder, with an error file for each rank in subfolders."""
-        return self.path / "ranks"
+        return self._own / "ranks"
+
+    @property
+    def _own(self) -> Path:
+        return self.path if self.submission == 1 else self.path / f"submission{self.submission}"
+
+    def next_submission(self) -> RunDir:
+        """Return the files of the next submission of the same job, whose folder is made."""
+        following = RunDir(self.path, self.submission + 1)
+        following._own.mkdir(parents=True, exist_ok=True)
+        return following

@@ -6,6 +6,7 @@ Every model refuses unknown keys.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -14,10 +15,12 @@ from draftworks.config.base import Dtype, Spec
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.cron import parse_cron, require_timezone
 from draftworks.config.gates import GateSpec
+from draftworks.config.launchers import AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
 from draftworks.config.responses import ResponseSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
 from draftworks.config.streaming import StreamingSpec, StreamSteps, count_steps
+from draftworks.errors import ConfigError
 from draftworks.storage.names import require_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -267,6 +270,10 @@ class TargetSpec(Spec):
         description="Features of the training samples stream from producers to the trainer; null: all are stored before. "
         "The drafts are the same.",
     )
+    launcher: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keys of the deployment's `launcher` section that differ for this target's jobs, merged key by key.",
+    )
     evals: list[str] = Field(
         default_factory=list, description="Entries of registry/evals/ to measure on, beside heldout."
     )
@@ -348,30 +355,26 @@ class FeaturesSpec(Spec):
         return self
 
 
-class LauncherSpec(Spec):
-    """Where torchrun jobs run."""
-
-    kind: Literal["local"] = "local"
-    grace_s: float = Field(default=10.0, ge=0, description="Seconds between terminate and kill.")
-    threads: int = Field(default=1, ge=1, description="OMP threads of each rank on CPU.")
-    stall_limit_s: float | None = Field(
-        default=1800.0,
-        gt=0,
-        description="Seconds without progress of any kind after which a job is ended; null: never.",
-    )
-    time_limit_s: float | None = Field(
-        default=None, gt=0, description="Seconds that one job may run; null: as long as it takes."
-    )
-
-
 class DeploymentSpec(Spec):
     """`registry/deployment.yaml`: settings of this installation, independent of the targets."""
 
     var: str = Field(default="../var", description="Folder that runs write to, relative to the registry.")
-    launcher: LauncherSpec = Field(default_factory=LauncherSpec)
+    launcher: AnyLauncherSpec = Field(default_factory=LocalLauncherSpec)
     features: FeaturesSpec = Field(default_factory=FeaturesSpec)
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
     automation: bool = Field(
         default=False, description="Evaluate drafts again automatically: on schedule, and after changes."
     )
     reevaluation_interval_s: int = Field(default=60, ge=1, description="Seconds between two checks for such changes.")
+
+    @field_validator("launcher", mode="plain")
+    @classmethod
+    def _choose_launcher(cls, value: Any) -> LauncherSpec:
+        if isinstance(value, LauncherSpec):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError("expected a mapping of settings")
+        try:
+            return parse_launcher(value, "launcher")
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("launcher: ").replace("\nlauncher: ", "; ")) from error

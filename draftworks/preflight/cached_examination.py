@@ -58,7 +58,7 @@ def _locate_cached(
 ) -> Path:
     versions = [version(library) for library in _LIBRARIES]
     sets = {name: registry.load_dataset(name).model_dump(mode="json") for name in data}
-    inputs = [target.model_dump(mode="json"), files.model_dump(mode="json"), sets, dict(data)]
+    inputs = [target.model_dump(mode="json", exclude={"launcher"}), files.model_dump(mode="json"), sets, dict(data)]
     return cache_folder / f"{digest([REVISION, versions, inputs])}.json"
 
 

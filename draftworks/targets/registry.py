@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftworks.config.draft_config import read_draft_config
+from draftworks.config.launchers import LauncherSpec, check_overrides, merge_launcher
 from draftworks.config.registry_files import (
     DatasetSpec,
     DeploymentSpec,
@@ -48,11 +49,11 @@ class Registry:
         return self._list_names("targets")
 
     def load_target(self, name: str) -> TargetSpec:
-        """Return one target, after validation of its strategies' options and export formats.
+        """Return one target, after validation of its strategies' options and export formats, and of its launcher.
 
         Raises:
             ConfigError: unknown target (closest names suggested), unknown key, bad value, unknown strategy, option or
-                export format.
+                export format, or launcher settings that do not fit the deployment's.
         """
         path = self._find_path("targets", name)
         spec = load_yaml(path, TargetSpec, name=name)
@@ -64,7 +65,14 @@ class Registry:
                     resolved.export(export_format)
             except ConfigError as error:
                 raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+        if spec.launcher:
+            check_overrides(self.load_deployment().launcher, spec.launcher, f"{path}: launcher")
         return spec
+
+    def resolve_launcher(self, target: TargetSpec, program: str) -> LauncherSpec:
+        """Return the launcher settings of one program's jobs for a target: the deployment's with the target's merged in."""
+        where = f"target {target.name}: launcher"
+        return merge_launcher(self.load_deployment().launcher, target.launcher, program, where)
 
     def find_target_file(self, name: str) -> Path:
         """Return the path of a target's file, not opened. Raises ConfigError with the closest names if it is absent."""

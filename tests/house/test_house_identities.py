@@ -18,6 +18,7 @@ from pydantic import BaseModel
 from draftworks.config.base import Spec
 from draftworks.config.capture import CaptureSpec, CustomEngineSpec
 from draftworks.config.gates import GateSpec
+from draftworks.config.launchers import KINDS
 from draftworks.config.registry_files import (
     DatasetSpec,
     DataSpec,
@@ -26,7 +27,6 @@ from draftworks.config.registry_files import (
     EvaluationSpec,
     ExportSettings,
     FeaturesSpec,
-    LauncherSpec,
     LoopSpec,
     StrategyEntry,
     TargetSpec,
@@ -168,7 +168,7 @@ SETTINGS = [
         TARGET,
         of_target,
         {"max_length", "data", "responses", "capture", "evals", "evaluation", "strategies"},
-        {"name", "description", "gates", "streaming", *BY_CONTENT},
+        {"name", "description", "gates", "streaming", "launcher", *BY_CONTENT},
         {
             "gates": GateSpec(not_worse="error"),
             "streaming": StreamingSpec(),
@@ -232,7 +232,7 @@ SETTINGS = [
 ]
 IDENTIFIED_BY_CONTENT = {DatasetSpec, EvalSpec}
 """Name files and a selection: results have digests of what is in them."""
-OF_THE_INSTALLATION = {DeploymentSpec, FeaturesSpec, LauncherSpec, SGLangSpec}
+OF_THE_INSTALLATION = {DeploymentSpec, FeaturesSpec, SGLangSpec, *KINDS.values()}
 """Where things run and lie."""
 HOW_IT_IS_COMPUTED = {"attention", "objective_chunk_blocks"}
 """Options of strategies that change a draft by rounding at most."""

@@ -19,7 +19,7 @@ from forking_launcher import make_forking_launcher
 from stream_cast import RANKS, Kill, StreamCast
 from stream_toys import TRAINING, StreamFiles
 
-from draftworks.config.registry_files import LauncherSpec
+from draftworks.config.launchers import LocalLauncherSpec
 from draftworks.config.run_files import StoreSpec
 from draftworks.config.streaming import ControlSpec, StreamingSpec, StreamStoreSpec
 from draftworks.dataflow.controller import DataFlowController
@@ -117,7 +117,7 @@ def test_a_step_runs_memory_and_control_server_beside_the_training(stream_files:
     def eagle3_draft(context) -> dg.MaterializeResult:
         services = make_stream_services(context, workspace, database, produce)
         beside = [*services, Companion(producer, tmp_path / "produce")]
-        launcher = make_forking_launcher(LauncherSpec())
+        launcher = make_forking_launcher(LocalLauncherSpec())
         killer = threading.Thread(target=kill_owner, args=(database, folder / "memory"), daemon=True)
         killer.start()
         job = launcher.run(context, trainer, run_dir=tmp_path / "runs", companions=beside)

@@ -1,0 +1,94 @@
+"""What a launcher asks of a scheduler such as Slurm. No Dagster here, so that an implementation can be tested alone."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from resources.torch_job import JobState, RunDir, TorchJob
+
+NAME_PREFIX = "dw-"
+"""Begins the name of every job that Draftworks submits."""
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A job to create.
+
+    Attributes:
+        name: "dw-" and at most 40 hex digits; the same for every attempt of the same job.
+        job: what to run; `job.nodes` is the number of nodes to ask for.
+        env: the whole of what is added to the environment of torchrun. Its values are for this job only, and some are
+            secret: they belong into no command line and no world-readable file.
+        files: of this attempt, on the shared file system. The output of all ranks is appended to `files.log` (attempts of
+            one job share it), `files.ranks` is torchrun's `--log-dir`.
+        claim: path that the scheduler keeps with the job (a comment, an annotation) and gives back in `SeenJob`.
+        min_nodes: fewest nodes to start with if `job.nodes` are not there, set after a node was lost; None: `job.nodes`, no
+            fewer.
+    """
+
+    name: str
+    job: TorchJob
+    env: Mapping[str, str]
+    files: RunDir
+    claim: Path
+    min_nodes: int | None = None
+
+
+@dataclass(frozen=True)
+class SeenJob:
+    """What the scheduler says of a job.
+
+    Attributes:
+        reason: the scheduler's own words: why it waits in the queue, was refused, cannot pull its image, was pre-empted,
+            lost its node; empty if there is nothing to say.
+        lost: the scheduler ended it and not the program, such as by pre-emption, at the time limit, or with a node. It may
+            be submitted again. Where it cannot be told, False.
+        claim: the path of the request; None if the scheduler has lost it.
+    """
+
+    id: str
+    name: str
+    state: JobState
+    reason: str = ""
+    lost: bool = False
+    claim: Path | None = None
+
+
+class Scheduler(ABC):
+    """A scheduler, or one queue of it. A method that cannot reach it raises LauncherError with its own words."""
+
+    engine: str
+    """Name for the metadata of a run: slurm, kubernetes, ray."""
+
+    @abstractmethod
+    def create(self, request: JobRequest) -> str:
+        """Submit a job and return its id.
+
+        An earlier job of the same name has ended when this is called; a scheduler with unique names removes it first.
+
+        Raises:
+            ConfigError: the scheduler refuses the request and a user can change that (its own words).
+            LauncherError: the scheduler cannot be reached, or refuses for another reason.
+        """
+
+    @abstractmethod
+    def find(self, name: str) -> SeenJob | None:
+        """Return the job of this name that has not ended; else the newest ended one that is known; else None."""
+
+    @abstractmethod
+    def look(self, id: str) -> SeenJob | None:
+        """Return a job as it is now; None if the scheduler does not know it any more."""
+
+    @abstractmethod
+    def end(self, id: str, grace_s: float) -> None:
+        """End a job: terminate, after `grace_s` seconds kill. Returns when all of its processes have ended.
+
+        Does nothing for a job that has ended or is unknown.
+        """
+
+    @abstractmethod
+    def list(self) -> list[SeenJob]:
+        """Return all jobs of Draftworks that have not ended, whoever submitted them, as far as this user may see them."""
