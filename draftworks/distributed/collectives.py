@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,6 +23,11 @@ def get_rank() -> int:
 def get_world_size() -> int:
     """Return the number of ranks; 1 outside a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def get_local_world_size() -> int:
+    """Return the number of ranks on this node, as torchrun says it; that of all ranks if nobody says it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -59,6 +60,21 @@ def open_process_group(device: str) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
+def find_interface(host: str) -> str | None:
+    """Return the name of the network interface by which this machine reaches `host`; None if that is not known.
+
+    gloo would take the interface of this machine's own name, which need not be one that other nodes reach.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # of a datagram socket: it chooses a route and sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    named = ((name, each.address) for name, found in psutil.net_if_addrs().items() for each in found)
+    return next((name for name, address in named if address == own), None)
+
+
 def _make_store_options() -> dict[str, Any]:
     """Return arguments of `init_process_group` for a store on loopback; empty if ranks run on several machines.
 
@@ -66,6 +82,9 @@ def _make_store_options() -> dict[str, Any]:
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun leaves the creation of the store to its workers.
     """
     if os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
+        name = find_interface(os.environ.get("MASTER_ADDR", ""))
+        if name is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         return {}
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

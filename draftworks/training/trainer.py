@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftworks.config.registry_files import TrainingSpec
-from draftworks.distributed.collectives import get_rank
+from draftworks.distributed.collectives import get_local_world_size, get_rank
 from draftworks.drafts.draft_io import read_weights
 from draftworks.drafts.strategy import DraftStrategy, StepContext
 from draftworks.errors import ConfigError
@@ -105,7 +105,11 @@ class Trainer:
             resumed.load_weights(strategy.model)
         if training.compile:
             compile_blocks(strategy, device)
-        self.backend = FSDPTrainingBackend(device, getattr(torch, training.compute_dtype))
+        self.backend = FSDPTrainingBackend(
+            device,
+            getattr(torch, training.compute_dtype),
+            get_local_world_size() if training.shard_within == "node" else None,
+        )
         self.backend.prepare_model(strategy)
         optimizer = make_optimizer(training, plan, self.backend)
         self.core = TrainerCore(strategy, self.backend, optimizer)

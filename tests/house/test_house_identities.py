@@ -100,7 +100,7 @@ SETTINGS = [
         },
         {
             *("processes", "micro_batch_size", "pack_tokens", "pack_overlong", "device", "compile", "log_every"),
-            *("save_every", "keep_checkpoints", "save_async", "tensorboard"),
+            *("save_every", "keep_checkpoints", "save_async", "tensorboard", "shard_within"),
         },
     ),
     Settings(
