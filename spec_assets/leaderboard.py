@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import dagster as dg
-from filelock import FileLock
 
 from draftworks.config.strategies import StrategySpec
 from draftworks.fleet.leaderboard import Fleet, Standing
 from draftworks.fleet.leaderboard_views import MARKDOWN, PLOT, markdown, save
 from draftworks.storage.asset_names import LEADERBOARD, of_strategy
+from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.identity import digest
 from resources.dead_runs import end_with_run_process
 from resources.workspace import Workspace
@@ -61,9 +61,11 @@ def rank(context: dg.OpExecutionContext, workspace: Workspace) -> dg.Materialize
     end_with_run_process(context)
     folder = workspace.var / NAME
     folder.mkdir(parents=True, exist_ok=True)
-    with translate_errors(), FileLock(folder / ".lock"):  # so that of two runs the one that writes last has read last
+    busy = "another run is writing the leaderboard: waiting for it"
+    with translate_errors(), hold_lock(folder / ".lock", busy) as lease:  # the run that writes last has read last
         now = time.time()
         standings = Fleet(workspace.registry, workspace.artifacts, workspace.digests).standings()
+        lease.confirm()
         save(folder, standings, now)
         return dg.MaterializeResult(
             asset_key=NAME,

@@ -2,7 +2,7 @@
 
     {store}/claims/all.lock       held briefly by a process that takes claims
     {store}/claims/{id}.keys      feature keys that a process is capturing, one per line
-    {store}/claims/{id}.lock      held by that process; when the process ends, the lock and the claim end too
+    {store}/claims/{id}.lock      lease file of that process; when the process ends, the claim ends too
 
 Claims only avoid duplicate work: keys are content digests, so features captured twice are the same.
 """
@@ -10,19 +10,22 @@ Claims only avoid duplicate work: keys are content digests, so features captured
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from draftworks.capture.plan import SampleJob
 from draftworks.features.contracts import KeyedFeatureStore
 from draftworks.storage.atomic import publish_file
-from draftworks.storage.file_lock import hold_lock
+from draftworks.storage.file_lock import REMINDER_S, hold_lock
+from draftworks.storage.lease import Lease
+from draftworks.storage.lease_file import DEFAULT_TIMES, LeaseFile, LeaseTimes, LeaseWatch
+
+POLL_S = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ class Claimed:
 
     Attributes:
         own: those of the requested keys that this process has claimed.
-        busy: lock file of one of the processes that hold the rest; None if no other process holds any.
+        busy: lease file of one of the processes that hold the rest; None if no other process holds any.
     """
 
     own: frozenset[str]
@@ -55,10 +58,16 @@ class Share:
 
 
 class Claims:
-    """Claims on the features of a store, kept in its folder `claims`."""
+    """Claims on the features of a store, kept in its folder `claims`.
 
-    def __init__(self, store_root: Path) -> None:
+    Args:
+        times: how claims of processes on other hosts are kept.
+    """
+
+    def __init__(self, store_root: Path, times: LeaseTimes = DEFAULT_TIMES) -> None:
         self._folder = store_root / "claims"
+        self._times = times
+        self._watch = LeaseWatch(times)
 
     @contextmanager
     def take(self, keys: Collection[str]) -> Iterator[Claimed]:
@@ -67,58 +76,63 @@ class Claims:
         Where no claim can be made, all keys are returned with a warning: two runs may then capture the same features.
         """
         claim = self._folder / uuid.uuid4().hex
-        lock = FileLock(claim.with_suffix(".lock"), thread_local=False)
-        try:
-            claimed = self._claim(claim, lock, frozenset(keys))
-        except (OSError, NotImplementedError) as error:
-            lock.release()
-            log.warning("%s: claims are not possible (%s): two runs may capture the same features", self._folder, error)
-            yield Claimed(frozenset(keys))
-            return
-        try:
+        with ExitStack() as holding:
+            try:
+                claimed = self._claim(claim, holding, frozenset(keys))
+            except OSError as error:
+                holding.close()
+                log.warning(
+                    "%s: claims are not possible (%s): two runs may capture the same features", self._folder, error
+                )
+                claimed = Claimed(frozenset(keys))
             yield claimed
-        finally:
-            self._give_back(claim, lock)
 
-    def _claim(self, claim: Path, lock: FileLock, keys: frozenset[str]) -> Claimed:
+    def wait_for(self, busy: Path, waiting: str) -> None:
+        """Wait until the process that holds a claim has given it back or ended.
+
+        Args:
+            waiting: log message while it does not.
+        """
+        started = time.monotonic()
+        remind_at = started
+        while not self._watch.look(busy).is_free:
+            if time.monotonic() >= remind_at:
+                log.info(waiting if remind_at == started else f"{waiting} ({time.monotonic() - started:.0f} s so far)")
+                remind_at += REMINDER_S
+            time.sleep(POLL_S)
+
+    def _claim(self, claim: Path, holding: ExitStack, keys: frozenset[str]) -> Claimed:
         self._folder.mkdir(exist_ok=True)
         with self._lock_folder():
             left, busy = keys, None
             for path in self._folder.glob("*.keys"):
-                others = _read_active_claim(path)
+                others = self._read_active_claim(path)
                 if not left.isdisjoint(others):
                     left, busy = left - others, path.with_suffix(".lock")
-            lock.acquire(timeout=0)
+            lease = LeaseFile.create(claim.with_suffix(".lock"), self._times)
+            assert lease is not None, "the claim's name is its own"
+            holding.callback(lease.remove)
+            # Removed before the lease: keys without a lease would look like those of a dead process.
+            holding.callback(claim.with_suffix(".keys").unlink, missing_ok=True)
             with publish_file(claim.with_suffix(".keys")) as staging:
                 staging.write_text("".join(f"{key}\n" for key in left))
         return Claimed(left, busy)
 
-    def _give_back(self, claim: Path, lock: FileLock) -> None:
-        """Remove a claim, its keys first: keys whose lock is not held would look like those of a dead process."""
-        claim.with_suffix(".keys").unlink(missing_ok=True)
-        lock.release()
-        claim.with_suffix(".lock").unlink(missing_ok=True)
+    def _lock_folder(self) -> AbstractContextManager[Lease]:
+        busy = f"another process has locked {self._folder}: waiting for it"
+        return hold_lock(self._folder / "all.lock", busy, times=self._times)
 
-    @contextmanager
-    def _lock_folder(self) -> Iterator[None]:
-        with hold_lock(self._folder / "all.lock", f"another process has locked {self._folder}: waiting for it"):
-            yield
-
-
-def _read_active_claim(path: Path) -> frozenset[str]:
-    """Return the keys of a claim if its process is alive; remove the claim of a dead process and return no keys."""
-    lock = FileLock(path.with_suffix(".lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
+    def _read_active_claim(self, path: Path) -> frozenset[str]:
+        """Return the keys of a claim if its process is alive; remove the claim of a dead process and return no keys."""
+        lock = path.with_suffix(".lock")
+        if self._watch.look(lock).is_free:
+            path.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
+            return frozenset()
         try:
             return frozenset(path.read_text().split())
         except FileNotFoundError:
             return frozenset()  # the process has just given its claim back
-    path.unlink(missing_ok=True)
-    lock.release()
-    path.with_suffix(".lock").unlink(missing_ok=True)
-    return frozenset()
 
 
 def share_out(
@@ -168,17 +182,14 @@ def share_out(
                     give_back(claim)
             if later and busy is not None:
                 yield Share()
-                _wait(busy, samples=sum(bool(job.missing) for window in later for batch in window for job in batch))
+                samples = sum(bool(job.missing) for window in later for batch in window for job in batch)
+                claims.wait_for(
+                    busy, f"another run is capturing {samples} samples that this one needs too: waiting for it"
+                )
             left = later
     finally:
         for claim in held:
             claim.close()
-
-
-def _wait(busy: Path, samples: int) -> None:
-    """Wait until the process that holds the lock `busy` has released it."""
-    with hold_lock(busy, f"another run is capturing {samples} samples that this one needs too: waiting for it"):
-        busy.unlink(missing_ok=True)
 
 
 def _collect_keys(window: Batches) -> set[str]:

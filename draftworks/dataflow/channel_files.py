@@ -2,24 +2,21 @@
 
     channel.json            schema and form of the lines, written by the first writer
     refs.jsonl              the references, appended by the writer
-    writer.lock             held by the writer's process; names it
+    writer.lock/            lease of the writer's process; names it
     writer.end.json         the writer has ended or failed
-    consumer.lock, consumer.end.json
+    consumer.lock/, consumer.end.json
     consumed.json           samples and bytes that the consumer has consumed, for the writer's back-pressure
 
-Nothing is memory-mapped or watched, so the folder may be on a network file system that has flock.
+Nothing is memory-mapped or watched, so the folder may be on a network file system.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
-import socket
 import time
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -27,31 +24,20 @@ from draftworks.dataflow.watermark import InFlight
 from draftworks.errors import StoreError
 from draftworks.storage.atomic import publish_json
 from draftworks.storage.full_disk import explain_full_disk
+from draftworks.storage.lease import Lease, LeasePath
+from draftworks.storage.lease_file import DEFAULT_TIMES, LeaseState, LeaseTimes
 from draftworks.storage.regular_files import read_json
 
 Side = Literal["writer", "consumer"]
 
 SCHEMA = "draftworks.ref_channel.1"
 HEADER, REFS, CONSUMED = "channel.json", "refs.jsonl", "consumed.json"
+_POLL_S = 0.02
 LOCK_PATIENCE_S = 1.0
 """A lock that is only probed, or whose owner is just ending, becomes free within this time."""
 _MAX_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The process of one side."""
-
-    host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
-    since: float = field(default_factory=time.time)
-
-    def __str__(self) -> str:
-        return (
-            f"process {self.pid} on {self.host} since {datetime.fromtimestamp(self.since, UTC):%Y-%m-%d %H:%M:%S} UTC"
-        )
 
 
 @dataclass(frozen=True)
@@ -71,58 +57,57 @@ class EndMarker:
 
 
 class SideLock:
-    """Exclusive ownership of one side of a channel. The system ends it with its process, in whatever way that ends.
+    """Exclusive ownership of one side of a channel; it ends with its process, in whatever way that ends.
+
+    Where the owner was on another machine and is not heard of, its lease is waited for, up to a minute or so.
 
     Raises:
         StoreError: another process has this side, or the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, side: Side) -> None:
-        self._path = _lock_path(folder, side)
-        self._handle = -1
+    def __init__(self, folder: Path, side: Side, times: LeaseTimes = DEFAULT_TIMES) -> None:
+        path = LeasePath(_lock_path(folder, side), times)
+        started = time.monotonic()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
-            if not _try_lock(self._handle, LOCK_PATIENCE_S):
-                raise StoreError(
-                    f"reference channel {folder} has a {side} already: {_read_owner(self._path) or 'an unknown process'}. "
-                    f"A channel has one {side}: stop that process, or give each its own channel"
-                )
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, json.dumps(asdict(Owner())).encode(), 0)
+            while (lease := path.try_acquire()) is None:
+                elsewhere = path.look() is LeaseState.WATCHED
+                if time.monotonic() - started > (2 * times.lease_s if elsewhere else LOCK_PATIENCE_S):
+                    raise StoreError(
+                        f"reference channel {folder} has a {side} already: {path.describe_holder()}. "
+                        f"A channel has one {side}: stop that process, or give each its own channel"
+                    )
+                time.sleep(_POLL_S)
         except OSError as error:
-            self.release()
             raise cannot_write(folder, error) from error
-        except BaseException:
-            self.release()
-            raise
+        self._lease: Lease | None = lease
 
     @property
     def is_held(self) -> bool:
-        return self._handle >= 0
+        return self._lease is not None
+
+    def confirm(self) -> None:
+        """Raise LeaseLostError if another process was given the side meanwhile."""
+        if self._lease is not None:
+            self._lease.confirm()
 
     def release(self) -> None:
         """Give the side up; without effect the second time."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
 
 
 def describe_side(folder: Path, side: Side) -> str:
     """Return who has, or last had, a side, and whether that process still holds it; for error messages."""
-    path = _lock_path(folder, side)
-    owner = _read_owner(path)
+    path = LeasePath(_lock_path(folder, side))
+    try:
+        owner, state = path.find_holder(), path.look()
+    except OSError:
+        return f"{side}: an unknown process"
     if owner is None:
         return f"no {side} has come"
-    try:
-        handle = os.open(path, os.O_RDWR)
-        try:
-            gone = _try_lock(handle, 0)
-        finally:
-            os.close(handle)
-    except OSError:
-        return f"{side}: {owner}"
-    return f"{side}: {owner}, {'which is gone' if gone else 'still there'}"
+    return f"{side}: {owner}, {'which is gone' if state.is_free else 'still there'}"
 
 
 def describe_sides(folder: Path) -> str:
@@ -240,25 +225,6 @@ def _read_file(path: Path) -> dict[str, Any] | None:
                 raise StoreError(f"{path} cannot be read ({error}). If it is damaged, use a new channel") from error
             time.sleep(0.01)
     return None
-
-
-def _read_owner(path: Path) -> Owner | None:
-    try:
-        return Owner(**read_json(path, _MAX_BYTES))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _try_lock(handle: int, patience_s: float) -> bool:
-    until = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                return False
-            time.sleep(0.02)
 
 
 def _lock_path(folder: Path, side: Side) -> Path:

@@ -95,6 +95,7 @@ class RefWriter:
             raise StoreError(f"reference channel {self._folder} has ended: new references need a new channel")
         if self._file < 0:
             raise StoreError(f"this writer of reference channel {self._folder} gave its side up: open a new one")
+        self._lock.confirm()
         try:
             lines = [line for ref in new for line in self._encode(ref)]
         except BaseException:

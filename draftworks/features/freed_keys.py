@@ -9,7 +9,6 @@ that a killed process did not finish is no key of the shard and is ignored.
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftworks.errors import StoreError
+from draftworks.storage.lease import LeasePath
+from draftworks.storage.lease_file import DEFAULT_TIMES
 
-LOCK_TIMEOUT_S = 60.0
+LOCK_TIMEOUT_S = 2 * DEFAULT_TIMES.lease_s
 LOCK_POLL_S = 0.005
 
 
@@ -96,21 +97,17 @@ class FreedKeys:
 
     @contextmanager
     def _hold_lock(self) -> Iterator[None]:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        with self._lock.open("a") as stream:
-            while True:
-                try:
-                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise StoreError(
-                            f"{self._lock} was held by another process for {LOCK_TIMEOUT_S:g} s: end that process"
-                        ) from None
-                    time.sleep(LOCK_POLL_S)
-                except OSError:
-                    break  # a file system without locks: processes must not free and put one shard at a time
+        path, deadline = LeasePath(self._lock), time.monotonic() + LOCK_TIMEOUT_S
+        while (lease := path.try_acquire()) is None:
+            if time.monotonic() > deadline:
+                raise StoreError(
+                    f"{self._lock} was held by another process for {LOCK_TIMEOUT_S:g} s: end {path.describe_holder()}"
+                )
+            time.sleep(LOCK_POLL_S)
+        try:
             yield
+        finally:
+            lease.release()
 
 
 def _journal_of(shard: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from draftworks.errors import StoreError
 from draftworks.storage.atomic import publish_json, replace_folder
 from draftworks.storage.file_lock import hold_lock, try_lock
 from draftworks.storage.identity import FileDigests, digest, file_digest
+from draftworks.storage.lease import Lease
 from draftworks.storage.manifest import FileManifest, list_files
 from draftworks.storage.names import require_name
 from draftworks.storage.regular_files import read_json
@@ -130,15 +131,15 @@ class ArtifactStore:
         artifact = None if start_over or rebuild else self._find_intact(final, still_good)
         if artifact is None:
             with ExitStack() as held:
-                waited = False
+                leases: list[Lease] = []
                 if lock is not None:
                     lock.parent.mkdir(parents=True, exist_ok=True)
-                    waited = held.enter_context(hold_lock(lock, _describe_busy(asset, target, lock)))
-                waited |= held.enter_context(self._lock(folder, asset, target))
-                if waited and not (start_over or rebuild):
+                    leases.append(held.enter_context(hold_lock(lock, _describe_busy(asset, target, lock))))
+                leases.append(held.enter_context(self._lock(folder, asset, target)))
+                if any(lease.waited for lease in leases) and not (start_over or rebuild):
                     artifact = self._find_intact(final, still_good)
                 if artifact is None:
-                    artifact = self._build(final, asset, target, identity, build, start_over)
+                    artifact = self._build(final, asset, target, identity, build, start_over, leases)
         publish_json(folder / POINTER, {"schema": SCHEMA_VERSION, "digest": artifact.path.name})
         return artifact
 
@@ -152,12 +153,12 @@ class ArtifactStore:
         folder = self._locate(asset, target)
         final = folder / digest(identity)
         folder.mkdir(parents=True, exist_ok=True)
-        with try_lock(folder / LOCK) as held:
-            if not held or self._find_intact(final, None) is not None:
+        with try_lock(folder / LOCK) as lease:
+            if lease is None or self._find_intact(final, None) is not None:
                 yield None
                 return
             partial, started = self._open_partial(final, start_over=False), time.time()
-            yield Claim(partial, lambda built: self._publish(final, asset, target, identity, built, started))
+            yield Claim(partial, lambda built: self._publish(final, asset, target, identity, built, started, [lease]))
 
     def is_current(self, asset: str, target: str, identity: dict[str, Any], still_good: Check | None = None) -> bool:
         """Whether the newest result is of this identity and whole, so that `obtain` would change nothing."""
@@ -189,7 +190,7 @@ class ArtifactStore:
         """Return every result of an asset for a target, newest first, without those whose record cannot be read."""
         found = []
         for folder in sorted(self._locate(asset, target).glob("*/")):
-            if folder.suffix in UNPUBLISHED:
+            if folder.suffix in UNPUBLISHED or folder.name == LOCK:
                 continue
             try:
                 found.append(self._read(folder))
@@ -215,10 +216,10 @@ class ArtifactStore:
         return artifact if still_good is None or still_good(artifact) else None
 
     @contextmanager
-    def _lock(self, folder: Path, asset: str, target: str) -> Iterator[bool]:
+    def _lock(self, folder: Path, asset: str, target: str) -> Iterator[Lease]:
         folder.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder / LOCK, _describe_busy(asset, target, folder / LOCK)) as waited:
-            yield waited
+        with hold_lock(folder / LOCK, _describe_busy(asset, target, folder / LOCK)) as lease:
+            yield lease
 
     def _build(
         self,
@@ -228,9 +229,10 @@ class ArtifactStore:
         identity: dict[str, Any],
         build: Callable[[Path], BuildResult],
         start_over: bool,
+        leases: Sequence[Lease],
     ) -> Artifact:
         partial, started = self._open_partial(final, start_over), time.time()
-        return self._publish(final, asset, target, identity, build(partial), started)
+        return self._publish(final, asset, target, identity, build(partial), started, leases)
 
     def _open_partial(self, final: Path, start_over: bool) -> Path:
         partial = final.with_name(final.name + PARTIAL)
@@ -240,7 +242,14 @@ class ArtifactStore:
         return partial
 
     def _publish(
-        self, final: Path, asset: str, target: str, identity: dict[str, Any], built: BuildResult, started: float
+        self,
+        final: Path,
+        asset: str,
+        target: str,
+        identity: dict[str, Any],
+        built: BuildResult,
+        started: float,
+        leases: Sequence[Lease],
     ) -> Artifact:
         partial = final.with_name(final.name + PARTIAL)
         identity = {**identity, **built.identity_changes}
@@ -256,8 +265,13 @@ class ArtifactStore:
             "seconds": round(time.time() - started, 3),
             **kept,
         }
+
+        def confirm() -> None:
+            for lease in leases:
+                lease.confirm()
+
         publish_json(partial / RECORD, record)
-        replace_folder(partial, final, aside=final.with_name(final.name + REPLACED))
+        replace_folder(partial, final, final.with_name(final.name + REPLACED), confirm)
         made = self._read(final)
         made.find_damage(self.digests.of_file)  # remembers the digests: who finds it made need not read it
         return made

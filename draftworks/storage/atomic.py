@@ -51,7 +51,7 @@ def publish_folder(path: Path) -> Iterator[Path]:
         remove(staging)
 
 
-def replace_folder(staging: Path, final: Path, aside: Path | None) -> None:
+def replace_folder(staging: Path, final: Path, aside: Path | None, confirm: Callable[[], None] = lambda: None) -> None:
     """Rename `staging` to `final` after an fsync; the old folder stays complete until it has been renamed to `aside`.
 
     If the process is killed at any point, `final` is the old folder, the new one or absent, and the rest is under `staging`
@@ -59,12 +59,14 @@ def replace_folder(staging: Path, final: Path, aside: Path | None) -> None:
 
     Args:
         aside: a name that no reader opens, for the old folder until it is removed; None if nothing may be replaced.
+        confirm: called between fsync and renames; an error of it leaves everything as it is.
 
     Raises:
         OSError: the rename failed. The old folder is back in place, unless another process has published `final` meanwhile,
             whose folder is kept.
     """
     fsync_tree(staging)
+    confirm()
     if aside is not None and not move_aside(final, aside):
         aside = None  # there was nothing to replace
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from draftworks.features import freed_keys
 from draftworks.features.contracts import KeyedFeatureStore
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.local_store import LocalFeatureStore
+from draftworks.storage.file_lock import try_lock
 
 
 def keys_of(index: int) -> list[str]:
@@ -116,9 +117,10 @@ def test_one_copy_of_a_key_remains_when_the_other_shard_is_removed(tmp_path: Pat
 def test_a_lock_that_is_never_given_back_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(freed_keys, "LOCK_TIMEOUT_S", 0.05)
     store, _ = filled_store(tmp_path, 1)
-    with (tmp_path / "freed.lock").open("a") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        with pytest.raises(StoreError, match="freed.lock was held by another process for 0.05 s"):
+    with try_lock(tmp_path / "freed.lock") as lease:
+        assert lease is not None
+        found = f"freed.lock was held by another process for 0.05 s: end process {os.getpid()} on "
+        with pytest.raises(StoreError, match=found):
             store.free(keys_of(0))
     assert store.find_missing(keys_of(0)) == keys_of(0)
     assert store.gc() > 0

@@ -14,9 +14,10 @@ from typing import Any
 import dagster as dg
 import pytest
 import yaml
-from filelock import FileLock
 from test_spec_assets_command_line import ROOT
 from test_spec_assets_killed_run import commands_of, start, wait_until
+
+from draftworks.storage.file_lock import try_lock
 
 JOB = ("job", "execute", "-j", "everything", "--tags", '{"dagster/partition": "small"}')
 CONSOLE = ("-c", str(ROOT / "jobs" / "console.yaml"))
@@ -142,7 +143,7 @@ def waiting(made) -> Iterator[subprocess.Popen]:
         run, events = last_run(home_of(made))
         return run.run_id != before.run_id and "ranking.rank" in steps(events, "STEP_START")
 
-    with FileLock(made.var / "leaderboard" / ".lock"):
+    with try_lock(made.var / "leaderboard" / ".lock"):
         run = start(made, home_of(made), *JOB, *CONSOLE)
         assert wait_until(waits, 120)
         yield run

@@ -71,7 +71,10 @@ def open_kept_answers(run: RegenerateRun) -> Iterator[RecordFile]:
     path = find_answers_file(run)
     path.parent.mkdir(parents=True, exist_ok=True)
     waiting = f"another run is adding answers to {path}: waiting for it, to reuse its answers"
-    with hold_lock(path.with_suffix(".lock"), waiting), RecordFile(path, make_answers_identity(run)) as answers:
+    with (
+        hold_lock(path.with_suffix(".lock"), waiting) as lease,
+        RecordFile(path, make_answers_identity(run), lease.confirm) as answers,
+    ):
         for earlier in run.earlier_answers:
             if earlier.name == path.name:
                 answers.copy_records_from(earlier)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,13 +29,15 @@ class RecordFile:
     Args:
         path: created if absent.
         identity: identity of the records; the first line holds it.
+        confirm: called before records are written; an error of it leaves the file as it is.
 
     Raises:
         StoreError: the file was created with another identity, or one of its whole lines is not a record.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, identity: Mapping[str, Any], confirm: Callable[[], None] = lambda: None) -> None:
         self._path = path
+        self._confirm = confirm
         self._identity = dict(identity)
         self._offsets: dict[str, int] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +99,7 @@ class RecordFile:
 
     def _append(self, records: Iterable[Mapping[str, Any]]) -> list[int]:
         starts = []
+        self._confirm()
         self._file.seek(0, os.SEEK_END)
         for record in records:
             starts.append(self._file.tell())

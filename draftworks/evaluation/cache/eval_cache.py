@@ -34,6 +34,7 @@ from draftworks.storage.atomic import (
 from draftworks.storage.changes import describe_changes
 from draftworks.storage.file_lock import hold_lock
 from draftworks.storage.identity import digest
+from draftworks.storage.lease import Lease
 from draftworks.storage.manifest import FileManifest, FileRecord, list_files
 from draftworks.storage.regular_files import MAX_JSON_BYTES, read_bytes
 
@@ -196,13 +197,13 @@ class EvalCache:
         hit = CacheEntry(path, config.cache_key, hit=True, data_version=version)
         if self._find(config, inputs, rebuild).is_usable:
             return hit
-        with self._locked(path):
+        with self._locked(path) as lease:
             finding = self._find(config, inputs, rebuild)
             if finding.is_usable:
                 return hit
             if finding.problem is not None:
                 log.warning("%s is produced again: %s", path, finding.problem)
-            if self._produce(config, produce, inputs, replace=finding.exists):
+            if self._produce(config, produce, inputs, lease, replace=finding.exists):
                 return CacheEntry(path, config.cache_key, False, version, finding.problem)
         return self._use_other_entry(config, inputs, hit)
 
@@ -239,7 +240,9 @@ class EvalCache:
             )
         return finding
 
-    def _produce(self, config: EvalConfig, produce: Producer, inputs: Mapping[str, str], replace: bool) -> bool:
+    def _produce(
+        self, config: EvalConfig, produce: Producer, inputs: Mapping[str, str], lease: Lease, replace: bool
+    ) -> bool:
         """Publish a new entry; return False if another process published one first."""
         final = self.dir_for(config)
         sweep(final)
@@ -249,7 +252,7 @@ class EvalCache:
         try:
             produce(staging)
             write_meta(staging, config, inputs)
-            replace_folder(staging, final, make_sibling_path(final, ASIDE) if replace else None)
+            replace_folder(staging, final, make_sibling_path(final, ASIDE) if replace else None, lease.confirm)
             return True
         except OSError as error:
             if error.errno not in _TAKEN:
@@ -259,20 +262,20 @@ class EvalCache:
             remove(staging)
 
     def _use_other_entry(self, config: EvalConfig, inputs: Mapping[str, str], hit: CacheEntry) -> CacheEntry:
-        """Return the entry that another process published; happens only on a file system without working locks."""
+        """Return the entry that another process published; happens only where the lock was lost."""
         finding = self._examine(config, inputs, verify=True)
         if not finding.is_usable:
             raise StoreError(f"{hit.path}: another process published an entry that does not fit: {finding.problem}")
         return hit
 
     @contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
+    def _locked(self, path: Path) -> Iterator[Lease]:
         with ExitStack() as stack:
             with self._writing():
                 self.root.mkdir(parents=True, exist_ok=True)
                 busy = f"{path} is being produced by another process: waiting for it"
-                stack.enter_context(hold_lock(path.with_name(f"{path.name}.lock"), busy))
-            yield
+                lease = stack.enter_context(hold_lock(path.with_name(f"{path.name}.lock"), busy))
+            yield lease
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
