@@ -38,6 +38,7 @@ from draftworks.programs.failure import RankFailure
 from draftworks.programs.heartbeat import Heartbeat
 from draftworks.programs.labels import LABEL
 from draftworks.storage.full_disk import explain_full_disk
+from draftworks.storage.shared_folder import check_shared_folder_of_job
 from draftworks.targets.resolve import require_unchanged
 
 EXIT_USER_ERROR = 2
@@ -147,6 +148,8 @@ def _end_with_torchrun() -> None:
 
 
 def _run(run_type: type[RunType], main: Callable[[RunType, ProgramContext], dict[str, Any]], path: Path) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        check_shared_folder_of_job(os.environ)
     run = run_type.load(path)
     with _open_pipes() as pipes, _start_heartbeat() as heartbeat:
         context = ProgramContext.from_torchrun(pipes, heartbeat)

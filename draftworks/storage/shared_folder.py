@@ -1,0 +1,182 @@
+"""Check that two hosts see one folder: a token that one writes and the other reads, and its answer back. Torch-free.
+
+    {folder}/.shared/{id}.json                  the token, written by who starts a job
+    {folder}/.shared/{id}.{host}.{pid}.json     an answer, written by a process of the job
+
+The two hosts' clocks are compared through the times that the file server gives to the two files.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from draftworks.errors import ConfigError
+from draftworks.storage.atomic import fsync
+
+VARIABLE = "DRAFTWORKS_SHARED_FOLDER"
+"""Environment variable of a job with the token, as JSON."""
+PATIENCE_S = 15.0
+"""How long a token may take to appear: clients of network file systems remember what is not there."""
+MAX_SKEW_S = 5.0
+KEPT_S = 24 * 3600.0
+_POLL_S = 0.2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FolderToken:
+    """A token in a folder that the hosts of a job must share.
+
+    Attributes:
+        host: who wrote it.
+        ahead_s: how far the clock of `host` is ahead of the file server's.
+    """
+
+    folder: str
+    id: str
+    secret: str
+    host: str
+    ahead_s: float
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder) / ".shared" / f"{self.id}.json"
+
+    def to_env(self) -> dict[str, str]:
+        """Return the environment variable from which a job's processes know the token."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> FolderToken | None:
+        """Return the token in an environment; None if it has none."""
+        return cls(**json.loads(env[VARIABLE])) if VARIABLE in env else None
+
+
+@dataclass(frozen=True)
+class FolderAnswer:
+    """What a process of the job wrote: it sees the folder, and its clock is so far ahead of the token's writer."""
+
+    host: str
+    skew_s: float
+
+
+def write_folder_token(folder: Path) -> FolderToken:
+    """Write a token for one job into `folder`, and remove those of jobs long past.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    folder = folder.resolve()
+    secret, id = uuid4().hex, uuid4().hex
+    try:
+        (folder / ".shared").mkdir(parents=True, exist_ok=True)
+        ahead_s = _write(folder / ".shared" / f"{id}.json", {"secret": secret})
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} on host {socket.gethostname()}: expected a folder that this user may write to, found: {error}"
+        ) from error
+    _sweep(folder / ".shared")
+    return FolderToken(str(folder), id, secret, socket.gethostname(), ahead_s)
+
+
+def check_shared_folder(token: FolderToken, patience_s: float = PATIENCE_S) -> FolderAnswer:
+    """Check on the host of a job that it sees the folder of a token and may write there, and answer the token.
+
+    A clock that differs by more than `MAX_SKEW_S` is logged as a warning: times in logs and records then mislead.
+
+    Raises:
+        ConfigError: this host does not see the folder, sees another one at its path, or cannot write to it.
+    """
+    host = socket.gethostname()
+    _require_token(token, host, patience_s)
+    try:
+        answer_path = token.path.with_name(f"{token.id}.{host}.{os.getpid()}.json")
+        ahead_s = _write(answer_path, {"host": host})
+        answer = FolderAnswer(host, ahead_s - token.ahead_s)
+        _write(answer_path, asdict(answer))
+    except OSError as error:
+        raise ConfigError(
+            f"{token.folder} on host {host}: expected a folder that this job may write to, as host {token.host} may, "
+            f"found: {error}. Mount it writable on {host}, for the same user"
+        ) from error
+    skew = describe_skew(token, answer)
+    if skew is not None:
+        log.warning("%s", skew)
+    return answer
+
+
+def check_shared_folder_of_job(env: Mapping[str, str]) -> None:
+    """Do the same for the token in a job's environment; nothing without one."""
+    token = FolderToken.from_env(env)
+    if token is not None:
+        check_shared_folder(token)
+
+
+def read_folder_answers(token: FolderToken) -> list[FolderAnswer]:
+    """Return the answers to a token so far, for who wrote it: without any, no process of the job has seen the folder."""
+    answers = []
+    for path in sorted(token.path.parent.glob(f"{token.id}.*.json")):
+        with suppress(OSError, ValueError, TypeError):
+            answers.append(FolderAnswer(**json.loads(path.read_text())))
+    return answers
+
+
+def remove_folder_token(token: FolderToken) -> None:
+    """Remove a token and its answers."""
+    for path in [token.path, *token.path.parent.glob(f"{token.id}.*.json")]:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def describe_skew(token: FolderToken, answer: FolderAnswer) -> str | None:
+    """Return a sentence on two clocks that differ by more than `MAX_SKEW_S`; None if they agree."""
+    if abs(answer.skew_s) <= MAX_SKEW_S:
+        return None
+    direction = "ahead of" if answer.skew_s > 0 else "behind"
+    return (
+        f"the clock of host {answer.host} is {abs(answer.skew_s):.0f} s {direction} that of {token.host}: times in logs and "
+        "records of the two cannot be compared. Results are not affected; set the clocks by NTP"
+    )
+
+
+def _require_token(token: FolderToken, host: str, patience_s: float) -> None:
+    deadline, found = time.monotonic() + patience_s, ""
+    while True:
+        try:
+            if json.loads(token.path.read_text())["secret"] == token.secret:
+                return
+            found = f"another content in {token.path}"
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            folder = "the folder is there, without that file" if Path(token.folder).is_dir() else "no such folder"
+            found = f"{folder} ({error})"
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"host {host} does not see the folder {token.folder} of host {token.host}: expected the file "
+                f"{token.path} that {token.host} wrote for this job, found {found}. All hosts of a job need one file "
+                f"system under this path: mount it on {host}, or set `var` in deployment.yaml to a folder that they share"
+            )
+        time.sleep(_POLL_S)
+
+
+def _write(path: Path, value: object) -> float:
+    """Write a JSON file to the disk; return how far this host's clock is ahead of the time that the file was given."""
+    path.write_text(json.dumps(value))
+    fsync(path)
+    return time.time() - path.stat().st_mtime
+
+
+def _sweep(folder: Path) -> None:
+    for path in folder.iterdir():
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > KEPT_S:
+                path.unlink()
