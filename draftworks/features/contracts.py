@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -157,6 +157,9 @@ class FeatureStore(ABC):
     lease_bound: bool = True
     """Whether the tensors of `get` are valid only until `release`, so that a reader has to copy them."""
 
+    lookahead: int = 0
+    """Number of batches ahead at which a reader calls `expect`; 0: the store reads nothing ahead."""
+
     @abstractmethod
     def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
         """Store `tensors` under `ref.feature_keys`; return the ref with uri, specs and bytes filled in."""
@@ -168,6 +171,12 @@ class FeatureStore(ABC):
         Raises:
             StoreError: a key is absent, or what is stored is truncated, altered or of another shape or dtype.
         """
+
+    def expect(self, refs: Sequence[SampleRef]) -> None:  # noqa: B027 - most stores read nothing ahead
+        """Announce samples that will be read soon, in this order. A hint: a store may read them ahead."""
+
+    def forget_expected(self) -> None:  # noqa: B027
+        """Drop what was announced and not read: the reader has stopped."""
 
     def stop_waiting(self) -> None:  # noqa: B027 - most stores never wait
         """Make calls of `get` that wait for features raise StoreError now: their reader has gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -197,8 +198,12 @@ class FeatureDataLoader:
 
     def _iterate(self, plan: Iterable[MicroBatch]) -> Iterator[TrainBatch]:
         threads = self._threads if self._prefetch else 0
-        with BatchPrefetcher(threads, self._device, self.leases, self._reader.stop_waiting) as ahead:
-            for batch in plan:
+        with ExitStack() as stopping:
+            stopping.callback(self._reader.forget_announced)
+            ahead = stopping.enter_context(
+                BatchPrefetcher(threads, self._device, self.leases, self._reader.stop_waiting)
+            )
+            for batch in self._reader.announce(self._refs, plan):
                 ahead.put(partial(self._reader.read, self._refs, batch))
                 if len(ahead) > self._prefetch:
                     yield ahead.take()

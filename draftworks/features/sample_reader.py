@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,6 +47,23 @@ class SampleReader:
     def stop_waiting(self) -> None:
         """Make reads end that wait for features, see `FeatureStore.stop_waiting`."""
         self._store.stop_waiting()
+
+    def announce(self, refs: Sequence[SampleRef], plan: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of `plan`; the store is told of the samples of each some batches before."""
+        if not self._store.lookahead:
+            yield from plan
+            return
+        ahead: deque[MicroBatch] = deque()
+        for batch in plan:
+            self._store.expect([refs[index] for index in batch.indices])
+            ahead.append(batch)
+            if len(ahead) > self._store.lookahead:
+                yield ahead.popleft()
+        yield from ahead
+
+    def forget_announced(self) -> None:
+        """Tell the store that what was announced and not read will not be."""
+        self._store.forget_expected()
 
     def read(self, refs: Sequence[SampleRef], batch: MicroBatch) -> LoadedBatch:
         """Read and collate the samples of `refs` that a micro-batch names.

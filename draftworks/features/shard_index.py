@@ -42,6 +42,10 @@ class ShardIndex:
     def freed_bytes(self) -> int:
         return sum(self._headers[path].entries[key].nbytes for path, keys in self._freed.items() for key in keys)
 
+    def find(self, path: Path) -> ShardHeader | None:
+        """Return the header of a shard; None if it is not known."""
+        return self._headers.get(path)
+
     def holders(self, key: str) -> tuple[ShardHeader, ...]:
         """Return the shards that hold a key, the first known first; several where processes stored it at one time."""
         return self._holders.get(key, ())

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from draftworks.errors import StoreError
+from draftworks.features.shard_buffer import ShardBuffer
 from draftworks.storage.atomic import publish_file
 from draftworks.storage.identity import digest
 from draftworks.storage.regular_files import MAX_HEADER_BYTES, open_regular, parse_json, require_file
@@ -35,7 +36,7 @@ SHARD_SCHEMA = "draftworks.shard.1"
 CHECKSUM_LENGTH = 16
 ADVICE = "Delete this shard and capture again: only its samples will be captured."
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -44,6 +45,7 @@ _DTYPE_NAMES = {
     "I32": "int32",
     "BOOL": "bool",
 }
+"""torch's names of the dtypes in a header."""
 _FIRST_NAMESPACE = 0xEFFFFFFC
 """Inode of the initial process-id namespace: that of every Linux machine outside containers."""
 
@@ -129,10 +131,10 @@ def read_header(path: Path) -> ShardHeader:
 
 def _entry(value: dict[str, Any], checksum: str) -> ShardEntry:
     start, end = value["data_offsets"]
-    return ShardEntry(_DTYPE_NAMES[value["dtype"]], tuple(value["shape"]), end - start, checksum)
+    return ShardEntry(DTYPE_NAMES[value["dtype"]], tuple(value["shape"]), end - start, checksum)
 
 
-class ShardWriter:
+class ShardWriter(ShardBuffer):
     """Collects tensors in memory and publishes them as one shard.
 
     Args:
@@ -151,38 +153,10 @@ class ShardWriter:
         publishing: Callable[[Path], AbstractContextManager[None]] = nullcontext,
         keep_tensors: bool = False,
     ) -> None:
-        self._keep_tensors = keep_tensors
+        super().__init__(shard_bytes, keep_tensors)
         self._folder = folder
         self._staging = staging
-        self._shard_bytes = shard_bytes
         self._publishing = publishing
-        self._tensors: dict[str, Tensor] = {}
-        self._addresses: dict[int, str] = {}
-        self.nbytes = 0
-
-    @property
-    def full(self) -> bool:
-        return self.nbytes >= self._shard_bytes
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Tensors that were added and are not published yet, by key."""
-        return self._tensors
-
-    def add(self, key: str, tensor: Tensor) -> None:
-        """Add a tensor under a key; a key that is present is ignored, since keys are content."""
-        if key not in self._tensors:
-            on_cpu = tensor.detach().cpu().contiguous()
-            # safetensors refuses tensors that share memory, such as one that an engine gives for two streams.
-            keep = self._keep_tensors and self._addresses.setdefault(on_cpu.data_ptr(), key) == key
-            self._tensors[key] = on_cpu if keep else on_cpu.clone()
-            self.nbytes += tensor.nbytes
-
-    def discard(self, key: str) -> None:
-        tensor = self._tensors.pop(key, None)
-        if tensor is not None and self._addresses.get(tensor.data_ptr()) == key:
-            del self._addresses[tensor.data_ptr()]
-        self.nbytes -= 0 if tensor is None else tensor.nbytes
 
     def publish(self) -> ShardHeader | None:
         """Write to staging, fsync, rename; None if there is nothing to write. The writer is empty afterwards.
@@ -190,11 +164,11 @@ class ShardWriter:
         Raises:
             StoreError: the disk refuses; nothing is left behind, and the writer keeps its tensors.
         """
-        if not self._tensors:
+        if not self.tensors:
             return None
         entries = {
             key: ShardEntry(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.nbytes, tensor_checksum(t))
-            for key, t in self._tensors.items()
+            for key, t in self.tensors.items()
         }
         name = content_digest(entries)
         metadata = {
@@ -207,11 +181,11 @@ class ShardWriter:
 
         try:
             with ExitStack() as until_renamed, publish_file(final, self._staging / staging_name()) as staged:
-                save_file(self._tensors, staged, metadata=metadata)
+                save_file(dict(self.tensors), staged, metadata=metadata)
                 until_renamed.enter_context(self._publishing(final))
         except (OSError, SafetensorError) as error:
             raise StoreError(f"shard {final} ({self.nbytes:,} bytes) cannot be written: {error}") from error
-        self._tensors, self._addresses, self.nbytes = {}, {}, 0
+        self.clear()
         return read_header(final)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from draftworks.features.contracts import FeatureHandle, FeatureStore, SampleRef
@@ -17,12 +17,19 @@ class WrappedStore(FeatureStore):
     def __init__(self, store: FeatureStore) -> None:
         self._store = store
         self.lease_bound = store.lease_bound
+        self.lookahead = store.lookahead
 
     def put(self, ref: SampleRef, tensors: Mapping[str, Tensor]) -> SampleRef:
         return self._store.put(ref, tensors)
 
     def get(self, ref: SampleRef) -> tuple[dict[str, Tensor], FeatureHandle]:
         return self._store.get(ref)
+
+    def expect(self, refs: Sequence[SampleRef]) -> None:
+        self._store.expect(refs)
+
+    def forget_expected(self) -> None:
+        self._store.forget_expected()
 
     def stop_waiting(self) -> None:
         self._store.stop_waiting()
