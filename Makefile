@@ -88,7 +88,7 @@ mooncake-env: $(MOONCAKE)/ready
 
 # The servers are real: one that cannot start is a failed test, and none is skipped.
 test-cluster: $(VENV)/ready .dagster/ready $(CLUSTER)/ready
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m cluster tests/house tests/resources tests/spec_assets tests/training
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m cluster tests/features tests/house tests/resources tests/spec_assets tests/storage tests/training
 
 # A machine with a GPU comes with its own torch: nothing is installed, and the engine is read from the checkout.
 test-gpu:
@@ -124,7 +124,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(check-python)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui,test,tensorboard,postgres]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui,test,tensorboard,postgres,s3]'
 	@touch $@
 
 $(VENV)/docs-ready: $(VENV)/ready
@@ -170,8 +170,9 @@ $(MOONCAKE)/ready: tools/mooncake-requirements.txt $(VENV)/ready
 	@touch $@
 
 # Nothing is installed: Debian's packages are unpacked, which needs no root.
-$(CLUSTER)/ready: tools/cluster_packages.sh
+$(CLUSTER)/ready: tools/cluster_packages.sh $(VENV)/ready
 	tools/cluster_packages.sh $(CLUSTER)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cluster-test]'
 	@touch $@
 
 # A new SQLite instance must be opened once before two processes open it at the same time.

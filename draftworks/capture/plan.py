@@ -178,6 +178,8 @@ def require_budget(plan: CapturePlan, run: CaptureRun) -> None:
             f"capture.budget_gb = {run.capture.budget_gb:g}. Raise the budget, or use fewer samples "
             "(data.max_conversations), shorter ones (max_length) or fewer taps. Nothing was stored."
         )
+    if run.store.kind == "s3":
+        return
     free = shutil.disk_usage(_find_existing(run.store.root)).free
     if plan.nbytes > free:
         raise CaptureError(

@@ -140,7 +140,7 @@ def write_manifest(
     unexplained = [ref.sample_id for ref in lacking if ref.sample_id not in excused]
     if unexplained:
         raise StoreError(
-            f"{len(unexplained)} of {len(refs)} samples lack features in {run.store.root}, the first {unexplained[0]}: "
+            f"{len(unexplained)} of {len(refs)} samples lack features in {store.uri}, the first {unexplained[0]}: "
             "capture again, only what is missing will be captured"
         )
     left = [ref for ref in refs if ref.sample_id not in excused]

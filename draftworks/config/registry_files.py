@@ -14,8 +14,10 @@ from pydantic import Field, field_validator, model_validator
 from draftworks.config.base import Dtype, Spec
 from draftworks.config.capture import CaptureSpec
 from draftworks.config.cron import parse_cron, require_timezone
+from draftworks.config.features import FeaturesSpec
 from draftworks.config.gates import GateSpec
 from draftworks.config.launchers import AnyLauncherSpec, LauncherSpec, LocalLauncherSpec, parse_launcher
+from draftworks.config.object_storage import ObjectStorageSpec, PublishSpec
 from draftworks.config.responses import ResponseSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
@@ -24,7 +26,6 @@ from draftworks.errors import ConfigError
 from draftworks.storage.names import require_name
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-StoreKind = Literal["local", "shared_dir"]
 
 
 class DataSpec(Spec):
@@ -340,32 +341,19 @@ class EvalSpec(Spec):
         return require_name(value)
 
 
-class FeaturesSpec(Spec):
-    """Where captured features are kept."""
-
-    kind: StoreKind = Field(
-        default="local",
-        description="local: shards, read by memory map. shared_dir: a file per feature, for several machines.",
-    )
-    root: str | None = Field(
-        default=None,
-        description="Folder with a store for the weights of each target, relative to the registry; default "
-        "feature_store in `var`. That of shared_dir has to be given, and to exist: it is what every machine mounts.",
-    )
-
-    @model_validator(mode="after")
-    def _check_root(self) -> FeaturesSpec:
-        if self.kind == "shared_dir" and self.root is None:
-            raise ValueError("kind shared_dir needs a root: the existing folder that every machine mounts")
-        return self
-
-
 class DeploymentSpec(Spec):
     """`registry/deployment.yaml`: settings of this installation, independent of the targets."""
 
     var: str = Field(default="../var", description="Folder that runs write to, relative to the registry.")
     launcher: AnyLauncherSpec = Field(default_factory=LocalLauncherSpec)
     features: FeaturesSpec = Field(default_factory=FeaturesSpec)
+    object_storage: ObjectStorageSpec = Field(
+        default_factory=ObjectStorageSpec,
+        description="How buckets of features, published results and data are reached.",
+    )
+    publish: PublishSpec | None = Field(
+        default=None, description="Object storage that exports and reports are copied to; default: none."
+    )
     sglang: SGLangSpec = Field(default_factory=SGLangSpec)
     automation: bool = Field(
         default=False, description="Evaluate drafts again automatically: on schedule, and after changes."

@@ -14,7 +14,9 @@ from pydantic import Field, field_validator, model_validator
 
 from draftworks.config.base import Spec, SpecType
 from draftworks.config.capture import CaptureSpec
-from draftworks.config.registry_files import EvaluationSpec, ExportSettings, ResponseSpec, StoreKind, TrainingSpec
+from draftworks.config.features import StoreKind
+from draftworks.config.object_storage import ObjectFeaturesSpec
+from draftworks.config.registry_files import EvaluationSpec, ExportSettings, ResponseSpec, TrainingSpec
 from draftworks.config.serving import ServingSpec
 from draftworks.config.sglang import SGLangSpec
 from draftworks.config.streaming import StreamFollower, StreamingSpec, StreamSteps
@@ -61,7 +63,11 @@ class StoreSpec(Spec):
     """A feature store in a run file; a bare path means a local store."""
 
     kind: StoreKind | Literal["mooncake"] = "local"
-    root: Path = Field(description="Folder of the store; of kind mooncake that of its service, with the address file.")
+    root: Path = Field(
+        description="Folder of the store; of kind mooncake that of its service, with the address file; of kind s3 that of "
+        "the notes of captures that are under way."
+    )
+    objects: ObjectFeaturesSpec | None = Field(default=None, description="s3: where the features are.")
     timeout_s: float = Field(
         default=120.0, gt=0, description="mooncake: how long a store that does not run, or was lost, is waited for."
     )
@@ -71,6 +77,12 @@ class StoreSpec(Spec):
     @classmethod
     def _accept_bare_path(cls, value: Any) -> Any:
         return {"root": value} if isinstance(value, (str, Path)) else value
+
+    @model_validator(mode="after")
+    def _check_objects(self) -> StoreSpec:
+        if (self.kind == "s3") != (self.objects is not None):
+            raise ValueError("kind s3 needs objects with a url, and no other kind has them")
+        return self
 
 
 class RunFile(Spec):

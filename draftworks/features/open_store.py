@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 
 from draftworks.errors import StoreError
 from draftworks.features.contracts import KeyedFeatureStore
+from draftworks.features.feature_cache import FeatureCache
 from draftworks.features.keyed_shared_dir import KeyedSharedDirStore
 from draftworks.features.local_store import LocalFeatureStore
+from draftworks.features.object_feature_store import ObjectFeatureStore
 from draftworks.features.restarted_mooncake import RestartedMooncakeStore
 from draftworks.mooncake.address import ADDRESS_FILE
+from draftworks.storage.object_store import ObjectStore
 
 if TYPE_CHECKING:
     from draftworks.config.run_files import StoreSpec  # imports YAML, which a serving engine's environment may lack
@@ -28,12 +31,14 @@ def open_store(spec: StoreSpec, shard_bytes: int = SHARD_BYTES, keep_tensors: bo
         keep_tensors: tensors that are put are not changed afterwards, so that a local store need not copy them.
 
     Raises:
-        ConfigError: the kind is mooncake, and Mooncake is not installed.
+        ConfigError: the kind needs a library that is not installed, or keys that the environment lacks.
         StoreError: the place cannot be a store, or is a shared one that is not mounted on this machine.
     """
     with _opening(spec):
         if spec.kind == "local":
             return LocalFeatureStore(spec.root, shard_bytes=shard_bytes, keep_tensors=keep_tensors)
+        if spec.kind == "s3":
+            return _open_objects(spec, shard_bytes, keep_tensors)
         if spec.kind == "mooncake":
             return RestartedMooncakeStore(spec.root / ADDRESS_FILE, spec.timeout_s, spec.put_timeout_s)
         if not spec.root.parent.is_dir():
@@ -50,8 +55,29 @@ def open_store_to_write(spec: StoreSpec, shard_bytes: int = SHARD_BYTES) -> Keye
     store = open_store(spec, shard_bytes, keep_tensors=True)
     if spec.kind == "mooncake":
         return store
+    if isinstance(store, ObjectFeatureStore):
+        store.require_writable()
+        return store
     with _opening(spec), tempfile.TemporaryFile(dir=spec.root):
         return store
+
+
+def _open_objects(spec: StoreSpec, shard_bytes: int, keep_tensors: bool) -> ObjectFeatureStore:
+    assert spec.objects is not None, "checked by the spec"
+    spec.root.mkdir(parents=True, exist_ok=True)
+    found = spec.objects
+    cache = None
+    if found.cache is not None and found.cache_gb > 0:
+        found.cache.mkdir(parents=True, exist_ok=True)
+        cache = FeatureCache(found.cache, round(found.cache_gb * 1e9))
+    return ObjectFeatureStore(
+        ObjectStore.open(found.url, found.access),
+        cache,
+        shard_bytes=shard_bytes,
+        read_ahead_bytes=found.read_ahead_mb << 20,
+        requests=found.requests,
+        keep_tensors=keep_tensors,
+    )
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class ObjectStore:
     def swap(self, path: str, content: bytes, seen: str | None) -> bool:
         """Replace the object of the version `seen` (None: there was none); return False if it is another one by now."""
         import obstore
-        from obstore.exceptions import AlreadyExistsError, NotFoundError, PreconditionError
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
         from obstore.store import LocalStore
 
         if seen is None:
@@ -152,7 +152,7 @@ class ObjectStore:
         def put() -> bool:
             try:
                 obstore.put(self._store, self._prefix + path, content, mode=mode, use_multipart=False)
-            except (AlreadyExistsError, NotFoundError, PreconditionError) as error:
+            except (AlreadyExistsError, FileNotFoundError, PreconditionError) as error:
                 if find_code(error) == "NoSuchBucket":
                     raise
                 return False
@@ -220,14 +220,13 @@ class ObjectStore:
     def remove(self, paths: Sequence[str]) -> None:
         """Remove objects; those that are gone are no error."""
         import obstore
-        from obstore.exceptions import NotFoundError
 
         for path in paths:
 
             def delete(name: str = self._prefix + path) -> None:
                 try:
                     obstore.delete(self._store, name)
-                except NotFoundError as error:
+                except FileNotFoundError as error:
                     if find_code(error) == "NoSuchBucket":
                         raise
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from draftworks.config.object_storage import BucketAccess, ObjectFeaturesSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import CaptureRun, StoreSpec, TargetFiles
 from draftworks.errors import ConfigError
@@ -34,6 +35,21 @@ def test_features_are_kept_under_var_unless_the_deployment_says_otherwise(tmp_pa
     assert shared == StoreSpec(kind="shared_dir", root=Path("/mnt/features") / tiny_target.digest)
 
 
+def test_features_in_object_storage_are_reached_as_their_bucket_is(tmp_path: Path, tiny_target: TargetFiles):
+    text = """
+        features: {kind: s3, url: "s3://bucket/some/place/", cache: /disk/cache, cache_gb: 5}
+        object_storage: {endpoint: "http://a:1", buckets: {bucket: {endpoint: "http://b:2", access_key_env: MINE}}}
+    """
+    store = workspace(tmp_path, text).locate_feature_store(tiny_target)
+    assert store.objects == ObjectFeaturesSpec(
+        url=f"s3://bucket/some/place/{tiny_target.digest}",
+        access=BucketAccess(endpoint="http://b:2", access_key_env="MINE"),
+        cache=Path("/disk/cache"),
+        cache_gb=5,
+    )
+    assert store.root == (tmp_path / "../var").resolve() / "object_store_notes" / tiny_target.digest
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -41,7 +57,14 @@ def test_features_are_kept_under_var_unless_the_deployment_says_otherwise(tmp_pa
             "features: {kind: shared_dir}",
             "deployment.yaml: features: kind shared_dir needs a root: the existing folder",
         ),
-        ("features: {kind: mooncake}", "deployment.yaml: features.kind: .*'local' or 'shared_dir' .found 'mooncake'"),
+        ("features: {kind: mooncake}", "deployment.yaml: features.kind: .*'shared_dir' or 's3' .found 'mooncake'"),
+        ("features: {kind: s3}", "deployment.yaml: features: kind s3 needs a url such as s3://bucket/prefix"),
+        (
+            "features: {url: 's3://bucket/x'}",
+            "deployment.yaml: features: kind s3 needs a url .* and no other kind has one",
+        ),
+        ("features: {kind: s3, url: 's3://key:hidden@b/x'}", "features: a URL of object storage must not contain keys"),
+        ("publish: {url: /folder}", "deployment.yaml: publish.url: expected a place in object storage"),
         ("features: {rot: x}", r"deployment.yaml: unknown key features.rot; did you mean root\?"),
     ],
 )

@@ -17,8 +17,10 @@ from pydantic import BaseModel
 
 from draftworks.config.base import Spec
 from draftworks.config.capture import CaptureSpec, CustomEngineSpec
+from draftworks.config.features import FeaturesSpec
 from draftworks.config.gates import GateSpec
 from draftworks.config.launchers import KINDS
+from draftworks.config.object_storage import BucketAccess, ObjectStorageSpec, PublishSpec
 from draftworks.config.registry_files import (
     DatasetSpec,
     DataSpec,
@@ -26,7 +28,6 @@ from draftworks.config.registry_files import (
     EvalSpec,
     EvaluationSpec,
     ExportSettings,
-    FeaturesSpec,
     LoopSpec,
     StrategyEntry,
     TargetSpec,
@@ -230,9 +231,10 @@ SETTINGS = [
         {"samples", "bytes", "steps"},
     ),
 ]
+OBJECT_STORAGE = {ObjectStorageSpec, BucketAccess, PublishSpec}
 IDENTIFIED_BY_CONTENT = {DatasetSpec, EvalSpec}
 """Name files and a selection: results have digests of what is in them."""
-OF_THE_INSTALLATION = {DeploymentSpec, FeaturesSpec, SGLangSpec, *KINDS.values()}
+OF_THE_INSTALLATION = {DeploymentSpec, FeaturesSpec, SGLangSpec, *KINDS.values(), *OBJECT_STORAGE}
 """Where things run and lie."""
 HOW_IT_IS_COMPUTED = {"attention", "objective_chunk_blocks"}
 """Options of strategies that change a draft by rounding at most."""

@@ -1,0 +1,127 @@
+"""A real S3 server for tests: SeaweedFS of the extra `cluster-test`, killed and started again on the same files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftworks.config.object_storage import BucketAccess
+from draftworks.storage.object_store import ObjectStore
+
+BUCKET = "drafts"
+PATIENCE_S = 90.0
+RIGHTS = {
+    "WRITER": ("writer-key", "a secret to write", ["Admin", "Read", "Write", "List"]),
+    "READER": ("reader-key", "a secret to read", ["Read", "List"]),
+    "STRANGER": ("nobody's key", "a secret nobody knows", None),
+}
+"""Users by name: access key, secret key, rights; the server does not know who has none."""
+
+
+def set_keys(environ: Any) -> None:
+    """Set the environment variables with the keys of all users, such as WRITER_KEY and WRITER_SECRET."""
+    for user, (key, secret, _) in RIGHTS.items():
+        environ[f"{user}_KEY"], environ[f"{user}_SECRET"] = key, secret
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@dataclass
+class S3Server:
+    """A SeaweedFS server below `folder`, with the bucket `BUCKET`."""
+
+    folder: Path
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def access(self, user: str = "WRITER", retry_s: float = 30.0) -> BucketAccess:
+        return BucketAccess(
+            endpoint=self.endpoint,
+            access_key_env=f"{user}_KEY",
+            secret_key_env=f"{user}_SECRET",
+            retry_s=retry_s,
+        )
+
+    def connect(
+        self, prefix: str = "", user: str = "WRITER", bucket: str = BUCKET, retry_s: float = 30.0
+    ) -> ObjectStore:
+        set_keys(os.environ)
+        return ObjectStore.open(f"s3://{bucket}/{prefix}", self.access(user, retry_s))
+
+    def start(self) -> None:
+        """Start the server and wait until it answers and has its bucket."""
+        weed = shutil.which(
+            "weed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+        )
+        assert weed is not None, (
+            "expected SeaweedFS's program weed: pip install -c constraints.txt 'draftworks[cluster-test]'"
+        )
+        data = self.folder / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        users = [
+            {"name": user.lower(), "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
+            for user, (key, secret, actions) in RIGHTS.items()
+            if actions is not None
+        ]
+        (self.folder / "users.json").write_text(json.dumps({"identities": users}))
+        command = [
+            *(weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}", "-master.volumeSizeLimitMB=64"),
+            *(f"-master.port={free_port()}", f"-volume.port={free_port()}", f"-filer.port={free_port()}"),
+            *(f"-{part}.port.grpc={free_port()}" for part in ("master", "volume", "filer", "s3")),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0"),
+            *("-volume.max=40", "-filer", "-s3", f"-s3.port={self.port}", f"-s3.config={self.folder / 'users.json'}"),
+        ]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, cwd=self.folder
+            )
+        self._wait_until_it_answers()
+        objects, ends = self.connect(), time.monotonic() + PATIENCE_S
+        while True:  # its volumes come a little later than its answers
+            try:
+                objects.require_writable()
+                return
+            except Exception:
+                if time.monotonic() > ends:
+                    raise
+                time.sleep(0.2)
+
+    def kill(self) -> None:
+        """End the server as a power cut would."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(PATIENCE_S)
+        self.process = None
+
+    def _wait_until_it_answers(self) -> None:
+        ends = time.monotonic() + PATIENCE_S
+        while True:
+            assert self.process is not None
+            assert self.process.poll() is None, (self.folder / "log").read_text()[-3000:]
+            try:
+                urllib.request.urlopen(self.endpoint, timeout=5).close()
+                return
+            except urllib.error.HTTPError:
+                return
+            except OSError:
+                assert time.monotonic() < ends, (self.folder / "log").read_text()[-3000:]
+                time.sleep(0.1)
