@@ -7,7 +7,7 @@
 # make test-specforge     tests in which SpecForge judges losses, exports and imports; it has an environment of its own
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
 # make test-mooncake      tests of stores and streams in a real Mooncake; that library is installed beside .venv
-# make test-cluster       tests on a real Slurm that is unpacked beside .venv from Debian's packages and started for them
+# make test-cluster       tests on a real Slurm and a real Postgres, unpacked beside .venv from Debian's packages
 # make test-gpu           the engine's tests on a GPU, and
 # make bench-gpu          its speed there (docs/gpu.md): both in the environment of PYTHON, without Dagster
 # make docs               the documents as a site in var/site; a broken link is an error
@@ -88,7 +88,7 @@ mooncake-env: $(MOONCAKE)/ready
 
 # The servers are real: one that cannot start is a failed test, and none is skipped.
 test-cluster: $(VENV)/ready .dagster/ready $(CLUSTER)/ready
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m cluster tests/features tests/house tests/resources tests/spec_assets tests/storage tests/training
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m cluster tests/deploy tests/features tests/house tests/resources tests/spec_assets tests/storage tests/training
 
 # A machine with a GPU comes with its own torch: nothing is installed, and the engine is read from the checkout.
 test-gpu:

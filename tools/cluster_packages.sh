@@ -11,9 +11,14 @@ SLURM=(slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge libmunge2 lib
 SLURM_PROGRAMS=(usr/sbin/munged usr/sbin/slurmctld-wlm usr/sbin/slurmd-wlm usr/sbin/slurmstepd-wlm usr/bin/sbatch usr/bin/srun
     usr/bin/scontrol usr/bin/squeue usr/bin/scancel usr/bin/sinfo)
 
+# Postgres is started from here too; the libraries are those that a small container image lacks.
+POSTGRES=(postgresql-15 postgresql-client-15 libpq5 libicu72 libldap-2.5-0 libsasl2-2 libxml2 libgssapi-krb5-2 libkrb5-3
+    libk5crypto3 libkrb5support0 libkeyutils1 libpam0g)
+POSTGRES_PROGRAMS=(usr/lib/postgresql/15/bin/{initdb,postgres,pg_isready,createdb,psql,pg_dump,pg_restore})
+
 # Another service adds its packages here, and the programs of which all libraries must be found.
-PACKAGES=("${SLURM[@]}")
-PROGRAMS=("${SLURM_PROGRAMS[@]}")
+PACKAGES=("${SLURM[@]}" "${POSTGRES[@]}")
+PROGRAMS=("${SLURM_PROGRAMS[@]}" "${POSTGRES_PROGRAMS[@]}")
 
 folder=$(realpath -m "${1:?usage: tools/cluster_packages.sh FOLDER}")
 mkdir -p "$folder/packages"

@@ -1,0 +1,172 @@
+"""Webserver, daemon and code location as three processes, started by the units of `deploy/` on a location of a test's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import httpx
+import psutil
+from deploy_toys import CHECKOUT, DEPLOY, read_environment, read_unit
+from postgres_server import find_free_port
+
+CODE, WEBSERVER, DAEMON = "code", "webserver", "daemon"
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+DEFINITIONS = "spec_assets/definitions.py"
+LAUNCH = """
+mutation Launch($params: ExecutionParams!) {
+  launchRun(executionParams: $params) {
+    __typename
+    ... on LaunchRunSuccess { run { runId } }
+    ... on PythonError { message }
+  }
+}
+"""
+
+
+@dataclass
+class Processes:
+    """The three processes of a deployment, each of which can be ended and started again.
+
+    Attributes:
+        folder: DAGSTER_HOME, logs and compute logs.
+        location: the file with the definitions.
+    """
+
+    folder: Path
+    location: Path
+    environment: dict[str, str]
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, folder: Path, location: Path, variables: dict[str, str]) -> Processes:
+        home = folder / "home"
+        home.mkdir()
+        (home / "dagster.yaml").symlink_to(DEPLOY / "dagster.yaml")
+        ports = {name: str(find_free_port()) for name in ("DRAFTWORKS_CODE_PORT", "DRAFTWORKS_UI_PORT")}
+        folders = {"DAGSTER_HOME": str(home), "DRAFTWORKS_COMPUTE_LOGS": str(folder / "compute_logs")}
+        return cls(folder, location, {**os.environ, **read_environment(), **variables, **ports, **folders})
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.environment['DRAFTWORKS_UI_PORT']}"
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            words = [VARIABLE.sub(lambda match: self.environment[match[1]], word) for word in self._read_command(name)]
+            with (self.folder / f"{name}.log").open("ab") as log:
+                self.running[name] = subprocess.Popen(
+                    words,
+                    cwd=CHECKOUT,
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            if name == CODE:
+                self.wait_until(lambda: b"Started" in (self.folder / "code.log").read_bytes())
+        if WEBSERVER in names:
+            self.wait_until(self._has_loaded)
+
+    def end(self, *names: str) -> None:
+        """End them as systemd does: SIGTERM, and SIGKILL for what is left."""
+        for name in names:
+            self.running[name].send_signal(signal.SIGTERM)
+        for name in names:
+            process = self.running.pop(name)
+            try:
+                process.wait(30)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def ask(self, query: str, **variables: Any) -> dict[str, Any]:
+        """Return the answer of the webserver's GraphQL interface."""
+        answer = httpx.post(f"{self.url}/graphql", json={"query": query, "variables": variables}, timeout=60).json()
+        assert "errors" not in answer, answer
+        return answer["data"]
+
+    def launch(self, job: str, target: str) -> str:
+        """Launch a job for a target as the UI does: the run is queued. Returns its id."""
+        params = {
+            "selector": {
+                "repositoryLocationName": "draftworks",
+                "repositoryName": "__repository__",
+                "jobName": job,
+            },
+            "runConfigData": {},
+            "executionMetadata": {"tags": [{"key": "dagster/partition", "value": target}]},
+        }
+        launched = self.ask(LAUNCH, params=params)["launchRun"]
+        assert launched["__typename"] == "LaunchRunSuccess", launched
+        return launched["run"]["runId"]
+
+    def read_status(self, run_id: str) -> str:
+        """Return what the webserver says of a run."""
+        return self.ask('query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }', id=run_id)["runOrError"][
+            "status"
+        ]
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            ended = [name for name, process in self.running.items() if process.poll() is not None]
+            assert not ended, f"ended: {ended}\n{self.read_logs()}"
+            assert time.monotonic() < deadline, self.read_logs()
+            time.sleep(0.1)
+
+    def read_logs(self) -> str:
+        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("*.log")))
+
+    def list_left(self) -> list[psutil.Process]:
+        """Return all living processes with this deployment's DAGSTER_HOME, such as runs and their steps."""
+        found = []
+        for process in psutil.process_iter(["environ", "status"]):
+            mine = (process.info["environ"] or {}).get("DAGSTER_HOME") == self.environment["DAGSTER_HOME"]
+            if mine and process.info["status"] != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                found.append(process)
+        return found
+
+    def _read_command(self, name: str) -> list[str]:
+        words = read_unit(f"draftworks-{name}.service").command
+        own = {DEFINITIONS: str(self.location), "deploy/workspace.yaml": str(DEPLOY / "workspace.yaml")}
+        return [own.get(word, word.replace("/opt/draftworks", str(CHECKOUT))) for word in words]
+
+    def _has_loaded(self) -> bool:
+        query = "{ workspaceOrError { ... on Workspace { locationEntries { loadStatus } } } }"
+        try:
+            (entry,) = self.ask(query)["workspaceOrError"]["locationEntries"]
+        except httpx.HTTPError:
+            return False
+        return entry["loadStatus"] == "LOADED"
+
+
+@contextmanager
+def dagster_processes(folder: Path, location: Path, variables: dict[str, str]) -> Iterator[Processes]:
+    """The three processes, started; nothing of them or their runs is left at the end."""
+    processes = Processes.create(folder, location, variables)
+    try:
+        processes.start(CODE, WEBSERVER, DAEMON)
+        yield processes
+    finally:
+        processes.end(*processes.running)
+        for process in processes.list_left():
+            with suppress(psutil.Error):
+                process.kill()
+
+
+@contextmanager
+def open_instance(processes: Processes) -> Iterator[dg.DagsterInstance]:
+    """The deployment's instance, in this process; its variables must be set."""
+    with dg.DagsterInstance.from_config(processes.environment["DAGSTER_HOME"]) as instance:
+        yield instance
