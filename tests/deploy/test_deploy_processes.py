@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
+import psutil
 import pytest
-from dagster_processes import DAEMON, WEBSERVER, Processes, dagster_processes, open_instance
+from dagster_processes import CODE, DAEMON, WEBSERVER, Processes, dagster_processes, open_instance
 from postgres_server import PostgresServer, postgres_server
+from processes import lives
+
+from resources.dead_runs import TAG
+from resources.process_place import RunProcess
 
 pytestmark = pytest.mark.cluster
 LOCATION = '''
-import os, time
+import time
 from pathlib import Path
 import dagster as dg
 from draftworks.targets.registry import Registry
+from resources.dead_runs import release_dead_runs
 from spec_assets.common import asset
 from spec_assets.executor import make_executor
 
 HERE = Path(__file__).parent
+TARGETS = dg.StaticPartitionsDefinition(["one", "two"])
 
-@asset(group="work", kinds=["python"], pool="gpu", partitions_def=dg.StaticPartitionsDefinition(["one", "two"]))
+@asset(group="work", kinds=["python"], partitions_def=TARGETS)
+def beginning(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
+    """Releases dead runs, as the first asset of every job does."""
+    release_dead_runs(context.instance)
+    return dg.MaterializeResult()
+
+@asset(group="work", kinds=["python"], partitions_def=TARGETS, pool="gpu", deps=[beginning])
 def work(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
     """Begins, and ends when it is told to."""
     (HERE / f"began-{context.run_id}").touch()
@@ -30,8 +44,8 @@ def work(context: dg.AssetExecutionContext) -> dg.MaterializeResult:
     return dg.MaterializeResult(metadata={"target": context.partition_key})
 
 defs = dg.Definitions(
-    assets=[work],
-    jobs=[dg.define_asset_job("make", selection=[work])],
+    assets=[beginning, work],
+    jobs=[dg.define_asset_job("make", selection=[beginning, work])],
     executor=make_executor(Registry(HERE / "registry"), preload=["spec_assets.common"]),
 )
 '''
@@ -88,6 +102,31 @@ class Work:
     def wait_for(self, status: str, *run_ids: str) -> None:
         self.processes.wait_until(lambda: {self.status(run_id) for run_id in run_ids} == {status})
 
+    def begin(self, target: str) -> str:
+        """Launch it, and return when its step is at work."""
+        run_id = self.launch(target)
+        self.processes.wait_until(lambda: self.has_begun(run_id))
+        return run_id
+
+    def run_another(self) -> None:
+        """A run begins and ends well, and leaves its place in the pool to the next."""
+        run_id = self.begin("one")
+        self.let_end(run_id)
+        self.wait_for("SUCCESS", run_id)
+        assert self.pool.active_slot_count == 0
+
+    def find_process(self, run_id: str) -> psutil.Process:
+        """Return the run's process, by the tag that its first step has made."""
+        tag = self.instance.get_run_by_id(run_id).tags[TAG]
+        return psutil.Process(RunProcess.from_tag(run_id, tag).pid)
+
+    def read_messages(self, run_id: str) -> str:
+        return "\n".join(entry.user_message for entry in self.instance.all_logs(run_id))
+
+    @property
+    def pool(self):
+        return self.instance.event_log_storage.get_concurrency_info("gpu")
+
 
 @pytest.fixture
 def work(processes, instance, location) -> Work:
@@ -100,9 +139,8 @@ def test_runs_survive_a_restart_of_webserver_and_daemon_and_wait_for_their_pool(
     processes = work.processes
     runs = [work.launch("one"), work.launch("two")]
     processes.wait_until(lambda: any(map(work.has_begun, runs)))
-    processes.wait_until(lambda: pool_of(work.instance).pending_step_count == 1)
-    assert sum(map(work.has_begun, runs)) == 1
-    assert pool_of(work.instance).active_slot_count == 1
+    processes.wait_until(lambda: work.pool.pending_step_count == 1)
+    assert sum(map(work.has_begun, runs)) == work.pool.active_slot_count == 1
     work.wait_for("STARTED", *runs)
 
     processes.end(WEBSERVER, DAEMON)
@@ -115,13 +153,38 @@ def test_runs_survive_a_restart_of_webserver_and_daemon_and_wait_for_their_pool(
     assert [processes.read_status(run) for run in (first, second)] == ["SUCCESS", "STARTED"]
     work.let_end(second)
     work.wait_for("SUCCESS", second)
-    third = work.launch("one")
-    work.let_end(third)
-    work.wait_for("SUCCESS", third)
-    made = work.instance.get_materialized_partitions(dg.AssetKey("work"))
-    assert made == {"one", "two"}
-    assert pool_of(work.instance).active_slot_count == 0
+    assert work.instance.get_materialized_partitions(dg.AssetKey("work")) == {"one", "two"}
 
 
-def pool_of(instance: dg.DagsterInstance):
-    return instance.event_log_storage.get_concurrency_info("gpu")
+def test_a_run_does_not_notice_that_postgres_was_killed_and_came_back_in_seconds(work, postgres):
+    """Connections are tried again for about ten seconds, also while the step reports its end."""
+    run = work.begin("one")
+    postgres.kill()
+    work.let_end(run)
+    time.sleep(3)
+    postgres.start()
+    work.wait_for("SUCCESS", run)
+    made = work.instance.all_logs(run, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
+    assert len(made) == 2
+
+
+def test_a_run_fails_when_postgres_stays_away_and_the_next_one_gets_its_place(work, postgres):
+    run = work.begin("two")
+    process = work.find_process(run)
+    postgres.kill()
+    work.let_end(run)
+    work.processes.wait_until(lambda: not lives(process))
+    postgres.start()
+    work.wait_for("FAILURE", run)
+    work.run_another()
+
+
+def test_a_stop_of_the_code_location_interrupts_its_runs_and_the_next_start_takes_others(work):
+    run = work.begin("one")
+    process = work.find_process(run)
+    work.processes.end(CODE)
+    work.wait_for("FAILURE", run)
+    assert not lives(process)
+    assert "Run the same job again: it continues from there." in work.read_messages(run)
+    work.processes.start(CODE)
+    work.run_another()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +21,13 @@ from postgres_server import find_free_port
 
 CODE, WEBSERVER, DAEMON = "code", "webserver", "daemon"
 VARIABLE = re.compile(r"\$\{(\w+)\}")
+STOP_S = 60.0
 DEFINITIONS = "spec_assets/definitions.py"
 LAUNCH = """
 mutation Launch($params: ExecutionParams!) {
   launchRun(executionParams: $params) {
     __typename
     ... on LaunchRunSuccess { run { runId } }
-    ... on PythonError { message }
   }
 }
 """
@@ -74,30 +74,34 @@ class Processes:
                     start_new_session=True,
                 )
             if name == CODE:
-                self.wait_until(lambda: b"Started" in (self.folder / "code.log").read_bytes())
+                self.wait_until(lambda: is_listening(int(self.environment["DRAFTWORKS_CODE_PORT"])))
         if WEBSERVER in names:
             self.wait_until(self._has_loaded)
 
     def end(self, *names: str) -> None:
-        """End them as systemd does: SIGTERM, and SIGKILL for what is left."""
+        """End them as systemd does: SIGTERM to all processes of the unit, and later SIGKILL to what is left."""
         for name in names:
-            self.running[name].send_signal(signal.SIGTERM)
-        for name in names:
-            process = self.running.pop(name)
-            try:
-                process.wait(30)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            main = self.running.pop(name)
+            unit = [psutil.Process(main.pid)] if main.poll() is None else []
+            unit += [child for process in unit for child in process.children(recursive=True)]
+            for process in unit:
+                with suppress(psutil.Error):
+                    process.terminate()
+            for process in psutil.wait_procs(unit, STOP_S)[1]:
+                process.kill()
+            main.wait()
 
-    def ask(self, query: str, **variables: Any) -> dict[str, Any]:
-        """Return the answer of the webserver's GraphQL interface."""
-        answer = httpx.post(f"{self.url}/graphql", json={"query": query, "variables": variables}, timeout=60).json()
-        assert "errors" not in answer, answer
-        return answer["data"]
+    def ask(self, query: str, **variables: Any) -> dict[str, Any] | None:
+        """Return the answer of the webserver's GraphQL interface; None if the request failed."""
+        return httpx.post(f"{self.url}/graphql", json={"query": query, "variables": variables}, timeout=60).json()[
+            "data"
+        ]
 
     def launch(self, job: str, target: str) -> str:
-        """Launch a job for a target as the UI does: the run is queued. Returns its id."""
+        """Launch a job for a target as the UI does: the run is queued. Returns its id.
+
+        Repeated as a person would: after an outage some requests fail.
+        """
         params = {
             "selector": {
                 "repositoryLocationName": "draftworks",
@@ -107,15 +111,21 @@ class Processes:
             "runConfigData": {},
             "executionMetadata": {"tags": [{"key": "dagster/partition", "value": target}]},
         }
-        launched = self.ask(LAUNCH, params=params)["launchRun"]
-        assert launched["__typename"] == "LaunchRunSuccess", launched
-        return launched["run"]["runId"]
+        launched: list[str] = []
 
-    def read_status(self, run_id: str) -> str:
-        """Return what the webserver says of a run."""
-        return self.ask('query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }', id=run_id)["runOrError"][
-            "status"
-        ]
+        def has_launched() -> bool:
+            answer = self.ask(LAUNCH, params=params)
+            run = (answer or {}).get("launchRun", {}).get("run")
+            launched.extend([run["runId"]] if run else [])
+            return bool(launched)
+
+        self.wait_until(has_launched)
+        return launched[0]
+
+    def read_status(self, run_id: str) -> str | None:
+        """Return what the webserver says of a run; None if it fails."""
+        answer = self.ask("query($id: ID!) { runOrError(runId: $id) { ... on Run { status } } }", id=run_id)
+        return (answer or {"runOrError": {}})["runOrError"].get("status")
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
@@ -145,10 +155,16 @@ class Processes:
     def _has_loaded(self) -> bool:
         query = "{ workspaceOrError { ... on Workspace { locationEntries { loadStatus } } } }"
         try:
-            (entry,) = self.ask(query)["workspaceOrError"]["locationEntries"]
+            answer = self.ask(query)
         except httpx.HTTPError:
             return False
-        return entry["loadStatus"] == "LOADED"
+        entries = (answer or {"workspaceOrError": {"locationEntries": []}})["workspaceOrError"]["locationEntries"]
+        return [entry["loadStatus"] for entry in entries] == ["LOADED"]
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @contextmanager
