@@ -1,0 +1,95 @@
+"""The whole graph with its features in a real S3 server: the same draft, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import yaml
+from s3_server import BUCKET, S3Server, set_keys
+
+from draftworks.storage.artifacts import ArtifactStore
+
+pytestmark = pytest.mark.cluster
+PROGRAMS = ("capture", "train", "evaluate", "export")
+MADE_OF_FEATURES = ("training_features", "heldout_eval_features", "eagle3_draft", "eagle3_report", "eagle3_export")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    running = S3Server(tmp_path_factory.mktemp("s3"))
+    running.start()
+    yield running
+    running.kill()
+
+
+def write_deployment(site: Any, server: S3Server, user: str = "WRITER") -> None:
+    set_keys(os.environ)
+    access = server.access(user, retry_s=20).model_dump(exclude_defaults=True)
+    deployment = {
+        "features": {"kind": "s3", "url": f"s3://{BUCKET}/features", "cache_gb": 1},
+        "object_storage": {"buckets": {BUCKET: access}},
+    }
+    (site.registry / "deployment.yaml").write_text(yaml.safe_dump(deployment))
+
+
+@pytest.fixture(scope="module")
+def stored_away(finished: Any, server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The finished site without its features and all that follows from them, run again with features on the server."""
+    site = finished.site.copy(tmp_path_factory.mktemp("away"))
+    for made in ("feature_store", "eval_cache", *MADE_OF_FEATURES):
+        shutil.rmtree(site.var / made, ignore_errors=True)
+    write_deployment(site, server)
+    result = site.run(instance=dg.DagsterInstance.ephemeral(), torchrun=PROGRAMS)
+    assert result.success, [event.message for event in result.all_events if event.is_failure]
+    return site
+
+
+def read_files(var: Path, asset: str) -> dict[str, bytes]:
+    folder = ArtifactStore(var).load_current(asset, "small").path
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+
+
+def test_the_draft_is_that_of_local_features_bit_for_bit(finished: Any, stored_away: Any):
+    for asset in ("eagle3_draft", "eagle3_export"):
+        expected, found = read_files(finished.site.var, asset), read_files(stored_away.var, asset)
+        assert expected
+        weights = [name for name in expected if "checkpoints" not in name]
+        assert weights
+        assert [name for name in weights if expected[name] != found[name]] == []
+    for asset in ("training_features", "heldout_eval_features", "eagle3_draft"):
+        found, expected = (
+            ArtifactStore(root).load_current(asset, "small") for root in (stored_away.var, finished.site.var)
+        )
+        assert (found.path.name, found.data_version) == (expected.path.name, expected.data_version), asset
+
+
+def test_features_are_on_the_server_alone(stored_away: Any, server: S3Server):
+    assert not (stored_away.var / "feature_store").exists()
+    names = [found.path for found in server.connect("features").list()]
+    assert any("/shards/" in name for name in names)
+    assert any(name.endswith("/index/0000000000.json") for name in names)
+    assert (stored_away.var / "feature_cache").is_dir()
+
+
+def test_keys_are_in_no_file_of_the_deployment(stored_away: Any):
+    secrets = [b"a secret to write", b"writer-key"]
+    found = [
+        path
+        for path in stored_away.root.rglob("*")
+        if path.is_file() and any(secret in path.read_bytes() for secret in secrets)
+    ]
+    assert found == []
+
+
+def test_an_unchanged_run_is_a_series_of_hits(stored_away: Any):
+    again = stored_away.run(instance=dg.DagsterInstance.ephemeral())
+    assert again.success
+    made = again.get_asset_materialization_events()
+    states = {m.materialization.metadata["cache"].value for m in made if "cache" in m.materialization.metadata}
+    assert states == {"hit"}
