@@ -13,18 +13,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import dagster as dg
 import psutil
 from dagster._core.events import EngineEventData
 
+from resources.job_claims import JobClaim, is_claim_alive
 from resources.process_place import RunProcess
 from resources.process_tree import is_alive
 
 TAG = "draftworks/run_process"
+JOB_TAG = "draftworks/job."
+"""Begins the tags of a run that name the claims of its jobs in schedulers, see `resources.job_claims`."""
 _SAYS_A_PID = {dg.DagsterEventType.ENGINE_EVENT, dg.DagsterEventType.STEP_WORKER_STARTED}
 _CLOCK_SLACK_S = 2.0
 _LOOK_INTERVAL_S = 0.2
@@ -34,7 +38,7 @@ def end_with_run_process(context: dg.OpExecutionContext | dg.AssetExecutionConte
     """Interrupt this step when the process of its run ends, as a cancellation of the run would.
 
     For the process of a step, which is a child of the run's. The step then has its launcher's grace to end its job, and
-    a further `SIGINT`, or the grace's end, leaves nothing of it. The run is tagged with its process, so that others can
+    a further `SIGINT`, or the grace's end, leaves nothing of it; a job in a scheduler is left there. The run is tagged with its process, so that others can
     tell whether it lives.
     """
     parent = multiprocessing.parent_process()
@@ -49,6 +53,12 @@ def end_with_run_process(context: dg.OpExecutionContext | dg.AssetExecutionConte
             context.instance.add_run_tags(run.run_id, {TAG: mine.to_tag()})
 
 
+def has_run_process_ended() -> bool:
+    """Whether the process of this step's run has ended before the step; False in the run's own process."""
+    parent = multiprocessing.parent_process()
+    return parent is not None and not parent.is_alive()
+
+
 def _watch(parent: multiprocessing.process.BaseProcess) -> None:
     parent.join()
     os.kill(os.getpid(), signal.SIGINT)
@@ -56,24 +66,37 @@ def _watch(parent: multiprocessing.process.BaseProcess) -> None:
 
 @dataclass(frozen=True)
 class DeadRuns:
-    """Ids of runs that were found dead, and of unfinished runs that hold pool slots and whose state is unknown here."""
+    """Ids of runs that were found dead, and of those that keep their pool slots.
+
+    Attributes:
+        unknown: unfinished runs whose state is unknown here.
+        kept: dead runs with a job that lives on in a scheduler.
+    """
 
     released: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
-def release_dead_runs(instance: dg.DagsterInstance, wait_s: float = 30.0) -> DeadRuns:
+def release_dead_runs(
+    instance: dg.DagsterInstance, wait_s: float = 30.0, takes: Callable[[JobClaim], bool] = lambda claim: False
+) -> DeadRuns:
     """Mark runs that hold pool slots as failed if their process is gone, and free the slots.
 
     Waits up to `wait_s` for their steps, which are ending: the slot stands for a GPU that they may still use. A run of
     another machine or container, or one that has not said where it runs, is left to those who can see it. Works with
     every storage that has pools.
+
+    The slots of a run stay taken while a job that it claimed lives on in a scheduler.
+
+    Args:
+        takes: whether the caller's run is about to wait for a claimed job itself: it needs the slot for that.
     """
     storage = instance.event_log_storage
     if not storage.supports_global_concurrency_limits:
         return DeadRuns()
     deadline = time.monotonic() + wait_s
-    released, unknown = [], []
+    released, unknown, kept = [], [], []
     for run_id in sorted(storage.get_concurrency_run_ids()):
         run = instance.get_run_by_id(run_id)
         if run is not None and not run.is_finished:
@@ -86,10 +109,21 @@ def release_dead_runs(instance: dg.DagsterInstance, wait_s: float = 30.0) -> Dea
                 time.sleep(_LOOK_INTERVAL_S)
             if alive:
                 continue
+        if run is not None and any(not takes(claim) for claim in find_living_jobs(run)):
+            kept.append(run_id)
+            continue
+        if run is not None and not run.is_finished:
             instance.report_run_failed(run, "The process of this run was killed. Run the job again: it continues.")
         storage.free_concurrency_slots_for_run(run_id)
         released.append(run_id)
-    return DeadRuns(tuple(released), tuple(unknown))
+    return DeadRuns(tuple(released), tuple(unknown), tuple(kept))
+
+
+def find_living_jobs(run: dg.DagsterRun) -> list[JobClaim]:
+    """Return the claims of a run whose jobs live in a scheduler, those whose scheduler cannot be asked included."""
+    claims = [Path(path) for tag, path in run.tags.items() if tag.startswith(JOB_TAG)]
+    found = [JobClaim.read(path) for path in claims if is_claim_alive(path, run.run_id)]
+    return [claim for claim in found if claim is not None]
 
 
 def _is_any_alive(instance: dg.DagsterInstance, run_id: str) -> bool:

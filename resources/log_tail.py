@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from resources.bookmark import Bookmark
+
 _CHUNK_BYTES = 1 << 20
 _TAIL_BYTES = 64 << 10
 _LINE_CHARS = 1000
@@ -18,12 +20,16 @@ class LogTail:
 
     The job writes to the file itself, so it never waits for this process, loses nothing if this process dies, and may
     run on another machine. At most `limit_bytes` are copied, plus the last lines; the file itself stays complete.
+
+    Args:
+        bookmark: how far an earlier process has copied it, for a job that outlives this one.
     """
 
-    def __init__(self, path: Path, limit_bytes: int) -> None:
+    def __init__(self, path: Path, limit_bytes: int, bookmark: Bookmark | None = None) -> None:
         self._path = path
         self._left = limit_bytes
-        self._position = 0
+        self._bookmark = bookmark
+        self._position = 0 if bookmark is None else bookmark.read()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def copy(self) -> None:
@@ -36,6 +42,8 @@ class LogTail:
                 sys.stdout.write(self._decoder.decode(chunk))
                 self._left -= len(chunk)
             self._position = log.tell()
+        if self._bookmark is not None:
+            self._bookmark.save(self._position)
         if self._left <= 0:
             sys.stdout.write(f"\n… the limit of shown output is reached, the whole log is {self._path}\n")
         sys.stdout.flush()

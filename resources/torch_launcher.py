@@ -18,6 +18,7 @@ from pydantic import Field
 from draftworks.distributed.stop_signals import defer_interrupt
 from draftworks.programs.heartbeat import HeartbeatRecord
 from draftworks.programs.labels import LABEL
+from resources.bookmark import Bookmark
 from resources.companions import Companion, RunningCompanion, RunningCompanions
 from resources.job_failure import (
     describe_job_failure,
@@ -60,6 +61,29 @@ Outcome = JobResult | dg.Failure
 """How a job ended; an interruption is an exception and no outcome."""
 
 
+@dataclass(frozen=True)
+class PreparedFiles:
+    """The files of a job that is about to be started, or that is found running.
+
+    Attributes:
+        messages: reads its messages.
+        shown: how much of its log an earlier process has shown; None for a job that never outlives its process.
+    """
+
+    files: RunDir
+    messages: dg.PipesMessageReader
+    shown: Bookmark | None = None
+
+
+@dataclass(frozen=True)
+class JobLimits:
+    """Times in seconds by which a job is watched; see the fields of `TorchLauncher`."""
+
+    stall_limit_s: float | None
+    time_limit_s: float | None
+    poll_interval_s: float
+
+
 @dataclass
 class _RunningJob:
     """A submitted job; `failure` and `seconds` are set when it has ended.
@@ -75,6 +99,7 @@ class _RunningJob:
     watch: StallWatch
     tail: LogTail | None
     metadata: dict[str, Any]
+    limits: JobLimits
     started: float = field(default_factory=time.monotonic)
     running_since: float | None = None
     has_ended: bool = False
@@ -123,6 +148,21 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
     def describe(self, handle: Any) -> dict[str, str | int]:
         """Return engine and job id, for metadata."""
 
+    def prepare(self, context: dg.AssetExecutionContext, job: TorchJob, folder: Path) -> PreparedFiles:
+        """Return the files of a new attempt in `folder`, or those of the same job if it runs already."""
+        files = RunDir.create(folder, context.run.run_id, context.retry_number)
+        return PreparedFiles(files, _MessagesOfRank0(str(files.messages)))
+
+    def get_limits(self, handle: Any) -> JobLimits:
+        return JobLimits(self.stall_limit_s, self.time_limit_s, self.poll_interval_s)
+
+    def locate_files(self, handle: Any, files: RunDir) -> RunDir:
+        """Return the files of a job that began with `files`; others if it was submitted again meanwhile."""
+        return files
+
+    def settle(self, handle: Any) -> None:
+        """Forget a job that has ended, now that its outcome is known."""
+
     def ask_for_stacks(self, handle: Any, ranks: Sequence[HeartbeatRecord]) -> list[str]:
         """Make the ranks print their stacks into the job's log if possible; return the state of each process."""
         return ["state unknown"] * len(ranks)
@@ -169,8 +209,8 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         """
 
         def submit(companion: Companion) -> RunningCompanion:
-            own = RunDir.create(companion.folder, context.run.run_id, context.retry_number)
-            handle = self.submit(companion.job, {**companion.job.env, **_make_error_environment(own)}, own)
+            own = self.prepare(context, companion.job, companion.folder).files
+            handle = self.submit(companion.job, {**companion.job.env, **make_error_environment(own)}, own)
             return RunningCompanion(companion, handle, own)
 
         beside = RunningCompanions(submit, self.poll, self.cancel, context.log.warning)
@@ -187,7 +227,10 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
                 beside.cancel()
                 raise
         # All messages have been read when the sessions have ended.
-        return {each.peer.name: _read_outcome(each, beside.logs) for each in jobs}
+        outcomes = {each.peer.name: _read_outcome(each, beside.logs) for each in jobs}
+        for each in jobs:
+            self.settle(each.handle)
+        return outcomes
 
     def _run_to_end(
         self,
@@ -216,7 +259,7 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
                     pass_on_interrupt()
                     if not all(each.has_ended for each in jobs):
                         companions.watch()
-                        time.sleep(self.poll_interval_s)
+                        time.sleep(min(each.limits.poll_interval_s for each in jobs if not each.has_ended))
             except dg.DagsterExecutionInterruptedError:
                 self._cancel_all(jobs)
                 words = [read_interruption(each.files) for each in jobs]
@@ -238,27 +281,29 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
         sessions: ExitStack,
         shows_output: bool,
     ) -> _RunningJob:
-        files, job = RunDir.create(peer.folder, context.run.run_id, context.retry_number), peer.job
+        job, prepared = peer.job, self.prepare(context, peer.job, peer.folder)
+        files = prepared.files
         session = sessions.enter_context(
             dg.open_pipes_session(
                 context=context,
                 context_injector=dg.PipesEnvContextInjector(),
-                message_reader=_MessagesOfRank0(str(files.messages)),
+                message_reader=prepared.messages,
                 extras=dict(extras),
             )
         )
-        env = {**job.env, **session.get_bootstrap_env_vars(), **_make_error_environment(files)}
+        env = {**job.env, **session.get_bootstrap_env_vars(), **make_error_environment(files)}
         handle = self.submit(job, env, files)
-        place = self.describe(handle)
+        place, limits = self.describe(handle), self.get_limits(handle)
         context.log.info(f"started {job.module} with {job.procs_per_node} rank(s): {place}")
         return _RunningJob(
             peer=peer,
             files=files,
             handle=handle,
             session=session,
-            watch=StallWatch(files.ranks, files.log, (self.stall_limit_s or math.inf) + job.longest_wait_s),
-            tail=LogTail(files.log, self.log_limit_mb << 20) if shows_output else None,
+            watch=_make_watch(job, files, limits),
+            tail=LogTail(files.log, self.log_limit_mb << 20, prepared.shown) if shows_output else None,
             metadata={**place, "log": dg.MetadataValue.path(files.log)},
+            limits=limits,
         )
 
     def _look(self, running: _RunningJob, companions: RunningCompanions) -> None:
@@ -266,8 +311,12 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
 
         Raises dagster.Failure of a companion if the job failed and the companion did too: that is the cause.
         """
-        job, files, metadata = running.peer.job, running.files, running.metadata
         status, now = self.poll(running.handle), time.monotonic()
+        files = self.locate_files(running.handle, running.files)
+        job, metadata, limits = running.peer.job, running.metadata, running.limits
+        if files != running.files:
+            running.files, running.watch = files, _make_watch(job, files, limits)
+            metadata.update(self.describe(running.handle))
         if status.state.is_final:
             running.has_ended = True
             metadata["seconds"] = round(now - running.started, 2)
@@ -276,8 +325,8 @@ class TorchLauncher(dg.ConfigurableResource, ABC):
                 running.failure = describe_job_failure(job, files, status, metadata)
         elif status.state is JobState.RUNNING:
             running.running_since = running.running_since or now
-            if self.time_limit_s and now - running.running_since > self.time_limit_s:
-                running.failure = describe_time_limit(job, self.time_limit_s, metadata)
+            if limits.time_limit_s and now - running.running_since > limits.time_limit_s:
+                running.failure = describe_time_limit(job, limits.time_limit_s, metadata)
             elif (stalled := running.watch.find_stalled()) is not None:
                 states = self.ask_for_stacks(running.handle, stalled)
                 ranks = list(zip(stalled, states, strict=True))
@@ -311,5 +360,9 @@ def _read_outcome(ended: _RunningJob, logs: Mapping[str, Any]) -> Outcome:
     return JobResult(report=reports[0], metadata=metadata)
 
 
-def _make_error_environment(files: RunDir) -> dict[str, str]:
+def _make_watch(job: TorchJob, files: RunDir, limits: JobLimits) -> StallWatch:
+    return StallWatch(files.ranks, files.log, (limits.stall_limit_s or math.inf) + job.longest_wait_s)
+
+
+def make_error_environment(files: RunDir) -> dict[str, str]:
     return {"TORCHELASTIC_ERROR_FILE": str(files.error), "PYTHONUNBUFFERED": "1"}

@@ -10,6 +10,7 @@ import dagster as dg
 from pydantic import Field
 
 from draftworks.config.features import FeaturesSpec
+from draftworks.config.launchers import LauncherSpec
 from draftworks.config.object_storage import ObjectFeaturesSpec, ObjectStorageSpec
 from draftworks.config.registry_files import CaptureSpec, DatasetSpec, SGLangSpec
 from draftworks.config.run_files import StoreSpec, TargetFiles
@@ -56,6 +57,10 @@ class Workspace(dg.ConfigurableResource):
     def resolve_target_files(self, target: str) -> TargetFiles:
         """Return files, digests and shape of a target as they are now."""
         return resolve_target(self.registry.load_target(target), self.registry, self.digests)
+
+    def resolve_launcher(self, target: str, program: str) -> LauncherSpec:
+        """Return the launcher settings of one program's jobs for a target."""
+        return self.registry.resolve_launcher(self.registry.load_target(target), program)
 
     def read_dataset_version(self, dataset: DatasetSpec) -> str:
         """Return the content digest of a data set's files as they are now."""

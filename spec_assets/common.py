@@ -11,6 +11,7 @@ from typing import Any
 import dagster as dg
 
 from draftworks.config.gates import Outcome
+from draftworks.config.launchers import LOCAL
 from draftworks.config.registry_files import TargetSpec
 from draftworks.config.run_files import RunFile
 from draftworks.config.strategies import StrategySpec
@@ -22,6 +23,7 @@ from draftworks.storage.full_disk import explain_full_disk
 from draftworks.targets.registry import HELDOUT
 from resources.companions import Companion
 from resources.dead_runs import end_with_run_process
+from resources.job_identity import identify_job
 from resources.torch_job import TorchJob
 from resources.torch_launcher import JobResult, PeerJob, TorchLauncher
 from resources.workspace import Workspace
@@ -215,6 +217,13 @@ def to_severity(outcome: Outcome) -> dg.AssetCheckSeverity:
     return dg.AssetCheckSeverity.ERROR if outcome == "error" else dg.AssetCheckSeverity.WARN
 
 
+def list_selected_assets(context: dg.AssetExecutionContext) -> set[str]:
+    """Return the names of the assets that the run makes, those of several assets in one step left out."""
+    names = {key.to_user_string() for key in context.job_def.asset_layer.selected_asset_keys}
+    steps = context.run.step_keys_to_execute
+    return names if steps is None else names & set(steps)
+
+
 def read_partition(context: dg.AssetCheckExecutionContext) -> str:
     """Return the name of the target that this run, and so the check, is for."""
     return context.op_execution_context.partition_key
@@ -241,7 +250,7 @@ def launch(
         ConfigError: that interpreter cannot run the programs.
     """
     folder = locate_step_folder(context, workspace)
-    job = _make_job(folder, program, run, processes, device, python)
+    job = _make_job(context, workspace, folder, program, run, processes, device, python)
     return launcher.run(context=context, job=job, run_dir=folder, companions=companions)
 
 
@@ -259,7 +268,8 @@ def make_companion(
     """Write the run file of a program to run beside another one, with arguments as `launch` and `Companion`; its log is
     its own."""
     folder = locate_step_folder(context, workspace) / program
-    return Companion(_make_job(folder, program, run, processes, device, python), folder, serves, restarts)
+    job = _make_job(context, workspace, folder, program, run, processes, device, python, is_beside=True)
+    return Companion(job, folder, serves, restarts)
 
 
 def make_peer(
@@ -279,7 +289,7 @@ def make_peer(
     """
     folder = locate_step_folder(context, workspace)
     folder = folder if is_own else folder / name
-    return PeerJob(name, _make_job(folder, program, run, processes, device, None), folder)
+    return PeerJob(name, _make_job(context, workspace, folder, program, run, processes, device, None), folder)
 
 
 def locate_step_folder(context: dg.AssetExecutionContext, workspace: Workspace) -> Path:
@@ -287,15 +297,30 @@ def locate_step_folder(context: dg.AssetExecutionContext, workspace: Workspace) 
     return workspace.locate_run_folder(context.run.run_id, context.op_execution_context.op_handle.name)
 
 
-def _make_job(folder: Path, program: str, run: RunFile, processes: int, device: str, python: Path | None) -> TorchJob:
+def _make_job(
+    context: dg.AssetExecutionContext,
+    workspace: Workspace,
+    folder: Path,
+    program: str,
+    run: RunFile,
+    processes: int,
+    device: str,
+    python: Path | None,
+    is_beside: bool = False,
+) -> TorchJob:
     path = run.save(folder / "run.yaml")
+    place = workspace.resolve_launcher(context.partition_key, program)
+    role = program if is_beside else ""
     extra = {} if python is None else build_program_environment(python, folder / "package")
     return TorchJob(
         module=f"draftworks.programs.{program}",
         args=(str(path),),
+        nodes=1 if place.kind == LOCAL and place.least_nodes == 1 else place.nodes,
         procs_per_node=processes,
         gpus_per_node=0 if device == "cpu" else processes,
         env={"HF_HUB_DISABLE_PROGRESS_BARS": "1", **extra},
         python=python,
         longest_wait_s=run.longest_wait_s,
+        launcher=place,
+        identity=identify_job(context.asset_key.to_user_string(), context.partition_key, run, path, role),
     )

@@ -9,7 +9,7 @@ import dagster as dg
 from draftworks.config.strategies import list_strategies, resolve_strategy
 from draftworks.targets.registry import HELDOUT, Registry
 from jobs import make_jobs
-from resources.launchers import make_launcher
+from resources.deployment_launcher import make_deployment_launcher
 from resources.sglang_server import SGLangServer
 from resources.workspace import Workspace
 from sensors import make_schedules, make_sensors
@@ -65,7 +65,7 @@ def build_definitions(registry_root: Path) -> dg.Definitions:
         schedules=make_schedules(registry),
         resources={
             "workspace": workspace,
-            "launcher": make_launcher(registry.load_deployment().launcher),
+            "launcher": make_deployment_launcher(registry.load_deployment().launcher),
             "sglang": SGLangServer(**workspace.sglang.model_dump()),
         },
         executor=make_executor(registry, preload=PRELOADED),

@@ -19,7 +19,7 @@ from draftworks.storage.artifacts import BuildResult, Claim
 from draftworks.storage.asset_names import of_strategy
 from resources.torch_launcher import JobResult, Outcome, TorchLauncher
 from resources.workspace import Workspace
-from spec_assets.common import launch, make_peer, retry_on_failure
+from spec_assets.common import launch, list_selected_assets, make_peer, retry_on_failure
 from spec_assets.draft_inputs import DraftConfig, DraftInputs, build_train_run, resolve_draft_inputs
 from spec_assets.draft_streams import DraftStream, StreamReader, is_planned, open_stream, remove_streams
 from spec_assets.left_out import settle_features
@@ -167,13 +167,6 @@ def claim_followers(
 def shares_stream(target: TargetSpec, inputs: DraftInputs) -> bool:
     """Whether other drafts may follow the stream of a draft."""
     return target.streaming is not None and target.streaming.share and is_planned(inputs)
-
-
-def list_selected_assets(context: dg.AssetExecutionContext) -> set[str]:
-    """Return the names of the assets that the run makes, those of several assets in one step left out."""
-    names = {key.to_user_string() for key in context.job_def.asset_layer.selected_asset_keys}
-    steps = context.run.step_keys_to_execute
-    return names if steps is None else names & set(steps)
 
 
 def _claim(

@@ -17,8 +17,9 @@ from draftworks.sglang.families import list_sglang_remarks
 from draftworks.storage.identity import digest
 from draftworks.targets.weights import check_target_weights
 from resources.dead_runs import release_dead_runs
+from resources.job_claims import is_taken_over
 from resources.workspace import Workspace
-from spec_assets.common import asset
+from spec_assets.common import asset, list_selected_assets
 
 GROUP = "inputs"
 
@@ -26,13 +27,20 @@ GROUP = "inputs"
 @asset(group=GROUP, kinds=["huggingface"])
 def target_model(context: dg.AssetExecutionContext, workspace: Workspace) -> dg.MaterializeResult:
     """The large language model that is to have a draft: its weights, tokenizer and chat template."""
-    dead = release_dead_runs(context.instance)  # here, because every job begins with the inputs
+    # Here, because every job begins with the inputs. A job that this run goes on to wait for leaves it its slot.
+    mine = list_selected_assets(context)
+    dead = release_dead_runs(context.instance, takes=lambda claim: is_taken_over(claim, context.partition_key, mine))
     for run_id in dead.released:
         context.log.warning(f"run {run_id} was killed: it is marked as failed, and its pool slots are free")
     for run_id in set(dead.unknown) - {context.run.run_id}:
         context.log.info(
             f"run {run_id} holds a pool slot, and this machine or container cannot see whether its process is alive."
             " If it is dead, end it in the UI, or start a run on its own machine"
+        )
+    for run_id in dead.kept:
+        context.log.warning(
+            f"run {run_id} was killed, and its job lives on in the scheduler: its pool slots stay taken. Run its job again:"
+            " it waits for that one"
         )
     target = workspace.registry.load_target(context.partition_key)
     files = workspace.resolve_target_files(target.name)

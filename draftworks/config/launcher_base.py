@@ -12,7 +12,7 @@ from draftworks.config.base import Spec
 class LauncherSpec(Spec):
     """Base of the settings of all kinds of launchers; each kind adds its own keys, and a literal `kind`."""
 
-    kind: str
+    kind: Any  # each kind narrows it to a literal string
     grace_s: float = Field(default=10.0, ge=0, description="Seconds between terminate and kill.")
     threads: int = Field(default=1, ge=1, description="OMP threads of each rank on CPU.")
     stall_limit_s: float | None = Field(

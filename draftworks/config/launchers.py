@@ -113,8 +113,9 @@ def _merge_mappings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
-        both = isinstance(value, Mapping) and isinstance(old, Mapping)
-        merged[key] = _merge_mappings(old, value) if both else value
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            value = _merge_mappings(old, value)
+        merged[key] = value
     return merged
 
 

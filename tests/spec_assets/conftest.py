@@ -63,7 +63,7 @@ class Site:
     ) -> dg.ExecuteInProcessResult:
         """Run a job in this process: the programs named in `torchrun` under torchrun, the others without its long start."""
         launcher = functools.partial(make_forking_launcher, torchrun=torchrun)
-        with mock.patch("spec_assets.definitions.make_launcher", launcher):
+        with mock.patch("spec_assets.definitions.make_deployment_launcher", launcher):
             found = self.definitions().resolve_job_def(job)
         return found.execute_in_process(partition_key=partition, raise_on_error=False, **options)
 

@@ -1,12 +1,18 @@
-"""The Python of a program: that of SGLang's environment if the program runs SGLang itself, and only if it has all it needs."""
+"""What is launched for a program: the Python that runs it, where it runs, and the identity by which it is found again.
+
+The Python is that of SGLang's environment if the program runs SGLang itself, and only if it has all it needs.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import dagster as dg
 import pytest
 
+from draftworks.config.launchers import LocalLauncherSpec
 from draftworks.config.registry_files import CaptureSpec
 from draftworks.config.run_files import RunFile
 from draftworks.errors import ConfigError
@@ -17,12 +23,17 @@ from spec_assets.common import launch
 CONTEXT = SimpleNamespace(
     run=SimpleNamespace(run_id="0123456789"),
     op_execution_context=SimpleNamespace(op_handle=SimpleNamespace(name="training_features")),
+    asset_key=dg.AssetKey("training_features"),
+    partition_key="t",
 )
+TARGET = "model: m\ndataset: d\n"
 
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
     (tmp_path / "deployment.yaml").write_text("sglang: {python: sglang/bin/python}\nvar: var\n")
+    (tmp_path / "targets").mkdir()
+    (tmp_path / "targets" / "t.yaml").write_text(TARGET)
     return Workspace(registry_root=str(tmp_path))
 
 
@@ -61,3 +72,23 @@ def test_what_has_sglang_inside_is_run_by_its_python_and_finds_this_package_ther
 def test_without_that_python_nothing_is_launched(workspace, tmp_path):
     with pytest.raises(ConfigError, match=r"sglang/bin/python \(sglang.python of the deployment\) cannot be run"):
         launched(workspace, tmp_path, "sglang")
+
+
+def test_a_job_runs_where_target_and_program_say(workspace, tmp_path):
+    assert launched(workspace, tmp_path, "hf").launcher == LocalLauncherSpec()
+    settings = "launcher: {threads: 2, nodes: 3, min_nodes: 1, programs: {capture: {threads: 4}}}\n"
+    (tmp_path / "targets" / "t.yaml").write_text(TARGET + settings)
+    job = launched(workspace, tmp_path, "hf")
+    assert (job.launcher.threads, job.launcher.nodes, job.nodes) == (4, 3, 1)
+    (tmp_path / "targets" / "t.yaml").write_text(TARGET + "launcher: {nodes: 3}\n")
+    assert launched(workspace, tmp_path, "hf").nodes == 3
+
+
+def test_the_same_work_is_the_same_job_and_where_it_runs_is_no_part_of_it(workspace, tmp_path):
+    first = launched(workspace, tmp_path, "hf").identity
+    assert first.claim == tmp_path / "out" / "job.json"
+    assert first.made == "t/training_features"
+    assert re.fullmatch("dw-[0-9a-f]{1,40}", first.name)
+    (tmp_path / "targets" / "t.yaml").write_text(TARGET + "launcher: {threads: 3}\n")
+    assert launched(workspace, tmp_path, "hf").identity == first
+    assert launched(workspace, tmp_path / "other", "hf").identity.name != first.name

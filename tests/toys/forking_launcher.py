@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import psutil
 from forked_ranks import ForkedRanks
 
-from draftworks.config.registry_files import LauncherSpec
+from draftworks.config.launchers import LauncherSpec
 from resources.launchers import make_launcher
 from resources.local_launcher import LocalJob, LocalLauncher
 from resources.torch_job import JobState, JobStatus, RunDir, TorchJob
@@ -59,6 +59,6 @@ class ForkingLauncher(LocalLauncher):
 
 
 def make_forking_launcher(spec: LauncherSpec, torchrun: Sequence[str] = ()) -> ForkingLauncher:
-    """The launcher of a deployment, in place of `resources.launchers.make_launcher`."""
+    """The launcher of a deployment, in place of `resources.deployment_launcher.make_deployment_launcher`."""
     settings = make_launcher(spec).model_dump(exclude={"poll_interval_s"})
     return ForkingLauncher(**settings, torchrun=list(torchrun))

@@ -1,0 +1,35 @@
+"""The identity of a job: what it makes, and from what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from draftworks.config.run_files import RunFile, TrainRun
+from draftworks.storage.artifacts import PARTIAL
+from draftworks.storage.identity import digest
+from draftworks.storage.regular_files import read_bytes
+from resources.job_claims import CLAIM
+from resources.scheduler import NAME_PREFIX
+from resources.torch_job import JobIdentity
+
+_MOST_BYTES = 16 << 20
+
+
+def identify_job(asset: str, partition: str, run: RunFile, path: Path, role: str = "") -> JobIdentity:
+    """Return the identity of the job that a run file describes.
+
+    Its claim lies in the folder of the result that it builds; that of a job that runs beside another lies beside its own
+    output, which others read.
+
+    Args:
+        path: the saved run file.
+        role: the program of a job that runs beside that of the asset.
+    """
+    result = run.out.name.removesuffix(PARTIAL)
+    text = read_bytes(path, _MOST_BYTES).decode()
+    return JobIdentity(
+        name=f"{NAME_PREFIX}{digest([asset, partition, result, role, text])}",
+        claim=run.out / CLAIM if not role else run.out.parent / f"{role}.{CLAIM}",
+        made=f"{partition}/{asset}/{role}" if role else f"{partition}/{asset}",
+        checkpoints=run.checkpoints if isinstance(run, TrainRun) else None,
+    )

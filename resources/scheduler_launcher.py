@@ -1,0 +1,265 @@
+"""The launcher of jobs that live in a scheduler, such as Slurm, and survive the process that submitted them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from uuid import uuid4
+
+import dagster as dg
+from pydantic import Field
+
+from draftworks.config.launcher_base import SchedulerLauncherSpec
+from draftworks.config.launchers import parse_launcher
+from draftworks.errors import LauncherError
+from resources.bookmark import Bookmark
+from resources.dead_runs import JOB_TAG, has_run_process_ended
+from resources.job_adoption import Adoption
+from resources.job_claims import CLAIM, JobClaim
+from resources.job_failure import has_failure_message, is_interrupted
+from resources.job_messages import JobMessages, has_report
+from resources.launchers import make_scheduler
+from resources.process_place import RunProcess
+from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob
+from resources.torch_job import JobIdentity, JobState, JobStatus, RunDir, TorchJob
+from resources.torch_launcher import JobLimits, PreparedFiles, TorchLauncher, make_error_environment
+
+MAX_FRUITLESS = 3
+"""Submissions in a row without a new checkpoint after which a job that the scheduler keeps ending has failed."""
+_REMINDER_S = 300.0
+_LOOK_INTERVAL_S = 0.2
+
+
+@dataclass
+class ScheduledJob:
+    """A job of a scheduler.
+
+    Attributes:
+        files: of the present submission.
+        owner: this process, as the claim has it.
+        progress: the checkpoints that were there when it was submitted.
+        fruitless: submissions in a row without a new checkpoint, the present one included.
+        status: what the last look at it said.
+        reason: the scheduler's own words then.
+        unseen_since: since when the scheduler cannot be asked; None if it can.
+    """
+
+    id: str
+    job: TorchJob
+    identity: JobIdentity
+    env: Mapping[str, str]
+    files: RunDir
+    owner: RunProcess
+    progress: frozenset[str]
+    fruitless: int = 1
+    status: JobStatus = JobStatus(JobState.PENDING)
+    reason: str = ""
+    was_cancelled: bool = False
+    looked_at: float = field(default=float("-inf"), repr=False)
+    unseen_since: float | None = None
+    reminded_at: float = field(default=float("-inf"), repr=False)
+
+
+class SchedulerLauncher(TorchLauncher):
+    """Runs jobs in a scheduler, on a file system that all its machines share with this one.
+
+    What became of a job is read from its ranks' error files and its report, and only then from the scheduler's state. A
+    cancellation ends the job; the death of this process or of its run leaves it, and the next run of the same identity
+    waits for it. A job that the scheduler ended, or that stopped in order at its time limit, is submitted again.
+    """
+
+    settings: str = Field(description="The launcher's settings as JSON.")
+    files_lag_s: float = Field(
+        default=10.0, ge=0, description="Seconds in which the shared file system shows what an ended job has written."
+    )
+
+    @cached_property
+    def spec(self) -> SchedulerLauncherSpec:
+        spec = parse_launcher(json.loads(self.settings), "launcher")
+        assert isinstance(spec, SchedulerLauncherSpec)
+        return spec
+
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        return make_scheduler(self.spec)
+
+    def prepare(self, context: dg.AssetExecutionContext, job: TorchJob, folder: Path) -> PreparedFiles:
+        """Claim the job: return the files of the one that runs already, or new ones."""
+        identity = job.identity
+        if identity is None:
+            files = RunDir.create(folder, context.run.run_id, context.retry_number)
+            identity = JobIdentity(f"{NAME_PREFIX}{uuid4().hex}", files.path / CLAIM)
+        owner = RunProcess.of(context.run.run_id, os.getpid())
+        adoption = Adoption(
+            scheduler=self.scheduler,
+            spec=self.spec,
+            owner=owner,
+            make_files=lambda: (
+                RunDir.create(folder, context.run.run_id, context.retry_number)
+                if job.identity is not None
+                else RunDir(identity.claim.parent)
+            ),
+            warn=context.log.info,
+        )
+        files = adoption.obtain_claim(identity).files
+        context.instance.add_run_tags(context.run.run_id, {f"{JOB_TAG}{identity.name}": str(identity.claim)})
+        bookmark = Bookmark(files.path / "messages.shown")
+        return PreparedFiles(files, JobMessages(files.messages, bookmark), Bookmark(files.path / "log.shown"))
+
+    def submit(self, job: TorchJob, env: Mapping[str, str], run_dir: RunDir) -> ScheduledJob:
+        """Submit the job of a claim, or take it if it was submitted already.
+
+        Raises:
+            ConfigError: the scheduler refuses it.
+            LauncherError: the scheduler cannot be reached.
+        """
+        path = run_dir.path / CLAIM if job.identity is None else job.identity.claim
+        claim = JobClaim.read(path)
+        if claim is None or claim.files.path != run_dir.path:
+            raise LauncherError(f"{path}: another process has taken this job's claim: run it again")
+        identity = job.identity or JobIdentity(claim.name, path)
+        progress = _list_progress(identity)
+        if claim.job_id is not None:
+            return ScheduledJob(claim.job_id, job, identity, env, claim.files, claim.owner, progress)
+        try:
+            job_id = self._create(job, identity, env, run_dir)
+        except BaseException:
+            claim.drop(path)
+            raise
+        claim.of_job(job_id).publish(path)
+        return ScheduledJob(job_id, job, identity, env, run_dir, claim.owner, progress)
+
+    def poll(self, handle: ScheduledJob) -> JobStatus:
+        """Return the job's state, asked of the scheduler every `poll_interval_s` seconds; submit it again if it was lost."""
+        now = time.monotonic()
+        if handle.status.state.is_final or now - handle.looked_at < self.spec.poll_interval_s:
+            return handle.status
+        handle.looked_at = now
+        try:
+            seen = self.scheduler.look(handle.id)
+        except LauncherError as error:
+            self._note_silence(handle, error)
+            return handle.status
+        handle.unseen_since = None
+        if seen is not None and not seen.state.is_final:
+            self._note_reason(handle, seen)
+            handle.status = JobStatus(seen.state, None, seen.reason)
+        else:
+            handle.status = self._settle_status(handle, seen)
+        return handle.status
+
+    def cancel(self, handle: ScheduledJob) -> None:
+        """End the job and wait for its processes; leave it if the process of the run has died, for the next run."""
+        log = dg.get_dagster_logger()
+        if has_run_process_ended():
+            log.warning(f"the process of this run has ended: job {handle.id} goes on, and the next run waits for it")
+            return
+        handle.was_cancelled = True
+        try:
+            self.scheduler.end(handle.id, self.spec.grace_s)
+        except LauncherError as error:
+            log.error(f"job {handle.id} could not be ended, and may still run: {error}")
+            return
+        self.settle(handle)
+
+    def settle(self, handle: ScheduledJob) -> None:
+        claim = JobClaim.read(handle.identity.claim)
+        if claim is not None and claim.name == handle.identity.name and claim.job_id == handle.id:
+            claim.drop(handle.identity.claim)
+
+    def describe(self, handle: ScheduledJob) -> dict[str, str | int]:
+        again = {} if handle.files.submission == 1 else {"submissions": handle.files.submission}
+        return {"engine": self.scheduler.engine, "job": handle.id, **again}
+
+    def get_limits(self, handle: ScheduledJob) -> JobLimits:
+        """Return the limits; that of the whole time is the scheduler's affair."""
+        return JobLimits(self.spec.stall_limit_s, None, min(self.spec.poll_interval_s, 1.0))
+
+    def locate_files(self, handle: ScheduledJob, files: RunDir) -> RunDir:
+        return handle.files
+
+    def _create(
+        self, job: TorchJob, identity: JobIdentity, env: Mapping[str, str], files: RunDir, again: bool = False
+    ) -> str:
+        env = {**env, **make_error_environment(files)}
+        fewest = self.spec.least_nodes if again and self.spec.least_nodes < job.nodes else None
+        return self.scheduler.create(JobRequest(identity.name, job, env, files, identity.claim, fewest))
+
+    def _settle_status(self, handle: ScheduledJob, seen: SeenJob | None) -> JobStatus:
+        """Return what became of a job that has ended, or that the scheduler does not know any more."""
+        reason = "the scheduler does not know it any more" if seen is None else seen.reason
+        failed = self._wait_for_failure(handle.files)
+        if not failed and has_report(handle.files.messages):
+            return JobStatus(JobState.SUCCEEDED, None, reason)
+        if handle.was_cancelled:
+            return JobStatus(JobState.CANCELLED, None, reason)
+        lost = seen is None or seen.lost
+        if is_interrupted(handle.files) or lost and not failed:
+            return self._submit_again(handle, reason)
+        if seen is None or failed:
+            return JobStatus(JobState.FAILED, None, reason)
+        return JobStatus(seen.state, None, reason)
+
+    def _wait_for_failure(self, files: RunDir) -> bool:
+        """Whether a rank of an ended job left an error. A shared file system may show that late, as it may the report."""
+        deadline = time.monotonic() + self.files_lag_s
+        while not (failed := has_failure_message(files)) and not has_report(files.messages):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_INTERVAL_S)
+        return failed
+
+    def _submit_again(self, handle: ScheduledJob, reason: str) -> JobStatus:
+        """Submit a job again that did not end by itself, unless that has been in vain too often.
+
+        Of several processes that wait for it, the one that claimed it last does that, and the others follow.
+        """
+        claim = JobClaim.read(handle.identity.claim)
+        if claim is None or claim.name != handle.identity.name:
+            return JobStatus(JobState.FAILED, None, f"{reason}; its claim is gone")
+        if claim.owner != handle.owner and (claim.job_id != handle.id or not claim.owner.is_dead()):
+            handle.id, handle.files = claim.job_id or handle.id, claim.files if claim.job_id else handle.files
+            return JobStatus(JobState.PENDING)
+        progress = _list_progress(handle.identity)
+        handle.fruitless = 1 if progress != handle.progress else handle.fruitless + 1
+        handle.progress = progress
+        if handle.fruitless > MAX_FRUITLESS:
+            words = f"ended {MAX_FRUITLESS} times without a new checkpoint between: {reason}"
+            return JobStatus(JobState.FAILED, None, words)
+        files = handle.files.next_submission()
+        again = replace(claim, files=files, job_id=None, owner=handle.owner, written=time.time())
+        again.publish(handle.identity.claim)
+        before, handle.id = handle.id, self._create(handle.job, handle.identity, handle.env, files, again=True)
+        again.of_job(handle.id).publish(handle.identity.claim)
+        handle.files, handle.reason = files, ""
+        dg.get_dagster_logger().warning(
+            f"job {before} has ended early ({reason}): it is submitted again as {handle.id}"
+        )
+        return JobStatus(JobState.PENDING)
+
+    def _note_reason(self, handle: ScheduledJob, seen: SeenJob) -> None:
+        if seen.state is JobState.PENDING and seen.reason != handle.reason:
+            dg.get_dagster_logger().info(f"job {seen.id} waits: {seen.reason}")
+        handle.reason = seen.reason
+
+    def _note_silence(self, handle: ScheduledJob, error: LauncherError) -> None:
+        """Say that the scheduler cannot be asked. The job may well live: its ranks' pulse is watched meanwhile."""
+        now = time.monotonic()
+        handle.unseen_since = handle.unseen_since or now
+        if now - handle.reminded_at > _REMINDER_S:
+            handle.reminded_at = now
+            silent = f"for {now - handle.unseen_since:.0f} s"
+            dg.get_dagster_logger().warning(f"the scheduler cannot be asked about job {handle.id} {silent}: {error}")
+
+
+def _list_progress(identity: JobIdentity) -> frozenset[str]:
+    """Return the names of a job's checkpoints."""
+    try:
+        return frozenset(os.listdir(identity.checkpoints)) if identity.checkpoints is not None else frozenset()
+    except OSError:
+        return frozenset()
