@@ -1,0 +1,213 @@
+"""Jobs as Kubeflow TrainJobs of a Kubernetes cluster."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from draftworks.config.kubernetes_launcher import KubernetesLauncherSpec
+from draftworks.config.launcher_base import LauncherSpec
+from draftworks.errors import ConfigError, LauncherError
+from resources.kubernetes_client import ApiError, KubernetesApi
+from resources.kubernetes_manifest import CLAIM, MANAGED_BY, MANAGER, write_environment, write_train_job
+from resources.kubernetes_runtime import require_runtime
+from resources.kubernetes_state import describe_obstacle, find_age_s, has_ended, make_id, read_state
+from resources.kubernetes_watch import JobWatch
+from resources.scheduler import JobRequest, Scheduler, SeenJob
+from resources.torch_job import JobState
+
+_CONFLICT = 409
+_REFUSALS = {400, 403, 404, 422}
+"""Answers to a new TrainJob that a person can do something about."""
+_INTERVAL_S = 0.25
+_SETTLE_S = 1.0
+"""Seconds after a failure was first seen in which the events of the pods, which come by another way, arrive."""
+_CLEANUP_S = 120.0
+"""Seconds beyond the grace in which a deleted TrainJob and its pods have to be gone."""
+
+
+class _Place(NamedTuple):
+    """The parts of a job's id."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+class KubernetesScheduler(Scheduler):
+    """TrainJobs in one namespace. Before a job exists it makes three calls: find it, read the runtime, create it."""
+
+    engine = "kubernetes"
+
+    def __init__(self, spec: KubernetesLauncherSpec) -> None:
+        self._spec = spec
+        self._api = KubernetesApi(spec)
+        self._watches: dict[str, JobWatch] = {}
+        self._ended: dict[str, SeenJob] = {}
+        self._failed_at: dict[str, float] = {}
+        self._has_checked_runtime = False
+
+    def create(self, request: JobRequest) -> str:
+        """Create the TrainJob. One of the same name with the same claim that has not ended is returned as it is."""
+        spec = self._spec
+        manifest = write_train_job(request, spec, self._api.namespace)
+        if not self._has_checked_runtime:
+            runtime = self._api.get_runtime(spec.runtime_kind, spec.runtime)
+            if runtime is not None:
+                require_runtime(runtime, spec.grace_s)
+            self._has_checked_runtime = True
+        write_environment(request, spec)
+        deadline = time.monotonic() + spec.grace_s + _CLEANUP_S
+        while time.monotonic() < deadline:
+            try:
+                return make_id(self._api.create_job(manifest))
+            except ApiError as error:
+                if error.status in _REFUSALS:
+                    raise ConfigError(str(error)) from error
+                if error.status != _CONFLICT:
+                    raise
+            if (existing := self._make_room(request, deadline)) is not None:
+                return make_id(existing)
+        raise LauncherError(f"{self._api.server}: a TrainJob {request.name} is being deleted and does not go away")
+
+    def find(self, name: str) -> SeenJob | None:
+        found = self._api.get_job(name)
+        if found is None or not _is_ours(found):
+            return None
+        return self._read(found)
+
+    def look(self, id: str) -> SeenJob | None:
+        """Return a job as the watches have it; the first look at a job, and one at an ended job, reads it."""
+        if id in self._ended:
+            return self._ended[id]
+        watch = self._watches.get(id)
+        if watch is None:
+            place = _parse(id)
+            found = self._api.get_job(place.name)
+            if found is None or found["metadata"]["uid"] != place.uid:
+                return None
+            if has_ended(found):
+                return self._read(found)
+            watch = self._watches[id] = JobWatch(self._api, found)
+        seen = watch.read()
+        if seen is None:
+            self._forget(id)
+            return None
+        if seen.state.is_final:
+            return self._settle(id, seen)
+        if watch.silence_s > self._spec.api_patience_s and watch.error is not None:
+            raise watch.error
+        if watch.silence_s:
+            return replace(seen, reason=f"{seen.reason or 'as last seen'}; {watch.error}")
+        return self._give_up(id, watch) or seen
+
+    def end(self, id: str, grace_s: float) -> None:
+        """Delete the TrainJob and wait until it and its pods are gone.
+
+        A pod's grace is its runtime's `terminationGracePeriodSeconds`; a shorter one is asked for.
+        """
+        place = _parse(id)
+        self._forget(id)
+        found = self._api.get_job(place.name)
+        if found is None or found["metadata"]["uid"] != place.uid or has_ended(found):
+            return
+        self._api.delete_job(place.name, place.uid)
+        deadline = time.monotonic() + grace_s + _CLEANUP_S
+        shortened: set[str] = set()
+        while (pods := self._api.list_pods(place.name).items) or self._exists(place):
+            for pod in pods:
+                self._shorten(pod, grace_s, shortened)
+            if time.monotonic() > deadline:
+                left = ", ".join(pod["metadata"]["name"] for pod in pods) or "no pod"
+                raise LauncherError(
+                    f"TrainJob {place.name} was deleted and is not gone: {left} left in {place.namespace}"
+                )
+            time.sleep(_INTERVAL_S)
+
+    def list(self) -> list[SeenJob]:
+        """Return the jobs that have not ended; delete those that ended `keep_ended_hours` ago."""
+        jobs = self._api.list_jobs().items
+        for each in jobs:
+            if find_age_s(each) > 3600 * self._spec.keep_ended_hours:
+                self._api.delete_job(each["metadata"]["name"], each["metadata"]["uid"])
+        return [read_state(each, ()) for each in jobs if not has_ended(each)]
+
+    def _make_room(self, request: JobRequest, deadline: float) -> dict[str, Any] | None:
+        """Return the TrainJob that has a request's name if it is this very job; else delete it if it has ended.
+
+        Raises:
+            LauncherError: it is another job that has not ended.
+        """
+        existing = self._api.get_job(request.name)
+        if existing is None or existing["metadata"].get("deletionTimestamp"):
+            time.sleep(_INTERVAL_S)
+        elif has_ended(existing) and _is_ours(existing):
+            self._api.delete_job(request.name, existing["metadata"]["uid"])
+        elif _is_ours(existing) and existing["metadata"].get("annotations", {}).get(CLAIM) == str(request.claim):
+            return existing
+        else:
+            raise LauncherError(
+                f"{self._api.server}, namespace {self._api.namespace}: there is a TrainJob {request.name} of someone else "
+                f"(its claim is {existing['metadata'].get('annotations', {}).get(CLAIM)}). Delete or rename it"
+            )
+        return None
+
+    def _give_up(self, id: str, watch: JobWatch) -> SeenJob | None:
+        """End a job of which a pod cannot start, and return its failure; None for any other job."""
+        words = (describe_obstacle(pod, self._spec.start_patience_s) for pod in watch.pods)
+        obstacle = next(filter(None, words), "")
+        seen = watch.read()
+        if not obstacle or seen is None:
+            return None
+        self.end(id, 0.0)
+        self._ended[id] = replace(seen, state=JobState.FAILED, reason=obstacle)
+        return self._ended[id]
+
+    def _settle(self, id: str, seen: SeenJob) -> SeenJob:
+        """Return an ended job once all is known about its end; until then it still runs."""
+        since = self._failed_at.setdefault(id, time.monotonic())
+        if seen.state is JobState.FAILED and time.monotonic() - since < _SETTLE_S:
+            return replace(seen, state=JobState.RUNNING, lost=False)
+        self._forget(id)
+        self._ended[id] = seen
+        return seen
+
+    def _read(self, found: dict[str, Any]) -> SeenJob:
+        """Return what a TrainJob says that was just read, with its pods."""
+        return read_state(found, self._api.list_pods(found["metadata"]["name"]).items)
+
+    def _forget(self, id: str) -> None:
+        watch = self._watches.pop(id, None)
+        if watch is not None:
+            watch.close()
+
+    def _shorten(self, pod: dict[str, Any], grace_s: float, shortened: set[str]) -> None:
+        metadata = pod["metadata"]
+        too_long = (metadata.get("deletionGracePeriodSeconds") or 0) > grace_s
+        if metadata.get("deletionTimestamp") and too_long and metadata["uid"] not in shortened:
+            shortened.add(metadata["uid"])
+            self._api.delete_pod(metadata["name"], max(1, int(grace_s)))
+
+    def _exists(self, place: _Place) -> bool:
+        found = self._api.get_job(place.name)
+        return found is not None and found["metadata"]["uid"] == place.uid
+
+
+def make_scheduler(spec: LauncherSpec) -> KubernetesScheduler:
+    """Return the scheduler of a deployment's settings.
+
+    Raises:
+        ConfigError: the client is not installed, or the kubeconfig cannot be used.
+    """
+    if not isinstance(spec, KubernetesLauncherSpec):
+        raise TypeError(f"settings of kind {spec.kind}")
+    return KubernetesScheduler(spec)
+
+
+def _parse(id: str) -> _Place:
+    return _Place(*id.split("/"))
+
+
+def _is_ours(train_job: dict[str, Any]) -> bool:
+    return train_job["metadata"].get("labels", {}).get(MANAGED_BY) == MANAGER
