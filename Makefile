@@ -8,6 +8,7 @@
 # make test-sglang        tests that run real SGLang, on CPU; it has an environment of its own (2.8 GB)
 # make test-mooncake      tests of stores and streams in a real Mooncake; that library is installed beside .venv
 # make test-cluster       tests on a real Slurm and a real Postgres, unpacked beside .venv from Debian's packages
+# make test-ray           tests on a real Ray cluster of two nodes on this machine; Ray is installed beside .venv
 # make test-gpu           the engine's tests on a GPU, and
 # make bench-gpu          its speed there (docs/gpu.md): both in the environment of PYTHON, without Dagster
 # make docs               the documents as a site in var/site; a broken link is an error
@@ -30,6 +31,7 @@ SPECFORGE := .venv-specforge
 SGLANG := .venv-sglang
 MOONCAKE := .venv-mooncake
 CLUSTER := .cluster
+RAY := .venv-ray
 MOONCAKE_PACKAGES := libibverbs1 libnl-3-200 libnl-route-3-200
 MOONCAKE_LIBRARIES = $(CURDIR)/$(MOONCAKE)/libraries/usr/lib/x86_64-linux-gnu:$(CURDIR)/$(MOONCAKE)/libraries/lib/x86_64-linux-gnu:$$LD_LIBRARY_PATH
 export DAGSTER_HOME := $(CURDIR)/.dagster
@@ -37,7 +39,7 @@ export OMP_NUM_THREADS ?= 1
 # Each target starts many processes that import the same modules: without bytecode files each would compile all of them again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-streamed ui test test-long test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-gpu bench-gpu docs reference lint check clean
+.PHONY: demo demo-streamed ui test test-long test-rounding test-speculators speculators-env test-specforge specforge-env test-sglang sglang-env test-mooncake mooncake-env test-cluster test-ray ray-env test-gpu bench-gpu docs reference lint check clean
 
 demo: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks run everything --target $(TARGET)
@@ -50,10 +52,10 @@ ui: $(VENV)/ready .dagster/ready
 	$(BIN)/draftworks ui --port $(PORT)
 
 test: $(VENV)/ready .dagster/ready lint
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake and not cluster'
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m 'not long and not speculators and not specforge and not sglang and not mooncake and not cluster and not ray'
 
 test-long: $(VENV)/ready
-	$(BIN)/python -m pytest --timeout 3600 -m 'long and not mooncake and not sglang and not cluster'
+	$(BIN)/python -m pytest --timeout 3600 -m 'long and not mooncake and not sglang and not cluster and not ray'
 
 # Other instruction sets round otherwise: what ends in another draft here would on another machine. (MKL's own variable for its
 # instruction set is for Intel's processors only; its mode of compatible results is for all.)
@@ -89,6 +91,12 @@ mooncake-env: $(MOONCAKE)/ready
 # The servers are real: one that cannot start is a failed test, and none is skipped.
 test-cluster: $(VENV)/ready .dagster/ready $(CLUSTER)/ready
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder -m cluster tests/deploy tests/features tests/house tests/resources tests/spec_assets tests/storage tests/training
+
+# Not part of CI: a cluster, its dashboard and its workers want a core and 3 GB for minutes.
+test-ray: $(RAY)/ready
+	$(RAY)/bin/python -m pytest -m ray tests/resources
+
+ray-env: $(RAY)/ready
 
 # A machine with a GPU comes with its own torch: nothing is installed, and the engine is read from the checkout.
 test-gpu:
@@ -173,6 +181,15 @@ $(MOONCAKE)/ready: tools/mooncake-requirements.txt $(VENV)/ready
 $(CLUSTER)/ready: tools/cluster_packages.sh $(VENV)/ready
 	tools/cluster_packages.sh $(CLUSTER)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cluster-test]'
+	@touch $@
+
+# As Mooncake's: .venv and one library more.
+$(RAY)/ready: tools/ray-requirements.txt $(VENV)/ready
+	rm -rf $(RAY)
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@$(RAY)/bin/python -c 'import sysconfig, sys; open(sysconfig.get_path("purelib") + "/beside.pth", "w").write( \
+		"import site; site.addsitedir(%r)\n" % sys.argv[1])' "$$($(CURDIR)/$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 
 # A new SQLite instance must be opened once before two processes open it at the same time.

@@ -1,0 +1,184 @@
+"""A Ray cluster as a scheduler: jobs by Ray's own job client, named by their submission id.
+
+dagster-ray's client is not used: it waits for its job inside a Dagster step, reads messages from the job's log, and knows
+no job that another process submitted. Here a job is found by its name, and its messages travel through files.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from draftworks.config.ray_launcher import RayLauncherSpec
+from draftworks.errors import ConfigError, LauncherError
+from draftworks.programs.ray_job import EXIT_LOST, NODE_OPTIONS, RayJob
+from resources.scheduler import NAME_PREFIX, JobRequest, Scheduler, SeenJob
+from resources.torch_job import ONE_NODE_ENV, JobState, TorchJob
+
+CLAIM = "draftworks_claim"
+"""Key of the claim's path in the job's metadata."""
+_STATES = {
+    "PENDING": JobState.PENDING,
+    "RUNNING": JobState.RUNNING,
+    "SUCCEEDED": JobState.SUCCEEDED,
+    "FAILED": JobState.FAILED,
+    "STOPPED": JobState.CANCELLED,
+}
+_LOST = {"JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"}
+"""Errors by which Ray says that a job ended with its node, or that no node took it."""
+_STOP_MARGIN_S = 30.0
+"""Beyond the grace, until Ray kills what has not ended: a driver of several nodes waits for all of them."""
+_END_MARGIN_S = 30.0
+_POLL_S = 0.2
+_REASON_CHARS = 2000
+
+
+class RayScheduler(Scheduler):
+    """Submits jobs to the cluster behind the dashboard at `spec.address`."""
+
+    engine = "ray"
+
+    def __init__(self, spec: RayLauncherSpec) -> None:
+        self._spec = spec
+
+    def create(self, request: JobRequest) -> str:
+        """Submit the job under its name, which Ray takes once: of two that submit at a time, one is refused."""
+        folder = request.files.error.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "ray_job.json"
+        job = self._make_job(request, folder)
+        job.stop_file.unlink(missing_ok=True)
+        job.save(file)
+        environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(round(self._spec.grace_s + _STOP_MARGIN_S))}
+        command = [job.command[0], "-m", "draftworks.programs.ray_job", str(file)]
+        root = Path(__file__).parents[1]
+        with self._words():
+            ended = self.look(request.name)
+            if ended is not None and ended.state.is_final:
+                self._client.delete_job(request.name)
+            return self._client.submit_job(
+                entrypoint=f"cd {shlex.quote(str(root))} && exec {shlex.join(command)}",
+                submission_id=request.name,
+                runtime_env={"env_vars": environment},
+                metadata={CLAIM: str(request.claim)},
+                **(_as_entrypoint(job.resources) if job.nodes == 1 else {"entrypoint_num_cpus": 0}),
+            )
+
+    def find(self, name: str) -> SeenJob | None:
+        return self.look(name)
+
+    def look(self, id: str) -> SeenJob | None:
+        with self._words():
+            try:
+                return _describe(self._client.get_job_info(id))
+            except RuntimeError as error:
+                if "status code 404" in str(error):
+                    return None
+                raise
+
+    def end(self, id: str, grace_s: float) -> None:
+        """Stop a job. The grace that counts is that of the submission: Ray reads it when the job starts."""
+        seen = self.look(id)
+        if seen is None or seen.state.is_final:
+            return
+        with self._words():
+            self._client.stop_job(id)
+        deadline = time.monotonic() + max(grace_s, self._spec.grace_s) + _STOP_MARGIN_S + _END_MARGIN_S
+        while (seen := self.look(id)) is not None and not seen.state.is_final:
+            if time.monotonic() > deadline:
+                raise LauncherError(f"Ray job {id} was stopped and has not ended: {seen.reason or seen.state.value}")
+            time.sleep(_POLL_S)
+
+    def list(self) -> list[SeenJob]:
+        with self._words():
+            found = [each for each in self._client.list_jobs() if (each.submission_id or "").startswith(NAME_PREFIX)]
+        return [seen for seen in map(_describe, found) if not seen.state.is_final]
+
+    def _make_job(self, request: JobRequest, folder: Path) -> RayJob:
+        job, spec = request.job, self._spec
+        python = job.python or (None if spec.python is None else Path(spec.python))
+        options = () if job.nodes == 1 else (*NODE_OPTIONS, f"--rdzv-id={request.name}")
+        command = replace(job, python=python).build_command(*options, f"--log-dir={request.files.ranks}")
+        return RayJob(
+            command=tuple(command),
+            env={**(ONE_NODE_ENV if job.nodes == 1 else {}), **request.env},
+            folder=str(folder),
+            log=str(request.files.log),
+            cwd=os.getcwd(),
+            nodes=job.nodes,
+            least_nodes=job.nodes if request.min_nodes is None else request.min_nodes,
+            resources=self._count_resources(job),
+            grace_s=spec.grace_s,
+            start_timeout_s=spec.start_timeout_s,
+        )
+
+    def _count_resources(self, job: TorchJob) -> dict[str, float]:
+        counted = {"CPU": self._spec.cpus_per_rank * job.procs_per_node, "GPU": float(job.gpus_per_node)}
+        if self._spec.memory_gb is not None:
+            counted["memory"] = self._spec.memory_gb * 1e9
+        return {name: value for name, value in {**counted, **self._spec.resources}.items() if value}
+
+    @cached_property
+    def _client(self) -> Any:
+        """Ray's client. Raises ConfigError if Ray is not installed, LauncherError if nobody answers."""
+        try:
+            from ray.job_submission import JobSubmissionClient  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ConfigError(
+                f"launcher ray: Ray's client cannot be imported ({error}). Install it: pip install -e '.[ray]'"
+            ) from error
+        return JobSubmissionClient(self._spec.address)
+
+    @contextmanager
+    def _words(self) -> Iterator[None]:
+        """Raise what the client raises as LauncherError, with Ray's own words."""
+        try:
+            yield
+        except (LauncherError, ConfigError):
+            raise
+        except ConnectionError as error:
+            raise LauncherError(
+                f"launcher ray: no answer from {self._spec.address} ({error}). Expected the address of Ray's dashboard,"
+                " such as http://head:8265; `ray status` on the cluster says whether it runs"
+            ) from error
+        except Exception as error:
+            raise LauncherError(f"launcher ray: {self._spec.address} says: {_read_last_line(error)}") from error
+
+
+def _read_last_line(error: Exception) -> str:
+    """Return the last line of what Ray answered, which may be the traceback of its server."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" .\n")]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _as_entrypoint(resources: dict[str, float] | Any) -> dict[str, Any]:
+    """Return resources of one node as arguments of `submit_job`."""
+    custom = {name: value for name, value in resources.items() if name not in ("CPU", "GPU", "memory")}
+    return {
+        "entrypoint_num_cpus": resources.get("CPU", 0),
+        "entrypoint_num_gpus": resources.get("GPU", 0),
+        "entrypoint_memory": round(resources.get("memory", 0)),
+        "entrypoint_resources": custom,
+    }
+
+
+def _describe(details: Any) -> SeenJob:
+    state = _STATES[str(getattr(details.status, "value", details.status))]
+    claim = (details.metadata or {}).get(CLAIM)
+    error = str(getattr(details.error_type, "value", details.error_type) or "")
+    says = "" if state in (JobState.RUNNING, JobState.SUCCEEDED) else (details.message or "")
+    return SeenJob(
+        id=details.submission_id,
+        name=details.submission_id,
+        state=state,
+        reason=says[-_REASON_CHARS:],
+        lost=state is JobState.FAILED and (error in _LOST or details.driver_exit_code == EXIT_LOST),
+        claim=None if claim is None else Path(claim),
+    )

@@ -1,0 +1,159 @@
+"""What a Ray job runs: its file, torchrun on one of several nodes, and when a node counts as lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draftworks.programs.ray_job import NODE_OPTIONS, Node, RayJob, count_nodes, run_on_node, wait_for_nodes
+
+FIRST = Node(rank=0, count=2, meeting="10.0.0.1:4000", address="10.0.0.1")
+PROMPT_S = 10.0
+
+
+def make_job(folder: Path, code: str = "", **changes) -> RayJob:
+    job = RayJob(
+        command=(sys.executable, "-c", code),
+        env={"SECRET": "only here"},
+        folder=str(folder),
+        log=str(folder / "out.log"),
+        cwd=str(folder),
+        nodes=2,
+        least_nodes=2,
+        resources={"CPU": 2.0},
+        grace_s=1.0,
+        start_timeout_s=60.0,
+    )
+    return replace(job, **changes)
+
+
+def run_in_background(job: RayJob) -> tuple[threading.Thread, list[int]]:
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(run_on_node(job, FIRST)), daemon=True)
+    thread.start()
+    return thread, codes
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PROMPT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.05)
+
+
+def test_a_job_is_read_back_from_a_file_that_only_its_user_reads(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    job.save(tmp_path / "job.json")
+    assert RayJob.load(tmp_path / "job.json") == job
+    assert stat.S_IMODE((tmp_path / "job.json").stat().st_mode) == 0o600
+
+
+def test_torchrun_gets_its_node_s_place_and_no_rank_of_ray_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "7")
+    filled = FIRST.fill_in(["python", "@NODES@", *NODE_OPTIONS])
+    assert filled[:2] == ["python", "@NODES@"], "arguments of the program are left alone"
+    assert filled[2:] == [
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=10.0.0.1:4000",
+        "--rdzv-conf=is_host=true",
+        "--nnodes=2",
+        "--local-addr=10.0.0.1",
+    ]
+    assert "--rdzv-conf=is_host=false" in replace(FIRST, rank=1).fill_in(NODE_OPTIONS)
+    environment = make_job(tmp_path).make_environment()
+    assert "RANK" not in environment
+    assert environment["SECRET"] == "only here"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_node_answers_with_the_code_of_torchrun(tmp_path: Path, code: int) -> None:
+    assert run_on_node(make_job(tmp_path, f"raise SystemExit({code})"), FIRST) == code
+    assert wait_for_nodes(make_job(tmp_path), 0)
+
+
+def test_a_stop_terminates_torchrun_and_is_no_failure_of_the_node(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path('saved').touch(), sys.exit(1)))\n"
+        "pathlib.Path('began').touch(); time.sleep(60)"
+    )
+    job = make_job(tmp_path, f"import os; os.chdir({str(tmp_path)!r})\n{code}")
+    thread, codes = run_in_background(job)
+    wait_for(tmp_path / "began")
+    assert not wait_for_nodes(job, 0), "a node that runs is no node that has ended"
+    job.stop_file.touch()
+    thread.join(PROMPT_S)
+    assert codes == [0]
+    assert (tmp_path / "saved").exists()
+    assert wait_for_nodes(job, 0)
+
+
+def test_torchrun_that_does_not_end_is_killed_after_the_grace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftworks.programs.ray_job.MARGIN_S", 0.0)
+    code = f"import signal, time; signal.signal(15, signal.SIG_IGN); open({str(tmp_path / 'began')!r}, 'w'); time.sleep(60)"
+    job = make_job(tmp_path, code, grace_s=0.3)
+    thread, codes = run_in_background(job)
+    wait_for(tmp_path / "began")
+    job.stop_file.touch()
+    thread.join(PROMPT_S)
+    assert codes == [0]
+
+
+def test_torchrun_ends_when_the_worker_of_ray_has_been_killed(tmp_path: Path) -> None:
+    """The worker starts the node's process in a session of its own, and is killed."""
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    make_job(tmp_path, code).save(tmp_path / "job.json")
+    node = [
+        sys.executable,
+        "-m",
+        "draftworks.programs.ray_job",
+        str(tmp_path / "job.json"),
+        "--node",
+        "0",
+        "2",
+        "a:1",
+        "a",
+    ]
+    worker = f"import subprocess; subprocess.run({node!r}, start_new_session=True)"
+    process = subprocess.Popen([sys.executable, "-c", worker])
+    wait_for(tmp_path / "pid")
+    process.kill()
+    process.wait()
+    assert wait_for_nodes(make_job(tmp_path), PROMPT_S)
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def make_nodes(cpus: Sequence[int]) -> list[dict]:
+    return [{"Alive": count > 0, "Resources": {"CPU": abs(float(count))}} for count in cpus]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "least", "expected"),
+    [((2, 2, 2), 1, 2), ((2, 1), 1, 1), ((2, -2), 1, 1), ((1,), 1, 1), ((2,), 2, 2)],
+    ids=["all are there", "one is too small", "one is dead", "fewest all the same", "no fewer than wanted"],
+)
+def test_a_job_begins_with_the_nodes_that_are_there(tmp_path: Path, cpus, least: int, expected: int) -> None:
+    assert count_nodes(make_job(tmp_path, least_nodes=least), make_nodes(cpus)) == expected
+
+
+def test_what_the_program_prints_goes_to_the_job_s_log(tmp_path: Path) -> None:
+    make_job(tmp_path, "import os; print(os.environ['SECRET'], os.getcwd())", nodes=1).save(tmp_path / "job.json")
+    command = [sys.executable, "-m", "draftworks.programs.ray_job", str(tmp_path / "job.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert (tmp_path / "out.log").read_text() == f"only here {tmp_path}\n"
+    assert json.loads((tmp_path / "job.json").read_text())["nodes"] == 1
