@@ -6,6 +6,9 @@ The run files are those of a finished stored training. All three are real progra
 turn, so their imports, and the loading of the target, count: the producer alone fills the store of a stream without a
 limit, the trainer alone finds everything in it, and both together share an empty one. Each has a core of its own, in
 each case the same. All trainings end with the same weights, or the script fails.
+
+What cores of one machine share (caches, memory, the core itself where they are threads of one) slows both, whatever is
+streamed: *unrelated* is the trainer alone beside the producer of another stream.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -136,7 +139,21 @@ def time_both(case: Case) -> float:
     return time.monotonic() - started
 
 
-MEASURED = {"producer": time_producer, "trainer": time_trainer, "both": time_both}
+def time_unrelated(case: Case) -> float:
+    """Time a trainer whose features are ready, while the producer of another stream has the other core."""
+    case.wait_until_captured(case.start_producer())
+    case.place.database.unlink()  # type: ignore[union-attr]
+    other = replace(case, folder=case.folder / "other")
+    other.folder.mkdir()
+    started = time.monotonic()
+    producer, trainer = other.start_producer(), case.start_trainer()
+    require_success(trainer, "trainer")
+    taken = time.monotonic() - started
+    other.wait_until_captured(producer)
+    return taken
+
+
+MEASURED = {"producer": time_producer, "trainer": time_trainer, "unrelated": time_unrelated, "both": time_both}
 
 
 def main(
