@@ -61,12 +61,17 @@ class StreamingPlan:
 
     @cached_property
     def groups(self) -> tuple[StepGroup, ...]:
-        """All steps in groups of at most half the watermark: one is filled while the trainer uses the one before."""
+        """All steps in groups of at most half the watermark: one is filled while the trainer uses the one before.
+
+        Batches are cut by length across a group, so that its first step waits for nearly all of it: where producers
+        are as fast as the trainer, a training waits for as long as its largest group takes, whatever the watermark is.
+        So a group spans no more than an eighth of the steps before it.
+        """
         limits = self.watermark
         half = Watermark(*(None if limit is None else max(1, limit // 2) for limit in _list_limits(limits)))
         groups, first = [], 1
         while first <= self.order.total_steps:
-            last = max(first, self._find_end(first - 1, half))
+            last = max(first, min(self._find_end(first - 1, half), first - 1 + (first - 1) // 8))
             groups.append(StepGroup(first, last))
             first = last + 1
         return tuple(groups)

@@ -1,4 +1,4 @@
-"""SIGKILL of producers and of the trainer, as processes of their own: started again, they end with the stored draft."""
+"""SIGKILL of producers, of the trainer and of SGLang, as processes of their own: started again, they end with the stored draft."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+from sglang_toys import SGLANG
 from stream_toys import TRAINING, StreamFiles
 
-from draftworks.config.run_files import RunFile
+from draftworks.capture.engines.sglang_engine import SGLangEngine
+from draftworks.config.run_files import RunFile, TargetFiles
 from draftworks.config.streaming import StreamingSpec
 from draftworks.features.open_store import open_store
 from draftworks.runtime.training_stream import open_controller
@@ -69,4 +72,36 @@ def test_kills_of_a_producer_and_of_the_trainer_change_nothing_of_the_draft(
     assert trainer.wait(240) == 0
     report = json.loads((files.folder / "streamed" / "config.json").read_text())
     assert report["weights_digest"] == train_stored(SLOW_STEPS)["weights_digest"]
+    assert open_store(files.place.store).health()["samples"] == 0
+
+
+@pytest.mark.sglang
+@pytest.mark.timeout(600)
+def test_a_server_killed_in_a_training_is_started_again_and_the_draft_is_equal_to_rounding(
+    tiny_target: TargetFiles, tiny_sglang: SGLangEngine, tmp_path: Path, train_stored, start
+):
+    files = StreamFiles(
+        tmp_path,
+        tiny_target,
+        lambda: tiny_sglang,
+        capture_options={"backend": "sglang_server"},
+        settings=StreamingSpec(watermark={"samples": 8}, timeout_s=300, keep="capture_again"),
+    ).make()
+    progress = open_controller(files.place).read_progress
+    trainer = start("train", files.train_run("streamed", training=SLOW_STEPS))
+    producer = start("produce", files.produce_run(training=SLOW_STEPS).model_copy(update={"sglang": SGLANG}))
+    wait_until(lambda: progress().acked_step >= 3, seconds=300)
+    server = psutil.Process(producer.pid).children(recursive=True)
+    assert len(server) >= 3  # SGLang with its scheduler and its detokenizer
+    for process in server:
+        process.kill()
+    assert trainer.wait(300) == 0
+    assert producer.wait(60) == 0
+    assert "is restarted" in (tmp_path / "runs" / "produce-1.log").read_text()
+    log = (tmp_path / "runs" / "train-0.log").read_text()
+    report = json.loads(log[log.rindex("\n{") :])
+    stored = train_stored(SLOW_STEPS)
+    assert report["steps"] == stored["steps"]
+    assert report["last_loss"] == pytest.approx(stored["last_loss"], rel=1e-3)
+    assert report["heldout"]["eval/avg_loss"] == pytest.approx(stored["heldout"]["eval/avg_loss"], rel=1e-3)
     assert open_store(files.place.store).health()["samples"] == 0

@@ -58,6 +58,20 @@ def test_a_walk_through_the_plan_finds_every_feature_and_never_holds_more_than_i
     assert most <= plan.peak_bytes
 
 
+def test_groups_grow_with_the_steps_before_them_up_to_half_the_watermark():
+    """Two samples a step; without a limit a group is an eighth of what is before it, with one of 8 samples two steps."""
+    order = StreamOrder(80, 2, 0, 40)
+    sizes = {
+        samples: [group.last - group.first + 1 for group in make_plan(order, samples).groups] for samples in (8, 10**9)
+    }
+    assert sizes[8] == [1] * 16 + [2] * 12
+    assert sizes[10**9] == [1] * 16 + [2, 2, 2, 2, 3, 3, 3, 4, 3]
+
+
+def make_plan(order: StreamOrder, samples: int) -> StreamingPlan:
+    return StreamingPlan(refs_with(list(range(80))), order, Watermark(samples=samples))
+
+
 @given(plans(), st.integers(1, 40))
 def test_tasks_name_every_used_sample_once_in_a_lifetime(plan, batch_tokens):
     tasks = [task for group in plan.groups for task in plan.make_tasks(group, "run", batch_tokens)]
